@@ -2,7 +2,8 @@
 
     o[t, h] = softmax(scale * q[t, h] k[j, g]) v[j, g] over the positions j that query t selected, g the key head of h
 
-q, out [tokens, heads, D] bfloat16 | float16    caches [num_blocks, block_size, kv_heads, D]    topk_indices [tokens, k] int32 | int64
+q, out [tokens, heads, D] bfloat16 | float16    caches [num_blocks, block_size, kv_heads, D]
+topk_indices [tokens, k] int32 | int64
 
 Two launches: `unions.py` lists the positions of each tile of queries in the workspace, `prefill_kernel.py` attends. Data flow,
 registers, shared memory and barriers: DESIGN-prefill.md.

@@ -29,7 +29,9 @@ class Unions:
     def __call__(self, *values):
         params, first_tile, num_tiles, stream = params_of(values)
         grid, block = [num_tiles, 1, 1], [self.tiles.union_threads, 1, 1]
-        self.kernel(params, first_tile, num_tiles).launch(grid=grid, block=block, stream=stream)
+        # The carveout is given so that the DSL does not ask a device for it while compiling.
+        limits = {"min_blocks_per_mp": self.tiles.union_blocks, "preferred_smem_carveout": 100}
+        self.kernel(params, first_tile, num_tiles).launch(grid=grid, block=block, stream=stream, **limits)
 
     @cute.kernel
     def kernel(self, params: SparsePrefillParams, first_tile: Int32, num_tiles: Int32):

@@ -37,13 +37,13 @@ def finish(tiles: cutlass.Constexpr, params, lists, results, item, row0, lane):
         inverse = cutlass.select_(total == Float32(0.0), Float32(0.0), cute.arch.rcp_approx(total))
         address = row_address(tiles, params.out, (first, kv_head), row) + lane % 4 * 4
         if is_row:
+            is_aligned = (address & 3) == 0  # out may have any strides
             for n in cutlass.range_constexpr(tiles.dim // 8):
                 i = 4 * n + 2 * side
                 word = ptx.pack(tiles.dtype, rOutputs[i] * inverse, rOutputs[i + 1] * inverse)
-                ptx.store_global_word(address + 16 * n, word)
-            if cutlass.const_expr(params.lse is not None):
-                if lane % 4 == 0:
-                    store_lse(tiles, params, (first, kv_head), row, rMost[side], total)
+                ptx.store_pair_of_halves(address + 16 * n, word, ptx.as_int(is_aligned))
+            if lane % 4 == 0:
+                store_lse(tiles, params, (first, kv_head), row, rMost[side], total)
         is_spoilt = ptx.as_int(is_row and not (spoilt == Float32(0.0)))
         cute.arch.sync_warp()  # whoever stored it, the row is written again after this
         if cute.arch.vote_any_sync(is_spoilt != 0):
@@ -105,11 +105,12 @@ def repeat_row(tiles: cutlass.Constexpr, params, lists, item, row, lane):
                     rSums[c] = rSums[c] * rescale + rKey[c] * share
     address = row_address(tiles, params.out, (first, kv_head), row) + lane * (2 * width)
     inverse = cutlass.select_(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
+    is_aligned = ptx.as_int((address & 3) == 0)
     for c in cutlass.range_constexpr(0, width, 2):
-        ptx.store_global_word(address + 2 * c, ptx.pack(tiles.dtype, rSums[c] * inverse, rSums[c + 1] * inverse))
-    if cutlass.const_expr(params.lse is not None):
-        if lane == 0:
-            store_lse(tiles, params, (first, kv_head), row, most, total)
+        word = ptx.pack(tiles.dtype, rSums[c] * inverse, rSums[c + 1] * inverse)
+        ptx.store_pair_of_halves(address + 2 * c, word, is_aligned)
+    if lane == 0:
+        store_lse(tiles, params, (first, kv_head), row, most, total)
 
 
 @cute.jit

@@ -53,11 +53,11 @@ def num_tiles(group: int, tokens: int, sequences: int) -> int:
 
 def barriers(stages: int) -> BarrierTable:
     """Three rings: an item's queries with its record (one stage), keys with their masks, values. Completion of a thread's copies
-    is an arrival of its own on x_full."""
+    is an arrival of its own on x_full. The dealer is the first copy warp, which takes the items."""
     copied, read = Arrivals("copy", "thread", what="its copies are there"), Arrivals("math", "warp", what="read")
-    record = Arrivals("copy", "role", what="record written")
+    record = Arrivals("dealer", "role", what="record written")
     return BarrierTable(
-        {"copy": COPY_WARPS, "math": MATH_WARPS},
+        {"copy": COPY_WARPS, "dealer": 1, "math": MATH_WARPS},
         [
             Barrier("queries_full", 1, (copied, record), ("math",)),
             Barrier("queries_free", 1, (read,), ("copy",)),
@@ -83,15 +83,15 @@ class PrefillTiles:
         self.stage_bytes = STEP * self.row_bytes
         self.stages, self.num_blocks = config.stages, config.num_blocks
         self.window, self.union_threads = config.window, config.union_threads
+        # Blocks of the first launch that fit on a multiprocessor: caps the registers of a thread.
+        self.union_blocks = max(1, min(1536 // self.union_threads, 227 * 1024 // (self.window * self.mask_bytes + 1280)))
         self.threads = COPY_THREADS + 32 * MATH_WARPS
         # With 128 + 256 threads: the 168 a thread at launch.
         self.copy_registers, self.math_registers = 56, 224
         self.barriers = barriers(self.stages)
 
     def storage(self) -> Any:
-        fields: dict[str, Any] = {
-            name: cute.struct.MemRange[Int64, one.stages] for name, one in self.barriers.barriers.items()
-        }
+        fields: dict[str, Any] = {name: cute.struct.MemRange[Int64, one.stages] for name, one in self.barriers.barriers.items()}
         fields["records"] = cute.struct.MemRange[Int32, 2 * ITEM_WORDS]
         fields["taken"] = cute.struct.MemRange[Int32, 2 * ITEM_WORDS]
         fields["masks"] = cute.struct.Align[cute.struct.MemRange[Uint32, self.stages * STEP * self.mask_bytes // 4], 128]
@@ -145,5 +145,3 @@ def masks_address(tiles: Any, lists: Any, place: Any) -> Any:
 def place(storage: Any, name: str, stage: Any = 0) -> Any:
     """Pointer to a barrier."""
     return getattr(storage, name).data_ptr() + stage
-
-

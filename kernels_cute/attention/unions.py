@@ -1,5 +1,5 @@
-"""The first launch of the prefill kernel: a block lists the distinct positions that the queries of its tile selected, in ascending
-order, each as its cache row and a mask with a bit for each query.
+"""The first launch of the prefill kernel: a block lists the distinct positions that the queries of its tile selected, in
+ascending order, each as its cache row and a mask with a bit for each query.
 
 A table in shared memory has a mask for each position of a window; every selected position sets its query's bit, and a scan in
 order writes what is not 0. Sequences that are longer than the window take several, in ascending order: the indices are read again
@@ -15,7 +15,6 @@ from cutlass import Int32, Int64, Uint32
 from kernels_cute.attention import prefill_ptx as ptx
 from kernels_cute.attention.prefill_tiles import (
     STEP,
-    lists_of,
     masks_address,
     record_address,
     rows_address,
@@ -182,5 +181,3 @@ def pad_list(tiles: cutlass.Constexpr, lists, thread, number, total):
             ptx.store_global_half(masks + Int64(place) * 2, Uint32(0))
         else:
             ptx.store_global_word(masks + Int64(place) * 4, Uint32(0))
-
-

@@ -225,7 +225,6 @@ WITHOUT_EFFECT = {
     "VLLM_QSA_PREFILL_USE_CP": ("0", "gdn.layers.SparseAttention"),
     "VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD": ("16384", "gdn.layers.SparseAttention"),
     "VLLM_DSA_USE_DENSE_PREFILL_THRESHOLD": ("1", "gdn.layers.SparseAttention"),
-    "VLLM_QSA_PREFILL_ATTN_BACKEND": ("pai-fa3", "sparse_attention_prefill"),
     "VLLM_QSA_DECODE_ATTN_BACKEND": ("cute", "sparse_attention_decode"),
 }
 
