@@ -1,1 +1,1 @@
-"""Attention over selected positions of a paged cache: prefill (prefill.py, DESIGN-prefill.md)."""
+"""Attention over selected positions of a paged cache: one package per phase."""

@@ -1,0 +1,102 @@
+"""The merge of parts: first those of a block's math warps, then those of the cluster's blocks, each in a fixed order.
+
+A part of a head is (best, total, O): the largest score in the log2 domain, the sum of exp2(score - best), and the sum of that times
+the values. Its weight in a merge is exp2(best - the largest best).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from gdn.problems import SparseDecodeParams
+from kernels_cute.attention.decode.spec import Spec, Work
+from kernels_cute.common import ptx
+
+_LN_2 = 0.6931471805599453
+_VECTOR = 4  # entries of D of a thread
+
+
+@cute.jit
+def merge(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, work: Work):
+    """By all threads of the block, when the math warps have stored their parts."""
+    thread, _, _ = cute.arch.thread_idx()
+    ring, sums = storage.ring.data_ptr().toint(), storage.sums.data_ptr().toint()
+    block_part = ring + 4 * spec.math_warps * spec.part_floats
+    block_sums = sums + 8 * spec.math_warps * spec.columns
+    row_units = cutlass.const_expr(spec.dim // _VECTOR)
+    units = cutlass.const_expr(spec.heads * row_units)
+    for unit in cutlass.range(thread, units, spec.threads, unroll=1):
+        head, d = unit // row_units, unit % row_units * _VECTOR
+        first = head // spec.group * spec.columns + head % spec.group  # column of the key head's first warp
+        places = []
+        for reader in cutlass.range_constexpr(spec.readers):
+            column = first + cutlass.const_expr(reader * spec.kv_heads * spec.columns)
+            places.append((sums + column * 8, ring + (column * spec.part_pitch + d) * 4))
+        best, total, values = combined(places, ptx.load_pair, ptx.load_four)
+        if cutlass.const_expr(spec.splits == 1):
+            write(spec, params, work, head, d, best, total, values)
+        else:
+            ptx.store_pair(block_sums + head * 8, best, total)  # the same by all threads of the head
+            for e in cutlass.range_constexpr(_VECTOR):
+                ptx.store_one(block_part + (head * spec.dim + d + e) * 4, values[e])
+
+    if cutlass.const_expr(spec.splits > 1):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        each = cutlass.const_expr(-(-units // spec.splits))
+        end = cutlass.min((work.rank + 1) * each, units)
+        for unit in cutlass.range(work.rank * each + thread, end, spec.threads, unroll=1):
+            head, d = unit // row_units, unit % row_units * _VECTOR
+            places = []
+            for rank in cutlass.range_constexpr(spec.splits):
+                of_sums = ptx.in_block(block_sums + head * 8, Int32(rank))
+                places.append((of_sums, ptx.in_block(block_part + (head * spec.dim + d) * 4, Int32(rank))))
+            best, total, values = combined(places, load_pair_from_block, load_four_from_block)
+            write(spec, params, work, head, d, best, total, values)
+        # Others may still read this block's part.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+
+def _from_block(count):
+    """A function of an address in another block: loads `count` neighbouring float32."""
+    words = ", ".join(f"{{$w{i}}}" for i in range(count))
+    return ptx.instruction(f"ld.shared::cluster.v{count}.f32 {{{words}}}, [{{$r0}}];", *[Float32] * count)
+
+
+load_pair_from_block, load_four_from_block = _from_block(2), _from_block(4)
+
+
+@cute.jit
+def combined(places: cutlass.Constexpr, load_pair: cutlass.Constexpr, load_four: cutlass.Constexpr):
+    """(best, total, four entries of O) over parts; places: addresses of (best, total), and of the entries."""
+    sums = [load_pair(of_sums) for of_sums, _ in places]
+    parts = [load_four(of_part) for _, of_part in places]
+    best = -Float32.inf
+    for part in cutlass.range_constexpr(len(places)):
+        best = cute.arch.fmax(best, sums[part][0])
+    # Without any position all are -inf, whose difference is not 0.
+    base = best
+    if best == -Float32.inf:
+        base = Float32(0.0)
+    total = Float32(0.0)
+    values = [Float32(0.0)] * _VECTOR
+    for part in cutlass.range_constexpr(len(places)):
+        weight = ptx.exp2(sums[part][0] - base)
+        total = total + sums[part][1] * weight
+        for e in cutlass.range_constexpr(_VECTOR):
+            values[e] = values[e] + parts[part][e] * weight
+    return best, total, values
+
+
+@cute.jit
+def write(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work, head, d, best, total, values):
+    """Entries of O, and with the first of a head its log-sum-exp."""
+    row = work.kv_set * spec.heads + head
+    factor, lse = Float32(0.0), -Float32.inf
+    if total != 0.0:  # NaN too
+        factor, lse = 1.0 / total, (best + cute.math.log2(total, fastmath=True)) * _LN_2
+    for e in cutlass.range_constexpr(_VECTOR):
+        params.out[work.token, row, d + e] = (values[e] * factor).to(spec.dtype)
+    if d == 0:
+        params.lse[work.token, row] = lse

@@ -1,0 +1,82 @@
+"""Compile-time constants of the decode kernel, its shared memory, its barriers, and the work of a block."""
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from gdn.problems import DTYPE_BYTES, SparseDecodeProblem
+from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
+from kernels_cute.common.memory import CUTE_DTYPES
+
+TILE = 16  # positions of a product, and of a stage
+WINDOW = 32  # positions whose indices a copy warp reads at a time, one a lane
+COLUMNS = 8  # query heads of one product
+_PADDING = 16  # bytes of a row in shared memory: 8 rows of an ldmatrix are then in different banks
+_PART_PADDING = 4  # floats of a head's part of O
+
+
+class Work(NamedTuple):
+    """What a block does."""
+
+    token: Any  # Int32: the query token
+    kv_set: Any  # Int32: which key heads
+    rank: Any  # Int32: of the block in its cluster: which part of the positions
+
+
+class Spec:
+    def __init__(self, problem: SparseDecodeProblem, config: Any) -> None:
+        self.problem, self.config = problem, config
+        self.dtype, self.dim, self.block_size = CUTE_DTYPES[problem.dtype], problem.head_dim, problem.block_size
+        self.splits, self.kv_heads, self.stages = config.splits, config.kv_heads, config.stages
+        self.readers, self.copy_warps = config.readers, config.copy_warps
+        self.group = problem.num_heads // problem.num_kv_heads
+        self.heads = self.kv_heads * self.group  # query heads of a block
+        self.kv_sets = problem.num_kv_heads // config.kv_heads
+        self.column_tiles = -(-self.group // COLUMNS)
+        self.columns = COLUMNS * self.column_tiles
+        self.steps = self.dim // 16  # products along D
+
+        self.head_bytes = self.dim * DTYPE_BYTES[problem.dtype]
+        self.row_bytes = self.kv_heads * self.head_bytes  # keys of one position
+        self.pitch = self.row_bytes + _PADDING
+        self.stage_bytes = 2 * TILE * self.pitch  # keys, then values
+        # Pieces of a row in memory: one, or one a head.
+        self.pieces = 1 if problem.heads_adjacent else self.kv_heads
+        self.piece_bytes = self.row_bytes // self.pieces
+
+        self.math_warps = self.readers * self.kv_heads
+        self.warps = self.math_warps + self.copy_warps
+        self.threads = 32 * self.warps
+        # After the last tile the ring holds each math warp's part of O, and the block's.
+        self.part_pitch = self.dim + _PART_PADDING
+        self.part_floats = self.columns * self.part_pitch
+        self.parts_bytes = 4 * (self.math_warps * self.part_floats + self.heads * self.dim)
+        self.ring_bytes = max(self.stages * self.stage_bytes, self.parts_bytes)
+        # Two floats a column of every math warp, then of every head of the block.
+        self.sums_floats = 2 * (self.math_warps * self.columns + self.heads)
+        self.shared_bytes = self.ring_bytes + 4 * self.sums_floats + 20 * self.stages + 1024
+        # Accumulators and queries stay in registers; the estimate of the rest is from compiled variants.
+        self.registers = self.column_tiles * (4 * self.steps + 2 * self.steps + 8) + 56
+
+        # A stage is read by the warps of one turn: one of each key head.
+        self.barriers = BarrierTable(
+            {"copy": 1, "math": self.kv_heads},
+            [
+                Barrier("full", self.stages, (Arrivals("copy", "role", what="with the bytes"),), ("math",)),
+                Barrier("free", self.stages, (Arrivals("math", "warp", what="read"),), ("copy",)),
+            ],
+        )
+
+    def storage(self) -> Any:
+        stages, num_sums, num_words = self.stages, self.sums_floats, self.ring_bytes // 4
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, stages]
+            free: cute.struct.MemRange[Int64, stages]
+            valid: cute.struct.MemRange[Int32, stages]  # a bit for each position of the tile
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, num_sums], 16]
+            ring: cute.struct.Align[cute.struct.MemRange[Int32, num_words], 128]
+
+        return Storage
