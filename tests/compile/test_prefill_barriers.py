@@ -11,7 +11,7 @@ import pytest
 
 from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
 
-prefill_tiles = pytest.importorskip("kernels_cute.attention.prefill_tiles", reason="needs the CuTe DSL")
+prefill_tiles = pytest.importorskip("kernels_cute.attention.prefill.tiles", reason="needs the CuTe DSL")
 
 COPY, MATH = prefill_tiles.COPY_WARPS, prefill_tiles.MATH_WARPS
 

@@ -17,7 +17,7 @@ def traced(check: Any) -> None:
     import cutlass
     import cutlass.cute as cute
 
-    math = importlib.import_module("kernels_cute.attention.prefill_math")
+    math = importlib.import_module("kernels_cute.attention.prefill.math")
     done = []
 
     @cute.jit
@@ -36,7 +36,7 @@ def swizzled(byte: int) -> int:
 
 @pytest.mark.parametrize("dim", [256, 128])
 def test_written_where_read(dim: int) -> None:
-    copy = importlib.import_module("kernels_cute.attention.prefill_copy")
+    copy = importlib.import_module("kernels_cute.attention.prefill.copy")
 
     def check(math: Any, cute: Any, cutlass: Any) -> None:
         tiles = SimpleNamespace(dtype=cutlass.BFloat16, dim=dim, stage_bytes=64 * 2 * dim)
@@ -58,7 +58,7 @@ def test_written_where_read(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [256, 128])
 def test_each_unit_of_a_row_has_one_lane(dim: int) -> None:
-    copy = importlib.import_module("kernels_cute.attention.prefill_copy")
+    copy = importlib.import_module("kernels_cute.attention.prefill.copy")
     units, lane_rows, seen = dim // 8, 32 // (dim // 8), set()
     for warp in range(copy.COPY_WARPS):
         for lane in range(32):

@@ -7,10 +7,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from gdn.problems import SparsePrefillParams
-from kernels_cute.attention import unions
-from kernels_cute.attention.prefill_copy import copy_warp
-from kernels_cute.attention.prefill_math import math_warpgroup
-from kernels_cute.attention.prefill_tiles import COPY_WARPS, PrefillTiles, lists_of
+from kernels_cute.attention.prefill import unions
+from kernels_cute.attention.prefill.copy import copy_warp
+from kernels_cute.attention.prefill.math import math_warpgroup
+from kernels_cute.attention.prefill.tiles import COPY_WARPS, PrefillTiles, lists_of
 from kernels_cute.common.barriers import init_barriers
 
 

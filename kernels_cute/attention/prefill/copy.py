@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from kernels_cute.attention import prefill_ptx as ptx
-from kernels_cute.attention.prefill_tiles import (
+from kernels_cute.attention.prefill import ptx
+from kernels_cute.attention.prefill.tiles import (
     COPY_BARRIER,
     COPY_THREADS,
     COPY_WARPS,

@@ -12,8 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from kernels_cute.attention import prefill_ptx as ptx
-from kernels_cute.attention.prefill_tiles import (
+from kernels_cute.attention.prefill import ptx
+from kernels_cute.attention.prefill.tiles import (
     STEP,
     masks_address,
     record_address,

@@ -11,8 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from kernels_cute.attention import prefill_ptx as ptx
-from kernels_cute.attention.prefill_tiles import STEP, masks_address, rows_address
+from kernels_cute.attention.prefill import ptx
+from kernels_cute.attention.prefill.tiles import STEP, masks_address, rows_address
 
 LN2 = 0.6931471805599453
 

@@ -6,7 +6,7 @@ m is the running maximum of a row. The next step's scores are on the tensor core
 under products. Where a loop closes nothing is in flight.
 
 A position of the list that a query did not select meets it with p = 0, and 0 v is not 0 where v is infinite or NaN. So a row of
-o that is not finite is computed once more by itself (`prefill_rows.py`), from the positions that its own query selected.
+o that is not finite is computed once more by itself (`rows.py`), from the positions that its own query selected.
 """
 
 from typing import Any
@@ -16,10 +16,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from kernels_cute.attention import prefill_ptx as ptx
-from kernels_cute.attention.prefill_copy import advance
-from kernels_cute.attention.prefill_rows import finish
-from kernels_cute.attention.prefill_tiles import ITEM_WORDS, STEP, place
+from kernels_cute.attention.prefill import ptx
+from kernels_cute.attention.prefill.copy import advance
+from kernels_cute.attention.prefill.rows import finish
+from kernels_cute.attention.prefill.tiles import ITEM_WORDS, STEP, place
 
 COLUMNS = STEP // 8  # groups of 8 columns of the scores
 

@@ -5,8 +5,8 @@
 q, out [tokens, heads, D] bfloat16 | float16    caches [num_blocks, block_size, kv_heads, D]
 topk_indices [tokens, k] int32 | int64
 
-Two launches: `unions.py` lists the positions of each tile of queries in the workspace, `prefill_kernel.py` attends. Data flow,
-registers, shared memory and barriers: DESIGN-prefill.md.
+Two launches: `unions.py` lists the positions of each tile of queries in the workspace, `kernel.py` attends. Data flow,
+registers, shared memory and barriers: DESIGN.md.
 """
 
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ import cutlass
 
 from gdn.device import DeviceSpec
 from gdn.problems import SparsePrefillParams, SparsePrefillProblem
-from kernels_cute.attention import prefill_tiles as tiles_of
-from kernels_cute.attention.prefill_kernel import Attend, Unions
-from kernels_cute.attention.prefill_tiles import ROWS, PrefillTiles
+from kernels_cute.attention.prefill import tiles as tiles_of
+from kernels_cute.attention.prefill.kernel import Attend, Unions
+from kernels_cute.attention.prefill.tiles import ROWS, PrefillTiles
 from kernels_cute.common.build import library
 from kernels_cute.common.memory import HALF_DTYPES, INDEX_DTYPES, fake, unserved
 
