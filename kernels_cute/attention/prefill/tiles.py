@@ -54,8 +54,8 @@ def num_tiles(group: int, tokens: int, sequences: int) -> int:
 def barriers(stages: int) -> BarrierTable:
     """Three rings: an item's queries with its record (one stage), keys with their masks, values. Completion of a thread's copies
     is an arrival of its own on x_full. The dealer is the first copy warp, which takes the items."""
-    copied, read = Arrivals("copy", "thread", what="its copies are there"), Arrivals("math", "warp", what="read")
-    record = Arrivals("dealer", "role", what="record written")
+    copied, read = Arrivals("copy", "thread", what="copied"), Arrivals("math", "warp", what="read")
+    record = Arrivals("dealer", "role", what="record")
     return BarrierTable(
         {"copy": COPY_WARPS, "dealer": 1, "math": MATH_WARPS},
         [
