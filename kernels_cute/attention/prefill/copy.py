@@ -96,9 +96,9 @@ def copy_item(tiles: cutlass.Constexpr, storage, params, lists, item, ring, numb
     list_masks = masks_address(tiles, lists, tile) + lane * 16
 
     row = ptx.load_global_word(list_rows)  # of the step whose keys come next; asked for a step ahead
-    value_offset, (value_stage, value_parity) = Int64(0), ring
+    stage, parity = ring  # of the step's keys; its values follow an iteration later
+    value_offset, value_stage, value_parity = Int64(0), stage, parity
     for step in cutlass.range(steps + 1, unroll=1):
-        stage, parity = ring
         next_offset = value_offset
         if step < steps:
             block, in_block = row // tiles.block_size, row % tiles.block_size
@@ -121,8 +121,8 @@ def copy_item(tiles: cutlass.Constexpr, storage, params, lists, item, ring, numb
             cute.arch.cp_async_mbarrier_arrive_noinc(place(storage, "values_full", value_stage))
         if step < steps:
             value_offset, value_stage, value_parity = next_offset, stage, parity
-            ring = advance(stage, parity, tiles.stages)
-    return ring
+            stage, parity = advance(stage, parity, tiles.stages)
+    return stage, parity
 
 
 @cute.jit
