@@ -166,15 +166,11 @@ def attend(
         "block_tables": block_tables, "query_start_loc": make(contiguous_int32, query_start_loc),
         "seq_lens": make(contiguous_int32, seq_lens), "out": out, "lse": lse,
         "topk_length": None if topk_length is None else make(contiguous_int32, topk_length),
+        "workspace": new(torch.uint8, device, prepared.workspace_bytes) if prepared.workspace_bytes else None,
         "scale": dim**-0.5 if scale is None else scale,
     }  # fmt: skip
-    params: SparseDecodeParams | SparsePrefillParams
-    if isinstance(problem, SparseDecodeProblem):
-        params = SparseDecodeParams(**values)
-    else:
-        workspace = new(torch.uint8, device, prepared.workspace_bytes) if prepared.workspace_bytes else None
-        params = SparsePrefillParams(**values, workspace=workspace)
-    launch(prepared, params, (out, lse), aligned=(q, k_cache, v_cache))
+    kind: Any = SparseDecodeParams if isinstance(problem, SparseDecodeProblem) else SparsePrefillParams
+    launch(prepared, kind(**values), (out, lse), aligned=(q, k_cache, v_cache))
     return out, lse
 
 

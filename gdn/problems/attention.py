@@ -86,6 +86,7 @@ class SparseDecodeParams(NamedTuple):
     topk_length: Tensor | None  # [tokens] int32, contiguous; None without has_topk_length
     out: Tensor  # [tokens, heads, D] of dtype, any token and head stride, last dim contiguous
     lse: Tensor  # [tokens, heads] float32, contiguous: natural logarithm
+    workspace: Tensor | None  # [workspace_bytes] uint8, at a multiple of 16 bytes; None where it is 0
     scale: float
 
 
@@ -102,5 +103,5 @@ class SparsePrefillParams(NamedTuple):
     topk_length: Tensor | None
     out: Tensor
     lse: Tensor
-    workspace: Tensor | None  # [workspace_bytes] uint8, at a multiple of 16 bytes; None where it is 0
+    workspace: Tensor | None
     scale: float

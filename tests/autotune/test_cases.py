@@ -74,6 +74,15 @@ def _paged_mqa_logits(tensors: tuple[Any, ...], problem: Any) -> None:
     reference.paged_mqa_logits(q, pages, weights, context_lens, block_tables, problem.max_context_len, scale=scale, out=out)
 
 
+def _sparse_attention_decode(tensors: tuple[Any, ...], problem: Any) -> None:
+    q, k_cache, v_cache, indices, tables, offsets, lengths, topk_length, out, lse, _, scale = tensors
+    o, exact_lse = reference.sparse_attention(
+        q, (k_cache, v_cache), indices, tables, offsets, lengths, topk_length=topk_length, scale=scale, return_lse=True
+    )
+    out.copy_(o)
+    lse.copy_(exact_lse)
+
+
 def _topk(tensors: tuple[Any, ...], problem: Any) -> None:
     logits, starts, ends, out, *_ = tensors
     reference.topk_indices(logits, problem.k, starts, ends, sorted_by=problem.sorted_by, out=out)

@@ -147,7 +147,7 @@ def test_python_m_gdn_is_the_same_command(monkeypatch: pytest.MonkeyPatch, capsy
 def test_explain_on_an_h100(op: registry.Operator):
     before = compiled.compilations()
     for backend in op.modules:
-        result = gdn("explain", op.functions[0], "--device", "h100", "--backend", backend)
+        result = gdn("explain", op.name, "--device", "h100", "--backend", backend)
         assert result.exit_code == 0, result.output
         assert f"{op.name}: {backend}, decided by: the argument" in result.output and "tiles (" in result.output
     assert compiled.compilations() == before

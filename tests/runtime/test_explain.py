@@ -94,8 +94,8 @@ def indexer() -> dict[str, Any]:
 
 def attention() -> dict[str, Any]:
     return {
-        "q": ones(T, H, D),
-        "kv_cache": (ones(SLOTS, PAGE, 1, D), ones(SLOTS, PAGE, 1, D)),
+        "q": ones(T, H, 128),
+        "kv_cache": (ones(SLOTS, PAGE, 1, 128), ones(SLOTS, PAGE, 1, 128)),
         "topk_indices": arange(T).view(T, 1) % 2,
         "block_tables": arange(4).view(2, 2),
         "query_start_loc": torch.tensor([0, 2, T], dtype=I32),

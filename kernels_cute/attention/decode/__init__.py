@@ -29,12 +29,16 @@ launch, workspace_bytes = build.launch, build.no_workspace
 
 ENTRY = "gdn_cute_sparse_attention_decode"
 HEAD_DIMS = (128, 256)
-MOST_GROUP = 16  # query heads of a key head: columns of two products
+MOST_GROUP = 16  # query heads of a key head: two math warps share its tiles
 # Clusters of so many blocks that are on the device at once, with one block an SM: SMs are in groups of 16 to 18 (H100).
 CLUSTERS_AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 14, 16: 7}
+MOST_STAGES = 16
+NEAR = 1.15  # times the least expected time: what the tuner measures
+WARPS = (1, 2, 3, 4, 6, 8)  # readers, and copy warps
 MIN_POSITIONS = 64  # of a block, where a row of indices is split
+ROW_OVERHEAD_BYTES = 64  # short rows take longer than their bytes
 START_US = 5.0  # of a block, before the first and after the last byte
-MOST_SHARES = 1.5  # of the bandwidth of all SMs that one SM takes
+MOST_SHARES = 1.5  # times its share of the bandwidth that a block takes at most
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,8 @@ class Config:
     splits: int  # blocks of a cluster: they share the positions of a query token
     kv_heads: int  # key heads of a block
     stages: int  # tiles of 16 positions in shared memory
-    readers: int  # math warps of a key head: they take tiles in turns
-    copy_warps: int  # they take windows of 32 positions in turns
+    readers: int  # math warps of 8 query heads of a key head: they take tiles in turns
+    copy_warps: int  # they take tiles in turns
     blocks_per_sm: int  # resident on a multiprocessor at the same time
 
 
@@ -66,7 +70,11 @@ def fits(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) -> bo
         return False
     if config.kv_heads not in (1, 2, 4) or problem.num_kv_heads % config.kv_heads:
         return False
-    if config.readers not in (1, 2, 4, 8) or config.copy_warps not in (1, 2, 4) or config.stages < 2:
+    if config.readers not in WARPS or config.copy_warps not in WARPS or config.stages < 2:
+        return False
+    # The fills of a stage are all of one copy warp and all read by the same math warps, in turn: nobody waits for a phase of a
+    # barrier while the one before it may still be open, whose parity would let it pass.
+    if config.stages % config.readers or config.stages % config.copy_warps:
         return False
     spec = Spec(problem, config)
     # The hardware keeps 1 KiB of every block, which the limit of a single block leaves out.
@@ -76,8 +84,8 @@ def fits(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) -> bo
 
 
 def _stages(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) -> Config | None:
-    """The configuration with as many stages as fit, 12 at most; None where not even four do."""
-    for stages in range(12, 3, -1):
+    """The configuration with as many stages as fit; None where not even four do."""
+    for stages in range(MOST_STAGES, 3, -1):
         deeper = Config(config.splits, config.kv_heads, stages, config.readers, config.copy_warps, config.blocks_per_sm)
         if fits(problem, deeper, device):
             return deeper
@@ -85,10 +93,11 @@ def _stages(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) ->
 
 
 def configs(problem: SparseDecodeProblem, device: DeviceSpec) -> list[Config]:
-    """For each shape of block the most stages."""
-    space = product(CLUSTERS_AT_ONCE, (1, 2, 4), (0,), (1, 2, 4, 8), (1, 2, 4), (1, 2))
-    found = [_stages(problem, Config(*values), device) for values in space]
-    return [config for config in found if config is not None and (config.splits == 1 or _positions(problem, config) >= 32)]
+    """For each shape of block the most stages, where the expected time is near the least."""
+    space = product(CLUSTERS_AT_ONCE, (1, 2, 4), (0,), (1, 2, 4), (1, 2, 4), (1, 2))
+    found = [config for values in space if (config := _stages(problem, Config(*values), device)) is not None]
+    expected = [_microseconds(problem, config, device) for config in found]
+    return [config for config, us in zip(found, expected, strict=True) if us <= NEAR * min(expected)]
 
 
 def _positions(problem: SparseDecodeProblem, config: Config) -> int:
@@ -102,27 +111,31 @@ def _microseconds(problem: SparseDecodeProblem, config: Config, device: DeviceSp
     at_once = CLUSTERS_AT_ONCE[config.splits] * config.blocks_per_sm * device.num_sms // H100.num_sms
     rounds = -(-clusters // at_once)
     running = min(clusters, at_once) * config.splits  # blocks
-    row_bytes = Spec(problem, config).row_bytes
-    # An SM takes at most so many times its share of the bandwidth.
-    gbps = min(device.copy_gbps / running, MOST_SHARES * device.copy_gbps / device.num_sms / config.blocks_per_sm)
+    row_bytes = Spec(problem, config).row_bytes + ROW_OVERHEAD_BYTES
+    gbps = min(device.copy_gbps / running, MOST_SHARES * device.copy_gbps / device.num_sms)
     moved_us = 2 * row_bytes * _positions(problem, config) / gbps / 1e3
     merge_us = 0.0 if config.splits == 1 else 0.8 + 0.05 * config.splits
     return rounds * (START_US + moved_us + merge_us)
 
 
 def default_config(problem: SparseDecodeProblem, device: DeviceSpec) -> Config:
-    """The least expected time; among equals whole rows, few blocks."""
+    """The least expected time."""
     space = []
     for splits, kv_heads, blocks in product(CLUSTERS_AT_ONCE, (4, 2, 1), (1, 2)):
         if splits > 1 and problem.k < splits * MIN_POSITIONS:
             continue
-        readers = max(1, (2 if blocks == 2 else 4) // kv_heads)
-        found = _stages(problem, Config(splits, kv_heads, 0, readers, 2 if blocks == 2 else 4, blocks), device)
-        if found is not None:
-            space.append(found)
+        readers = max(1, (4 // blocks) // kv_heads)
+        found = [_stages(problem, Config(splits, kv_heads, 0, readers, warps, blocks), device) for warps in (4, 2)]
+        space += [config for config in found if config is not None]
     if not space:
         raise ValueError(f"no configuration of the {problem.op} kernel fits {problem}")
-    return min(space, key=lambda config: (round(_microseconds(problem, config, device), 1), -config.kv_heads, config.splits))
+    # Among equals the most rows in flight, whole rows, few blocks.
+    return min(
+        space,
+        key=lambda config: (
+            round(_microseconds(problem, config, device), 1), -config.kv_heads, config.splits, -config.stages, -config.copy_warps
+        ),
+    )  # fmt: skip
 
 
 def compile(problem: SparseDecodeProblem, config: Config) -> dict[str, bytes]:
@@ -138,6 +151,6 @@ def _fakes(problem: SparseDecodeProblem) -> Any:
         # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
         fake(p.dtype, None, p.num_heads, p.head_dim, last=1, align=16), k_cache, v_cache,
         fake(p.index_dtype, None, None, last=1), fake("int32", None, None, last=1), fake("int32", None), fake("int32", None),
-        topk_length, fake(p.dtype, None, p.num_heads, p.head_dim, last=1), fake("float32", None, p.num_heads),
+        topk_length, fake(p.dtype, None, p.num_heads, p.head_dim, last=1), fake("float32", None, p.num_heads), None,
         cutlass.Float32(1.0),
     )  # fmt: skip

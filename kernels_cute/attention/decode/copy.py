@@ -1,4 +1,4 @@
-"""A copy warp: rows of keys and values of its windows of positions, one position a lane, into the ring."""
+"""A copy warp: rows of keys and values of every `copy_warps`-th tile into the ring, one row a lane."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,21 +6,21 @@ from cutlass import Int32, Int64
 
 from gdn.problems import SparseDecodeParams
 from kernels_cute.attention.decode.places import columns_of, sequence_of
-from kernels_cute.attention.decode.spec import TILE, WINDOW, Spec, Work
+from kernels_cute.attention.decode.spec import TILE, Spec, Work
 from kernels_cute.common import ptx
 from kernels_cute.common.memory import narrowed
 
 
 @cute.jit
 def copy_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, work: Work, number: Int32):
-    """number: of the warp among the copy warps. Indices are read two of its windows ahead, table entries one."""
+    """number: of the warp among the copy warps. Indices are read two of its tiles ahead, table entries one."""
     lane = cute.arch.lane_idx()
-    step = cutlass.const_expr(WINDOW * spec.copy_warps)
+    step = cutlass.const_expr(TILE * spec.copy_warps)
     sequence, own = Int32(0), Int32(0)
     if cutlass.const_expr(spec.problem.dense):
         sequence, own = sequence_of(params, work.token)
     first, count = columns_of(spec, params, work, own)
-    column = first + number * WINDOW + lane
+    column = first + number * TILE + lane % TILE
     index = index_at(spec, params, work, column)
     next_index = index_at(spec, params, work, column + step)
     if cutlass.const_expr(not spec.problem.dense):
@@ -28,21 +28,13 @@ def copy_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams
     block = block_at(spec, params, sequence, index)
     cute.arch.sync_threads()  # the barriers are there
 
-    end = first + count
-    tiles = (count + (TILE - 1)) // TILE
-    windows = (count + (WINDOW - 1)) // WINDOW
-    for window in cutlass.range(number, windows, spec.copy_warps, unroll=1):
+    for tile in cutlass.range(number, (count + (TILE - 1)) // TILE, spec.copy_warps, unroll=1):
         after_next = index_at(spec, params, work, column + 2 * step)
         next_block = block_at(spec, params, sequence, next_index)
-        is_valid = (column < end) & (index >= 0) & (index <= own)
-        valid = cute.arch.vote_ballot_sync(is_valid)
-        offset = index % spec.block_size
-        for half in cutlass.range_constexpr(WINDOW // TILE):
-            tile = window * (WINDOW // TILE) + half
-            if tile < tiles:
-                stage = prepare_stage(spec, storage, tile, valid >> (TILE * half) & ((1 << TILE) - 1))
-                if is_valid & (lane // TILE == half):
-                    copy_rows(spec, storage, params, work, stage, lane % TILE, Int64(block), offset)
+        is_valid = (column < first + count) & (index >= 0) & (index <= own)
+        stage = prepare_stage(spec, storage, tile, cute.arch.vote_ballot_sync(is_valid) & ((1 << TILE) - 1))
+        if is_valid:
+            copy_row(spec, storage, params, work, stage, Int64(block), index % spec.block_size)
         index, next_index, block = next_index, after_next, next_block
         column += step
     cute.arch.sync_threads()  # the ring is read
@@ -90,13 +82,20 @@ def prepare_stage(spec: cutlass.Constexpr[Spec], storage, tile: Int32, valid: In
 
 
 @cute.jit
-def copy_rows(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, work: Work, stage, row, block: Int64, offset):
-    """Key and value of a position, by its lane."""
+def copy_row(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, work: Work, stage, block: Int64, offset):
+    """Key (first 16 lanes) or value (the others) of the lane's position."""
+    lane = cute.arch.lane_idx()
+    gKeys, gValues = params.k_cache, params.v_cache
+    head = Int64(work.kv_set * spec.kv_heads)
+    base = gKeys.iterator.toint()
+    place = block * gKeys.stride[0] + Int64(offset) * gKeys.stride[1] + head * gKeys.stride[2]
+    head_stride = gKeys.stride[2]
+    if lane >= TILE:
+        base = gValues.iterator.toint()
+        place = block * gValues.stride[0] + Int64(offset) * gValues.stride[1] + head * gValues.stride[2]
+        head_stride = gValues.stride[2]
+    target = storage.ring.data_ptr().toint() + stage * spec.stage_bytes + lane * spec.pitch
     full = (storage.full.data_ptr() + stage).toint()
-    keys = storage.ring.data_ptr().toint() + stage * spec.stage_bytes + row * spec.pitch
-    for gCache, target in ((params.k_cache, keys), (params.v_cache, keys + TILE * spec.pitch)):
-        place = block * gCache.stride[0] + Int64(offset) * gCache.stride[1]
-        for piece in cutlass.range_constexpr(spec.pieces):
-            head = Int64(work.kv_set * spec.kv_heads + piece) * gCache.stride[2]
-            source = gCache.iterator.toint() + (place + head) * (gCache.element_type.width // 8)
-            ptx.copy_from_global(target + piece * spec.piece_bytes, source, Int32(spec.piece_bytes), full)
+    for piece in cutlass.range_constexpr(spec.pieces):
+        source = base + (place + piece * head_stride) * (gKeys.element_type.width // 8)
+        ptx.copy_from_global(target + piece * spec.piece_bytes, source, Int32(spec.piece_bytes), full)

@@ -1,7 +1,7 @@
 """The merge of parts: first those of a block's math warps, then those of the cluster's blocks, each in a fixed order.
 
-A part of a head is (best, total, O): the largest score in the log2 domain, the sum of exp2(score - best), and the sum of that times
-the values. Its weight in a merge is exp2(best - the largest best).
+A part of a head is (best, total, O): the largest score in the log2 domain, the sum of exp2(score - best), and the sum of
+that times the values. Its weight in a merge is exp2(best - the largest best).
 """
 
 import cutlass
@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from gdn.problems import SparseDecodeParams
-from kernels_cute.attention.decode.spec import Spec, Work
+from kernels_cute.attention.decode.spec import COLUMNS, Spec, Work
 from kernels_cute.common import ptx
 
 _LN_2 = 0.6931471805599453
@@ -22,15 +22,16 @@ def merge(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, wo
     thread, _, _ = cute.arch.thread_idx()
     ring, sums = storage.ring.data_ptr().toint(), storage.sums.data_ptr().toint()
     block_part = ring + 4 * spec.math_warps * spec.part_floats
-    block_sums = sums + 8 * spec.math_warps * spec.columns
+    block_sums = sums + 8 * spec.math_warps * COLUMNS
     row_units = cutlass.const_expr(spec.dim // _VECTOR)
     units = cutlass.const_expr(spec.heads * row_units)
     for unit in cutlass.range(thread, units, spec.threads, unroll=1):
         head, d = unit // row_units, unit % row_units * _VECTOR
-        first = head // spec.group * spec.columns + head % spec.group  # column of the key head's first warp
+        # Column among those of all math warps, which have 8 each: of the first reader.
+        first = head // spec.group * (spec.parts * COLUMNS) + head % spec.group
         places = []
         for reader in cutlass.range_constexpr(spec.readers):
-            column = first + cutlass.const_expr(reader * spec.kv_heads * spec.columns)
+            column = first + cutlass.const_expr(reader * spec.sharers * COLUMNS)
             places.append((sums + column * 8, ring + (column * spec.part_pitch + d) * 4))
         best, total, values = combined(places, ptx.load_pair, ptx.load_four)
         if cutlass.const_expr(spec.splits == 1):
@@ -41,6 +42,7 @@ def merge(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, wo
                 ptx.store_one(block_part + (head * spec.dim + d + e) * 4, values[e])
 
     if cutlass.const_expr(spec.splits > 1):
+        cute.arch.sync_warp()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         each = cutlass.const_expr(-(-units // spec.splits))
@@ -54,6 +56,7 @@ def merge(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, wo
             best, total, values = combined(places, load_pair_from_block, load_four_from_block)
             write(spec, params, work, head, d, best, total, values)
         # Others may still read this block's part.
+        cute.arch.sync_warp()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from gdn.problems import SparseDecodeParams
-from kernels_cute.attention.decode.spec import WINDOW, Spec, Work
+from kernels_cute.attention.decode.spec import TILE, Spec, Work
 
 _AT_ONCE = 4  # offsets that a lane asks for before it compares any
 
@@ -40,7 +40,7 @@ def columns_of(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: 
     if cutlass.const_expr(not spec.problem.dense):
         total = cute.size(params.topk_indices, mode=[1])
     total = cutlass.max(Int32(total), 0)
-    each = (total + (spec.splits * WINDOW - 1)) // (spec.splits * WINDOW) * WINDOW
+    each = (total + (spec.splits * TILE - 1)) // (spec.splits * TILE) * TILE
     if cutlass.const_expr(spec.problem.has_topk_length):
         # After `each`: a row's split does not depend on its length.
         total = cutlass.min(total, params.topk_length[work.token])

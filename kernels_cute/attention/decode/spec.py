@@ -10,7 +10,6 @@ from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 from kernels_cute.common.memory import CUTE_DTYPES
 
 TILE = 16  # positions of a product, and of a stage
-WINDOW = 32  # positions whose indices a copy warp reads at a time, one a lane
 COLUMNS = 8  # query heads of one product
 _PADDING = 16  # bytes of a row in shared memory: 8 rows of an ldmatrix are then in different banks
 _PART_PADDING = 4  # floats of a head's part of O
@@ -33,8 +32,8 @@ class Spec:
         self.group = problem.num_heads // problem.num_kv_heads
         self.heads = self.kv_heads * self.group  # query heads of a block
         self.kv_sets = problem.num_kv_heads // config.kv_heads
-        self.column_tiles = -(-self.group // COLUMNS)
-        self.columns = COLUMNS * self.column_tiles
+        self.parts = -(-self.group // COLUMNS)  # math warps of a key head that share a tile, 8 query heads each
+        self.sharers = self.kv_heads * self.parts  # math warps that read the same tiles
         self.steps = self.dim // 16  # products along D
 
         self.head_bytes = self.dim * DTYPE_BYTES[problem.dtype]
@@ -45,23 +44,23 @@ class Spec:
         self.pieces = 1 if problem.heads_adjacent else self.kv_heads
         self.piece_bytes = self.row_bytes // self.pieces
 
-        self.math_warps = self.readers * self.kv_heads
+        self.math_warps = self.readers * self.sharers
         self.warps = self.math_warps + self.copy_warps
         self.threads = 32 * self.warps
         # After the last tile the ring holds each math warp's part of O, and the block's.
         self.part_pitch = self.dim + _PART_PADDING
-        self.part_floats = self.columns * self.part_pitch
+        self.part_floats = COLUMNS * self.part_pitch
         self.parts_bytes = 4 * (self.math_warps * self.part_floats + self.heads * self.dim)
         self.ring_bytes = max(self.stages * self.stage_bytes, self.parts_bytes)
         # Two floats a column of every math warp, then of every head of the block.
-        self.sums_floats = 2 * (self.math_warps * self.columns + self.heads)
+        self.sums_floats = 2 * (self.math_warps * COLUMNS + self.heads)
         self.shared_bytes = self.ring_bytes + 4 * self.sums_floats + 20 * self.stages + 1024
         # Accumulators and queries stay in registers; the estimate of the rest is from compiled variants.
-        self.registers = self.column_tiles * (4 * self.steps + 2 * self.steps + 8) + 56
+        self.registers = 6 * self.steps + 64
 
-        # A stage is read by the warps of one turn: one of each key head.
+        # A stage is read by the warps of one turn.
         self.barriers = BarrierTable(
-            {"copy": 1, "math": self.kv_heads},
+            {"copy": 1, "math": self.sharers},
             [
                 Barrier("full", self.stages, (Arrivals("copy", "role", what="with the bytes"),), ("math",)),
                 Barrier("free", self.stages, (Arrivals("math", "warp", what="read"),), ("copy",)),

@@ -1,5 +1,53 @@
-"""Variants of sparse attention."""
+"""Variants of the sparse attention kernels."""
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from gdn.problems import AttentionProblem, Problem
+from tests.compile.expectations import Expectation
 from tests.compile.variants.attention_prefill import sparse_attention_prefill
+from tests.compile.variants.base import Row, Variants, example
 
-__all__ = ["sparse_attention_prefill"]
+__all__ = ["sparse_attention_decode", "sparse_attention_prefill"]
+
+_AXES: dict[str, Sequence[Any]] = {
+    "heads": [(16, 2), (8, 1), (24, 2), (12, 1), (4, 1), (1, 1), (16, 1), (64, 4)],  # query heads, key heads
+    "head_dim": [256, 128],
+    "dtype": ["bfloat16", "float16"],
+    "block_size": [16, 64, 272],
+    "heads_adjacent": [True, False],
+}
+
+
+def _fields(row: Row) -> dict[str, Any]:
+    num_heads, num_kv_heads = row["heads"]
+    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, **{name: row[name] for name in _AXES if name != "heads"}}
+
+
+def _decode(row: Row) -> Problem | None:
+    index_dtype, has_topk_length = row["indices"]
+    if not row["heads_adjacent"] and row["heads"][1] == 1:
+        return None
+    sequences, k = row["sizes"]
+    problem: Problem = example(
+        "sparse_attention_decode", **_fields(row), index_dtype=index_dtype, has_topk_length=has_topk_length,
+        dense=index_dtype is None, num_tokens=sequences, num_sequences=sequences, k=k,
+    )  # fmt: skip
+    return problem
+
+
+def _code(problem: AttentionProblem, backend: str, entries: Collection[str]) -> Expectation:
+    """Products of 16 positions and 8 heads; keys and values by bulk copies, operands by wide loads of matrices."""
+    products = problem.head_dim // 16
+    return Expectation({"HMMA": 2 * products, "UBLKCP": 1, "LDSM": 2 * products}, none_of=("HGMMA",))
+
+
+sparse_attention_decode = Variants(
+    _AXES
+    | {
+        "indices": [("int32", False), ("int32", True), ("int64", False), ("int64", True), (None, False)],  # dtype, topk_length
+        "sizes": [(64, 2048), (1, 2048), (128, 512)],  # sequences, k: they choose the split
+    },
+    _decode,
+    _code,
+)
