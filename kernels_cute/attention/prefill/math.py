@@ -124,10 +124,12 @@ def attend(tiles: cutlass.Constexpr, storage, operands, registers, lanes, steps,
         factors = weigh(tiles, storage, registers, lanes, stage)
         warpgroup.wait_group(0)
         release(storage, "values_free", value_stage, lane)
-        for n in cutlass.range_constexpr(tiles.dim // 8):
-            for side in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    rOutputs[4 * n + 2 * side + e] = rOutputs[4 * n + 2 * side + e] * factors[side]
+        # After the first steps a row's maximum seldom changes.
+        if cute.arch.vote_any_sync(factors[0] != 1.0 or factors[1] != 1.0):
+            for n in cutlass.range_constexpr(tiles.dim // 8):
+                for side in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(2):
+                        rOutputs[4 * n + 2 * side + e] = rOutputs[4 * n + 2 * side + e] * factors[side]
         put_shares(tiles, registers)
     release(storage, "queries_free", Int32(0), lane)
     issue_outputs(tiles, storage, operands, registers, stage, parity)
