@@ -28,11 +28,14 @@ MOST_GROUP = 16  # query heads of a key head
 MOST_BYTES = 256 * 2**20  # of the workspace: what needs more is done in passes
 WINDOW_BYTES = (98304, 49152, 196608)  # tables of two blocks, of four, of one on a multiprocessor
 UNION_THREADS = (512, 1024)
+STAGES = ((2, 2), (3, 2), (2, 3), (4, 4), (5, 5), (6, 5))  # of keys and values
+TABLE_BYTES = 2048  # at most, of shared memory: barriers, records, masks
 
 
 @dataclass(frozen=True)
 class Config:
-    stages: int  # steps of 64 positions whose keys, and as many whose values, are in shared memory
+    key_stages: int  # steps of 64 positions whose keys are in shared memory, in use or on their way
+    value_stages: int  # the same of values
     window: int  # positions of the table that a block of the first launch holds; longer sequences take several
     union_threads: int  # of such a block
     num_blocks: int  # persistent blocks of the second launch: the device's SMs
@@ -57,21 +60,22 @@ def _group(problem: SparsePrefillProblem) -> int:
 
 def fits(problem: SparsePrefillProblem, config: Config, device: DeviceSpec) -> bool:
     table = config.window * tiles_of.mask_bytes(_group(problem))
-    if config.stages < 2 or config.num_blocks < 1 or config.union_threads not in UNION_THREADS or table not in WINDOW_BYTES:
+    if config.union_threads not in UNION_THREADS or table not in WINDOW_BYTES or config.num_blocks < 1:
         return False
-    row_bytes = 2 * problem.head_dim
-    rows = ROWS + 2 * config.stages * tiles_of.STEP
-    return 4096 + rows * row_bytes <= device.shared_bytes_per_block
+    rows = ROWS + (config.key_stages + config.value_stages) * tiles_of.STEP
+    shared = TABLE_BYTES + rows * 2 * problem.head_dim
+    return min(config.key_stages, config.value_stages) >= 2 and shared <= device.shared_bytes_per_block
 
 
 def default_config(problem: SparsePrefillProblem, device: DeviceSpec) -> Config:
     window = WINDOW_BYTES[0] // tiles_of.mask_bytes(_group(problem))
-    return Config(2 if problem.head_dim == 256 else 4, window, UNION_THREADS[0], device.num_sms)
+    stages = (3, 2) if problem.head_dim == 256 else (5, 5)
+    return Config(*stages, window, UNION_THREADS[0], device.num_sms)
 
 
 def configs(problem: SparsePrefillProblem, device: DeviceSpec) -> list[Config]:
     default = default_config(problem, device)
-    space = [default, *(replace(default, stages=stages) for stages in (2, 3, 4, 5))]
+    space = [default, *(replace(default, key_stages=keys, value_stages=values) for keys, values in STAGES)]
     for threads in UNION_THREADS:
         space += [
             replace(default, union_threads=threads, window=size // tiles_of.mask_bytes(_group(problem))) for size in WINDOW_BYTES

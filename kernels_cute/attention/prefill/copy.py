@@ -29,13 +29,15 @@ WARP_ROWS = STEP // COPY_WARPS
 
 @cute.jit
 def copy_warp(tiles: cutlass.Constexpr, storage, params, lists, warp, lane):
-    number, ring = Int32(0), (Int32(0), Int32(0))  # items; steps of the ring: (stage, parity)
+    number = Int32(0)
+    rings = (Int32(0), Int32(0), Int32(0), Int32(0))  # stage and parity of keys, and of values
     going = Boolean(True)
     while going:
         steps, first, count, kv_head, tile = take_item(tiles, storage, params, lists, number, warp, lane)
         parity = number & 1
         if steps > 0:
-            ring = copy_item(tiles, storage, params, lists, (steps, first, count, kv_head, tile), ring, number, warp, lane)
+            item = (steps, first, count, kv_head, tile)
+            rings = copy_item(tiles, storage, params, lists, item, rings, number, warp, lane)
         else:
             cute.arch.mbarrier_wait(place(storage, "queries_free"), parity ^ 1)
             publish(storage, number, (steps, first, count, kv_head, tile), warp, lane)
@@ -84,8 +86,8 @@ def publish(storage, number, item, warp, lane):
 
 
 @cute.jit
-def copy_item(tiles: cutlass.Constexpr, storage, params, lists, item, ring, number, warp, lane):
-    """All steps of an item; the next place of the ring. Keys go a step ahead of values, as the math warps take them."""
+def copy_item(tiles: cutlass.Constexpr, storage, params, lists, item, rings, number, warp, lane):
+    """All steps of an item; the next places of the rings. Keys go a step ahead of values, as the math warps take them."""
     steps, first, count, kv_head, tile = item
     unit = lane % tiles.units
     k_head = params.k_cache.iterator.toint() + (Int64(kv_head) * params.k_cache.stride[2]) * 2 + unit * 16
@@ -96,8 +98,8 @@ def copy_item(tiles: cutlass.Constexpr, storage, params, lists, item, ring, numb
     list_masks = masks_address(tiles, lists, tile) + lane * 16
 
     row = ptx.load_global_word(list_rows)  # of the step whose keys come next; asked for a step ahead
-    stage, parity = ring  # of the step's keys; its values follow an iteration later
-    value_offset, value_stage, value_parity = Int64(0), stage, parity
+    stage, parity, value_stage, value_parity = rings
+    value_offset = Int64(0)  # of the step before: its values follow the keys of this one
     for step in cutlass.range(steps + 1, unroll=1):
         next_offset = value_offset
         if step < steps:
@@ -119,10 +121,11 @@ def copy_item(tiles: cutlass.Constexpr, storage, params, lists, item, ring, numb
             cute.arch.mbarrier_wait(place(storage, "values_free", value_stage), value_parity ^ 1)
             gather(tiles, values + value_stage * tiles.stage_bytes, v_head, value_offset, warp, lane)
             cute.arch.cp_async_mbarrier_arrive_noinc(place(storage, "values_full", value_stage))
+            value_stage, value_parity = advance(value_stage, value_parity, tiles.value_stages)
         if step < steps:
-            value_offset, value_stage, value_parity = next_offset, stage, parity
-            stage, parity = advance(stage, parity, tiles.stages)
-    return stage, parity
+            value_offset = next_offset
+            stage, parity = advance(stage, parity, tiles.key_stages)
+    return stage, parity, value_stage, value_parity
 
 
 @cute.jit

@@ -59,8 +59,10 @@ def math_warpgroup(tiles: cutlass.Constexpr, storage, params, lists, half, warp,
     scores, outputs = score_mma(tiles), output_mma(tiles)
     thread, output_thread = scores.get_slice(0), outputs.get_slice(0)
     queries = thread.make_fragment_A(thread.partition_A(tensor_of(storage.queries, by_rows(tiles, 2))))[None, None, None, half]
-    keys = thread.make_fragment_B(thread.partition_B(tensor_of(storage.keys, by_rows(tiles, tiles.stages))))
-    values = output_thread.make_fragment_B(output_thread.partition_B(tensor_of(storage.values, by_columns(tiles, tiles.stages))))
+    keys = thread.make_fragment_B(thread.partition_B(tensor_of(storage.keys, by_rows(tiles, tiles.key_stages))))
+    values = output_thread.make_fragment_B(
+        output_thread.partition_B(tensor_of(storage.values, by_columns(tiles, tiles.value_stages)))
+    )
     rScores = cute.make_rmem_tensor(scores.partition_shape_C((64, STEP)), Float32)
     rOutputs = cute.make_rmem_tensor(outputs.partition_shape_C((64, tiles.dim)), Float32)
     rShares = cute.make_rmem_tensor(outputs.partition_shape_A((64, STEP)), tiles.dtype)
@@ -72,12 +74,13 @@ def math_warpgroup(tiles: cutlass.Constexpr, storage, params, lists, half, warp,
     factor = params.scale * 1.4426950408889634
     sRecords = storage.records.get_tensor(cute.make_layout(2 * ITEM_WORDS))
 
-    number, ring, going = Int32(0), (Int32(0), Int32(0)), Boolean(True)
+    number, going = Int32(0), Boolean(True)
+    rings = (Int32(0), Int32(0), Int32(0), Int32(0))  # stage and parity of keys, and of values
     while going:
         cute.arch.mbarrier_wait(place(storage, "queries_full"), number & 1)
         steps = sRecords[(number & 1) * ITEM_WORDS]
         if steps > 0:
-            ring = attend(tiles, storage, operands, registers, (bits, factor, lane), steps, ring)
+            rings = attend(tiles, storage, operands, registers, (bits, factor, lane), steps, rings)
         else:
             rOutputs.fill(0.0)
             rMost.fill(-float("inf"))
@@ -103,27 +106,27 @@ def bit_of(tiles: cutlass.Constexpr, row):
 
 
 @cute.jit
-def attend(tiles: cutlass.Constexpr, storage, operands, registers, lanes, steps, ring):
-    """o, m and the sums of an item; the next place of the ring."""
+def attend(tiles: cutlass.Constexpr, storage, operands, registers, lanes, steps, rings):
+    """o, m and the sums of an item; the next places of the rings."""
     rScores, rOutputs, rShares, rMost, rSums = registers
     lane = lanes[2]
     rOutputs.fill(0.0)
     rMost.fill(-float("inf"))
     rSums.fill(0.0)
-    stage, parity = ring
+    stage, parity, value_stage, value_parity = rings
     issue_scores(tiles, storage, operands, rScores, stage, parity)
     warpgroup.wait_group(0)
     weigh(tiles, storage, registers, lanes, stage)
     put_shares(tiles, registers)
     for step in cutlass.range(1, steps, unroll=1):
-        value_stage, value_parity = stage, parity
-        stage, parity = advance(stage, parity, tiles.stages)
+        stage, parity = advance(stage, parity, tiles.key_stages)
         issue_scores(tiles, storage, operands, rScores, stage, parity)
         issue_outputs(tiles, storage, operands, registers, value_stage, value_parity)
         warpgroup.wait_group(1)
         factors = weigh(tiles, storage, registers, lanes, stage)
         warpgroup.wait_group(0)
         release(storage, "values_free", value_stage, lane)
+        value_stage, value_parity = advance(value_stage, value_parity, tiles.value_stages)
         # After the first steps a row's maximum seldom changes.
         if cute.arch.vote_any_sync(factors[0] != 1.0 or factors[1] != 1.0):
             for n in cutlass.range_constexpr(tiles.dim // 8):
@@ -132,11 +135,12 @@ def attend(tiles: cutlass.Constexpr, storage, operands, registers, lanes, steps,
                         rOutputs[4 * n + 2 * side + e] = rOutputs[4 * n + 2 * side + e] * factors[side]
         put_shares(tiles, registers)
     release(storage, "queries_free", Int32(0), lane)
-    issue_outputs(tiles, storage, operands, registers, stage, parity)
+    issue_outputs(tiles, storage, operands, registers, value_stage, value_parity)
     warpgroup.wait_group(0)
-    release(storage, "values_free", stage, lane)
-    stage, parity = advance(stage, parity, tiles.stages)
-    return stage, parity
+    release(storage, "values_free", value_stage, lane)
+    stage, parity = advance(stage, parity, tiles.key_stages)
+    value_stage, value_parity = advance(value_stage, value_parity, tiles.value_stages)
+    return stage, parity, value_stage, value_parity
 
 
 @cute.jit

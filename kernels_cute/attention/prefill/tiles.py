@@ -51,7 +51,7 @@ def num_tiles(group: int, tokens: int, sequences: int) -> int:
     return tokens // queries_of_tile(group) + sequences + 1
 
 
-def barriers(stages: int) -> BarrierTable:
+def barriers(key_stages: int, value_stages: int) -> BarrierTable:
     """Three rings: an item's queries with its record (one stage), keys with their masks, values. Completion of a thread's copies
     is an arrival of its own on x_full. The dealer is the first copy warp, which takes the items."""
     copied, read = Arrivals("copy", "thread", what="copied"), Arrivals("math", "warp", what="read")
@@ -61,10 +61,10 @@ def barriers(stages: int) -> BarrierTable:
         [
             Barrier("queries_full", 1, (copied, record), ("math",)),
             Barrier("queries_free", 1, (read,), ("copy",)),
-            Barrier("keys_full", stages, (copied,), ("math",)),
-            Barrier("keys_free", stages, (read,), ("copy",)),
-            Barrier("values_full", stages, (copied,), ("math",)),
-            Barrier("values_free", stages, (read,), ("copy",)),
+            Barrier("keys_full", key_stages, (copied,), ("math",)),
+            Barrier("keys_free", key_stages, (read,), ("copy",)),
+            Barrier("values_full", value_stages, (copied,), ("math",)),
+            Barrier("values_free", value_stages, (read,), ("copy",)),
         ],
     )
 
@@ -81,22 +81,22 @@ class PrefillTiles:
         self.units = self.row_bytes // 16  # of a row: 16 bytes, a lane's copy
         self.lane_rows = 32 // self.units  # rows that a warp copies with one instruction
         self.stage_bytes = STEP * self.row_bytes
-        self.stages, self.num_blocks = config.stages, config.num_blocks
+        self.key_stages, self.value_stages, self.num_blocks = config.key_stages, config.value_stages, config.num_blocks
         self.window, self.union_threads = config.window, config.union_threads
         # Blocks of the first launch that fit on a multiprocessor: caps the registers of a thread.
         self.union_blocks = max(1, min(1536 // self.union_threads, 227 * 1024 // (self.window * self.mask_bytes + 1280)))
         self.threads = COPY_THREADS + 32 * MATH_WARPS
         # With 128 + 256 threads: the 168 a thread at launch.
         self.copy_registers, self.math_registers = 56, 224
-        self.barriers = barriers(self.stages)
+        self.barriers = barriers(self.key_stages, self.value_stages)
 
     def storage(self) -> Any:
         fields: dict[str, Any] = {name: cute.struct.MemRange[Int64, one.stages] for name, one in self.barriers.barriers.items()}
         fields["records"] = cute.struct.MemRange[Int32, 2 * ITEM_WORDS]
         fields["taken"] = cute.struct.MemRange[Int32, 2 * ITEM_WORDS]
-        fields["masks"] = cute.struct.Align[cute.struct.MemRange[Uint32, self.stages * STEP * self.mask_bytes // 4], 128]
+        fields["masks"] = cute.struct.Align[cute.struct.MemRange[Uint32, self.key_stages * STEP * self.mask_bytes // 4], 128]
         step = STEP * self.dim
-        for name, count in (("queries", 2), ("keys", self.stages), ("values", self.stages)):
+        for name, count in (("queries", 2), ("keys", self.key_stages), ("values", self.value_stages)):
             fields[name] = cute.struct.Align[cute.struct.MemRange[self.dtype, count * step], 1024]
         return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
