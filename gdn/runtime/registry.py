@@ -117,7 +117,7 @@ _OPERATORS = (
     Operator("indexer_topk", None, ("indexer_topk",), composed_of=("mqa_logits", "topk")),
     Operator("paged_indexer_topk", None, ("paged_indexer_topk",), composed_of=("paged_mqa_logits", "topk")),
     Operator(
-        "sparse_attention_prefill", _ATTENTION, ("sparse_attention",), _modules("attention.prefill"),
+        "sparse_attention_prefill", _ATTENTION, ("sparse_attention",), _modules("attention.prefill", "cute"),
         (Preference("VLLM_QSA_PREFILL_ATTN_BACKEND", _ANY_BACKEND),),
     ),
     Operator(

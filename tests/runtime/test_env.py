@@ -224,7 +224,6 @@ def test_readers_are_found_where_they_are():
 WITHOUT_EFFECT = {
     "VLLM_QSA_PREFILL_USE_CP": ("0", "gdn.layers.SparseAttention"),
     "VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD": ("16384", "gdn.layers.SparseAttention"),
-    "VLLM_QSA_PREFILL_ATTN_BACKEND": ("pai-fa3", "sparse_attention_prefill"),
 }
 
 
@@ -254,9 +253,9 @@ def test_switches_with_an_effect_do_not_warn(monkeypatch: pytest.MonkeyPatch, ca
 
 def test_a_switch_ceases_to_warn_with_the_operators_first_kernel(monkeypatch: pytest.MonkeyPatch):
     name = "sparse_attention_prefill"
-    operator = dataclasses.replace(registry.OPERATORS[name], modules={"cute": "kernels_cute.attention.prefill"})
-    monkeypatch.setitem(registry.OPERATORS, name, operator)
-    assert env.no_effect("VLLM_QSA_PREFILL_ATTN_BACKEND") is None
+    for modules, has_effect in (({}, False), ({"cute": "kernels_cute.attention.prefill"}, True)):
+        monkeypatch.setitem(registry.OPERATORS, name, dataclasses.replace(registry.OPERATORS[name], modules=modules))
+        assert (env.no_effect("VLLM_QSA_PREFILL_ATTN_BACKEND") is None) == has_effect
 
 
 def test_the_readme_lists_every_switch():

@@ -5,7 +5,10 @@ from typing import Any
 
 from gdn.problems import AttentionProblem, Problem
 from tests.compile.expectations import Expectation
+from tests.compile.variants.attention_prefill import sparse_attention_prefill
 from tests.compile.variants.base import Row, Variants, example
+
+__all__ = ["sparse_attention_decode", "sparse_attention_prefill"]
 
 _AXES: dict[str, Sequence[Any]] = {
     "heads": [(16, 2), (24, 2), (1, 1), (64, 4)],  # query heads, key heads

@@ -1,0 +1,69 @@
+"""Places to which the copy warps of the sparse prefill write rows are those that the products read: queries and keys as operands
+whose contraction runs along the head dim, values as one whose contraction runs along rows. And each row has one copying lane.
+"""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs the CuTe DSL")
+
+
+def traced(check: Any) -> None:
+    """Layouts exist only while a function is traced."""
+    importlib.import_module("kernels_cute.common.build")  # sets the DSL's target before its first import
+    import cutlass
+    import cutlass.cute as cute
+
+    math = importlib.import_module("kernels_cute.attention.prefill.math")
+    done = []
+
+    @cute.jit
+    def trace() -> None:
+        check(math, cute, cutlass)
+        done.append(True)
+
+    cute.compile(trace)
+    assert done == [True]
+
+
+def swizzled(byte: int) -> int:
+    """Address of a byte in rows of 128 bytes: the 16-byte unit changes with the row in its eight."""
+    return byte ^ ((byte >> 7 & 7) << 4)
+
+
+@pytest.mark.parametrize("dim", [256, 128])
+def test_written_where_read(dim: int) -> None:
+    copy = importlib.import_module("kernels_cute.attention.prefill.copy")
+
+    def check(math: Any, cute: Any, cutlass: Any) -> None:
+        tiles = SimpleNamespace(dtype=cutlass.BFloat16, dim=dim, stage_bytes=64 * 2 * dim)
+        rows, columns = math.by_rows(tiles, 2), math.by_columns(tiles, 2)
+        assert "3,4,3" in str(rows.inner) and str(rows.inner) == str(columns.inner)
+        for stage in range(2):
+            for row in range(64):
+                for unit in range(dim // 8):
+                    # The terms of `gather`: tile + piece + row + swizzled unit.
+                    written = stage * tiles.stage_bytes + unit // 8 * (64 * copy.PIECE_BYTES) + row * copy.PIECE_BYTES
+                    written += (unit % 8 ^ row & 7) << 4
+                    for x in (8 * unit, 8 * unit + 7):
+                        byte = 2 * cute.crd2idx((row, x, stage), rows.outer)
+                        assert 2 * cute.crd2idx((x, row, stage), columns.outer) == byte
+                        assert swizzled(byte) == written + x % 8 * 2, (stage, row, unit)
+
+    traced(check)
+
+
+@pytest.mark.parametrize("dim", [256, 128])
+def test_each_unit_of_a_row_has_one_lane(dim: int) -> None:
+    copy = importlib.import_module("kernels_cute.attention.prefill.copy")
+    units, lane_rows, seen = dim // 8, 32 // (dim // 8), set()
+    for warp in range(copy.COPY_WARPS):
+        for lane in range(32):
+            for i in range(copy.WARP_ROWS // lane_rows):
+                row = i * lane_rows + lane // units
+                assert row < copy.WARP_ROWS  # the lane that holds its offset
+                seen.add((warp * copy.WARP_ROWS + row, lane % units))
+    assert len(seen) == 64 * units

@@ -1,0 +1,36 @@
+"""Variants of sparse attention of prefill."""
+
+from collections.abc import Collection
+
+from gdn.problems import Problem, SparsePrefillProblem
+from tests.compile.expectations import Expectation
+from tests.compile.variants.base import Axes, Row, Variants, example
+
+_AXES: Axes = {
+    # Groups of 8 and more have masks of 16 bits; 3, 5 and 12 leave rows of a tile empty.
+    "heads": [(16, 2), (24, 2), (8, 1), (6, 2), (5, 5), (16, 1), (10, 2)],
+    "head_dim": [256, 128],
+    "dtype": ["bfloat16", "float16"],
+    "block_size": [16, 272, 20],
+    "index_dtype": ["int32", "int64"],
+    "has_topk_length": [False, True],
+}
+
+
+def _problem(row: Row) -> Problem | None:
+    same = ("head_dim", "dtype", "block_size", "index_dtype", "has_topk_length")
+    heads, kv_heads = row["heads"]
+    fields = {name: row[name] for name in same}
+    problem: Problem = example("sparse_attention_prefill", num_heads=heads, num_kv_heads=kv_heads, **fields)
+    return problem
+
+
+def _code(problem: SparsePrefillProblem, backend: str, entries: Collection[str]) -> Expectation:
+    """Scores of a step are dim / 16 wgmma, outputs 4, each before the loop's first or after its last step too; rows come in
+    copies of 16 bytes that no register holds."""
+    scores = 2 * problem.head_dim // 16
+    patterns = {"HGMMA.64x64x16": scores, f"HGMMA.64x{problem.head_dim}x16": 8, "LDGSTS.128": 1, "ATOMS": 1}
+    return Expectation(patterns, none_of=("HMMA", "LDL", "STL"))
+
+
+sparse_attention_prefill = Variants(_AXES, _problem, _code)
