@@ -119,7 +119,7 @@ _OPERATORS = (
         (Preference("VLLM_QSA_PREFILL_ATTN_BACKEND", _ANY_BACKEND),),
     ),
     Operator(
-        "sparse_attention_decode", _ATTENTION, ("sparse_attention",), _modules("attention.decode", "cute"),
+        "sparse_attention_decode", _ATTENTION, ("sparse_attention",), _modules("attention.decode", "cute", "tilelang"),
         (Preference("VLLM_QSA_DECODE_ATTN_BACKEND", _ANY_BACKEND),),
     ),
 )  # fmt: skip
