@@ -169,7 +169,7 @@ def program(problem: SparseDecodeProblem, config: Config) -> Any:
             each=T.int32(),
             scale=T.float32(),
         )
-        with T.Kernel(splits, kv_heads, tokens, threads=THREADS) as (split, head, token):
+        with T.Kernel(tokens, kv_heads, splits, threads=THREADS) as (token, head, split):  # only x may exceed 65535
             q_shared = T.alloc_shared((ROWS, dim), dtype)
             shared = build.named(
                 k=T.alloc_shared((stages, tile, dim), dtype),
@@ -332,7 +332,7 @@ def merge_program(problem: SparseDecodeProblem, config: Config) -> Any:
             out=T.StridedTensor((tokens, heads, dim), out_strides, dtype),
             lse=T.Tensor((tokens, heads), "float32"),
         )
-        with T.Kernel(heads, tokens, threads=dim) as (head, token):
+        with T.Kernel(tokens, heads, threads=dim) as (token, head):
             d = T.get_thread_binding()
             best, total, value, weight = build.variables(4, "float32")
             best = LEAST
