@@ -21,7 +21,7 @@ from gdn.ops._library import out_or_new
 from gdn.ops._modes import has_memory, is_tracing
 from gdn.ops._ordered import ordered
 from gdn.ops.sparse_attention import MOST_DECODE_TOKENS, attend, check_call, check_values, split_pair
-from gdn.runtime import Choice
+from gdn.runtime import Choice, env
 
 _GATHERED_BYTES = 2**30  # of keys and values gathered at a time, or one sequence's
 _SCORE_BYTES = 2**28  # of float32 scores at a time, for the log-sum-exp
@@ -49,7 +49,7 @@ def attention(
 
     The leading sequences of at most 8 new tokens (decode, drafts included) take the paged kernel, all from the first longer one
     on torch's scaled_dot_product_attention, on a copy of their keys and values. That needs both lengths on the host; without
-    them all rows take the paged kernel, and no call ever waits for the device.
+    them, and with ``GDN_BATCH_INVARIANT=1``, all rows take the paged kernel; no call ever waits for the device.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def _dense(
     if max_seq_len is not None:
         block_tables = block_tables[:, : -(-max_seq_len // block_size)]
     decodes = list(itertools.takewhile(lambda one: one.query_len <= MOST_DECODE_TOKENS, items))
-    prefills = items[len(decodes) :]
+    prefills = [] if env.current().batch_invariant else items[len(decodes) :]  # torch's sums depend on the batch
     with ordered(backend, "attention") as backend:
         if not prefills or backend == "reference" or (max_query_len is not None and max_query_len <= MOST_DECODE_TOKENS):
             return attend(

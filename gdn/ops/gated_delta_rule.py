@@ -81,7 +81,7 @@ def gated_delta_rule(
     The leading sequences of at most `gdn.crossing.RECURRENT_TOKENS` tokens take the recurrent form (decode), all from the first
     longer one on the chunk form. So decode rows come first, as engines order them; any other order gives the same results, with
     short rows after a long one in the chunk form, which is slower for them. Nothing is copied but where `has_initial_state` says
-    so, and no value is read back to the host.
+    so, and no value is read back to the host. With ``GDN_BATCH_INVARIANT=1`` all rows take the chunk form.
 
     Parameters
     ----------
@@ -202,8 +202,10 @@ def gated_delta_rule(
         return o, (initial_state if keeps_state and is_in_place else new)
     with ordered(backend, "gated_delta_rule") as backend:
         step = _Step(tokens, sizes, options | {"backend": backend}, rounding_seed, o)
-        lead = 0 if lengths_host is None else recurrent_rows(lengths_host)
-        lead_tokens = 0 if lengths_host is None else sum(lengths_host[:lead])
+        # Which rows lead depends on the batch, and the forms differ in rounding.
+        dealt = lengths_host if lengths_host is not None and not env.current().batch_invariant else ()
+        lead = recurrent_rows(dealt)
+        lead_tokens = sum(dealt[:lead])
         if lead_tokens == 0 and not is_in_place:
             final = step.chunk(states, output_final_state=keeps_state)
             return o, (final if keeps_state else None)

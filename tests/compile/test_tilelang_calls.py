@@ -14,7 +14,15 @@ import torch
 import tvm_ffi
 
 from gdn.device import H100
-from gdn.problems import MqaLogitsParams, MqaLogitsProblem, PagedMqaLogitsParams, PagedMqaLogitsProblem, Problem
+from gdn.problems import (
+    MqaLogitsParams,
+    MqaLogitsProblem,
+    PagedMqaLogitsParams,
+    PagedMqaLogitsProblem,
+    Problem,
+    SparseDecodeParams,
+    SparseDecodeProblem,
+)
 from gdn.runtime import compiled
 from gdn.testing.inputs import chunk_inputs, chunk_problem, chunk_tensors
 from tests.compile import fake_cuda
@@ -105,3 +113,41 @@ def test_paged_mqa_logits(fields: dict[str, Any], tmp_path: Path) -> None:
     tensors = (_empty(p.dtype, 3, 2, p.num_heads, p.head_dim), cache, weights, _empty("int32", 3), _empty("int32", 3, 8))
     params = PagedMqaLogitsParams(*tensors, _empty("float32", 6, 100), 0.5)
     refused(module, problem, module.default_config(problem, H100), params, tmp_path)
+
+
+def _strided(tensor: torch.Tensor, *spare: int) -> torch.Tensor:
+    """The same shape inside a tensor that is larger by `spare` in each dimension."""
+    wide = tensor.new_empty([size + more for size, more in zip(tensor.shape, spare, strict=True)])
+    return wide[tuple(slice(size) for size in tensor.shape)]
+
+
+DECODE: dict[str, tuple[dict[str, Any], int]] = {  # fields of the problem, splits
+    "selected": ({"index_dtype": "int64", "has_topk_length": True, "num_tokens": 3, "num_sequences": 2, "k": 100}, 1),
+    "split": ({"dtype": "float16", "num_heads": 6, "num_kv_heads": 2, "num_tokens": 3, "num_sequences": 2, "k": 300}, 4),
+    "dense": ({"index_dtype": None, "dense": True, "num_tokens": 2, "num_sequences": 2, "k": 128}, 2),
+    "one of everything": ({"num_heads": 1, "num_tokens": 1, "num_sequences": 1, "k": 1}, 1),
+}
+
+
+@pytest.mark.parametrize("call", DECODE)
+def test_sparse_decode(call: str, tmp_path: Path) -> None:
+    module = importlib.import_module("kernels_tl.attention.decode")
+    fields, splits = DECODE[call]
+    fixed = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128, "dtype": "bfloat16", "block_size": 16, "index_dtype": "int32"}
+    flags = {"has_topk_length": False, "heads_adjacent": False, "rows_aligned": True, "dense": False}
+    p = SparseDecodeProblem(**fixed | flags | fields)
+    config = module.Config(splits, 2)
+    assert module.refusal(p) is None and module.fits(p, config, H100)
+    blocks = 1 if p.k == 1 else 8
+    cache = _strided(_empty(p.dtype, blocks * p.num_sequences, 16, p.num_kv_heads, 128), 0, 1, 2, 8)
+    indices = None if p.dense else _strided(_empty(str(p.index_dtype), p.num_tokens, p.k), 0, 5)
+    params = SparseDecodeParams(
+        q=_empty(p.dtype, p.num_tokens, p.num_heads, 128), k_cache=cache, v_cache=cache.clone(), topk_indices=indices,
+        block_tables=_strided(_empty("int32", p.num_sequences, blocks), 0, 3),
+        query_start_loc=_empty("int32", p.num_sequences + 1), seq_lens=_empty("int32", p.num_sequences),
+        topk_length=_empty("int32", p.num_tokens) if p.has_topk_length else None,
+        out=_strided(_empty(p.dtype, p.num_tokens, p.num_heads, 128), 0, 1, 64), lse=_empty("float32", p.num_tokens, p.num_heads),
+        workspace=fake_cuda.workspace(module.workspace_bytes(p, config)), scale=0.5,
+    )  # fmt: skip
+    # The first function fails at its launch: with parts, the merge is called all the same.
+    assert refused(module, p, config, params, tmp_path) == {"sparse_decode"} | ({"merge_parts"} if splits > 1 else set())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.layers.config import HybridConfig
+from gdn.layers import AttentionMetadataBuilder, GDNMetadataBuilder, HybridConfig, StepMetadata
 
 
 def gdn_metadata(queries: list[int], contexts: list[int], drafted: list[bool], slots: Tensor, accepted: list[int]) -> Any:
@@ -49,7 +49,10 @@ def gdn_metadata(queries: list[int], contexts: list[int], drafted: list[bool], s
 
 @dataclass
 class Server:
-    """Sequences of one model. Every cache starts with stale contents; slots and blocks are shuffled."""
+    """Sequences of one model. Every cache starts with stale contents; slots and blocks are shuffled.
+
+    is_packaged: the package's builders make the metadata, instead of the plain statement here.
+    """
 
     model: Any
     config: HybridConfig
@@ -58,6 +61,7 @@ class Server:
     num_spec: int = 0
     block_size: int = 16
     seed: int = 0
+    is_packaged: bool = False
     lengths: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
@@ -105,13 +109,41 @@ class Server:
         active = [i for i, row in enumerate(rows) if row]
         drafted = drafted or [False] * self.count
         queries, contexts = [len(rows[i]) for i in active], [self.lengths[i] for i in active]
+        positions = [torch.arange(old, old + new) for old, new in zip(contexts, queries, strict=True)]
+        make = self._built if self.is_packaged else self._stated
+        step = make(active, queries, contexts, [drafted[i] for i in active], padding)
+        ids = torch.tensor([token for row in rows for token in row] + [0] * padding)
+        with torch.inference_mode():
+            hidden = self.model(ids, torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]), step, self.caches)
+            logits = self.model.compute_logits(hidden[: sum(queries)])
+        for i in active:
+            kept = len(rows[i]) if keep is None else keep[i]
+            self.lengths[i] += kept
+            self.accepted[i] = kept if drafted[i] else 1  # the state of another row is in its first slot
+        return list(logits.split([len(row) for row in rows]))
+
+    def _built(self, active: list[int], queries: list[int], contexts: list[int], drafted: list[bool], padding: int) -> Any:
+        """Metadata by the package's builders."""
+        assert padding == 0, "the builders pad captured batches alone"
         lengths = [old + new for old, new in zip(contexts, queries, strict=True)]
-        positions = [torch.arange(old, new) for old, new in zip(contexts, lengths, strict=True)]
+        drafts = [new - 1 if is_spec else -1 for new, is_spec in zip(queries, drafted, strict=True)]
+        accepted = [self.accepted[i] for i in active]
+        states = GDNMetadataBuilder("cpu", num_spec=self.num_spec).build(
+            queries, lengths, self.slots[active], num_draft_tokens=drafts, num_accepted_tokens=accepted
+        )
+        attention = AttentionMetadataBuilder(
+            "cpu", block_size=self.block_size, max_seq_len=self.longest, index_ratio=self.config.index_ratio
+        ).build(queries, lengths, self.block_tables[active], self.ring_slots[active])
+        return StepMetadata(states, attention)
+
+    def _stated(self, active: list[int], queries: list[int], contexts: list[int], drafted: list[bool], padding: int) -> Any:
+        """Metadata stated here."""
+        lengths = [old + new for old, new in zip(contexts, queries, strict=True)]
         tables = self.block_tables[active]
-        slots = [
-            table[at // self.block_size].long() * self.block_size + at % self.block_size
-            for table, at in zip(tables, positions, strict=True)
-        ]
+        slots = []
+        for table, old, new in zip(tables, contexts, lengths, strict=True):
+            at = torch.arange(old, new)
+            slots.append(table[at // self.block_size].long() * self.block_size + at % self.block_size)
         attention = SimpleNamespace(
             query_start_loc=torch.tensor([0, *queries]).cumsum(0).int(),
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
@@ -125,14 +157,5 @@ class Server:
             query_lens_host=tuple(queries),
         )
         accepted = [self.accepted[i] for i in active]
-        states = gdn_metadata(queries, contexts, [drafted[i] for i in active], self.slots[active], accepted)
-        step = SimpleNamespace(gdn=states, attention=attention)
-        ids = torch.tensor([token for row in rows for token in row] + [0] * padding)
-        with torch.inference_mode():
-            hidden = self.model(ids, torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]), step, self.caches)
-            logits = self.model.compute_logits(hidden[: sum(queries)])
-        for i in active:
-            kept = len(rows[i]) if keep is None else keep[i]
-            self.lengths[i] += kept
-            self.accepted[i] = kept if drafted[i] else 1  # the state of another row is in its first slot
-        return list(logits.split([len(row) for row in rows]))
+        states = gdn_metadata(queries, contexts, drafted, self.slots[active], accepted)
+        return SimpleNamespace(gdn=states, attention=attention)

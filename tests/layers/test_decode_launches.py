@@ -24,18 +24,6 @@ LAUNCHES = {
     ],
 }  # fmt: skip
 VIEWS = {"device", "empty", "unflatten", "flatten", "view", "split", "split_with_sizes", "slice", "select", "as_strided"}
-    "device",
-    "empty",
-    "unflatten",
-    "flatten",
-    "view",
-    "split",
-    "split_with_sizes",
-    "slice",
-    "select",
-    "as_strided",
-    "detach",
-}
 
 
 class Launches(TorchDispatchMode):

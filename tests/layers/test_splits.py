@@ -42,18 +42,18 @@ def plan(tokens: list[int], split: int, seed: int, num_spec: int) -> Plan:
     return Plan(steps)
 
 
-def run(model: HybridModel, config: HybridConfig, splits: list[int], num_spec: int, seed: int) -> None:
+def run(model: HybridModel, config: HybridConfig, splits: list[int], num_spec: int, seed: int, is_packaged: bool = False) -> None:
     """Runs one batch, a sequence for every split, and compares each with its one pass."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(config.vocab_size, (LENGTH,), generator=generator).tolist() for _ in splits]
     whole = Server(model, config, len(splits), LENGTH, seed=seed).step(prompts)
     plans = [plan(prompt, split, seed + i, num_spec) for i, (prompt, split) in enumerate(zip(prompts, splits, strict=True))]
-    server = Server(model, config, len(splits), LENGTH + NUM_SPEC, num_spec=num_spec, seed=seed + 1)
+    server = Server(model, config, len(splits), LENGTH + NUM_SPEC, num_spec=num_spec, seed=seed + 1, is_packaged=is_packaged)
     found: list[list[Any]] = [[] for _ in splits]
     for number in range(max(len(one.steps) for one in plans)):
         now = [one.steps[number] if number < len(one.steps) else ([], False, 0) for one in plans]
         rows, drafted, keep = (list(part) for part in zip(*now, strict=True))
-        logits = server.step(rows, drafted=drafted, keep=keep, padding=number % 3)
+        logits = server.step(rows, drafted=drafted, keep=keep, padding=0 if is_packaged else number % 3)
         for parts, new, kept in zip(found, logits, keep, strict=True):
             parts.append(new[:kept])
     errors = [error(torch.cat(parts), wanted) for parts, wanted in zip(found, whole, strict=True)]
@@ -71,7 +71,12 @@ def test_some_splits_equal_one_pass(hybrid: tuple[HybridModel, HybridConfig], nu
 
 
 def test_splits_with_experts_and_an_indexer() -> None:
-    run(*model_of(hf.build("qwen4_exp", 5)), [1, 61, 197], NUM_SPEC, seed=12)
+    run(*model_of(hf.build("qwen4_exp", 5)), [1, 61, 197], NUM_SPEC, seed=12, is_packaged=True)
+
+
+@pytest.mark.parametrize("num_spec", [0, NUM_SPEC])
+def test_splits_with_the_metadata_of_the_package(hybrid: tuple[HybridModel, HybridConfig], num_spec: int) -> None:
+    run(*hybrid, [1, 63, 180], num_spec, seed=13, is_packaged=True)
 
 
 @pytest.mark.cover

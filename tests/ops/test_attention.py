@@ -1,6 +1,7 @@
 """gdn.attention: against dense attention in float64, which rows take which way, and errors before anything is written."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,7 @@ import torch
 
 import gdn
 import gdn.ops.attention as module
+from gdn.runtime import env
 from gdn.testing.compare import same_bits
 
 Arguments = dict[str, Any]
@@ -171,6 +173,11 @@ def test_the_reference_is_of_all_rows() -> None:
         strict=True,
     ):
         assert same_bits(mine, other)
+
+
+def test_batch_invariant_rows_all_take_the_paged_kernel(switch: Callable[..., env.Switches]) -> None:
+    switch(GDN_BATCH_INVARIANT="1")
+    assert [part.op for part in gdn.explain("attention", **step(*STEPS["mixed"])).parts] == ["sparse_attention_decode"]
 
 
 def test_explain_names_both_parts() -> None:

@@ -60,6 +60,11 @@ def test_rows_are_dealt_by_length(lengths: list[int], parts: list[tuple[str, int
     assert recurrent_rows(lengths) == sum(sequences for op, sequences, _ in parts if op == "recurrent") or parts == [whole]
 
 
+def test_batch_invariant_rows_all_take_the_chunk_form(switch: Callable[..., env.Switches]) -> None:
+    switch(GDN_BATCH_INVARIANT="1")
+    assert parts_of(step([1, 2, LONG])) == [("chunk", 3, LONG + 3)] and parts_of(step([1])) == [("chunk", 1, 1)]
+
+
 def test_drafts_take_the_recurrent_form_whatever_their_lengths() -> None:
     arguments = step([2, LONG, 3])
     arguments["state_indices"] = torch.arange(1, 31, dtype=torch.int32).view(3, 10)
