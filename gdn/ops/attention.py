@@ -123,7 +123,8 @@ def _dense(
         return o, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
     if max_seq_len is not None:
-        block_tables = block_tables[:, : -(-max_seq_len // block_size)]
+        # To a power of two: a width of its own for each step would be a problem of its own, with tiles and plan of its own.
+        block_tables = block_tables[:, : 1 << (-(-max_seq_len // block_size) - 1).bit_length()]
     decodes = list(itertools.takewhile(lambda one: one.query_len <= MOST_DECODE_TOKENS, items))
     prefills = [] if env.current().batch_invariant else items[len(decodes) :]  # torch's sums depend on the batch
     with ordered(backend, "attention") as backend:

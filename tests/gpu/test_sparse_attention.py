@@ -132,3 +132,19 @@ def test_rows_that_are_not_aligned_take_the_reference(backend: str) -> None:
     arguments = inputs.arguments | {"kv_cache": (odd, odd.clone())}
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         gdn.sparse_attention(**arguments, backend=backend)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sequence_has_the_same_bits_in_any_batch(backend: str, dense: bool, switch: Any) -> None:
+    switch(GDN_BATCH_INVARIANT="1")
+    lengths = [40 + 61 * n % 900 for n in range(40)]
+    inputs = make_inputs(VARIANTS["16/2"], lengths, [1] * 40, 512, dense=dense)
+    every = run(inputs, backend)
+    for some in ([7], [39, 0, 12]):
+        rows = torch.tensor(some, device="cuda")
+        part = {name: inputs.arguments[name][rows] for name in ("q", "block_tables", "seq_lens")}
+        part["topk_indices"] = None if dense else inputs.arguments["topk_indices"][rows]
+        part["query_start_loc"] = torch.arange(len(some) + 1, device="cuda", dtype=torch.int32)
+        for found, whole in zip(run(inputs, backend, **part), every, strict=True):
+            assert torch.equal(found, whole[rows])

@@ -189,10 +189,14 @@ def test_explain_names_both_parts() -> None:
     assert answer.parts[0].problem.dense and answer.parts[0].problem.num_tokens == 3
 
 
-def test_the_table_is_cut_to_the_longest_sequence() -> None:
+@pytest.mark.parametrize(("max_seq_len", "blocks"), [(18, 8), (32, 8), (33, 16), (77, 20), (None, 20)])
+def test_the_table_is_cut_to_the_longest_sequence(max_seq_len: int | None, blocks: int) -> None:
     arguments = step(*STEPS["decode"])
-    (part,) = gdn.explain("attention", **arguments, max_seq_len=18).parts
-    assert part.problem.k == 20 and same_bits(gdn.attention(**arguments, max_seq_len=18), gdn.attention(**arguments))
+    columns = 20 - arguments["block_tables"].shape[1]
+    arguments["block_tables"] = torch.nn.functional.pad(arguments["block_tables"], (0, columns))
+    (part,) = gdn.explain("attention", **arguments, max_seq_len=max_seq_len).parts
+    assert part.problem.k == BLOCK * blocks
+    assert same_bits(gdn.attention(**arguments, max_seq_len=max_seq_len), gdn.attention(**arguments))
 
 
 BAD: list[tuple[Arguments, str]] = [

@@ -1,0 +1,135 @@
+"""The Params that sparse attention hands to a kernel, held against gdn/problems/attention.py by a stand-in kernel on the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import gdn
+from gdn import reference, runtime
+from gdn.ops.sparse_attention import attend
+from gdn.problems import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
+from gdn.testing.compare import same_bits
+from gdn.testing.inputs_attention import random_positions
+
+INT32, INT64 = torch.int32, torch.int64
+WORKSPACE = 48
+
+
+class StandIn:
+    """Takes the place of runtime.prepare: checks the form of every argument, and computes from exactly those."""
+
+    def __init__(self) -> None:
+        self.problems: list[Any] = []
+        self.launches = 0
+
+    def prepare(self, problem: Any, device: Any, backend: str | None = None) -> runtime.Prepared:
+        self.problems.append(problem)
+        choice = runtime.Choice(problem.op, "tilelang")
+        return runtime.Prepared("tilelang", None, WORKSPACE, lambda params: self.launch(problem, params), choice)
+
+    def launch(self, p: Any, params: Any) -> None:
+        assert isinstance(params, SparseDecodeParams if isinstance(p, SparseDecodeProblem) else SparsePrefillParams)
+        self.launches += 1
+        tokens, heads, dim = params.q.shape
+        assert (tokens, heads, dim) == (p.num_tokens, p.num_heads, p.head_dim) and params.q.is_contiguous()
+        assert params.k_cache.shape[1:] == params.v_cache.shape[1:] == (p.block_size, p.num_kv_heads, p.head_dim)
+        assert params.block_tables.dtype == INT32 and params.block_tables.stride(1) == 1
+        assert params.query_start_loc.dtype == params.seq_lens.dtype == INT32
+        assert params.seq_lens.shape[0] == p.num_sequences == params.query_start_loc.shape[0] - 1
+        assert (params.topk_length is not None) == p.has_topk_length
+        assert params.topk_length is None or params.topk_length.dtype == INT32
+        assert params.lse.shape == (tokens, heads) and params.lse.dtype == torch.float32 and params.lse.is_contiguous()
+        assert params.workspace.shape == (WORKSPACE,) and params.workspace.dtype == torch.uint8
+        most = params.block_tables.shape[1] * p.block_size
+        if isinstance(p, SparsePrefillProblem):
+            assert p.max_context_len == most
+        else:
+            assert p.dense == (params.topk_indices is None) == (p.index_dtype is None)
+        if params.topk_indices is None:
+            assert p.k == most
+        else:
+            assert params.topk_indices.shape == (tokens, p.k) and params.topk_indices.stride(1) == 1
+            assert str(params.topk_indices.dtype) == f"torch.{p.index_dtype}"
+        o, lse = reference.sparse_attention(
+            params.q, (params.k_cache, params.v_cache), params.topk_indices, params.block_tables, params.query_start_loc,
+            params.seq_lens, topk_length=params.topk_length, scale=params.scale, return_lse=True,
+        )  # fmt: skip
+        params.out.copy_(o)
+        params.lse.copy_(lse)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    made = StandIn()
+    monkeypatch.setattr(runtime, "prepare", made.prepare)
+    return made
+
+
+def arguments_of(tokens: int = 3, *, index_dtype: torch.dtype = INT32, length: bool = False, packed: bool = False) -> Any:
+    """Two sequences of one and `tokens` - 1 new tokens, in blocks of four."""
+    g = torch.Generator().manual_seed(3)
+    kv = torch.randn(2, 9, 4, 2, 16, generator=g).bfloat16()
+    if packed:
+        both = torch.cat([kv[0], kv[1]], dim=-1)
+        kv = (both[..., :16], both[..., 16:])  # type: ignore[assignment]
+    ends = torch.tensor([5, *range(21 - tokens, 20)])
+    indices = random_positions(ends, 6, 1, g).to(index_dtype)
+    return {
+        "q": torch.randn(tokens, 4, 16, generator=g).bfloat16(), "kv_cache": kv, "topk_indices": indices,
+        "block_tables": torch.randperm(9, generator=g)[None, :8].expand(2, 8).contiguous().int()[:, :5],
+        "query_start_loc": torch.tensor([0, 1, tokens]), "seq_lens": torch.tensor([5, 19]),
+        "topk_length": torch.arange(tokens) % 7 if length else None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+@pytest.mark.parametrize("index_dtype", [INT32, INT64])
+@pytest.mark.parametrize("length", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_both_phases(stand_in: StandIn, tokens: int, index_dtype: torch.dtype, length: bool, packed: bool) -> None:
+    arguments = arguments_of(min(tokens, 18), index_dtype=index_dtype, length=length, packed=packed)
+    wanted = reference.sparse_attention(**arguments, return_lse=True)
+    found = gdn.sparse_attention(**arguments, return_lse=True)
+    (problem,) = stand_in.problems
+    assert isinstance(problem, SparseDecodeProblem if tokens <= 16 else SparsePrefillProblem)
+    assert problem.heads_adjacent == (not packed) and problem.rows_aligned
+    assert same_bits(found[0], wanted[0]) and same_bits(found[1], wanted[1])  # type: ignore[index]
+    assert type(problem)(**vars(problem)) == problem and stand_in.launches == 1
+
+
+def test_max_query_len_decides_the_phase(stand_in: StandIn) -> None:
+    arguments = arguments_of(12)
+    for longest in (8, 9):
+        gdn.sparse_attention(**arguments, max_query_len=longest)
+    assert [type(problem) for problem in stand_in.problems] == [SparseDecodeProblem, SparsePrefillProblem]
+
+
+def test_no_indices_are_all_positions(stand_in: StandIn) -> None:
+    arguments = arguments_of(18)
+    k_cache, v_cache = arguments["kv_cache"]
+    rest = [arguments[name] for name in ("block_tables", "query_start_loc", "seq_lens")]
+    o, lse = attend(arguments["q"], k_cache, v_cache, None, *rest, None, None, None, None, None)
+    (problem,) = stand_in.problems
+    assert isinstance(problem, SparseDecodeProblem) and problem.dense and problem.k == 20
+    every = torch.arange(20, dtype=INT32).expand(18, 20)
+    wanted = reference.sparse_attention(**arguments | {"topk_indices": every}, return_lse=True)
+    assert same_bits(o, wanted[0]) and same_bits(lse, wanted[1])  # type: ignore[index]
+    with pytest.raises(TypeError, match="^topk_indices: "):
+        gdn.sparse_attention(**arguments | {"topk_indices": None})
+    with pytest.raises(ValueError, match="^topk_length: expected None"):
+        lengths = torch.zeros(18, dtype=INT32)
+        attend(arguments["q"], k_cache, v_cache, None, *rest, lengths, None, None, None, None)
+
+
+def test_nothing_is_launched_where_there_is_nothing(stand_in: StandIn) -> None:
+    arguments = arguments_of(3)
+    o, lse = gdn.sparse_attention(**arguments | {"topk_indices": arguments["topk_indices"][:, :0]}, return_lse=True)
+    assert bool((o == 0).all()) and bool((lse == -torch.inf).all()) and stand_in.launches == 0
+
+
+def test_rows_that_are_not_aligned_are_named(stand_in: StandIn) -> None:
+    arguments = arguments_of(3)
+    odd = torch.zeros(9, 4, 2, 17).bfloat16()[..., :16]
+    gdn.sparse_attention(**arguments | {"kv_cache": (odd, odd.clone())})
+    assert not stand_in.problems[0].rows_aligned
