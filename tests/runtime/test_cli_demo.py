@@ -16,10 +16,12 @@ from typer.testing import CliRunner
 import gdn
 from gdn import reference
 from gdn.cli import app, demo_calls, demo_expected, demo_run
+from gdn.cli.demo_floors import floor_us
 from gdn.layers import HybridConfig, HybridModel, RMSNorm
 from gdn.layers.loading import to_transformers
 from gdn.layers.named import NAMED, first_layers
 from gdn.runtime import env, is_explaining
+from gdn.testing.timing import Limits
 
 TINY = dataclasses.replace(first_layers(NAMED["tiny"], 2), layer_types=("linear_attention", "full_attention"))
 COMPRESSED = dataclasses.replace(TINY, index_ratio=4, residual="hyper", hc_count=2, hc_lowrank=8)
@@ -79,6 +81,52 @@ def test_the_operators_of_each_phase(config: HybridConfig, groups: set[str]) -> 
     assert set(demo_expected._EXPECTED) == set(OPERATORS)
     verify, decode = found.speeds[1:]
     assert decode.tokens == 8 and 8 < verify.tokens < 24  # some drafts are accepted, and some are not
+
+
+@pytest.mark.parametrize("fp8", ["0", "1"], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("config", [TINY, COMPRESSED], ids=["token-wise", "compressed"])
+def test_what_a_gpu_runs(
+    switch: Callable[..., env.Switches], monkeypatch: pytest.MonkeyPatch, config: HybridConfig, fp8: str
+) -> None:
+    """In bfloat16 with times, here of a clock that runs every call once: they change nothing, and every operator has a floor."""
+    switch(VLLM_QSA_USE_FP8_INDEXER=fp8)
+    timed = []
+
+    def run_once(*calls: Callable[[], object]) -> float:
+        timed.append(len(calls))
+        for call in calls[:2]:
+            call()
+        return 1e6
+
+    monkeypatch.setattr(demo_calls, "time_us", run_once)
+    monkeypatch.setattr(demo_run.Plan, "dtype", torch.bfloat16)
+    plan = demo_run.Plan("small", config, (37, 70, 2, 20), steps=2, drafts=2, device=torch.device("cpu"))
+    found = demo_run.run(plan, Limits(copy_gbps=1e3, bf16_tflops=1.0, fp8_tflops=2.0))
+    assert found.passed, wrong(found)
+    rows = [row for row in found.rows if row.time_us is not None]
+    assert len(rows) == len(timed) == len({(row.phase, row.operator) for row in found.rows})
+    assert min(timed) > 1  # such small calls are timed on copies
+    assert all(row.floor_us is not None and 0 < row.floor_us < 1e4 for row in rows)
+    assert found.deviations[0].limit > 1e-3 and all(one.same_dtype > 1e-3 for one in found.deviations)
+
+
+def test_floors_count_what_is_visible() -> None:
+    """Two tokens at the end of a sequence of 5 and one at the end of 3 see 4 + 5 + 3 positions; 2 heads of 4 over one key head."""
+    q, caches = torch.zeros(3, 2, 4), (torch.zeros(4, 4, 1, 4),) * 2
+    given = {"q": q, "kv_cache": caches, "query_start_loc": torch.tensor([0, 2, 3]), "seq_lens": torch.tensor([5, 3])}
+    calls = {
+        "attention": demo_expected.Call("attention", given, given, q),
+        "sparse_attention": demo_expected.Call(
+            "sparse_attention", given | {"topk_indices": torch.tensor([[0, 1], [2, -1], [0, -1]])}, given, q
+        ),
+    }
+    slow_memory = Limits(copy_gbps=1e-3, bf16_tflops=1e9, fp8_tflops=1e9)  # a byte per microsecond
+    rows = {"attention": 8 * 32, "sparse_attention": 4 * 32 + 6 * 8}
+    for name, call in calls.items():
+        assert floor_us(call, [], slow_memory) == pytest.approx(2 * q.numel() * 4 + rows[name])
+    slow_products = Limits(copy_gbps=1e9, bf16_tflops=1e-6, fp8_tflops=1e-6)  # a product per microsecond
+    assert floor_us(calls["attention"], [], slow_products) == pytest.approx(4 * 12 * 2 * 4)
+    assert floor_us(calls["sparse_attention"], [], slow_products) == pytest.approx(4 * 4 * 2 * 4)
 
 
 def test_every_call_is_compared_with_something_that_is_not_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
