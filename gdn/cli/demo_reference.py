@@ -1,4 +1,4 @@
-"""The reference model of the demo: the same weights in float32, every operator on the reference, one pass over whole sequences."""
+"""The reference model of the demo: the same weights in float32, all operators on the reference, one pass over the sequences."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from gdn.cli.demo_engine import Engine, Stream
 from gdn.layers import HybridModel, MoE
 
 RATIO = 2.0  # largest accepted error, as a multiple of the error of the same model in the same dtype on the reference
-_LEAST = 1e-4  # errors up to this are accepted whatever the other is: roundings of float32 in another order
+_LEAST = 2e-5  # errors up to this are accepted whatever the other is: roundings of float32 in another order
 
 
 class ExpertByExpert(nn.Module):
@@ -104,6 +104,8 @@ class Deviation:
         same dtype, both against float32.
     agreeing : float
         Share of the rows whose most likely token is that of float32.
+    limit : float
+        Largest accepted error.
     """
 
     phase: str
@@ -111,10 +113,7 @@ class Deviation:
     error: float
     same_dtype: float
     agreeing: float
-
-    @property
-    def limit(self) -> float:
-        return max(_LEAST, RATIO * self.same_dtype)
+    limit: float
 
     @property
     def passed(self) -> bool:
@@ -135,20 +134,23 @@ def deviations(trace: Trace, engine: Engine) -> list[Deviation]:
         sizes = replace(engine.sizes, num_spec=0)
         wide = Engine(in_float32(engine.model), sizes, use_graphs=False, null_slot=engine.caches.gdn.null_slot)
         exact = wide.score(sequences, starts)
-    found = []
-    for phase in dict.fromkeys(one.phase for one in logged):
-        rows: list[tuple[Tensor, Tensor, Tensor]] = []
-        for one in logged:
-            if one.phase == phase:
-                n = streams.index(one.stream)
-                at = slice(one.first - starts[n], one.first - starts[n] + len(one.logits))
-                rows.append((one.logits, same[n][at], exact[n][at]))
-        found.append(_deviation(phase, *(torch.cat(part).double() for part in zip(*rows, strict=True))))
-    return found
+    rows: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for one in logged:
+        n = streams.index(one.stream)
+        at = slice(one.first - starts[n], one.first - starts[n] + len(one.logits))
+        rows.setdefault(one.phase, []).append((one.logits, same[n][at], exact[n][at]))
+    errors = {phase: _errors(*map(torch.cat, zip(*parts, strict=True))) for phase, parts in rows.items()}
+    # One limit for all phases: where a rounding selects another expert or position, an error is many times the others, and a
+    # phase of a few positions has such a one or has none.
+    limit = max(_LEAST, RATIO * max(float(same_dtype.max()) for _, same_dtype, _ in errors.values()))
+    return [
+        Deviation(phase, len(error), float(error.max()), float(same_dtype.max()), float(agreeing.double().mean()), limit)
+        for phase, (error, same_dtype, agreeing) in errors.items()
+    ]
 
 
-def _deviation(phase: str, got: Tensor, other: Tensor, expected: Tensor) -> Deviation:
-    size = expected.norm(dim=1)
-    error, same_dtype = (float(((one - expected).norm(dim=1) / size).max()) for one in (got, other))
-    agreeing = float((got.argmax(dim=1) == expected.argmax(dim=1)).double().mean())
-    return Deviation(phase, len(got), error, same_dtype, agreeing)
+def _errors(got: Tensor, other: Tensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Relative errors of the rows of two tensors, and whether the largest element of the first is the expected one."""
+    expected = expected.double()
+    error, same_dtype = ((one.double() - expected).norm(dim=1) / expected.norm(dim=1) for one in (got, other))
+    return error, same_dtype, got.argmax(dim=1) == expected.argmax(dim=1)
