@@ -12,7 +12,6 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from gdn.cli.demo_calls import Row
-from gdn.cli.demo_reference import Deviation
 from gdn.cli.demo_run import PHASES, VERIFIED, Plan, Report, run
 from gdn.cli.plain import print_json, section, table
 from gdn.layers.loading import read_config
@@ -147,7 +146,7 @@ def _data(plan: Plan, report: Report) -> dict[str, Any]:
         "phases": [{**vars(one), "tokens_per_second": one.tokens_per_second} for one in report.speeds],
         "calls": [{**vars(one), "passed": one.passed} for one in report.rows],
         "memory": report.memory,
-        "deviations": [{**vars(one), "limit": one.limit, "passed": one.passed} for one in report.deviations],
+        "deviations": [{**vars(one), "passed": one.passed} for one in report.deviations],
     }  # fmt: skip
 
 
@@ -156,7 +155,8 @@ def _print(console: Console, report: Report, dtype: str, seconds: float) -> None
     console.print(_operators(report.rows))
     for note in dict.fromkeys(f"{row.operator}: {note}" for row in report.rows for note in row.notes):
         console.print(note)
-    console.print(_phases(report, dtype))
+    console.print(_speeds(report))
+    console.print(_deviations(report, dtype))
     memory = report.memory
     peak = "" if memory.peak is None else f"; {memory.peak / 2**30:.2f} GiB at most"
     console.print(
@@ -172,22 +172,31 @@ def _print(console: Console, report: Report, dtype: str, seconds: float) -> None
     )
 
 
-def _phases(report: Report, dtype: str) -> Table:
-    """One line per phase: its speed, and the largest error of its logits."""
-    headings = ("tokens", "steps", "ms a step", "tokens per second", "deviation", f"{dtype} reference", "same token", "")
-    caption = "deviation: largest error of a position's logits, as a share of their norm, from the reference model in float32"
-    made = table("phase", *headings, left=("",), caption=caption)
-    for speed, found in zip(report.speeds, report.deviations, strict=True):
-        made.add_row(
-            speed.phase, str(speed.tokens), str(speed.steps), f"{speed.seconds / speed.steps * 1e3:.2f}",
-            f"{speed.tokens_per_second:,.0f}", f"{found.error:.1e}", f"{found.same_dtype:.1e}", f"{found.agreeing:.0%}",
-            _verdict(found),
-        )  # fmt: skip
+def _speeds(report: Report) -> Table:
+    """One line per phase: its throughput."""
+    made = table("phase", "tokens", "steps", "ms a step", "tokens per second")
+    for one in report.speeds:
+        each, rate = f"{one.seconds / one.steps * 1e3:.2f}", f"{one.tokens_per_second:,.0f}"
+        made.add_row(one.phase, str(one.tokens), str(one.steps), each, rate)
     return made
 
 
-def _verdict(one: Row | Deviation) -> str:
-    return "[green]ok[/]" if one.passed else f"[red]WRONG[/] (limit {one.limit:.0e})"
+def _deviations(report: Report, dtype: str) -> Table:
+    """One line per phase: the errors of its logits."""
+    caption = f"of logits, from the reference model in float32; last two: of the reference model in {dtype}"
+    made = table(
+        "deviation", "positions", "same token", "largest", "median", "largest", "median", "", left=("",), caption=caption
+    )
+    for one in report.deviations:
+        numbers = (one.error.largest, one.error.median, one.same_dtype.largest, one.same_dtype.median)
+        limit = f"{one.limit.largest:.0e}, {one.limit.median:.0e}"
+        cells = [str(one.positions), f"{one.agreeing:.0%}", *(f"{number:.1e}" for number in numbers)]
+        made.add_row(one.phase, *cells, _verdict(one.passed, limit))
+    return made
+
+
+def _verdict(passed: bool, limit: str) -> str:
+    return "[green]ok[/]" if passed else f"[red]WRONG[/] (limit {limit})"
 
 
 def _operators(rows: list[Row]) -> Table:
@@ -209,4 +218,11 @@ def _cells(same: list[Row]) -> tuple[str, ...]:
     time_text = share = "-"
     if timed is not None and timed.time_us is not None and timed.floor_us is not None:
         time_text, share = f"{timed.time_us:.1f}", f"{timed.floor_us / timed.time_us:.0%}"
-    return ", ".join(backends), str(len(same)), time_text, share, f"{worst.error:.1e}", _verdict(worst)
+    return (
+        ", ".join(backends),
+        str(len(same)),
+        time_text,
+        share,
+        f"{worst.error:.1e}",
+        _verdict(worst.passed, f"{worst.limit:.0e}"),
+    )

@@ -91,33 +91,45 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """Errors of rows of logits: the largest, and the median, which no single row decides."""
+
+    largest: float
+    median: float
+
+    @classmethod
+    def of(cls, errors: Tensor) -> "Spread":
+        return cls(float(errors.max()), float(errors.median()))
+
+
+@dataclass(frozen=True)
 class Deviation:
-    """Errors of the logits of one phase.
+    """Errors of the logits of one phase, against the reference model in float32; each a share of the norm of a row.
 
     Attributes
     ----------
     phase : str
     positions : int
         Compared rows of logits.
-    error, same_dtype : float
-        Largest error of a row, as a share of its norm: of the model that ran, and of the same model on the reference in the
-        same dtype, both against float32.
+    error, same_dtype, limit : Spread
+        Of the model that ran; of the same model on the reference in the same dtype; largest accepted of the first.
     agreeing : float
         Share of the rows whose most likely token is that of float32.
-    limit : float
-        Largest accepted error.
+    steps : tuple of (float, float)
+        Mean errors of each step's rows, of both models: whether they grow.
     """
 
     phase: str
     positions: int
-    error: float
-    same_dtype: float
+    error: Spread
+    same_dtype: Spread
+    limit: Spread
     agreeing: float
-    limit: float
+    steps: tuple[tuple[float, float], ...] = ()
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.limit  # NaN fails
+        return self.error.largest <= self.limit.largest and self.error.median <= self.limit.median  # NaN fails
 
 
 def deviations(trace: Trace, engine: Engine) -> list[Deviation]:
@@ -134,23 +146,35 @@ def deviations(trace: Trace, engine: Engine) -> list[Deviation]:
         sizes = replace(engine.sizes, num_spec=0)
         wide = Engine(in_float32(engine.model), sizes, use_graphs=False, null_slot=engine.caches.gdn.null_slot)
         exact = wide.score(sequences, starts)
-    rows: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    for one in logged:
-        n = streams.index(one.stream)
-        at = slice(one.first - starts[n], one.first - starts[n] + len(one.logits))
-        rows.setdefault(one.phase, []).append((one.logits, same[n][at], exact[n][at]))
-    errors = {phase: _errors(*map(torch.cat, zip(*parts, strict=True))) for phase, parts in rows.items()}
+    rows: dict[str, list[_Rows]] = {}
+    for step in trace.steps:
+        places = [streams.index(one.stream) for one in step]
+        at = [slice(one.first - starts[n], one.first - starts[n] + len(one.logits)) for n, one in zip(places, step, strict=True)]
+        parts = [(one.logits, same[n][part], exact[n][part]) for n, one, part in zip(places, step, at, strict=True)]
+        rows.setdefault(step[0].phase, []).append(_rows(*map(torch.cat, zip(*parts, strict=True))))
     # One limit for all phases: where a rounding selects another expert or position, an error is many times the others, and a
     # phase of a few positions has such a one or has none.
-    limit = max(_LEAST, RATIO * max(float(same_dtype.max()) for _, same_dtype, _ in errors.values()))
-    return [
-        Deviation(phase, len(error), float(error.max()), float(same_dtype.max()), float(agreeing.double().mean()), limit)
-        for phase, (error, same_dtype, agreeing) in errors.items()
-    ]
+    pooled = Spread.of(torch.cat([step.same_dtype for steps in rows.values() for step in steps]))
+    limit = Spread(max(_LEAST, RATIO * pooled.largest), max(_LEAST, RATIO * pooled.median))
+    return [_deviation(phase, steps, limit) for phase, steps in rows.items()]
 
 
-def _errors(got: Tensor, other: Tensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Relative errors of the rows of two tensors, and whether the largest element of the first is the expected one."""
-    expected = expected.double()
-    error, same_dtype = ((one.double() - expected).norm(dim=1) / expected.norm(dim=1) for one in (got, other))
-    return error, same_dtype, got.argmax(dim=1) == expected.argmax(dim=1)
+class _Rows(NamedTuple):
+    """Relative errors of the rows of a step [rows], of both models, and whether the most likely token is the expected one."""
+
+    error: Tensor
+    same_dtype: Tensor
+    agrees: Tensor
+
+
+def _rows(got: Tensor, other: Tensor, expected: Tensor) -> _Rows:
+    wide = expected.double()
+    error, same_dtype = ((one.double() - wide).norm(dim=1) / wide.norm(dim=1) for one in (got, other))
+    return _Rows(error, same_dtype, got.argmax(dim=1) == expected.argmax(dim=1))
+
+
+def _deviation(phase: str, steps: list[_Rows], limit: Spread) -> Deviation:
+    error, same_dtype, agrees = map(torch.cat, zip(*steps, strict=True))
+    means = tuple((float(step.error.mean()), float(step.same_dtype.mean())) for step in steps)
+    agreeing = float(agrees.double().mean())
+    return Deviation(phase, len(error), Spread.of(error), Spread.of(same_dtype), limit, agreeing, means)

@@ -107,11 +107,11 @@ def test_what_a_gpu_runs(
     assert len(rows) == len(timed) == len({(row.phase, row.operator) for row in found.rows})
     assert min(timed) > 1  # such small calls are timed on copies
     assert all(row.floor_us is not None and 0 < row.floor_us < 1e4 for row in rows)
-    assert found.deviations[0].limit > 1e-3 and all(one.same_dtype > 1e-3 for one in found.deviations)
+    assert all(one.same_dtype.largest > 1e-3 and one.limit.median > 1e-3 for one in found.deviations)
 
 
 def test_floors_count_what_is_visible() -> None:
-    """Two tokens at the end of a sequence of 5 and one at the end of 3 see 4 + 5 + 3 positions; 2 heads of 4 over one key head."""
+    """Two tokens at the end of a sequence of 5 and one at the end of 3 see 4 + 5 + 3 positions."""
     q, caches = torch.zeros(3, 2, 4), (torch.zeros(4, 4, 1, 4),) * 2
     given = {"q": q, "kv_cache": caches, "query_start_loc": torch.tensor([0, 2, 3]), "seq_lens": torch.tensor([5, 3])}
     calls = {
@@ -266,7 +266,7 @@ def test_json() -> None:
         "causal_conv1d_fn", "chunk_gated_delta_rule", "rms_norm_gated", "add_rms_norm", "fused_gdn_decode",
     }  # fmt: skip
     assert all(one["tokens_per_second"] > 0 for one in data["phases"])
-    assert all(one["error"] <= one["limit"] for one in data["deviations"])
+    assert all(one["error"]["largest"] <= one["limit"]["largest"] for one in data["deviations"])
 
 
 def test_a_checkpoint(tmp_path: Path) -> None:
