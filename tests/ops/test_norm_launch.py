@@ -117,3 +117,14 @@ def test_no_rows_launch_nothing(kernel: Kernel) -> None:
     for residual in (x, None):
         assert [one.shape for one in gdn.add_rms_norm(x, residual, weight)] == [x.shape] * 2
     assert kernel.launches == 0
+
+
+@pytest.mark.parametrize("name", ["x", "residual", "weight", "layer_scale"])
+def test_addresses_of_repeated_calls_are_looked_at(name: str, kernel: Kernel) -> None:
+    arguments = arguments_of(5, 64, layer_scale=BF16)
+    gdn.add_rms_norm(**arguments)
+    good = arguments[name]
+    shifted = torch.empty(good.numel() + 4, dtype=BF16)[4:].view(good.shape).copy_(good)
+    assert shifted.data_ptr() % 16 and shifted.stride() == good.stride()
+    found, wanted = gdn.add_rms_norm(**arguments | {name: shifted}), reference.add_rms_norm(**arguments)
+    assert all(map(torch.equal, found, wanted)) and kernel.prepared == 2
