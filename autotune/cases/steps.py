@@ -1,4 +1,4 @@
-"""The steps around the recurrence as cases: both convolutions, the projection split, the gates, the gated norm.
+"""The steps around the recurrence as cases: both convolutions, the projection split, the gates, both norms.
 
 Inputs have a layer's layout: x of a convolution, a and b of the gates are slices of wider projections, and so is the norm's
 gate where its problem keeps heads apart.
@@ -105,11 +105,13 @@ def _rms_norm_gated(make: base.Maker, problem: problems.RmsNormGatedProblem, len
 
 
 def _add_rms_norm(make: base.Maker, problem: problems.AddRmsNormProblem, lengths: Sequence[int]) -> base.Work:
+    if not problem.has_residual or problem.layer_scale_dtype is not None:
+        raise ValueError(f"problem: expected a residual and no layer_scale, got {problem.static_key()}")
     x, residual = [make.normal(problem.num_tokens, problem.dim, dtype=problem.dtype) for _ in range(2)]
     weight = make.normal(problem.dim, dtype=problem.weight_dtype)
     normed, total = [make.poisoned(problem.num_tokens, problem.dim, dtype=problem.dtype) for _ in range(2)]
     arguments = {"x": x, "residual": residual, "weight": weight, "zero_centred": problem.zero_centred}
-    params = problems.AddRmsNormParams(x, residual, weight, normed, total, 1e-6)
+    params = problems.AddRmsNormParams(x, residual, weight, None, normed, total, 1e-6)
     return base.Work("add_rms_norm", arguments, params, (normed, total))
 
 
@@ -173,6 +175,6 @@ rms_norm_gated = base.Tunable(
 )
 add_rms_norm = base.Tunable(
     partial(base.StepCase, _add_rms_norm, verdict="close"),
-    shapes=tuple(_residual(num_tokens, dim) for dim in (2048, 4096) for num_tokens in (8192, 128, 1)),
+    shapes=tuple(_residual(num_tokens, dim) for dim in (2048, 4096, 5120) for num_tokens in (8192, 128, 32, 1)),
     small=lambda shape: base.resized(shape, num_tokens=5),
 )

@@ -148,7 +148,9 @@ def _gated_norm(call: Call, before: Arguments) -> Pairs:
 
 
 def _add_norm(call: Call, before: Arguments) -> Pairs:
-    total = before["x"].double() + before["residual"].double()
+    total, residual, scale = before["x"].double(), before["residual"], before["layer_scale"]
+    if residual is not None:
+        total = residual.double() + (total if scale is None else total * (1 + scale.double()))
     gain = before["weight"].double() + float(before["zero_centred"])
     normed = functional.rms_norm(total, total.shape[-1:], gain, before["eps"])
     return [Pair(call.result[0], normed, _often(before["x"])), Pair(call.result[1], total, _once(before["x"]))]

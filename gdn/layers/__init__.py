@@ -23,7 +23,6 @@ from gdn.layers.mlp import MLP as MLP
 from gdn.layers.mlp import MoE as MoE
 from gdn.layers.model import HybridModel as HybridModel
 from gdn.layers.norm import RMSNorm as RMSNorm
-from gdn.layers.norm import rms_norm as rms_norm
 from gdn.layers.pools import CacheFullError as CacheFullError
 from gdn.layers.rotary import RotaryEmbedding as RotaryEmbedding
 from gdn.layers.sparse_attention import SparseAttention as SparseAttention

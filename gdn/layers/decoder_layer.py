@@ -110,12 +110,11 @@ class DecoderLayer(nn.Module):
             return self.mlp_hyper_connection.inject(streams, self._transform(mixed), injection), None
         hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
         hidden_states = self._mix(hidden_states, positions, step, caches)
-        if self.has_scale:
-            hidden_states = hidden_states * (1 + self.attn_layer_scale)
-        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
+        scale = self.attn_layer_scale if self.has_scale else None
+        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual, scale)
         hidden_states = self._transform(hidden_states)
-        if self.has_scale:
-            hidden_states = hidden_states * (1 + self.mlp_layer_scale)
+        if self.has_scale:  # the norm that adds this output is the next layer's, which does not know the scale
+            hidden_states = torch.addcmul(hidden_states, hidden_states, self.mlp_layer_scale)
         return hidden_states, residual
 
     def _mix(self, hidden_states: Tensor, positions: Tensor, step: Any, caches: Any) -> Tensor:

@@ -1,29 +1,9 @@
-"""RMS norms of the residual stream: `x / sqrt(mean(x * x) + eps) * (1 + weight)`, float32 inside."""
+"""RMS norm of the residual stream: `x / sqrt(mean(x * x) + eps) * (1 + weight)`, float32 inside."""
 
 import torch
 from torch import Tensor, nn
 
 import gdn
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = True) -> Tensor:
-    """RMS norm over the last dimension, in float32 inside.
-
-    Parameters
-    ----------
-    x, weight : Tensor [..., D], Tensor [D]
-        Values and gain, any float dtypes.
-    eps, zero_centred : float, bool
-        Added to the mean square; whether the gain is 1 + weight (else weight).
-
-    Returns
-    -------
-    Tensor [..., D]
-        In the dtype of `x`.
-    """
-    wide = x.float()
-    gain = 1.0 + weight.float() if zero_centred else weight.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -43,10 +23,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.add(x, None)[0]
 
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Norm of x + residual, and that sum; of `x` itself before the first layer, where the residual is None."""
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
-        return gdn.add_rms_norm(x, residual, self.weight, self.eps)
+    def add(self, x: Tensor, residual: Tensor | None, layer_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Norm of residual + x * (1 + layer_scale), and that sum; of `x` itself where there is no residual yet."""
+        return gdn.add_rms_norm(x, residual, self.weight, self.eps, layer_scale=layer_scale)

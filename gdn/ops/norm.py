@@ -9,7 +9,7 @@ from gdn.ops import _check as check
 from gdn.ops._call import NEW, launch, make, operator, prepare
 from gdn.ops._check import FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value, dtype_name
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import ALIGNMENT, aligned, constant, dtypes_of
+from gdn.ops._tensors import ALIGNMENT, aligned, constant, dtypes_of, given_of, optional
 from gdn.problems import AddRmsNormParams, AddRmsNormProblem, RmsNormGatedParams, RmsNormGatedProblem
 
 
@@ -72,38 +72,50 @@ def rms_norm_gated(
     return out
 
 
-@operator(returns=lambda _: (NEW, NEW), varies=("x", "residual"), contiguous=("x", "residual"))
+def _sums(arguments: dict[str, Any]) -> tuple[str, ...]:
+    return NEW, "x" if arguments["residual"] is None else NEW
+
+
+@operator(returns=_sums, varies=("x", "residual"), contiguous=("x", "residual"))
 def add_rms_norm(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     eps: float = 1e-6,
     *,
+    layer_scale: Tensor | None = None,
     zero_centred: bool = True,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Residual sum, and its RMS norm, over the last dimension.
 
-        s = x + residual;   normed = s / sqrt(mean(s * s) + eps) * (1 + weight)
+        s = residual + x * (1 + layer_scale);   normed = s / sqrt(mean(s * s) + eps) * (1 + weight)
 
-    computed in float32 (float64 where `x` is float64); s is rounded to the dtype of `x` before the norm.
+    computed in float32 (float64 where `x` is float64); s is rounded to the dtype of `x`, once, before the norm.
 
     Parameters
     ----------
-    x, residual : Tensor [..., D]
-        Output of a layer's part, and the residual stream before it; one float dtype, any strides. A last dimension that is not
-        contiguous is copied, logged once.
+    x : Tensor [..., D]
+        Output of a layer's part, any float dtype and strides. A last dimension that is not contiguous is copied, logged once,
+        also of `residual`.
+    residual : Tensor [..., D] or None
+        Residual stream before the part, in the dtype of `x`; None before the first part: the norm is of `x`.
     weight : Tensor [D]
         Gain less 1, any float dtype.
-    eps, zero_centred : float, bool
-        Added to the mean square, finite, >= 0; False = the gain is `weight` itself.
+    eps : float
+        Added to the mean square, finite, >= 0.
+    layer_scale : Tensor [D], optional
+        Factor of `x` less 1, any float dtype; needs a residual. None = 0.
+    zero_centred : bool
+        False = the gain is `weight` itself.
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
     normed, s : Tensor [..., D]
-        New contiguous tensors in the dtype of `x`: input of the next part, and the residual stream after the sum.
+        Input of the next part, and the residual stream after the sum: new contiguous tensors in the dtype of `x`. Without a
+        residual s is `x`.
 
     Raises
     ------
@@ -117,18 +129,26 @@ def add_rms_norm(
     check.tensor("x", x, dtypes=FLOAT_DTYPES)
     if x.dim() == 0:
         bad_value("x", "shape [..., D]", "shape []")
-    check.tensor("residual", residual, shape=x.shape, dtypes=(x.dtype,), device=x.device)
+    if residual is not None:
+        check.tensor("residual", residual, shape=x.shape, dtypes=(x.dtype,), device=x.device)
     check.tensor("weight", weight, shape=x.shape[-1:], dtypes=FLOAT_DTYPES, device=x.device)
+    if layer_scale is not None:
+        if residual is None:
+            bad_value("layer_scale", "None without a residual", "a tensor")
+        check.tensor("layer_scale", layer_scale, shape=x.shape[-1:], dtypes=FLOAT_DTYPES, device=x.device)
     check.not_negative("eps", eps)
     dim = x.shape[-1]
-    dtypes: dict[str, Any] = {"dtype": dtype_name(x.dtype), **dtypes_of(weight=weight)}
-    problem = AddRmsNormProblem(dim, **dtypes, zero_centred=zero_centred, num_tokens=x.numel() // max(dim, 1))
+    fields: dict[str, Any] = {"dtype": dtype_name(x.dtype), **dtypes_of(weight=weight, layer_scale=layer_scale)}
+    fields |= given_of(residual=residual)
+    problem = AddRmsNormProblem(dim, **fields, zero_centred=zero_centred, num_tokens=x.numel() // max(dim, 1))
     prepared = prepare(problem, x.device, backend)
-    normed, total = make(_like, x), make(_like, x)
+    normed, total = make(_like, x), x if residual is None else make(_like, x)
     if not is_empty(*x.shape):
-        rows, others = aligned("x", x.reshape(-1, dim)), aligned("residual", residual.reshape(-1, dim))
-        params = AddRmsNormParams(rows, others, constant(weight), normed.view(-1, dim), total.view(-1, dim), eps)
-        launch(prepared, params, (normed, total), aligned=(x, residual, weight))
+        others = None if residual is None else aligned("residual", residual.reshape(-1, dim))
+        rows, target = aligned("x", x.reshape(-1, dim)), None if residual is None else total.view(-1, dim)
+        scale = optional(constant, layer_scale)
+        params = AddRmsNormParams(rows, others, constant(weight), scale, normed.view(-1, dim), target, eps)
+        launch(prepared, params, (normed, total), aligned=(x, residual, weight, layer_scale))
     return normed, total
 
 

@@ -216,22 +216,25 @@ class AddRmsNormProblem(Problem, op="add_rms_norm"):
     dim: int = field(metadata=TUNES)
     dtype: str = field(metadata=TUNES)  # of x, residual and both results
     weight_dtype: str = field(metadata=COMPILES)
+    layer_scale_dtype: str | None = field(metadata=COMPILES)  # None without one
+    has_residual: bool = field(metadata=COMPILES)
     zero_centred: bool = field(metadata=COMPILES)  # the gain: 1 + weight, else weight
     num_tokens: int = size()
 
     def bytes_moved(self) -> int:
-        return self.num_tokens * self.dim * 4 * DTYPE_BYTES[self.dtype]
+        return self.num_tokens * self.dim * (4 if self.has_residual else 2) * DTYPE_BYTES[self.dtype]
 
 
 class AddRmsNormParams(NamedTuple):
     """Arguments of the launch, in order. L tokens of D elements.
 
-    Bases and strides of x, residual and weight are multiples of 8 elements.
+    Bases and strides of x, residual, weight and layer_scale are multiples of 8 elements.
     """
 
     x: Tensor  # [L, D] of the problem's dtype, last dim contiguous
-    residual: Tensor  # [L, D] likewise
+    residual: Tensor | None  # [L, D] likewise
     weight: Tensor  # [D] of weight_dtype, contiguous
+    layer_scale: Tensor | None  # [D] of layer_scale_dtype, contiguous; only with a residual
     normed: Tensor  # [L, D] like x, contiguous
-    total: Tensor  # [L, D] like x, contiguous
+    total: Tensor | None  # [L, D] like x, contiguous; None without a residual
     eps: float

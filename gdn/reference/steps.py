@@ -52,15 +52,26 @@ def rms_norm_gated(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, acti
 
 @inference_only
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, zero_centred: bool = True
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    layer_scale: Tensor | None = None,
+    zero_centred: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """s = x + residual, rounded to their dtype, and s / sqrt(mean(s^2) + eps) * (1 + weight); contiguous."""
-    dtype = compute_dtype(x)
-    total = (x.to(dtype) + residual.to(dtype)).to(x.dtype).contiguous()
+    """s = residual + x * (1 + layer_scale), rounded to their dtype, and s / sqrt(mean(s^2) + eps) * (1 + weight); contiguous.
+
+    Without a residual s is x itself.
+    """
+    dtype, total = compute_dtype(x), x
+    if residual is not None:
+        scaled = x.to(dtype) if layer_scale is None else x.to(dtype) * (1 + layer_scale.to(dtype))
+        total = (scaled + residual.to(dtype)).to(x.dtype).contiguous()
     wide, gain = total.to(dtype), weight.to(dtype)
     if zero_centred:
         gain = gain + 1
-    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * gain).to(x.dtype), total
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * gain).to(x.dtype).contiguous(), total
 
 
 @inference_only

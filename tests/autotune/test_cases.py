@@ -124,8 +124,9 @@ def _rms_norm_gated(tensors: tuple[Any, ...], problem: Any) -> None:
 
 
 def _add_rms_norm(tensors: tuple[Any, ...], problem: Any) -> None:
-    x, residual, weight, normed, total, eps = tensors
-    for out, part in zip((normed, total), reference.add_rms_norm(x, residual, weight, eps), strict=True):
+    x, residual, weight, scale, normed, total, eps = tensors
+    found = reference.add_rms_norm(x, residual, weight, eps, layer_scale=scale, zero_centred=problem.zero_centred)
+    for out, part in zip((normed, total), found, strict=True):
         out.copy_(part)
 
 

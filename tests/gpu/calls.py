@@ -98,6 +98,15 @@ def _add_norm(device: torch.device) -> Arguments:
     return {"x": of.normal(7, 2048), "residual": of.normal(7, 2048), "weight": of.normal(2048)}
 
 
+def _add_norm_scaled(device: torch.device) -> Arguments:
+    arguments = _add_norm(device)
+    return arguments | {"layer_scale": 0.5 * arguments["weight"]}
+
+
+def _first_norm(device: torch.device) -> Arguments:
+    return _add_norm(device) | {"residual": None}
+
+
 def _split(device: torch.device) -> Arguments:
     of = test_steps.Maker(test_steps.Case(), device)
     sizes = {"num_heads_qk": 16, "num_heads_v": 32, "head_qk": 128, "head_v": 128}
@@ -165,6 +174,8 @@ CALLS = {
     "gating, bfloat16": Call("fused_gdn_gating", "gating", _gating(BF16, F32), (), ("A_log", "dt_bias")),
     "split": Call("fused_qkvzba_split_reshape_cat", "split", _split),
     "add norm": Call("add_rms_norm", "add_rms_norm", _add_norm, (), ("weight",)),
+    "add norm, layer scale": Call("add_rms_norm", "add_rms_norm", _add_norm_scaled, (), ("weight", "layer_scale")),
+    "norm of the first layer": Call("add_rms_norm", "add_rms_norm", _first_norm, (), ("weight",)),
     "norm, float32": Call("rms_norm_gated", "rms_norm_gated", _norm(BF16, BF16, F32), (), ("weight",)),
     "norm, bfloat16": Call("rms_norm_gated", "rms_norm_gated", _norm(F16, F32, BF16), (), ("weight",)),
     "mqa, fp8": Call("mqa_logits", "mqa_logits", _mqa("h64-fp8")),

@@ -108,6 +108,7 @@ def steps() -> None:
     test_steps.test_gating(9, 6, device)
     test_steps.test_rms_norm_gated(100, "silu", device)
     test_steps.test_add_rms_norm(40, True, device)
+    test_steps.test_add_rms_norm_with_a_layer_scale(40, torch.float32, device)
 
 
 def indexer_steps() -> None:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from gdn.layers import AttentionMetadataBuilder
 from gdn.layers.config import HybridConfig
-from gdn.layers.norm import rms_norm
 from gdn.layers.rotary import apply_rotary
 from gdn.layers.sparse_attention import SparseAttention
 from gdn.testing.compare import same_bits
@@ -59,8 +58,8 @@ def plain(layer: SparseAttention, hidden: Tensor, mask: Tensor) -> Tensor:
     heads = heads.unflatten(-1, (layer.num_heads, -1))
     k, v = (x.unflatten(-1, (layer.num_kv_heads, -1)) for x in (k, v))
     angles = layer.rotary.cos_sin[: len(hidden)]
-    q = apply_rotary(rms_norm(heads[..., : layer.head_dim], layer.q_norm.weight, layer.eps), angles)
-    k = apply_rotary(rms_norm(k, layer.k_norm.weight, layer.eps), angles)
+    both = ((heads[..., : layer.head_dim], layer.q_norm.weight), (k, layer.k_norm.weight))
+    q, k = (apply_rotary(oracle.norm(x.float(), gain.float(), layer.eps).to(x.dtype), angles) for x, gain in both)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
     if layer.has_gate:

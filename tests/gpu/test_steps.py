@@ -635,13 +635,38 @@ def test_add_rms_norm(dim: int, zero_centred: bool, device: torch.device) -> Non
             x[0], residual[0] = 0.0, 0.0
             total = (x.float() + residual.float()).to(dtype)
             wide = total.cpu().double()
-            zero, gain = torch.zeros_like(wide), weight.cpu().double()
-            exact = reference.add_rms_norm(wide, zero, gain, 1e-5, zero_centred=zero_centred)[0]
+            exact = reference.add_rms_norm(wide, None, weight.cpu().double(), 1e-5, zero_centred=zero_centred)[0]
             for rows in (x, make.framed(x), make.framed(x, left=1, right=2)):
                 normed, found = gdn.add_rms_norm(rows, residual, weight, 1e-5, zero_centred=zero_centred, backend="cute")
                 assert normed.is_contiguous() and found.is_contiguous() and normed.dtype == found.dtype == dtype
                 assert torch.equal(found, total)
                 check(normed, exact)
+            for rows in (total, make.framed(total)):  # the norm alone: the same bits
+                again, same = gdn.add_rms_norm(rows, None, weight, 1e-5, zero_centred=zero_centred, backend="cute")
+                assert torch.equal(again, normed) and same is rows
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [2048, 5120, 40])
+def test_add_rms_norm_with_a_layer_scale(dim: int, scale_dtype: torch.dtype, device: torch.device) -> None:
+    make = Maker(Case(), device)
+    weight, scale = make.normal(dim), make.normal(dim, dtype=scale_dtype)
+    for length in (1, 33, 4500):
+        for dtype in (torch.bfloat16, torch.float16):
+            x, residual = make.normal(length, dim, dtype=dtype), make.normal(length, dim, dtype=dtype)
+            normed, found = gdn.add_rms_norm(make.framed(x), residual, weight, 1e-5, layer_scale=scale, backend="cute")
+            check(found, residual.cpu().double() + x.cpu().double() * (1 + scale.cpu().double()))
+            check(normed, reference.add_rms_norm(found.cpu().double(), None, weight.cpu().double(), 1e-5)[0])
+
+
+@pytest.mark.parametrize("dim", [2048, 5120])
+def test_rows_of_add_rms_norm_do_not_depend_on_the_batch(dim: int, device: torch.device) -> None:
+    make = Maker(Case(), device)
+    x, residual, weight = make.normal(9000, dim), make.normal(9000, dim), make.normal(dim)
+    whole = gdn.add_rms_norm(x, residual, weight, backend="cute")
+    for part in (slice(0, 1), slice(8999, 9000), slice(17, 50), slice(1000, 3500)):
+        for one, other in zip(gdn.add_rms_norm(x[part], residual[part], weight, backend="cute"), whole, strict=True):
+            assert torch.equal(one, other[part])
 
 
 def test_norm_of_nothing(device: torch.device) -> None:

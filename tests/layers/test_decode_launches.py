@@ -1,4 +1,5 @@
-"""A decode step of the attention layer launches its projections and operators, and one kernel of torch for the gate."""
+"""A decode step of the attention layer launches its projections and operators, and one kernel of torch for the gate; the residual
+stream of a decoder layer takes one launch a norm."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gdn.layers import AttentionMetadataBuilder
+from gdn.layers import AttentionMetadataBuilder, DecoderLayer, RotaryEmbedding
 from tests.layers.attention_cases import config, layer_of
 from tests.layers.paged import Batch
 
@@ -54,3 +55,19 @@ def test_launches(case: str) -> None:
         hidden, positions = torch.empty(6, chosen.hidden_size), torch.empty(6, dtype=torch.int64)
         layer(hidden, positions, dataclasses.replace(metadata, **tensors), (caches[0], caches[1]), *caches[2:])
     assert [name for name in launches.names if name not in VIEWS] == LAUNCHES[case]
+
+
+@pytest.mark.parametrize("layer_scale", [False, True])
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_norms_of_a_decoder_layer_are_one_launch_each(
+    layer_scale: bool, has_residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = dataclasses.replace(config("no indexer"), layer_scale=layer_scale)
+    layer = DecoderLayer(chosen, 0, RotaryEmbedding(chosen))
+    monkeypatch.setattr(layer, "_mix", lambda hidden, *_: hidden)
+    monkeypatch.setattr(layer, "_transform", lambda hidden: hidden)
+    with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True), Launches() as launches:
+        hidden, residual = torch.empty(2, 6, chosen.hidden_size)
+        layer(hidden, residual if has_residual else None, None, None, None)
+    names = [name for name in launches.names if name not in VIEWS | {"unbind"}]
+    assert names == ["add_rms_norm", "add_rms_norm", *["addcmul"] * layer_scale]

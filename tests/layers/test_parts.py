@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gdn.layers import HybridConfig, HybridModel, RMSNorm, RotaryEmbedding, mlp, rms_norm
+from gdn.layers import HybridConfig, HybridModel, RMSNorm, RotaryEmbedding, mlp
 from gdn.layers.mlp import MoE
 from gdn.layers.random_weights import fill_randomly
 from tests.layers import hf
@@ -16,27 +16,32 @@ def config_of(kind: str = "qwen3_next", **changes: int) -> HybridConfig:
     return HybridConfig.from_transformers(hf.build(kind, 0, **changes).config)
 
 
+def norm_of(weight: torch.Tensor) -> RMSNorm:
+    norm = RMSNorm(len(weight), dtype=weight.dtype)
+    norm.weight.copy_(weight)
+    return norm
+
+
 def test_norm_of_the_sum() -> None:
     generator = torch.Generator().manual_seed(0)
-    x, residual, weight = (torch.randn(*shape, generator=generator) for shape in ((5, 64), (5, 64), (64,)))
-    total = (x + residual).double()
-    wanted = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight.double())
-    norm = RMSNorm(64)
-    norm.weight.copy_(weight)
-    normed, found = norm.add(x, residual)
-    torch.testing.assert_close(found, x + residual)
-    torch.testing.assert_close(normed, wanted.float())
-    torch.testing.assert_close(rms_norm(x, weight, 1e-6, zero_centred=False), rms_norm(x, weight - 1, 1e-6))
-    half = rms_norm(x.bfloat16(), weight.bfloat16(), 1e-6)
+    x, residual, weight, scale = (torch.randn(*shape, generator=generator) for shape in ((5, 64), (5, 64), (64,), (64,)))
+    for layer_scale, total in ((None, x + residual), (scale, x * (1 + scale) + residual)):
+        wide = total.double()
+        wanted = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight.double())
+        normed, found = norm_of(weight).add(x, residual, layer_scale)
+        torch.testing.assert_close(found, total)
+        torch.testing.assert_close(normed, wanted.float())
+    half = norm_of(weight.bfloat16())(x.bfloat16())
     assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.float(), rms_norm(x, weight, 1e-6), rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(half.float(), norm_of(weight)(x), rtol=3e-2, atol=3e-2)
 
 
 def test_first_layer_has_no_residual() -> None:
-    norm = RMSNorm(8)
-    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    normed, residual = norm.add(x, None)
-    assert torch.equal(normed, norm(x)) and torch.equal(residual, x)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(3, 8, generator=generator), torch.randn(8, generator=generator)
+    normed, residual = norm_of(weight).add(x, None)
+    assert torch.equal(normed, norm_of(weight)(x)) and residual is x
+    torch.testing.assert_close(normed, norm_of(weight).add(x, torch.zeros(3, 8))[0])
 
 
 def test_rotary_embedding_turns_pairs_by_the_distance() -> None:

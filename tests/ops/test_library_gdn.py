@@ -70,7 +70,8 @@ def test_recurrent(fields: dict[str, Any], extra: Arguments, backend: str) -> No
     [
         ("causal_conv1d_fn", conv_fn), ("causal_conv1d_update", conv_update), ("fused_gdn_gating", gating),
         ("fused_qkvzba_split_reshape_cat", split), ("rms_norm_gated", norm), ("fused_gdn_decode", decode),
-        ("add_rms_norm", add_norm),
+        ("add_rms_norm", add_norm), ("add_rms_norm", lambda: add_norm() | {"residual": None}),
+        ("add_rms_norm", lambda: add_norm() | {"layer_scale": torch.randn(8)}),
     ],
 )  # fmt: skip
 def test_steps(name: str, make: Any) -> None:

@@ -200,6 +200,21 @@ CALLS: list[tuple[str, Callable[[], Arguments], Bad]] = [
     ),
     ("add_rms_norm", add_norm, Bad("gain", lambda a: {"weight": a["weight"][1:]}, ValueError, r"^weight: expected shape \[8\]")),
     ("add_rms_norm", add_norm, Bad("flag", lambda a: {"zero_centred": 1}, TypeError, r"^zero_centred: expected a bool")),
+    (
+        "add_rms_norm",
+        add_norm,
+        Bad("scale", lambda a: {"layer_scale": a["weight"][1:]}, ValueError, r"^layer_scale: expected shape \[8\]"),
+    ),
+    (
+        "add_rms_norm",
+        add_norm,
+        Bad(
+            "scale alone",
+            lambda a: {"layer_scale": a["weight"], "residual": None},
+            ValueError,
+            r"^layer_scale: expected None without a residual, got a tensor",
+        ),
+    ),
     ("rms_norm_gated", norm, Bad("z", lambda a: {"z": a["z"][1:]}, ValueError, r"^z: expected shape \[3, 4, 8\]")),
     ("rms_norm_gated", norm, Bad("weight", lambda a: {"weight": a["weight"][1:]}, ValueError, r"^weight: expected shape \[8\]")),
     ("rms_norm_gated", norm, Bad("eps", lambda a: {"eps": -1.0}, ValueError, r"^eps: expected a number >= 0, got -1")),

@@ -78,8 +78,15 @@ def test_norm_of_the_residual_sum_by_its_formula(zero_centred: bool) -> None:
     assert torch.equal(total, x + residual) and error(normed, expected, groups=2).within(1e-13)
     half = reference.add_rms_norm(x.bfloat16(), residual.bfloat16(), weight, 1e-3, zero_centred=zero_centred)
     assert torch.equal(half[1], (x.bfloat16().float() + residual.bfloat16().float()).bfloat16())
-    again = reference.add_rms_norm(half[1], torch.zeros_like(half[1]), weight, 1e-3, zero_centred=zero_centred)
-    assert torch.equal(half[0], again[0])  # the norm is that of the rounded sum
+    again = reference.add_rms_norm(half[1], None, weight, 1e-3, zero_centred=zero_centred)
+    assert torch.equal(half[0], again[0]) and again[1] is half[1]  # the norm is that of the rounded sum
+    scale = randn(V, seed=3)
+    scaled = reference.add_rms_norm(x, residual, weight, 1e-3, layer_scale=scale, zero_centred=zero_centred)
+    folded = reference.add_rms_norm(x * (1 + scale), residual, weight, 1e-3, zero_centred=zero_centred)
+    assert all(map(torch.equal, scaled, folded))
+    once = reference.add_rms_norm(x.bfloat16(), residual.bfloat16(), weight, layer_scale=scale.bfloat16())[1]
+    exact = residual.bfloat16().float() + x.bfloat16().float() * (1 + scale.bfloat16().float())
+    assert torch.equal(once, exact.bfloat16())  # rounded once
 
 
 def decode_arguments(tokens: int, columns: int = 0, dtype: torch.dtype = F64) -> dict[str, Any]:

@@ -72,7 +72,15 @@ def _norm_code(problem: RmsNormGatedProblem, backend: str, entries: Collection[s
 
 def _add_norm_code(problem: AddRmsNormProblem, backend: str, entries: Collection[str]) -> Expectation:
     # Shared memory holds the sums of the warps.
-    return Expectation({"LDG.128": 2, "STG.128": 2, "LDS": 1, "STS": 1}, none_of=TENSOR_CORES)
+    wide = 2 if problem.has_residual else 1
+    return Expectation({"LDG.128": wide, "STG.128": wide, "LDS": 1, "STS": 1}, none_of=TENSOR_CORES)
+
+
+def _add_norm(row: Row) -> AddRmsNormProblem:
+    has_residual, scale_dtype = row["added"]
+    changes = {name: value for name, value in row.items() if name != "added"}
+    problem: AddRmsNormProblem = example("add_rms_norm", **changes, has_residual=has_residual, layer_scale_dtype=scale_dtype)
+    return problem
 
 
 def _gating_code(problem: GatingProblem, backend: str, entries: Collection[str]) -> Expectation:
@@ -139,12 +147,13 @@ rms_norm_gated = Variants(
 )
 add_rms_norm = Variants(
     {
-        "dim": [2048, 4096, 2560, 40, 16384],
+        "dim": [2048, 4096, 5120, 40, 16384],
         "dtype": ["bfloat16", "float16"],
         "weight_dtype": ["bfloat16", "float32"],
+        "added": [(True, None), (True, "bfloat16"), (True, "float32"), (False, None)],  # residual, dtype of layer_scale
         "zero_centred": [True, False],
         "num_tokens": [8, 8192],
     },
-    lambda row: example("add_rms_norm", **row),
+    _add_norm,
     _add_norm_code,
 )

@@ -145,8 +145,13 @@ def add_norm(draw: Draw) -> Call:
     call = Call("add_rms_norm")
     shape, dim, dtype = draw.pick((3,), (2, 3), (5,), (0, 2)), draw.pick(4, 8, 12), draw.any_float()
     dims = " ".join([f"D{i}" for i in range(len(shape))] + ["D"])
-    for name in ("x", "residual"):
-        call.give(name, draw.rows(draw.floats(*shape, dim, dtype=dtype), lead=len(shape)), dims)
+    call.give("x", draw.rows(draw.floats(*shape, dim, dtype=dtype), lead=len(shape)), dims)
+    if draw.maybe(0.8):
+        call.give("residual", draw.rows(draw.floats(*shape, dim, dtype=dtype), lead=len(shape)), dims)
+        if draw.maybe():
+            call.give("layer_scale", draw.floats(dim, dtype=draw.any_float()), "D")
+    else:
+        call.arguments["residual"] = None
     call.give("weight", draw.floats(dim, dtype=draw.any_float()), "D")
     if draw.maybe(0.3):
         call.arguments |= {"eps": draw.pick(0, 1e-5, 1), "zero_centred": draw.pick(True, False)}

@@ -289,8 +289,10 @@ TABLE: dict[str, dict[str, Kind]] = {
         "out": _FILTERED["out"] | {"x in the other memory order": VALUE},
     },
     "add_rms_norm": {
-        "x, residual": REQUIRED | ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
+        "x": REQUIRED | ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
+        "residual": ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
         "weight": REQUIRED | PARAMETER,
+        "layer_scale": PARAMETER,
         "eps": EPS,
         "zero_centred": FLAG,
         "backend": BACKEND,
