@@ -13,40 +13,47 @@ from kernels_cute.common.memory import narrowed
 
 @cute.jit
 def copy_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, work: Work, number: Int32):
-    """number: of the warp among the copy warps. Indices are read two of its tiles ahead, table entries one."""
+    """number: of the warp among the copy warps.
+
+    Indices are asked for three of its tiles ahead, table entries two, and none is touched before the tile that stands between has
+    been sent off: a wait for them delays nothing that is known already.
+    """
     lane = cute.arch.lane_idx()
     step = cutlass.const_expr(TILE * spec.copy_warps)
     sequence, own = Int32(0), Int32(0)
     if cutlass.const_expr(spec.problem.dense):
         sequence, own = sequence_of(params, work.token)
     first, count = columns_of(spec, params, work, own)
-    column = first + number * TILE + lane % TILE
-    index = index_at(spec, params, work, column)
-    next_index = index_at(spec, params, work, column + step)
+    column, end = first + number * TILE + lane % TILE, first + count
+    found = [index_at(spec, params, work, column + ahead * step, end) for ahead in range(3)]
     if cutlass.const_expr(not spec.problem.dense):
         sequence, own = sequence_of(params, work.token)
-    block = block_at(spec, params, sequence, index)
+    index, next_index, third = narrowed(found[0]), narrowed(found[1]), found[2]
+    block, next_block = block_at(spec, params, sequence, index), block_at(spec, params, sequence, next_index)
     cute.arch.sync_threads()  # the barriers are there
 
     for tile in cutlass.range(number, (count + (TILE - 1)) // TILE, spec.copy_warps, unroll=1):
-        after_next = index_at(spec, params, work, column + 2 * step)
-        next_block = block_at(spec, params, sequence, next_index)
-        is_valid = (column < first + count) & (index >= 0) & (index <= own)
+        is_valid = (column < end) & (index >= 0) & (index <= own)
         stage = prepare_stage(spec, storage, tile, cute.arch.vote_ballot_sync(is_valid) & ((1 << TILE) - 1))
         if is_valid:
             copy_row(spec, storage, params, work, stage, Int64(block), index % spec.block_size)
-        index, next_index, block = next_index, after_next, next_block
+        # Maxima that change nothing which is used: moves would be compiled to the start of the next tile, and wait there for what
+        # is asked for here.
+        index, block = cutlass.max(next_index, -1), cutlass.max(next_block, 0)
+        next_index = cutlass.max(narrowed(third), -1)
+        next_block = block_at(spec, params, sequence, next_index)
         column += step
+        third = index_at(spec, params, work, column + 2 * step, end)
     cute.arch.sync_threads()  # the ring is read
 
 
 @cute.jit
-def index_at(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work, column: Int32):
-    """Position in a column; after the last column anything."""
+def index_at(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work, column: Int32, end: Int32):
+    """Index in a column, as wide as it comes: to narrow it is to wait for it. From `end` on that of the last column before it."""
     index = column
     if cutlass.const_expr(not spec.problem.dense):
-        last = cute.size(params.topk_indices, mode=[1]) - 1
-        index = narrowed(params.topk_indices[work.token, cutlass.min(column, last)])
+        last = cutlass.max(cutlass.min(end, cute.size(params.topk_indices, mode=[1])) - 1, 0)
+        index = params.topk_indices[work.token, cutlass.min(column, last)]
     return index
 
 

@@ -55,9 +55,10 @@ def merge(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, wo
                 places.append((of_sums, ptx.in_block(block_part + (head * spec.dim + d) * 4, Int32(rank))))
             best, total, values = combined(places, load_pair_from_block, load_four_from_block)
             write(spec, params, work, head, d, best, total, values)
-        # Others may still read this block's part.
+        # Others may still read this block's part. Relaxed: a release would wait until the rows of out are in memory, and what was
+        # read has arrived, since it was written there.
         cute.arch.sync_warp()
-        cute.arch.cluster_arrive()
+        cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
 
 
