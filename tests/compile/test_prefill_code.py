@@ -131,14 +131,6 @@ def test_launch(call: str, tmp_path: Path) -> None:
 
 
 @needs_no_gpu
-def test_any_stride_of_one_head(tmp_path: Path) -> None:
-    """What torch's exchange of tensors makes of the strides of dims of size 1."""
-    q = torch.zeros(5, 256, dtype=torch.bfloat16).as_strided((5, 1, 256), (256, 1, 1))
-    assert q.is_contiguous()
-    assert launched("one head", tmp_path, q=q)
-
-
-@needs_no_gpu
 def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     with pytest.raises((TypeError, ValueError)):
         launched("main", tmp_path, topk_length=torch.zeros(5, dtype=torch.int32))

@@ -93,7 +93,7 @@ def _arguments(problem: SparsePrefillProblem) -> tuple[Any, ...]:
     p, heads, dim = problem, problem.num_heads, problem.head_dim
     caches = [fake(p.dtype, None, p.block_size, p.num_kv_heads, dim, last=1, align=16) for _ in range(2)]
     params = SparsePrefillParams(
-        fake(p.dtype, None, heads, dim, last=1, align=16),  # contiguous, but torch gives dims of size 1 any stride
+        fake(p.dtype, None, heads, dim, last=(dim, 1), align=16),
         *caches,
         topk_indices=fake(p.index_dtype, None, None, last=1),
         block_tables=fake("int32", None, None, last=1),
