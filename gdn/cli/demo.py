@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -12,7 +12,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from gdn.cli.demo_calls import Row
-from gdn.cli.demo_run import PHASES, VERIFIED, Plan, Report, Speed, run
+from gdn.cli.demo_run import PHASES, VERIFIED, Plan, Report, run
 from gdn.cli.plain import print_json, section, table
 from gdn.layers.loading import read_config
 from gdn.layers.named import NAMED, first_layers
@@ -54,18 +54,21 @@ def demo(
         torch.cuda.empty_cache()
     console.print("\n".join(_head(plan, limits)), highlight=False)
     started = time.perf_counter()
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True, disable=as_json) as progress:
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True, disable=as_json
+    ) as progress:
         task = progress.add_task("weights")
         report = run(plan, limits, lambda row: progress.update(task, description=f"{row.phase} {row.operator}"))
     if as_json:
-        print_json({"model": plan.name, "layers": plan.config.num_hidden_layers, "passed": report.passed, "report": report})
+        print_json(_data(plan, report))
     else:
-        _print(console, report, time.perf_counter() - started)
+        _print(console, report, str(plan.dtype).removeprefix("torch."), time.perf_counter() - started)
     raise typer.Exit(0 if report.passed else 1)
 
 
 def _plan(
-    model: str | None, layers: int | None, checkpoint: Path | None, tp: int, device: str, steps: int | None, drafts: int, seed: int
+    model: str | None, layers: int | None, checkpoint: Path | None, tp: int, device: str, steps: int | None, drafts: int,
+    seed: int,
 ) -> Plan:  # fmt: skip
     """The options, checked, with their defaults."""
     if device not in ("auto", "cpu", "cuda"):
@@ -100,6 +103,7 @@ def _plan(
 def _head(plan: Plan, limits: Limits | None) -> list[str]:
     """Lines that say what will run and where: the model's shapes, the batch, and what is generated."""
     config = plan.config.per_rank(plan.tensor_parallel)
+    dtype = str(plan.dtype).removeprefix("torch.")
     weights = "random weights" if plan.checkpoint is None else f"weights of {plan.checkpoint}"
     kinds = f"{config.num_linear_layers} of Gated DeltaNet, {config.num_full_layers} of attention"
     heads = f"{config.linear_num_key_heads} q and k heads of {config.linear_key_head_dim}"
@@ -108,14 +112,13 @@ def _head(plan: Plan, limits: Limits | None) -> list[str]:
     index = "no indexer"
     if config.index_topk:
         groups = f" over groups of {config.index_ratio}" if config.index_ratio > 1 else ""
-        kind = "FP8" if env.current().qsa_use_fp8_indexer else "bf16"
+        kind = "FP8" if env.current().qsa_use_fp8_indexer else dtype
         index = f"indexer with {config.index_n_heads} heads of {config.index_head_dim}{groups}, top {config.index_topk}, "
         index += f"cache and logits in {kind} (VLLM_QSA_USE_FP8_INDEXER)"
     where = "No GPU in use: the plain-torch reference runs, without times of operators."
     if limits is not None:
         rates = f"bf16 {limits.bf16_tflops:.0f}, fp8 {limits.fp8_tflops:.0f} TFLOP/s"
         where = f"{torch.cuda.get_device_name()}: copy {limits.copy_gbps / 1e3:.2f} TB/s, {rates}"
-    dtype = str(plan.dtype).removeprefix("torch.")
     ranks = f"one of {plan.tensor_parallel} tensor-parallel rank{'s' if plan.tensor_parallel > 1 else ''}"
     return [
         where,
@@ -135,12 +138,25 @@ def _mlp(plan: Plan) -> str:
     return f"{config.num_experts} experts of width {config.moe_intermediate_size}, {config.num_experts_per_tok} for a token"
 
 
-def _print(console: Console, report: Report, seconds: float) -> None:
-    """Times, operators, memory, deviations, and the verdict."""
+def _data(plan: Plan, report: Report) -> dict[str, Any]:
+    """The report as JSON shows it."""
+    return {
+        "model": plan.name, "layers": plan.config.num_hidden_layers, "tensor_parallel": plan.tensor_parallel,
+        "device": plan.device.type, "dtype": str(plan.dtype).removeprefix("torch."), "passed": report.passed,
+        "phases": [{**vars(one), "tokens_per_second": one.tokens_per_second} for one in report.speeds],
+        "calls": [{**vars(one), "passed": one.passed} for one in report.rows],
+        "memory": report.memory,
+        "deviations": [{**vars(one), "passed": one.passed} for one in report.deviations],
+    }  # fmt: skip
+
+
+def _print(console: Console, report: Report, dtype: str, seconds: float) -> None:
+    """Operators, phases, memory, and the verdict."""
     console.print(_operators(report.rows))
     for note in dict.fromkeys(f"{row.operator}: {note}" for row in report.rows for note in row.notes):
         console.print(note)
-    console.print("\n".join(map(_speed, report.speeds)), highlight=False)
+    console.print(_speeds(report))
+    console.print(_deviations(report, dtype))
     memory = report.memory
     peak = "" if memory.peak is None else f"; {memory.peak / 2**30:.2f} GiB at most"
     console.print(
@@ -148,26 +164,39 @@ def _print(console: Console, report: Report, seconds: float) -> None:
         f"({memory.per_token / 2**10:.2f} KiB a token, {memory.per_sequence / 2**20:.2f} MiB a sequence){peak}",
         highlight=False,
     )
-    for one in report.deviations:
-        verdict = "" if one.passed else f" [red]WRONG[/] (limit {one.limit:.1e})"
-        console.print(
-            f"{one.phase}: largest deviation of logits from the reference model in float32 {one.error:.1e} over {one.positions} "
-            f"positions (of the reference model in the dtype of the run {one.same_dtype:.1e}), same most likely token at "
-            f"{one.agreeing:.0%}{verdict}",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
-    wrong = sum(not one.passed for one in (*report.rows, *report.deviations))
+    wrong = sum(not row.passed for row in report.rows) + sum(not one.passed for one in report.deviations)
     ran = ", ".join(f"{backend} {count}" for backend, count in Counter(row.backend for row in report.rows).most_common())
     console.print(
-        f"{len(report.rows)} calls ({ran}), each checked against an independent computation in float64, {wrong} wrong, "
-        f"{seconds:.1f} s"
+        f"{len(report.rows)} calls ({ran}), each checked against an independent computation in float64, and the logits of "
+        f"{sum(one.positions for one in report.deviations)} positions against the reference model, {wrong} wrong, {seconds:.1f} s"
     )
 
 
-def _speed(speed: Speed) -> str:
-    each = f"{speed.seconds / speed.steps * 1e3:.2f} ms a step"
-    tokens = f"{speed.tokens} tokens in {speed.steps} step{'s' if speed.steps > 1 else ''}"
-    return f"{speed.phase}: {speed.tokens_per_second:,.0f} tokens per second ({tokens}, {each})"
+def _speeds(report: Report) -> Table:
+    """One line per phase: its throughput."""
+    made = table("phase", "tokens", "steps", "ms a step", "tokens per second")
+    for one in report.speeds:
+        each, rate = f"{one.seconds / one.steps * 1e3:.2f}", f"{one.tokens_per_second:,.0f}"
+        made.add_row(one.phase, str(one.tokens), str(one.steps), each, rate)
+    return made
+
+
+def _deviations(report: Report, dtype: str) -> Table:
+    """One line per phase: the errors of its logits."""
+    caption = f"of logits, from the reference model in float32; last two: of the reference model in {dtype}"
+    made = table(
+        "deviation", "positions", "same token", "largest", "median", "largest", "median", "", left=("",), caption=caption
+    )
+    for one in report.deviations:
+        numbers = (one.error.largest, one.error.median, one.same_dtype.largest, one.same_dtype.median)
+        limit = f"{one.limit.largest:.0e}, {one.limit.median:.0e}"
+        cells = [str(one.positions), f"{one.agreeing:.0%}", *(f"{number:.1e}" for number in numbers)]
+        made.add_row(one.phase, *cells, _verdict(one.passed, limit))
+    return made
+
+
+def _verdict(passed: bool, limit: str) -> str:
+    return "[green]ok[/]" if passed else f"[red]WRONG[/] (limit {limit})"
 
 
 def _operators(rows: list[Row]) -> Table:
@@ -189,5 +218,11 @@ def _cells(same: list[Row]) -> tuple[str, ...]:
     time_text = share = "-"
     if timed is not None and timed.time_us is not None and timed.floor_us is not None:
         time_text, share = f"{timed.time_us:.1f}", f"{timed.floor_us / timed.time_us:.0%}"
-    verdict = "[green]ok[/]" if worst.passed else f"[red]WRONG[/] (limit {worst.limit:.0e})"
-    return ", ".join(backends), str(len(same)), time_text, share, f"{worst.error:.1e}", verdict
+    return (
+        ", ".join(backends),
+        str(len(same)),
+        time_text,
+        share,
+        f"{worst.error:.1e}",
+        _verdict(worst.passed, f"{worst.limit:.0e}"),
+    )

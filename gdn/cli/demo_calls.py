@@ -156,7 +156,7 @@ def _copy(value: Any) -> Any:
     """A tensor of the same layout, gaps included; both tensors of a pair."""
     if isinstance(value, tuple):
         return tuple(map(_copy, value))
-    if not torch.is_tensor(value):
+    if not torch.is_tensor(value) or 0 in value.stride():
         return value
     if value.dtype == torch.float8_e4m3fn:  # it has no copies of its own everywhere
         return _copy(value.view(torch.uint8)).view(value.dtype)

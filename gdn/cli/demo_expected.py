@@ -293,7 +293,7 @@ def _paged_selection(call: Call, before: Arguments) -> Pairs:
     given = {name: before[name] for name in ("q", "cache", "weights", "context_lens", "block_tables")}
     slots = _slots(before, longest)
     keys, scales = _keys(_stored(given["cache"])[slots.flatten()], given["cache"])
-    rows, row_scales = keys.view(*slots.shape, 1, -1), None if scales is None else scales.view(*slots.shape, 1)
+    rows, row_scales = keys.view(*slots.shape, 1, given["q"].shape[-1]), None if scales is None else scales.view(*slots.shape, 1)
     page_size = given["cache"].shape[1]
     inputs = PagedInputs(**given, max_context_len=longest, page_size=page_size, rows=rows, row_scales=row_scales)
     return _selection(call, exact_paged_mqa_logits(inputs, scale=before["scale"]))

@@ -115,7 +115,10 @@ def make_model(plan: Plan) -> HybridModel:
 
 
 def run(plan: Plan, limits: Limits | None, on_row: Callable[[Row], None] = lambda row: None) -> Report:
-    """Runs the demo; limits: measured rates of the GPU, without which no call is timed. on_row: called after every checked call."""
+    """Runs the demo.
+
+    limits: measured rates of the GPU; None = no call is timed. on_row: called after every checked call.
+    """
     draw = random.Random(plan.seed)
     prompts = [random_drafts(draw, plan.config.vocab_size, length) for length in plan.lengths]
     engine = Engine(make_model(plan), plan.sizes, use_graphs=False)
@@ -151,9 +154,7 @@ def _checked(engine: Engine, checker: Checker, prompts: Sequence[Sequence[int]],
     return tokens
 
 
-def _measured(
-    engine: Engine, trace: Trace, prompts: Sequence[Sequence[int]], known: list[list[int]], steps: int
-) -> list[Speed]:
+def _measured(engine: Engine, trace: Trace, prompts: Sequence[Sequence[int]], known: list[list[int]], steps: int) -> list[Speed]:
     """Runs every phase at full speed: batches of fixed shape, captured as graphs where there is a GPU.
 
     known: tokens that the streams have generated before. The first speculative step proposes these, with a wrong one at another

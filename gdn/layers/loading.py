@@ -203,7 +203,11 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path | str) -> None:
-        from safetensors import safe_open  # an extra: nothing else needs it
+        try:
+            from safetensors import safe_open  # an extra: nothing else needs it
+        except ModuleNotFoundError as error:
+            message = "checkpoints: expected the package safetensors, got none (pip install 'gdn-kernels[layers]')"
+            raise ModuleNotFoundError(message, name="safetensors") from error
 
         paths = sorted(Path(folder).glob("*.safetensors"))
         if not paths:

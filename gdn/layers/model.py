@@ -32,7 +32,7 @@ class HybridModel(nn.Module):
     Attributes
     ----------
     embed_tokens, lm_head : Parameter [vocab, hidden]
-        Embedding and head, whole on every rank; one Parameter with `tie_word_embeddings`.
+        Embedding and head, whole on every rank; with `tie_word_embeddings` the embedding is the head, and there is no `lm_head`.
     layers : ModuleList of DecoderLayer
     norm or hyper_connection_mixer : RMSNorm or HyperConnection
         What is before the head, with residual "plain" or "hyper".
@@ -64,7 +64,8 @@ class HybridModel(nn.Module):
             self.hyper_connection_mixer = HyperConnection(config, injects=False, **placed)
         else:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **placed)
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else table()
+        if not config.tie_word_embeddings:
+            self.lm_head = table()
 
     def forward(self, input_ids: Tensor, positions: Tensor, step: Any, caches: Any) -> Tensor:
         """Runs one step.
@@ -106,4 +107,4 @@ class HybridModel(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits [rows, vocab] of rows of hidden states [rows, hidden] that the caller selected."""
-        return linear(hidden_states, self.lm_head)
+        return linear(hidden_states, self.embed_tokens if self.config.tie_word_embeddings else self.lm_head)

@@ -11,8 +11,10 @@ from gdn.layers.config import HybridConfig
 
 def cos_sin_table(rotary_dim: int, theta: float, positions: int, device: torch.device | str | None = None) -> Tensor:
     """Cosines and sines of every position, float32 [positions, rotary_dim]: the cosines, then the sines."""
-    powers = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
-    angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * (1.0 / theta**powers)
+    # Frequencies from the CPU: at position 2**18 a difference in their last bit is a difference of 0.03 in the angle.
+    frequencies = 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim)
+    steps = torch.arange(positions, dtype=torch.float32, device=device)
+    angles = steps[:, None] * frequencies.to(steps.device)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
@@ -66,6 +68,6 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "RotaryEmbedding":
         was = self.cos_sin
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.cos_sin.dtype != was.dtype or (was.is_meta and not self.cos_sin.is_meta):
+        if self.cos_sin is not was:  # another dtype or device, or memory without contents (`to_empty`)
             self.cos_sin = cos_sin_table(*self._shape, self.cos_sin.device)
         return self

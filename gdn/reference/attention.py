@@ -41,6 +41,7 @@ def sparse_attention(
     topk_length: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    max_query_len: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`gdn.sparse_attention`: o [tokens, heads, D], and lse [tokens, heads] float32 on request.

@@ -83,6 +83,9 @@ def _sparse_attention_decode(tensors: tuple[Any, ...], problem: Any) -> None:
     lse.copy_(exact_lse)
 
 
+_sparse_attention_prefill = _sparse_attention_decode
+
+
 def _topk(tensors: tuple[Any, ...], problem: Any) -> None:
     logits, starts, ends, out, *_ = tensors
     reference.topk_indices(logits, problem.k, starts, ends, sorted_by=problem.sorted_by, out=out)

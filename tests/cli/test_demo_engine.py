@@ -124,6 +124,22 @@ def test_verified_drafts_are_what_decode_would_generate(form: str, use_graphs: b
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_scores_of_whole_sequences(form: str) -> None:
+    """From any position on, next to live streams, and nothing of them is kept; a full cache changes nothing."""
+    model, sequences = make_model(form), make_prompts((1, 130, 64, 65))
+    engine = make_engine(model, num_spec=2)
+    engine.prefill(make_prompts((30,)))
+    free = engine.allocator.num_free_blocks
+    starts = [0, 100, 63, 0]
+    for found, whole, start in zip(engine.score(sequences, starts), one_pass(model, sequences), starts, strict=True):
+        assert found.shape == whole[start:].shape
+        assert float((found - whole[start:]).abs().max() / whole.abs().max()) <= TOLERANCE
+    with pytest.raises(CacheFullError):
+        engine.score([[1]] * 6, [0] * 6)
+    assert engine.allocator.num_free_blocks == free and len(engine.streams) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_teacher_forcing(form: str) -> None:
     model, prompts = make_model(form), make_prompts()
     forced = make_prompts((5,) * len(prompts), seed=9)

@@ -87,7 +87,7 @@ def test_experts_one_by_one(kind: str) -> None:
 def test_tied_embeddings() -> None:
     reference = hf.build("qwen3_5", 2, tie_word_embeddings=True)
     model, config = hf.model_of(reference)
-    assert model.lm_head is model.embed_tokens
+    assert not hasattr(model, "lm_head")
     tensors = dict(reference.state_dict())
     assert "lm_head.weight" in tensors
     del tensors["lm_head.weight"]  # as in a checkpoint on disk
@@ -139,3 +139,34 @@ def test_a_folder_of_safetensors(reference: Any, tmp_path: Path) -> None:
 def test_a_folder_without_tensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="safetensors"):
         loading.SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_model_without_memory_gets_it_later(is_tied: bool) -> None:
+    reference = hf.build("qwen3_5", 2, tie_word_embeddings=is_tied)
+    wanted, config = hf.model_of(reference)
+    model = HybridModel(config, device="meta", dtype=torch.float32).to_empty(device="cpu")
+    loading.load(model, reference.state_dict(), config)
+    assert_same(model.state_dict(), wanted.state_dict())
+    assert torch.equal(model.rotary.cos_sin, wanted.rotary.cos_sin)
+    rows = torch.ones(2, config.hidden_size)
+    assert torch.equal(model.compute_logits(rows), wanted.compute_logits(rows))
+
+
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_of_published_sizes(kind: str, size: int) -> None:
+    """The default configurations are those of the published models; tensors without memory have their shapes."""
+    config_type, model_type = hf.MODELS[kind]
+    indexer = {
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048,
+        "indexer_compress_ratio": 4, "rope_parameters": hf.SMALL["rope_parameters"],
+    }  # fmt: skip
+    whole = config_type(**{"num_hidden_layers": 4} | (indexer if kind == "qwen4_exp" else {}))
+    with torch.device("meta"):
+        tensors = model_type(whole).state_dict()
+    config = HybridConfig.from_transformers(whole)
+    model = HybridModel(config.per_rank(size), device="meta", dtype=torch.bfloat16)
+    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
+    found = {name: value.shape for name, value in loading.from_transformers(tensors, config, size - 1, size)}
+    assert found == wanted

@@ -56,6 +56,7 @@ def test_rotary_table_stays_float32() -> None:
     rotary = RotaryEmbedding(config_of())
     table = rotary.cos_sin.clone()
     assert torch.equal(rotary.to(torch.bfloat16).cos_sin, table)
+    assert torch.equal(RotaryEmbedding(config_of(), device="meta").to_empty(device="cpu").cos_sin, table)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 50])

@@ -48,8 +48,8 @@ def test_without_arguments_the_help():
         (["dance"], "No such command 'dance'"),
         (["env", "--colour"], "No such option: --colour"),
         (["demo", "--tp", "x"], "Invalid value for '--tp'"),
-        (["demo", "--tp", "3"], "tp: expected a divisor"),
-        (["demo", "--model", "none"], "expected one of qwen3-next-80b, tiny, got 'none'"),
+        (["demo", "--tp", "3"], "num_attention_heads: expected a multiple of 3 ranks, got 4"),
+        (["demo", "--model", "none"], "expected one of qwen3-next-80b, qwen3.5-35b, qwen3.8-flash-next, tiny, got 'none'"),
         (["demo", "--device", "tpu"], "expected auto, cpu or cuda, got 'tpu'"),
     ],
 )

@@ -1,6 +1,10 @@
-"""`gdn demo` on a machine without a GPU: it says what it runs, and finds what is wrong in any operator's result."""
+"""`gdn demo` without a GPU: it says what it runs, and finds what is wrong in any operator's result or in the model."""
 
 import ast
+import dataclasses
+import functools
+import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +15,24 @@ from typer.testing import CliRunner
 
 import gdn
 from gdn import reference
-from gdn.cli import app, demo, demo_block, demo_expected
-from gdn.models import MODELS
-from gdn.runtime import env
+from gdn.cli import app, demo_calls, demo_expected, demo_run
+from gdn.cli.demo_floors import floor_us
+from gdn.layers import HybridConfig, HybridModel, RMSNorm
+from gdn.layers.loading import to_transformers
+from gdn.layers.named import NAMED, first_layers
+from gdn.runtime import env, is_explaining
+from gdn.testing.timing import Limits
 
-OPERATORS = sorted({*demo_block.PREFILL, *demo_block.DECODE})
+TINY = dataclasses.replace(first_layers(NAMED["tiny"], 2), layer_types=("linear_attention", "full_attention"))
+COMPRESSED = dataclasses.replace(TINY, index_ratio=4, residual="hyper", hc_count=2, hc_lowrank=8)
+# What each form runs in a phase.
+PREFILL = {
+    "causal_conv1d_fn", "chunk_gated_delta_rule", "rms_norm_gated", "prepare_indexer", "write_indexer_cache",
+    "gather_indexer_cache", "indexer_topk", "paged_indexer_topk", "sparse_attention", "attention",
+}  # fmt: skip
+DECODE = {"fused_gdn_decode", "prepare_indexer", "write_indexer_cache", "paged_indexer_topk", "sparse_attention"}
+GROUPS = {"compress_indexer_keys", "expand_topk_groups"}
+OPERATORS = sorted(PREFILL | DECODE | GROUPS | {"add_rms_norm"})
 
 
 def run(*options: str) -> Any:
@@ -24,44 +41,102 @@ def run(*options: str) -> Any:
     )
 
 
-def rows(fp8: bool) -> list[demo.Row]:
-    block = demo_block.Block(MODELS["tiny"], [37, 129, 64, 2], 2, fp8_indexer=fp8, device=torch.device("cpu"))
-    phases = (block.prefill(), block.decode(), block.decode())
-    return [demo.measure(call, None) for phase in phases for call in phase]
+def report(config: HybridConfig = TINY, **changes: Any) -> demo_run.Report:
+    plan = demo_run.Plan("small", config, (37, 70, 2, 20), steps=2, drafts=2, device=torch.device("cpu"))
+    return demo_run.run(dataclasses.replace(plan, **changes), None)
 
 
-@pytest.mark.parametrize("fp8", ["0", "1"], ids=["bf16", "fp8"])
-def test_it_says_what_it_runs(switch: Callable[..., env.Switches], fp8: str):
+def wrong(found: demo_run.Report) -> set[str]:
+    """Operators of rows, and phases, that did not pass."""
+    return {row.operator for row in found.rows if not row.passed} | {one.phase for one in found.deviations if not one.passed}
+
+
+@pytest.mark.parametrize("fp8", ["0", "1"], ids=["float32", "fp8"])
+def test_it_says_what_it_runs(switch: Callable[..., env.Switches], fp8: str) -> None:
     switch(VLLM_QSA_USE_FP8_INDEXER=fp8)
     result = run()
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
-    shape = MODELS["tiny"]
-    assert f"tiny, one of 1 tensor-parallel rank, random weights; hidden size {shape.hidden_size}" in text
-    assert "2 q and k heads of 64, 4 v heads of 64, convolution of width 4 over 512 channels" in text
-    assert f"top {shape.index_topk}, cache and logits in {'FP8' if fp8 == '1' else 'bf16'}" in text
-    assert "prefill: 4 prompts of 37, 129, 64, 2 tokens in one ragged batch, every second one from a cached state" in text
-    assert f"from a cached state {', '.join(demo_block.PREFILL)} decode" in text
-    assert f"decode: 2 steps of one token for each sequence {', '.join(demo_block.DECODE)}" in text
-    assert "22 calls (reference 22), each checked against an independent computation in float64, 0 wrong" in text
+    assert "tiny, one of 1 tensor-parallel rank, random weights, float32; hidden size 128" in text
+    assert "4 layers: 3 of Gated DeltaNet, 1 of attention; 8 experts of width 64, 2 for a token" in text
+    assert "2 q and k heads of 64, 4 v heads of 64, convolution of width 4, float32 states" in text
+    assert f"top 32, cache and logits in {'FP8' if fp8 == '1' else 'float32'}" in text
+    assert "prefill: 5 prompts of 37, 129, 64, 2, 20 tokens in one ragged batch" in text
+    assert "2 steps of up to 3 drafts for each sequence; decode: 2 steps of one token" in text
+    assert "KiB a token" in text and "tokens per second" in text
+    assert "74 calls (reference 73, torch 1), each checked against an independent computation in float64" in text
+    assert "and the logits of 31 positions against the reference model, 0 wrong" in text
 
 
-def test_the_steps_are_those_that_it_names():
-    found = rows(fp8=False)
-    assert [row.operator for row in found] == [*demo_block.PREFILL, *demo_block.DECODE, *demo_block.DECODE]
+@pytest.mark.parametrize(("config", "groups"), [(TINY, set()), (COMPRESSED, GROUPS)], ids=["token-wise", "compressed"])
+def test_the_operators_of_each_phase(config: HybridConfig, groups: set[str]) -> None:
+    """A model of compressed keys compresses and expands; its residual streams are not normed by an operator."""
+    found = report(config)
+    assert found.passed, wrong(found)
+    norms = {"add_rms_norm"} if config is TINY else set()
+    phases = {phase: {row.operator for row in found.rows if row.phase == phase} for phase in demo_run.PHASES}
+    assert phases == {"prefill": PREFILL | groups | norms, "verify": DECODE | groups | norms, "decode": DECODE | groups | norms}
+    assert all(row.backend == ("torch" if row.operator == "attention" else "reference") for row in found.rows)
+    assert [speed.phase for speed in found.speeds] == [one.phase for one in found.deviations] == list(demo_run.PHASES)
     assert set(demo_expected._EXPECTED) == set(OPERATORS)
+    verify, decode = found.speeds[1:]
+    assert decode.tokens == 8 and 8 < verify.tokens < 24  # some drafts are accepted, and some are not
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_every_call_is_compared_with_something_that_is_not_the_reference(fp8: bool, monkeypatch: pytest.MonkeyPatch):
-    """The reference runs once a call, as the operator; what it is compared with is computed with the reference out of reach."""
-    true_pairs = demo_expected.pairs
-    compared = []
+@pytest.mark.parametrize("fp8", ["0", "1"], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("config", [TINY, COMPRESSED], ids=["token-wise", "compressed"])
+def test_what_a_gpu_runs(
+    switch: Callable[..., env.Switches], monkeypatch: pytest.MonkeyPatch, config: HybridConfig, fp8: str
+) -> None:
+    """In bfloat16 with times, here of a clock that runs every call once: they change nothing, and every operator has a floor."""
+    switch(VLLM_QSA_USE_FP8_INDEXER=fp8)
+    timed = []
+
+    def run_once(*calls: Callable[[], object]) -> float:
+        timed.append(len(calls))
+        for call in calls[:2]:
+            call()
+        return 1e6
+
+    monkeypatch.setattr(demo_calls, "time_us", run_once)
+    monkeypatch.setattr(demo_run.Plan, "dtype", torch.bfloat16)
+    plan = demo_run.Plan("small", config, (37, 70, 2, 20), steps=2, drafts=2, device=torch.device("cpu"))
+    found = demo_run.run(plan, Limits(copy_gbps=1e3, bf16_tflops=1.0, fp8_tflops=2.0))
+    assert found.passed, wrong(found)
+    rows = [row for row in found.rows if row.time_us is not None]
+    assert len(rows) == len(timed) == len({(row.phase, row.operator) for row in found.rows})
+    assert min(timed) > 1  # such small calls are timed on copies
+    assert all(row.floor_us is not None and 0 < row.floor_us < 1e4 for row in rows)
+    assert all(one.same_dtype.largest > 1e-3 and one.limit.median > 1e-3 for one in found.deviations)
+
+
+def test_floors_count_what_is_visible() -> None:
+    """Two tokens at the end of a sequence of 5 and one at the end of 3 see 4 + 5 + 3 positions."""
+    q, caches = torch.zeros(3, 2, 4), (torch.zeros(4, 4, 1, 4),) * 2
+    given = {"q": q, "kv_cache": caches, "query_start_loc": torch.tensor([0, 2, 3]), "seq_lens": torch.tensor([5, 3])}
+    calls = {
+        "attention": demo_expected.Call("attention", given, given, q),
+        "sparse_attention": demo_expected.Call(
+            "sparse_attention", given | {"topk_indices": torch.tensor([[0, 1], [2, -1], [0, -1]])}, given, q
+        ),
+    }
+    slow_memory = Limits(copy_gbps=1e-3, bf16_tflops=1e9, fp8_tflops=1e9)  # a byte per microsecond
+    rows = {"attention": 8 * 32, "sparse_attention": 4 * 32 + 6 * 8}
+    for name, call in calls.items():
+        assert floor_us(call, [], slow_memory) == pytest.approx(2 * q.numel() * 4 + rows[name])
+    slow_products = Limits(copy_gbps=1e9, bf16_tflops=1e-6, fp8_tflops=1e-6)  # a product per microsecond
+    assert floor_us(calls["attention"], [], slow_products) == pytest.approx(4 * 12 * 2 * 4)
+    assert floor_us(calls["sparse_attention"], [], slow_products) == pytest.approx(4 * 4 * 2 * 4)
+
+
+def test_every_call_is_compared_with_something_that_is_not_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the results are compared with is computed with the reference and the operators out of reach."""
+    true_pairs, compared = demo_expected.pairs, []
 
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("the reference was asked what the reference should give")
 
-    def pairs(call: demo_block.Call, before: dict[str, Any]) -> demo_expected.Pairs:
+    def pairs(call: demo_expected.Call) -> demo_expected.Pairs:
         compared.append(call.operator)
         with monkeypatch.context() as patch:
             for name in reference.__dict__:
@@ -69,82 +144,170 @@ def test_every_call_is_compared_with_something_that_is_not_the_reference(fp8: bo
                     patch.setattr(reference, name, forbidden)
             for operator in OPERATORS:
                 patch.setattr(gdn, operator, forbidden)
-            found = true_pairs(call, before)
-        assert found and all(got.numel() == expected.numel() > 0 for got, expected in found)
+            found = true_pairs(call)
+        assert found and any(pair.got.numel() for pair in found)
+        assert all(pair.got.shape == pair.expected.shape for pair in found)
         return found
 
-    monkeypatch.setattr(demo, "pairs", pairs)
-    found = rows(fp8)
-    assert compared == [row.operator for row in found]
-    assert all(row.passed for row in found)
-    rounded = {row.operator for row in found if row.error > 0}
-    assert {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "causal_conv1d_fn", "mqa_logits"} <= rounded
+    monkeypatch.setattr(demo_calls, "pairs", pairs)
+    found = report()
+    assert compared == [row.operator for row in found.rows] and found.passed
+    rounded = {row.operator for row in found.rows if row.error > 0}
+    assert {"chunk_gated_delta_rule", "fused_gdn_decode", "causal_conv1d_fn", "sparse_attention"} <= rounded
 
 
-def test_the_expected_values_know_nothing_of_the_reference_or_the_operators():
+def test_the_expected_values_know_nothing_of_the_reference_or_the_operators() -> None:
     tree = ast.parse(Path(demo_expected.__file__).read_text(encoding="utf-8"))
     modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     ours = {module for module in modules if module.split(".")[0] == "gdn"}
-    assert ours and all(module.startswith(("gdn.testing.", "gdn.cli.demo_block")) for module in ours)
+    assert ours and all(module.startswith("gdn.testing.") for module in ours)
 
 
-def spoiled(value: Any, index: int) -> Any:
-    """A result with one element of one of its tensors wrong."""
-    if isinstance(value, tuple):
-        return tuple(spoiled(item, index) if place == index else item for place, item in enumerate(value))
-    if value is None:
-        return None
-    wrong = value.clone()
-    flat = wrong.view(torch.uint8 if wrong.element_size() == 1 else wrong.dtype).view(-1)
-    middle = flat.shape[0] // 2
-    flat[middle] = flat[middle] + 64 if not wrong.is_floating_point() or wrong.element_size() == 1 else 1e3
-    return wrong
+def spoil(value: torch.Tensor) -> None:
+    """Makes one element wrong."""
+    middle = tuple(size // 2 for size in value.shape)
+    if value.element_size() == 1:
+        value = value.view(torch.uint8)
+    value[middle] = value[middle] + 64 if not value.is_floating_point() else 1e3
 
 
-RESULTS = [(name, 0) for name in OPERATORS] + [
-    ("fused_qkvzba_split_reshape_cat", 1),
-    ("fused_qkvzba_split_reshape_cat", 2),
-    ("fused_qkvzba_split_reshape_cat", 3),
-    ("chunk_gated_delta_rule", 1),
-    ("fused_recurrent_gated_delta_rule", 1),
-    ("prepare_indexer", 1),
-]
+def spoiling(monkeypatch: pytest.MonkeyPatch, operator: str, which: int | str) -> None:
+    """From here on the operator's result number `which` has a wrong element, or what it writes into the argument `which`."""
+    true = getattr(gdn, operator)
 
-
-@pytest.mark.parametrize("fp8", ["0", "1"], ids=["bf16", "fp8"])
-@pytest.mark.parametrize(("operator", "index"), RESULTS)
-def test_a_wrong_element_of_any_result_is_found(
-    switch: Callable[..., env.Switches], monkeypatch: pytest.MonkeyPatch, operator: str, index: int, fp8: str
-):
-    switch(VLLM_QSA_USE_FP8_INDEXER=fp8)
-    true_run = demo_block.Call.run
-
-    def run_wrongly(call: demo_block.Call) -> Any:
-        result = true_run(call)
-        if call.operator == operator:
-            call.result = spoiled(result, index)
+    @functools.wraps(true)
+    def spoiled(*args: Any, **kwargs: Any) -> Any:
+        result = true(*args, **kwargs)
+        if is_explaining():
+            return result
+        if isinstance(which, str):
+            spoil(inspect.signature(true).bind(*args, **kwargs).arguments[which])
+        elif isinstance(result, tuple):
+            spoil(result[which])
+        else:
+            spoil(result)
         return result
 
-    monkeypatch.setattr(demo_block.Call, "run", run_wrongly)
-    result = run("--steps", "1")
+    monkeypatch.setattr(gdn, operator, spoiled)
+
+
+RESULTS = [(name, 0) for name in OPERATORS if name not in ("write_indexer_cache", "compress_indexer_keys")]
+WRITTEN = [
+    ("causal_conv1d_fn", "conv_states"), ("chunk_gated_delta_rule", "initial_state"), ("fused_gdn_decode", "conv_state"),
+    ("fused_gdn_decode", "ssm_state"), ("write_indexer_cache", "cache"), ("compress_indexer_keys", "ring"),
+    ("compress_indexer_keys", "cache"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("operator", "which"), [*RESULTS, ("add_rms_norm", 1), *WRITTEN])
+def test_a_wrong_element_of_any_result_is_found(monkeypatch: pytest.MonkeyPatch, operator: str, which: int | str) -> None:
+    """In the first call of it: what follows from it is not computed."""
+
+    class Found(Exception):
+        pass
+
+    config = COMPRESSED if operator in GROUPS else TINY
+    plan = demo_run.Plan("small", config, (37, 70, 2, 20), steps=2, drafts=2, device=torch.device("cpu"))
+    spoiling(monkeypatch, operator, which)
+
+    def stop(row: demo_calls.Row) -> None:
+        if row.operator == operator:
+            raise Found(row)
+
+    with pytest.raises(Found) as found:
+        demo_run.run(plan, None, stop)
+    assert not found.value.args[0].passed
+
+
+def test_a_wrong_fp8_key_is_found(switch: Callable[..., env.Switches], monkeypatch: pytest.MonkeyPatch) -> None:
+    switch(VLLM_QSA_USE_FP8_INDEXER="1")
+    assert report().passed
+    spoiling(monkeypatch, "gather_indexer_cache", 1)
+    assert "gather_indexer_cache" in wrong(report())
+
+
+def test_a_wrong_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operator is right, and what is between them is not: in decode alone, a thousandth of the residual is lost."""
+    true = RMSNorm.add
+
+    def lossy(norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        return true(norm, x, residual if residual is None or len(x) > 4 else residual * 0.999)
+
+    monkeypatch.setattr(RMSNorm, "add", lossy)
+    assert wrong(report()) == {"decode"}
+
+
+def test_a_wrong_result_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiling(monkeypatch, "rms_norm_gated", 0)
+    result = run("--layers", "1")
     assert result.exit_code == 1, result.output
-    assert "WRONG" in result.output and ", 0 wrong" not in " ".join(result.output.split())
-    wrong = {line.split()[0] for line in result.output.splitlines() if "WRONG" in line}
-    assert operator in wrong
+    lines = [line for line in result.output.splitlines() if "WRONG" in line]
+    assert [line.split()[0] for line in lines][0] == "rms_norm_gated" and ", 0 wrong" not in result.output
 
 
-@pytest.mark.parametrize("name", ["causal_conv1d_fn", "causal_conv1d_update", "prepare_indexer"])
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_a_wrong_element_of_a_pool_is_found(monkeypatch: pytest.MonkeyPatch, name: str, fp8: bool):
-    true_run = demo_block.Call.run
+def test_logits_of_nan_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = HybridModel.compute_logits
 
-    def run_wrongly(call: demo_block.Call) -> Any:
-        result = true_run(call)
-        if call.operator == name:
-            pool = call.arguments[call.mutated[0]].view(-1)
-            pool[0] += 3  # of slot 0, or page 0, which no sequence owns
-        return result
+    def broken(model: HybridModel, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = true(model, hidden_states)
+        return logits.fill_(torch.nan) if len(logits) == 4 else logits
 
-    monkeypatch.setattr(demo_block.Call, "run", run_wrongly)
-    assert {row.operator for row in rows(fp8) if not row.passed} >= {name}
+    monkeypatch.setattr(HybridModel, "compute_logits", broken)
+    assert "decode" in wrong(report())
+
+
+def test_json() -> None:
+    result = run("--json", "--layers", "1")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.output)
+    assert (data["model"], data["layers"], data["dtype"], data["passed"]) == ("tiny", 1, "float32", True)
+    assert {row["operator"] for row in data["calls"]} == {
+        "causal_conv1d_fn", "chunk_gated_delta_rule", "rms_norm_gated", "add_rms_norm", "fused_gdn_decode",
+    }  # fmt: skip
+    assert all(one["tokens_per_second"] > 0 for one in data["phases"])
+    assert all(one["error"]["largest"] <= one["limit"]["largest"] for one in data["deviations"])
+
+
+def test_a_checkpoint(tmp_path: Path) -> None:
+    """The first of its layers, or all; tensors without a place end the run with their names."""
+    from safetensors.torch import save_file
+    from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
+
+    config = Qwen3_5MoeTextConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    plan = demo_run.Plan("x", HybridConfig.from_transformers(config), (2,), 1, 1, torch.device("cpu"))
+    model = demo_run.make_model(plan)
+    config.save_pretrained(tmp_path)
+    tensors = {name: one.contiguous() for name, one in to_transformers(model.state_dict(), plan.config).items()}
+    save_file({**tensors, "mtp.fc.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    options = ("demo", "--checkpoint", str(tmp_path), "--device", "cpu", "--steps", "1")
+    result = CliRunner().invoke(app.app, options, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert f"weights of {tmp_path}" in " ".join(result.output.split()) and "4 layers: 3 of Gated DeltaNet" in result.output
+    loaded = demo_run.make_model(dataclasses.replace(plan, checkpoint=tmp_path))
+    again = to_transformers(loaded.state_dict(), plan.config)
+    assert again.keys() == tensors.keys() and all(torch.equal(one, tensors[name]) for name, one in again.items())
+    save_file({**tensors, "model.layers.0.extra": torch.zeros(1)}, tmp_path / "model.safetensors")
+    result = CliRunner().invoke(app.app, options)
+    assert result.exit_code != 0 and "layers.0.extra" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--model", "small"), "expected one of qwen3-next-80b, qwen3.5-35b, qwen3.8-flash-next, tiny, got 'small'"),
+        (("--layers", "9"), "layers: expected 1 to 8, got 9"),
+        (("--tp", "3"), "num_attention_heads: expected a multiple of 3 ranks, got 4"),
+        (("--device", "tpu"), "expected auto, cpu or cuda, got 'tpu'"),
+        (("--steps", "5000"), "which the model's positions allow"),
+        (("--checkpoint", "."), "expected none with --checkpoint"),
+    ],
+)
+def test_bad_options_are_named(options: tuple[str, ...], message: str) -> None:
+    result = run(*options)
+    assert result.exit_code == 2 or result.exception is not None
+    assert message in " ".join(result.output.replace("│", " ").split()) or message in str(result.exception)
