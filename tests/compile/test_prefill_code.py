@@ -125,7 +125,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU 
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [name if name == "main" else pytest.param(name, marks=pytest.mark.cover) for name in CALLS])
 def test_launch(call: str, tmp_path: Path) -> None:
     assert launched(call, tmp_path) == {prefill.UNIONS, prefill.ATTEND}
 
