@@ -72,8 +72,8 @@ def test_each_unit_of_a_row_has_one_lane(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [256, 128])
 def test_registers_of_scores_outputs_and_shares(dim: int) -> None:
-    """Value 4 n + 2 side + e of a lane's scores and outputs: row lane / 4 + 8 side of its warp, column 8 n + 2 (lane % 4) + e. In an
-    operand the same order: scores are packed as they lie."""
+    """Value 4 n + 2 side + e of a lane's scores and outputs: row lane / 4 + 8 side of its warp, column 8 n + 2 (lane % 4) + e. In
+    an operand the same order: scores are packed as they lie."""
 
     def check(math: Any, cute: Any, cutlass: Any) -> None:
         tiles = SimpleNamespace(dtype=cutlass.BFloat16, dim=dim)
