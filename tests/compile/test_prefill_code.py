@@ -84,9 +84,9 @@ def test_copy_warps_keep_to_their_registers() -> None:
 def params_of(one: Any, workspace_bytes: int) -> SparsePrefillParams:
     """Five tokens of three sequences; K and V of a position next to each other."""
     dtype, dim = getattr(torch, one.dtype), one.head_dim
-    packed = torch.zeros(7, one.block_size, one.num_kv_heads, 2 * dim, dtype=dtype)
+    k_cache, v_cache = torch.zeros(7, one.block_size, one.num_kv_heads, 2 * dim, dtype=dtype).split(dim, dim=3)
     return SparsePrefillParams(
-        torch.zeros(5, one.num_heads, dim, dtype=dtype), *packed.split(dim, dim=3),
+        torch.zeros(5, one.num_heads, dim, dtype=dtype), k_cache, v_cache,
         torch.zeros(5, 99, dtype=getattr(torch, one.index_dtype))[:, :96], torch.zeros(3, 9, dtype=torch.int32),
         torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32),
         torch.zeros(5, dtype=torch.int32) if one.has_topk_length else None,
