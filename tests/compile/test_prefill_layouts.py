@@ -1,5 +1,6 @@
 """Places to which the copy warps of the sparse prefill write rows are those that the products read: queries and keys as operands
-whose contraction runs along the head dim, values as one whose contraction runs along rows. And each row has one copying lane.
+whose contraction runs along the head dim, values as one whose contraction runs along rows. Each row has one copying lane, and
+registers hold what the code takes them for.
 """
 
 import importlib
@@ -25,7 +26,7 @@ def traced(check: Any) -> None:
         check(math, cute, cutlass)
         done.append(True)
 
-    cute.compile(trace)
+    cute.compile(trace, options="--gpu-arch sm_90a")
     assert done == [True]
 
 
@@ -67,3 +68,26 @@ def test_each_unit_of_a_row_has_one_lane(dim: int) -> None:
                 assert row < copy.WARP_ROWS  # the lane that holds its offset
                 seen.add((warp * copy.WARP_ROWS + row, lane % units))
     assert len(seen) == 64 * units
+
+
+@pytest.mark.parametrize("dim", [256, 128])
+def test_registers_of_scores_outputs_and_shares(dim: int) -> None:
+    """Value 4 n + 2 side + e of a lane's scores and outputs: row lane / 4 + 8 side of its warp, column 8 n + 2 (lane % 4) + e. In
+    an operand the same order: scores are packed as they lie."""
+
+    def check(math: Any, cute: Any, cutlass: Any) -> None:
+        tiles = SimpleNamespace(dtype=cutlass.BFloat16, dim=dim)
+        scores, outputs = math.score_mma(tiles), math.output_mma(tiles)
+        for thread in range(128):
+            row, column = thread // 32 * 16 + thread % 32 // 4, 2 * (thread % 4)
+            for mma, columns in ((scores, math.STEP), (outputs, dim)):
+                for value in range(columns // 2):
+                    n, side, e = value // 4, value // 2 % 2, value % 2
+                    at = cute.crd2idx((thread, value), mma.tv_layout_C_tiled)  # down the columns of 64 rows
+                    assert (at % 64, at // 64) == (row + 8 * side, column + 8 * n + e), (thread, value)
+            for value in range(8):  # of a product over 16 columns
+                n, side, e = value // 4, value // 2 % 2, value % 2
+                at = cute.crd2idx((thread, value), outputs.tv_layout_A_tiled)
+                assert (at % 64, at // 64) == (row + 8 * side, column + 8 * n + e), (thread, value)
+
+    traced(check)

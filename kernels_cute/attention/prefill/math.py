@@ -124,6 +124,8 @@ def attend(tiles: cutlass.Constexpr, storage, operands, registers, lanes, steps,
         issue_outputs(tiles, storage, operands, registers, value_stage, value_parity)
         warpgroup.wait_group(1)
         factors = weigh(tiles, storage, registers, lanes, stage)
+        # Never stores, sums are not negative: what the sums are made of stays before the wait, under P V.
+        ptx.store_if_negative(storage.taken.data_ptr().toint(), rSums[0] + rSums[1])
         warpgroup.wait_group(0)
         release(storage, "values_free", value_stage, lane)
         value_stage, value_parity = advance(value_stage, value_parity, tiles.value_stages)
@@ -202,7 +204,9 @@ def weigh(tiles: cutlass.Constexpr, storage, registers, lanes, stage):
         most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, 1))
         most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, 2))
         base = cutlass.select_(most == -float("inf"), Float32(0.0), most)  # a row without positions so far: -inf - 0
-        rescale = ptx.exp2(rMost[side] - base)
+        # 1 where there was no position before: o and the sum are 0.
+        before = cutlass.select_(rMost[side] == -float("inf"), base, rMost[side])
+        rescale = ptx.exp2(before - base)
         rMost[side] = most
         total = rSums[side] * rescale
         for n in cutlass.range_constexpr(COLUMNS):

@@ -19,7 +19,8 @@ from kernels_cute.common.ptx import (
 
 __all__ = [
     "as_int", "copy_unit", "exp2", "load_global_four", "load_global_half", "load_global_word", "load_pair_of_words", "load_word",
-    "or_shared", "pack", "store_global_half", "store_pair_of_halves", "store_global_word", "store_zeros", "unpack",
+    "or_shared", "pack", "store_global_half", "store_global_word", "store_if_negative", "store_pair_of_halves", "store_zeros",
+    "unpack",
 ]  # fmt: skip
 
 load_global_word = instruction("ld.global.b32 {$w0}, [{$r0}];", Int32)
@@ -36,6 +37,10 @@ mov.b32 {low, high}, {$r1};
 @!whole st.global.b16 [{$r0}+2], high;
 }"""
 store_pair_of_halves = instruction(_PAIR)
+# (address in shared memory, float32)
+store_if_negative = instruction(
+    "{.reg .pred negative;\nsetp.lt.f32 negative, {$r1}, 0f00000000;\n@negative st.shared.f32 [{$r0}], {$r1};}"
+)
 load_pair_of_words = instruction("ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", Int32, Int32)
 # (shared target, global source): 16 bytes, past L1.
 copy_unit = instruction("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;")

@@ -64,6 +64,8 @@ def list_positions(tiles: cutlass.Constexpr, storage, params, lists, thread, num
     sequence, first, count, position = tile
     table_positions = Int64(params.block_tables.shape[1]) * tiles.block_size
     limit = cutlass.max(position + count, 0)  # of the positions that its last query sees
+    if count == 0:
+        limit = Int32(0)  # a number between sequences
     if table_positions < Int64(limit):
         limit = Int32(table_positions)
     table, total = storage.table.data_ptr().toint(), Int32(0)

@@ -1,0 +1,136 @@
+"""The compiled kernels of the sparse prefill: order of the machine code, registers of the roles, and launches on tensors that say
+they are on a GPU.
+"""
+
+import ctypes
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gdn.device import H100
+from gdn.problems import SparsePrefillParams
+from gdn.runtime import compiled
+from gdn.testing import machine_code
+from tests.compile import fake_cuda
+from tests.compile.test_prefill_tiles import problem
+
+prefill = pytest.importorskip("kernels_cute.attention.prefill", reason="needs the CuTe DSL")
+
+CALLS: dict[str, dict[str, Any]] = {
+    "main": {},
+    "packed": {"dtype": "float16", "index_dtype": "int64", "has_topk_length": True, "head_dim": 128, "block_size": 20},
+    "one head": {"num_heads": 1, "num_kv_heads": 1},
+}
+_libraries: dict[str, dict[str, bytes]] = {}
+
+
+def libraries(call: str) -> dict[str, bytes]:
+    if call not in _libraries:
+        one = problem(**CALLS[call])
+        _libraries[call] = prefill.compile(one, prefill.default_config(one, H100))
+    return _libraries[call]
+
+
+def instructions() -> list[str]:
+    (kernel,) = machine_code.undecoded(libraries("main")[prefill.ATTEND])
+    lines = machine_code._disassemble(kernel.code, kernel.kernel.target).splitlines()
+    return [line for line in lines if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
+
+
+def between(lines: list[str], name: str) -> Iterator[list[str]]:
+    """What stands between two neighbouring occurrences."""
+    places = [at for at, line in enumerate(lines) if name in line]
+    return (lines[low + 1 : high] for low, high in zip(places, places[1:], strict=False))
+
+
+def test_softmax_runs_under_the_product_of_values() -> None:
+    """Between the wait for the scores and the wait for P V: all of a step's 2^x. ptxas likes to take the second wait first."""
+    (step,) = [part for part in between(instructions(), "WARPGROUP.DEPBAR") if not any("HGMMA" in line for line in part)]
+    count = {name: sum(name in line for line in step) for name in ("MUFU.EX2", "FMNMX", "SYNCS.ARRIVE", "F2FP")}
+    # 32 scores and two factors a lane; the stage of keys is free, and no register of P is written.
+    assert count == {"MUFU.EX2": 34, "FMNMX": 36, "SYNCS.ARRIVE": 1, "F2FP": 0}
+
+
+def test_products_are_not_waited_for_one_by_one() -> None:
+    """Waits: of the first scores, a step's scores, a step's P V, the last P V."""
+    lines = instructions()
+    waits = [line for line in lines if "WARPGROUP.DEPBAR" in line]
+    assert len(waits) == 4
+    # gsb0 closes a group of products.
+    assert sum("HGMMA" in line and "gsb0" in line for line in lines) == 4
+
+
+def test_copy_warps_keep_to_their_registers() -> None:
+    tiles = importlib.import_module("kernels_cute.attention.prefill.tiles").PrefillTiles(
+        problem(), prefill.default_config(problem(), H100)
+    )
+    lines = instructions()
+    (fewer,) = [at for at, line in enumerate(lines) if "USETMAXREG.DEALLOC" in line]
+    (more,) = [at for at, line in enumerate(lines) if "USETMAXREG.TRY_ALLOC" in line]
+
+    def most(part: list[str]) -> int:
+        return max(int(number) for line in part for number in re.findall(r"\bR(\d+)\b", line))
+
+    assert fewer < more and most(lines[fewer:more]) < tiles.copy_registers <= most(lines[more:]) < tiles.math_registers
+    threads = {"copy": 128, "math": 256}
+    assert threads["copy"] * tiles.copy_registers + threads["math"] * tiles.math_registers <= 168 * sum(threads.values())
+
+
+def params_of(one: Any, workspace_bytes: int) -> SparsePrefillParams:
+    """Five tokens of three sequences; K and V of a position next to each other."""
+    dtype, dim = getattr(torch, one.dtype), one.head_dim
+    k_cache, v_cache = torch.zeros(7, one.block_size, one.num_kv_heads, 2 * dim, dtype=dtype).split(dim, dim=3)
+    return SparsePrefillParams(
+        torch.zeros(5, one.num_heads, dim, dtype=dtype), k_cache, v_cache,
+        torch.zeros(5, 99, dtype=getattr(torch, one.index_dtype))[:, :96], torch.zeros(3, 9, dtype=torch.int32),
+        torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32),
+        torch.zeros(5, dtype=torch.int32) if one.has_topk_length else None,
+        torch.zeros(5, one.num_heads + 1, dim + 1, dtype=dtype)[:, :-1, :-1], torch.zeros(5, one.num_heads),
+        fake_cuda.workspace(workspace_bytes), 0.1,
+    )  # fmt: skip
+
+
+def launched(call: str, folder: Path, **changes: Any) -> set[str]:
+    """Entries that were called, all refused by the driver alone; TypeError, ValueError where an argument is not as declared."""
+    import tvm_ffi
+
+    one = problem(**CALLS[call])
+    config = prefill.default_config(one, H100)
+    ctypes.CDLL(str(compiled.runtime_library("cute")), mode=ctypes.RTLD_GLOBAL)
+    called = set()
+
+    def entry(name: str, function: Any) -> Any:
+        def run(*values: Any) -> None:
+            with pytest.raises(RuntimeError, match="(?i)cuda"):
+                function(*map(fake_cuda.on_device, values))
+            called.add(name)
+
+        return run
+
+    functions = {}
+    for name, library in libraries(call).items():
+        (folder / f"{name}.so").write_bytes(library)
+        functions[name] = entry(name, tvm_ffi.load_module(str(folder / f"{name}.so"))[name])
+    params = params_of(one, prefill.workspace_bytes(one, config))._replace(**changes)
+    prefill.launch(compiled.Compiled(functions, one, config), params)
+    return called
+
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels would start, on addresses of the CPU")
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("call", [name if name == "main" else pytest.param(name, marks=pytest.mark.cover) for name in CALLS])
+def test_launch(call: str, tmp_path: Path) -> None:
+    assert launched(call, tmp_path) == {prefill.UNIONS, prefill.ATTEND}
+
+
+@needs_no_gpu
+def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        launched("main", tmp_path, topk_length=torch.zeros(5, dtype=torch.int32))
