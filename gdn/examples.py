@@ -109,7 +109,7 @@ def rms_norm_gated(model: ModelShape, fp8: bool = False) -> problems.RmsNormGate
 
 def add_rms_norm(model: ModelShape, fp8: bool = False) -> problems.AddRmsNormProblem:
     """Residual stream of a prompt."""
-    dtypes = {"dtype": _BF16, "weight_dtype": _BF16, "layer_scale_dtype": None}
+    dtypes: dict[str, Any] = {"dtype": _BF16, "weight_dtype": _BF16, "layer_scale_dtype": None}
     return problems.AddRmsNormProblem(model.hidden_size, **dtypes, has_residual=True, zero_centred=True, num_tokens=_TOKENS)
 
 
