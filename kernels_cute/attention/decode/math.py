@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import SparseDecodeParams
 from kernels_cute.attention.decode.places import columns_of, sequence_of
-from kernels_cute.attention.decode.spec import COLUMNS, TILE, Spec, Work
+from kernels_cute.attention.decode.spec import COLUMNS, LOWEST, TILE, Spec, Work
 from kernels_cute.common import ptx
 
 _LOG2_E = 1.4426950408889634
@@ -32,7 +32,7 @@ def math_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams
     rOut = cute.make_rmem_tensor(4 * spec.steps, Float32)
     rOut.fill(0.0)
     rBest = cute.make_rmem_tensor(2, Float32)
-    rBest.fill(-Float32.inf)
+    rBest.fill(LOWEST)
     rTotal = cute.make_rmem_tensor(2, Float32)
     rTotal.fill(0.0)
     own = Int32(0)
@@ -93,7 +93,7 @@ def attend_tile(spec: cutlass.Constexpr[Spec], keys, valid, scale, rQuery, rOut,
         best = cute.arch.fmax(scores[side], scores[side + 2])
         for bit in cutlass.range_constexpr(3):
             best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=4 << bit))
-        best = cute.arch.fmax(best, rBest[side])  # not -inf: one position counts at least
+        best = cute.arch.fmax(best, rBest[side])
         factor = ptx.exp2(rBest[side] - best)
         rBest[side] = best
         for half in cutlass.range_constexpr(2):

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from gdn.problems import SparseDecodeParams
-from kernels_cute.attention.decode.spec import COLUMNS, Spec, Work
+from kernels_cute.attention.decode.spec import COLUMNS, LOWEST, Spec, Work
 from kernels_cute.common import ptx
 
 _LN_2 = 0.6931471805599453
@@ -76,17 +76,13 @@ def combined(places: cutlass.Constexpr, load_pair: cutlass.Constexpr, load_four:
     """(best, total, four entries of O) over parts; places: addresses of (best, total), and of the entries."""
     sums = [load_pair(of_sums) for of_sums, _ in places]
     parts = [load_four(of_part) for _, of_part in places]
-    best = -Float32.inf
+    best = Float32(LOWEST)
     for part in cutlass.range_constexpr(len(places)):
         best = cute.arch.fmax(best, sums[part][0])
-    # Without any position all are -inf, whose difference is not 0.
-    base = best
-    if best == -Float32.inf:
-        base = Float32(0.0)
     total = Float32(0.0)
     values = [Float32(0.0)] * _VECTOR
     for part in cutlass.range_constexpr(len(places)):
-        weight = ptx.exp2(sums[part][0] - base)
+        weight = ptx.exp2(sums[part][0] - best)
         total = total + sums[part][1] * weight
         for e in cutlass.range_constexpr(_VECTOR):
             values[e] = values[e] + parts[part][e] * weight
