@@ -4,10 +4,12 @@ The layouts of ldmatrix, movmatrix and mma.sync are stated here, as the PTX manu
 softmax, the places of parts and their merge are the kernel's. The result is compared with the formula.
 """
 
+import ast
 import importlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,43 +124,44 @@ def _range(*limits: int, **_: Any) -> range:
     return range(*limits)
 
 
-@pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """A function that turns the modules of both files into plain Python over a warp and its memory."""
+def _plain(name: str, stubs: dict[str, Any]) -> dict[str, Any]:
+    """The names of a file of the kernel, its functions as plain Python over the stubs. From the source: a function that was
+    compiled once stays in the hands of the DSL."""
+    module = importlib.import_module(f"kernels_cute.attention.decode.{name}")
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    tree.body = list(found)
+    for function in found:
+        function.decorator_list = []
+        for argument in function.args.args:
+            argument.annotation = None
+    names = {**vars(module), **stubs}
+    exec(compile(tree, str(module.__file__), "exec"), names)
+    return names
 
-    def patch(warp: Warp, queries: np.ndarray, thread: dict[str, int], results: dict[tuple[int, int], Any]) -> Any:
-        memory = warp.memory
-        arch = SimpleNamespace(
-            lane_idx=lambda: warp.thread.lane, fmax=np.fmax, shuffle_sync_bfly=lambda x, offset: warp.shuffle(x, offset),
-            thread_idx=lambda: (thread["index"], 0, 0),
-        )  # fmt: skip
-        words = queries.reshape(-1).view(np.uint32)
-        cute = SimpleNamespace(
-            arch=arch, AddressSpace=SimpleNamespace(gmem=None), make_ptr=lambda kind, address, *_, **__: address // 4,
-            make_layout=lambda count: count, make_tensor=lambda first, count: words[first : first + count],
-        )  # fmt: skip
-        cutlass = SimpleNamespace(range_constexpr=range, range=_range, const_expr=lambda x: x, min=min, max=max)
-        ptx = SimpleNamespace(
-            load_matrices=warp.load_matrices, multiply_small=warp.multiply_small, transpose=warp.transpose, pack=_pack,
-            exp2=lambda x: float(np.exp2(x)), store_one=memory.store, store_pair=memory.store, load_pair=memory.load(2),
-            load_four=memory.load(4),
-        )  # fmt: skip
-        stubs = {"cute": cute, "cutlass": cutlass, "ptx": ptx, "Float32": Float, "Int32": int, "Int64": int}
-        functions = SimpleNamespace()
-        for name in ("math", "merge"):
-            module = importlib.import_module(f"kernels_cute.attention.decode.{name}")
-            for attribute, stub in stubs.items():
-                monkeypatch.setattr(module, attribute, stub, raising=False)
-            for attribute in ("load_queries", "attend_tile", "store_part", "merge", "combined"):
-                if hasattr(module, attribute):
-                    plain = getattr(module, attribute).__wrapped__
-                    monkeypatch.setattr(module, attribute, plain)
-                    setattr(functions, attribute, plain)
-        write = importlib.import_module("kernels_cute.attention.decode.merge")
-        monkeypatch.setattr(write, "write", lambda spec, params, work, head, d, *found: results.setdefault((head, d), found))
-        return functions
 
-    yield patch
+def on_host(warp: Warp, queries: np.ndarray, thread: dict[str, int], results: dict[tuple[int, int], Any]) -> Any:
+    """The functions of both files as plain Python over a warp and its memory."""
+    memory = warp.memory
+    arch = SimpleNamespace(
+        lane_idx=lambda: warp.thread.lane, fmax=np.fmax, shuffle_sync_bfly=lambda x, offset: warp.shuffle(x, offset),
+        thread_idx=lambda: (thread["index"], 0, 0),
+    )  # fmt: skip
+    words = queries.reshape(-1).view(np.uint32)
+    cute = SimpleNamespace(
+        arch=arch, AddressSpace=SimpleNamespace(gmem=None), make_ptr=lambda kind, address, *_, **__: address // 4,
+        make_layout=lambda count: count, make_tensor=lambda first, count: words[first : first + count],
+    )  # fmt: skip
+    cutlass = SimpleNamespace(range_constexpr=range, range=_range, const_expr=lambda x: x, min=min, max=max)
+    ptx = SimpleNamespace(
+        load_matrices=warp.load_matrices, multiply_small=warp.multiply_small, transpose=warp.transpose, pack=_pack,
+        exp2=lambda x: float(np.exp2(x)), store_one=memory.store, store_pair=memory.store, load_pair=memory.load(2),
+        load_four=memory.load(4),
+    )  # fmt: skip
+    stubs = {"cute": cute, "cutlass": cutlass, "ptx": ptx, "Float32": Float, "Int32": int, "Int64": int}
+    names = _plain("math", stubs) | (merge := _plain("merge", stubs))
+    merge["write"] = lambda spec, params, work, head, d, *found: results.setdefault((head, d), found)
+    return SimpleNamespace(**names)
 
 
 # heads, D, key heads of a block, readers
@@ -167,7 +170,7 @@ SHAPES = [((16, 2), 256, 2, 1), ((24, 2), 128, 2, 2), ((5, 1), 128, 1, 3)]
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # unused columns: 0 * inf
 @pytest.mark.parametrize(("heads", "dim", "kv_heads", "readers"), SHAPES)
-def test_fragments_and_merge(on_host: Callable[..., Any], heads: tuple[int, int], dim: int, kv_heads: int, readers: int) -> None:
+def test_fragments_and_merge(heads: tuple[int, int], dim: int, kv_heads: int, readers: int) -> None:
     problem = problem_of(1, heads, head_dim=dim, dtype="float16")
     spec = specs.Spec(problem, decode.Config(1, kv_heads, 6, readers, 1, 1))
     group, tiles, token = spec.group, 2 * readers + 1, 1
