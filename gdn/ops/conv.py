@@ -181,7 +181,7 @@ def causal_conv1d_update(
         conv_state_indices[n, num_accepted_tokens[n] - 1]), and its own window goes to columns 0..w-2 of slot
         conv_state_indices[n, i].
     null_slot, out : int, Tensor or None
-        As for `causal_conv1d_fn`; `out` is a tensor like `x`, or `x` itself (in place).
+        `null_slot`: see `causal_conv1d_fn`. `out` has the shape and dtype of `x`; it is `x` (in place) or overlaps no argument.
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 

@@ -139,7 +139,7 @@ def paged_indexer_topk(
     q, cache, weights, context_lens, block_tables : Tensor
         Queries [B, next_n, H, D], pages of keys, weights, numbers of visible keys and page numbers, as for `paged_mqa_logits`.
     topk, scale, relu, workspace_bytes : int, float, bool, int or None
-        As for `indexer_topk`; the workspace holds at least one sequence's next_n rows.
+        See `indexer_topk`. The workspace always has room for the next_n rows of one sequence.
     max_context_len : int, optional
         Bound on the lengths. None = what `block_tables` can address (max_pages * page_size).
     out : Tensor [B * next_n, topk] of int32, optional

@@ -63,7 +63,7 @@ def paged_mqa_logits(
     max_context_len : int
         Columns of the result.
     scale, relu, clean_logits, out_dtype, skip_rows_up_to : float, bool, bool, torch.dtype, int
-        As for `mqa_logits`; the range of a row is the columns below its length.
+        See `mqa_logits`. The range of a row is the columns from 0 to its number of visible keys.
     out : Tensor [B * next_n, max_context_len], optional
         Tensor of `out_dtype` to write the scores into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -157,7 +157,7 @@ def fp8_paged_mqa_logits(
     max_context_len : int, optional
         Columns of the result. None = what `block_tables` can address.
     clean_logits, indices : bool, None
-        As for `paged_mqa_logits`; only None is accepted.
+        `clean_logits`: see `paged_mqa_logits`. `indices` must be None.
 
     Returns
     -------
