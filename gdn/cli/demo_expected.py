@@ -192,16 +192,16 @@ def _decoded(cache: Tensor) -> Tensor:
     return keys.double() if scales is None else keys.double() * scales.double()
 
 
-def _written(call: Call, before: Arguments, slots: Tensor, rows: Tensor) -> Pairs:
+def _written(call: Call, before: Arguments, slots: Tensor, rows: Tensor, name: str = "cache") -> Pairs:
     """The cache of a call that wrote rows [n, heads, D] to slots: these rows, and the bytes of all others as they were."""
-    cache, limit = before["cache"], _once(before["cache"]) if before["cache"].element_size() > 1 else _FP8
+    cache, limit = before[name], _once(before[name]) if before[name].element_size() > 1 else _FP8
     kept = slots >= 0
     slots = slots[kept].long()
     expected = _decoded(cache)
     expected[slots] = rows[kept].flatten(1).double()
     others = torch.ones(expected.shape[0], dtype=torch.bool, device=slots.device).index_fill_(0, slots, False)
-    untouched = Pair(_stored(call.after["cache"])[others], _stored(cache)[others], 0.0)
-    return [Pair(_decoded(call.after["cache"]), expected, limit), untouched]
+    untouched = Pair(_stored(call.after[name])[others], _stored(cache)[others], 0.0)
+    return [Pair(_decoded(call.after[name]), expected, limit), untouched]
 
 
 def _prepared(call: Call, before: Arguments) -> Pairs:
@@ -220,6 +220,8 @@ def _prepared(call: Call, before: Arguments) -> Pairs:
     if before["k"] is not None:
         k = _rotated(before["k"].view(len(q), -1, dim), before["k_norm"], positions, before)
         found += _written(call, before, before["slot_mapping"], k)
+    if before["v"] is not None:
+        found += _written(call, before, before["slot_mapping"], before["v"].view(len(q), -1, dim), "v_cache")
     return found
 
 

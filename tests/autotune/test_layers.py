@@ -26,10 +26,9 @@ TINY = dataclasses.replace(NAMED["tiny"], max_position_embeddings=256, index_n_h
 SIZES: dict[str, Any] = {"config": TINY, "layers": 3, "batch": 2, "context": 256}
 KERNEL_US, PROJECTION_US, GATE_US = 5.0, 20.0, 2.0
 NORM = "add_rms_norm"
-STORES = ["prepare_indexer", "write_indexer_cache"]
-ATTENTION = [NORM, *STORES, "prepare_indexer", "paged_mqa_logits", "topk", "sparse_attention_decode", "glu", NORM]
+ATTENTION = [NORM, "prepare_indexer", "prepare_indexer", "paged_mqa_logits", "topk", "sparse_attention_decode", "glu", NORM]
 COMPRESSED = [
-    NORM, *STORES, "prepare_indexer", "compress_indexer_keys", "paged_mqa_logits", "topk", "expand_topk_groups",
+    NORM, "prepare_indexer", "prepare_indexer", "compress_indexer_keys", "paged_mqa_logits", "topk", "expand_topk_groups",
     "sparse_attention_decode", "glu", NORM,
 ]  # fmt: skip
 LAUNCHED = {

@@ -27,10 +27,10 @@ TINY = dataclasses.replace(first_layers(NAMED["tiny"], 2), layer_types=("linear_
 COMPRESSED = dataclasses.replace(TINY, index_ratio=4, residual="hyper", hc_count=2, hc_lowrank=8)
 # What each form runs in a phase.
 PREFILL = {
-    "causal_conv1d_fn", "chunk_gated_delta_rule", "rms_norm_gated", "prepare_indexer", "write_indexer_cache",
+    "causal_conv1d_fn", "chunk_gated_delta_rule", "rms_norm_gated", "prepare_indexer",
     "gather_indexer_cache", "indexer_topk", "paged_indexer_topk", "sparse_attention", "attention",
 }  # fmt: skip
-DECODE = {"fused_gdn_decode", "prepare_indexer", "write_indexer_cache", "paged_indexer_topk", "sparse_attention"}
+DECODE = {"fused_gdn_decode", "prepare_indexer", "paged_indexer_topk", "sparse_attention"}
 GROUPS = {"compress_indexer_keys", "expand_topk_groups"}
 OPERATORS = sorted(PREFILL | DECODE | GROUPS | {"add_rms_norm"})
 
