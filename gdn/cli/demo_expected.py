@@ -225,11 +225,6 @@ def _prepared(call: Call, before: Arguments) -> Pairs:
     return found
 
 
-def _cache_write(call: Call, before: Arguments) -> Pairs:
-    k = before["k"]
-    return _written(call, before, before["slot_mapping"], k.view(len(k), -1, before["cache"].shape[-1]))
-
-
 def _compressed(call: Call, before: Arguments) -> Pairs:
     """Sequence by sequence: the raw keys of its unfinished group, then those of the call, in groups."""
     ratio, ring = before["ratio"], before["ring"].clone()
@@ -357,7 +352,7 @@ def _attention(call: Call, before: Arguments) -> Pairs:
 
 _EXPECTED: dict[str, Callable[[Call, Arguments], Pairs]] = {
     "causal_conv1d_fn": _convolution, "chunk_gated_delta_rule": _delta_rule, "fused_gdn_decode": _decode_step,
-    "rms_norm_gated": _gated_norm, "add_rms_norm": _add_norm, "prepare_indexer": _prepared, "write_indexer_cache": _cache_write,
+    "rms_norm_gated": _gated_norm, "add_rms_norm": _add_norm, "prepare_indexer": _prepared,
     "compress_indexer_keys": _compressed, "expand_topk_groups": _expanded, "gather_indexer_cache": _gathered,
     "indexer_topk": _ragged_selection, "paged_indexer_topk": _paged_selection, "sparse_attention": _attention,
     "attention": _attention,
