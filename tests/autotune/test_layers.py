@@ -115,6 +115,19 @@ def test_recording_leaves_nothing_behind() -> None:
         assert linear.num_bytes == 2 * (2 * 128 + weights.numel() + 2 * weights.shape[0])
 
 
+def test_only_operations_on_tensors_count() -> None:
+    """Of torch's: no types, no views, no new tensors; every tensor of an operation is moved."""
+    x, y = torch.randn(4, 6), torch.randn(6)
+
+    def call() -> None:
+        torch.promote_types(x.dtype, torch.float64)
+        torch.empty_like(x.unflatten(0, (2, 2)).transpose(0, 1))
+        torch.add(x, other=y)
+
+    (found,) = launches.record(call)
+    assert (found.name, found.backend, found.num_bytes) == ("add", "torch", 4 * (24 + 6 + 24))
+
+
 def test_time_on_the_host() -> None:
     stack = stacks.make_stack(stacks.shaped(TINY, "linear_attention", 1), 2, 256, CPU)
     with host_cost.without_device():
