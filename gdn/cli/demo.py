@@ -19,9 +19,9 @@ from gdn.layers.named import NAMED, first_layers
 from gdn.runtime import env
 from gdn.testing.timing import Limits, measure_limits
 
-# Prompt lengths: ragged, with multiples of a chunk, a length below the convolution's window, and a long prompt.
-GPU_LENGTHS = (37, 4000, 511, 2048, 2, 64, 1530)
-CPU_LENGTHS = (37, 129, 64, 2, 20)
+# Prompt lengths: ragged, with multiples of a chunk, a length below the convolution's window, and on a GPU a long prompt.
+LONG_LENGTHS = (37, 4000, 511, 2048, 2, 64, 1530)
+SHORT_LENGTHS = (37, 129, 64, 2, 20)
 GPU_STEPS, CPU_STEPS = 64, 8
 LAYERS = 4
 
@@ -90,8 +90,9 @@ def _plan(
         config.per_rank(tp)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--tp" if tp > 1 else "--layers") from error
+    is_long = on_gpu and max(LONG_LENGTHS) < config.max_position_embeddings
     plan = Plan(
-        name, config, GPU_LENGTHS if on_gpu else CPU_LENGTHS, steps or (GPU_STEPS if on_gpu else CPU_STEPS), drafts,
+        name, config, LONG_LENGTHS if is_long else SHORT_LENGTHS, steps or (GPU_STEPS if on_gpu else CPU_STEPS), drafts,
         torch.device("cuda" if on_gpu else "cpu"), tp, seed, checkpoint,
     )  # fmt: skip
     if plan.sizes.max_seq_len > config.max_position_embeddings:

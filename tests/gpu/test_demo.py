@@ -47,12 +47,14 @@ def demo(*options: str, cache: Path | None = None, **switches: str) -> tuple[dic
     return ran, int(compiled.group(1))
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("model", ["qwen3.5-35b", "qwen3.8-flash-next"])
 def test_the_other_models(device: torch.device, model: str) -> None:
     ran, _ = demo("--model", model, "--steps", "4")
     assert ran["fused_gdn_decode"] == {"cute"}
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("tensor_parallel", ["1", "4"])
 @pytest.mark.parametrize("backend", ["tilelang", "cute"])
 def test_the_80b_shapes(device: torch.device, backend: str, tensor_parallel: str) -> None:
@@ -96,12 +98,14 @@ def test_switches_change_what_runs(device: torch.device, switches: dict[str, str
     assert {operator: ran[operator] for operator in expected} == expected
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("backend", ["tilelang", "cute"])
 def test_the_switch_of_decode_attention(device: torch.device, backend: str) -> None:
     ran, _ = demo("--steps", "4", VLLM_QSA_DECODE_ATTN_BACKEND=backend)
     assert backend in ran["sparse_attention"]
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("model", ["qwen3-next-80b", "qwen3.8-flash-next"])
 def test_the_error_of_256_steps_does_not_grow(device: torch.device, model: str) -> None:
     """Decode with graphs, over the tokens that it generated: next to float32, windows of steps are as near as the reference in
@@ -125,6 +129,7 @@ def test_a_preference_that_no_kernel_meets_is_told(device: torch.device) -> None
         assert "VLLM_QSA_DECODE_USE_TL_INDEXER=0 prefers cute" in run.stdout
 
 
+@pytest.mark.usefixtures("much_memory")
 def test_a_second_process_compiles_nothing(device: torch.device, tmp_path: Path) -> None:
     _, first = demo("--steps", "4", cache=tmp_path)
     _, second = demo("--steps", "4", cache=tmp_path)

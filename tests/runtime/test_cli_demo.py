@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import gdn
 from gdn import reference
 from gdn.cli import app, demo_calls, demo_expected, demo_run
+from gdn.cli import demo as demo_command
 from gdn.cli.demo_floors import floor_us
 from gdn.layers import HybridConfig, HybridModel, RMSNorm
 from gdn.layers.loading import to_transformers
@@ -311,3 +312,12 @@ def test_bad_options_are_named(options: tuple[str, ...], message: str) -> None:
     result = run(*options)
     assert result.exit_code == 2 or result.exception is not None
     assert message in " ".join(result.output.replace("│", " ").split()) or message in str(result.exception)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_defaults_on_a_gpu_fit_every_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    plan = demo_command._plan(name, None, None, 1, "auto", None, 3, 0)
+    assert plan.device.type == "cuda"
+    assert plan.sizes.max_seq_len <= plan.config.max_position_embeddings
+    assert (max(plan.lengths) > 1000) == (name != "tiny")
