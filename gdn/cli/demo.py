@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,11 +43,12 @@ def demo(
         int | None, typer.Option(min=1, help="Decode steps.", show_default=f"{GPU_STEPS}; {CPU_STEPS} on a CPU")
     ] = None,
     drafts: Annotated[int, typer.Option(min=1, max=7, help="Drafts of a speculative step.")] = 3,
+    eager: Annotated[bool, typer.Option("--eager", help="Decode without CUDA graphs.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, prompts and drafts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prefill, verify drafts and decode with a hybrid model; check every operator, and the model against a reference."""
-    plan = _plan(model, layers, checkpoint, tp, device, steps, drafts, seed)
+    plan = replace(_plan(model, layers, checkpoint, tp, device, steps, drafts, seed), eager=eager)
     console = Console(quiet=as_json)
     limits = None
     if plan.device.type == "cuda":
@@ -143,7 +145,8 @@ def _data(plan: Plan, report: Report) -> dict[str, Any]:
     """The report as JSON shows it."""
     return {
         "model": plan.name, "layers": plan.config.num_hidden_layers, "tensor_parallel": plan.tensor_parallel,
-        "device": plan.device.type, "dtype": str(plan.dtype).removeprefix("torch."), "passed": report.passed,
+        "device": plan.device.type, "dtype": str(plan.dtype).removeprefix("torch."), "captured": report.captured,
+        "passed": report.passed,
         "phases": [{**vars(one), "tokens_per_second": one.tokens_per_second} for one in report.speeds],
         "calls": [{**vars(one), "passed": one.passed} for one in report.rows],
         "memory": report.memory,
@@ -175,7 +178,8 @@ def _print(console: Console, report: Report, dtype: str, seconds: float) -> None
 
 def _speeds(report: Report) -> Table:
     """One line per phase: its throughput."""
-    made = table("phase", "tokens", "steps", "ms a step", "tokens per second")
+    caption = "verify and decode in CUDA graphs" if report.captured else "no CUDA graphs"
+    made = table("phase", "tokens", "steps", "ms a step", "tokens per second", caption=caption)
     for one in report.speeds:
         each, rate = f"{one.seconds / one.steps * 1e3:.2f}", f"{one.tokens_per_second:,.0f}"
         made.add_row(one.phase, str(one.tokens), str(one.steps), each, rate)

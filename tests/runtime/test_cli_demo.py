@@ -263,6 +263,7 @@ def test_json() -> None:
     assert result.exit_code == 0, result.output
     data = json.loads(result.output)
     assert (data["model"], data["layers"], data["dtype"], data["passed"]) == ("tiny", 1, "float32", True)
+    assert not data["captured"]
     assert {row["operator"] for row in data["calls"]} == {
         "causal_conv1d_fn", "chunk_gated_delta_rule", "rms_norm_gated", "add_rms_norm", "fused_gdn_decode",
     }  # fmt: skip
@@ -321,3 +322,16 @@ def test_the_defaults_on_a_gpu_fit_every_model(name: str, monkeypatch: pytest.Mo
     assert plan.device.type == "cuda"
     assert plan.sizes.max_seq_len <= plan.config.max_position_embeddings
     assert (max(plan.lengths) > 1000) == (name != "tiny")
+
+
+@pytest.mark.parametrize(("phase", "backend", "can"), [
+    ("prefill", "reference", True), ("decode", "cute", True), ("decode", "reference", False), ("verify", "cute+reference", False),
+])  # fmt: skip
+def test_what_the_reference_runs_is_not_captured(phase: str, backend: str, can: bool) -> None:
+    assert demo_run.can_capture([demo_calls.Row(phase, "conv", backend, (), None, None, 0.0, 1.0)]) == can
+
+
+def test_eager() -> None:
+    result = run("--eager", "--layers", "1")
+    assert result.exit_code == 0, result.output
+    assert "no CUDA graphs" in result.output
