@@ -197,7 +197,7 @@ def test_experts(tokens: int, device: torch.device) -> None:
     assert row_error(found.double(), exact) <= 2 * row_error(of_torch.double(), exact)
 
 
-def test_host_time_of_an_eager_decode_step(device: torch.device, record_property: Any) -> None:
+def test_timing_of_an_eager_decode_step_on_the_host(device: torch.device, record_property: Any) -> None:
     """60 us at most, projections included."""
     layer = layer_of(device)
     caches = pools(layer, device)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import gdn
 from gdn import reference
 from gdn.cli import app, demo_calls, demo_expected, demo_run
+from gdn.cli import demo as demo_command
 from gdn.cli.demo_floors import floor_us
 from gdn.layers import HybridConfig, HybridModel, RMSNorm
 from gdn.layers.loading import to_transformers
@@ -262,6 +263,7 @@ def test_json() -> None:
     assert result.exit_code == 0, result.output
     data = json.loads(result.output)
     assert (data["model"], data["layers"], data["dtype"], data["passed"]) == ("tiny", 1, "float32", True)
+    assert not data["captured"]
     assert {row["operator"] for row in data["calls"]} == {
         "causal_conv1d_fn", "chunk_gated_delta_rule", "rms_norm_gated", "add_rms_norm", "fused_gdn_decode",
     }  # fmt: skip
@@ -311,3 +313,25 @@ def test_bad_options_are_named(options: tuple[str, ...], message: str) -> None:
     result = run(*options)
     assert result.exit_code == 2 or result.exception is not None
     assert message in " ".join(result.output.replace("│", " ").split()) or message in str(result.exception)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_defaults_on_a_gpu_fit_every_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    plan = demo_command._plan(name, None, None, 1, "auto", None, 3, 0)
+    assert plan.device.type == "cuda"
+    assert plan.sizes.max_seq_len <= plan.config.max_position_embeddings
+    assert (max(plan.lengths) > 1000) == (name != "tiny")
+
+
+@pytest.mark.parametrize(("phase", "backend", "can"), [
+    ("prefill", "reference", True), ("decode", "cute", True), ("decode", "reference", False), ("verify", "cute+reference", False),
+])  # fmt: skip
+def test_what_the_reference_runs_is_not_captured(phase: str, backend: str, can: bool) -> None:
+    assert demo_run.can_capture([demo_calls.Row(phase, "conv", backend, (), None, None, 0.0, 1.0)]) == can
+
+
+def test_eager() -> None:
+    result = run("--eager", "--layers", "1")
+    assert result.exit_code == 0, result.output
+    assert "no CUDA graphs" in result.output
