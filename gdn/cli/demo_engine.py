@@ -24,7 +24,7 @@ from gdn.layers import (
     HybridModel,
     StepMetadata,
 )
-from gdn.layers.allocator import CHECKPOINT_MULTIPLE
+from gdn.layers.metadata import CHECKPOINT_MULTIPLE
 
 OnLogits = Callable[[list["Stream"], list[int], Tensor], None]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gdn.layers.config import HybridConfig
-from gdn.layers.host_arrays import refuse
+from gdn.layers.host_arrays import at_least, refuse
 from gdn.runtime import env
 
 PAGE_MULTIPLE = 4  # rows: what the operators take as the size of an indexer page
@@ -52,9 +52,9 @@ class GDNStateCache:
         state_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        _at_least("num_slots", num_slots, 0)
-        _at_least("num_spec", num_spec, 0)
-        _at_least("null_slot", null_slot, -1)
+        at_least("num_slots", num_slots, 0)
+        at_least("num_spec", num_spec, 0)
+        at_least("null_slot", null_slot, -1)
         if state_dtype not in STATE_DTYPES:
             raise TypeError(f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype}")
         self.num_slots, self.num_spec, self.null_slot = num_slots, num_spec, null_slot
@@ -118,8 +118,8 @@ class KVCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
-        _at_least("num_blocks", num_blocks, 0)
-        _at_least("block_size", block_size, 1)
+        at_least("num_blocks", num_blocks, 0)
+        at_least("block_size", block_size, 1)
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (config.num_full_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         self._buffer = torch.zeros(shape, dtype=dtype, device=device)
@@ -180,10 +180,10 @@ class IndexerCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
-        _at_least("num_blocks", num_blocks, 0)
-        _at_least("block_size", block_size, 1)
-        _at_least("num_sequences", num_sequences, 0)
-        _at_least("num_spec", num_spec, 0)
+        at_least("num_blocks", num_blocks, 0)
+        at_least("block_size", block_size, 1)
+        at_least("num_sequences", num_sequences, 0)
+        at_least("num_spec", num_spec, 0)
         self.ratio = config.index_ratio
         if config.index_topk and block_size % (PAGE_MULTIPLE * self.ratio):
             refuse("block_size", f"a multiple of {PAGE_MULTIPLE} * index_ratio = {PAGE_MULTIPLE * self.ratio}", block_size)
@@ -271,8 +271,8 @@ class HybridCaches:
         use_fp8_indexer: bool | None = None,
         **placed: Any,
     ) -> None:
-        _at_least("max_num_sequences", max_num_sequences, 0)
-        _at_least("num_checkpoints", num_checkpoints, 0)
+        at_least("max_num_sequences", max_num_sequences, 0)
+        at_least("num_checkpoints", num_checkpoints, 0)
         unknown = placed.keys() - {"dtype", "state_dtype", "device"}
         if unknown:
             raise TypeError(f"{', '.join(sorted(unknown))}: expected one of dtype, state_dtype, device")
@@ -304,11 +304,6 @@ class HybridCaches:
         """Copies one block of tokens to another, in all layers and caches."""
         self.kv.copy_block(source, target)
         self.indexer.copy_block(source, target)
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        refuse(name, f"at least {least}", value)
 
 
 def _row_bytes(buffer: Tensor, *dims: int) -> int:

@@ -4,9 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gdn.layers.host_arrays import at_least
+
 LAYER_TYPES = ("linear_attention", "full_attention")
 MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 COMPOSITE_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")  # a text model next to a vision model
+# Numbers that every model has, and those that are 0 where a model has no such part.
+_COUNTS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim", "max_position_embeddings", "index_head_dim", "index_ratio", "decoder_sparse_step", "hc_count",
+)  # fmt: skip
+_OPTIONAL_COUNTS = (
+    "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads", "index_topk", "index_n_heads",
+    "index_kv_heads", "intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "hc_lowrank",
+)  # fmt: skip
 _MISSING: Any = object()
 
 
@@ -56,8 +68,8 @@ class HybridConfig:
 
     Raises
     ------
-    ValueError
-        Named after the field, where sizes do not fit each other.
+    TypeError, ValueError
+        Named after the field, where a size is no number or sizes do not fit each other.
     """
 
     vocab_size: int
@@ -100,6 +112,9 @@ class HybridConfig:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        for least, names in ((1, _COUNTS), (0, _OPTIONAL_COUNTS)):
+            for name in names:
+                at_least(name, getattr(self, name), least)
         _one_of("projection_layout", self.projection_layout, ("interleaved", "flat"))
         _one_of("gdn_gate_activation", self.gdn_gate_activation, ("silu", "sigmoid"))
         _one_of("hidden_act", self.hidden_act, ("silu",))
@@ -171,8 +186,7 @@ class HybridConfig:
         ValueError
             Named after the field that `size` does not divide.
         """
-        if size < 1:
-            _refuse("size", "at least 1", size)
+        at_least("size", size, 1)
         divided = {"num_attention_heads": self.num_attention_heads}
         if self.num_linear_layers:  # a value head stays with its key head
             divided |= {name: getattr(self, name) for name in ("linear_num_key_heads", "linear_num_value_heads")}

@@ -182,8 +182,13 @@ def load(
 
 
 def read_config(folder: Path | str) -> HybridConfig:
-    """Configuration of a local checkpoint of Transformers: its config.json."""
-    return HybridConfig.from_transformers(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+    """Configuration of a local checkpoint of Transformers: its config.json. ValueError, with the file, where it is no JSON."""
+    path = Path(folder) / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, got {error}") from error
+    return HybridConfig.from_transformers(content)
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
