@@ -1,4 +1,4 @@
-"""What the import contracts cannot say: that low modules import nothing else of ours, where the environment is read, and
+"""Rules that the import contracts cannot say: that low modules import nothing else of ours, where the environment is read, and
 that kernel modules look alike."""
 
 import ast

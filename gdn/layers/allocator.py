@@ -16,7 +16,7 @@ from gdn.layers.pools import Pool
 
 @dataclass(eq=False)
 class CachedSequence:
-    """What one sequence holds of the caches. Made, changed and freed by `CacheAllocator` alone.
+    """Share of the caches that one sequence holds. Made, changed and freed by `CacheAllocator` alone.
 
     Attributes
     ----------

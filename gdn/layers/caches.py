@@ -30,7 +30,7 @@ class GDNStateCache:
     null_slot : int
         Largest slot that is never used: -1 = none; 0 as in vLLM.
     dtype, state_dtype : torch.dtype
-        Of the windows of the convolution, and of the recurrent states (float32 or bfloat16).
+        Dtypes of the windows of the convolution and of the recurrent states (float32 or bfloat16).
     device : torch.device
 
     Attributes
@@ -157,7 +157,7 @@ class IndexerCache:
         Whether keys are e4m3: with scales (uint8 pages) token-wise, plain where compressed. None = as
         ``VLLM_QSA_USE_FP8_INDEXER`` says now.
     dtype, device : torch.dtype, torch.device
-        Of the model: of raw keys, and of keys without FP8.
+        Dtype of raw keys, and of keys without FP8: the model's.
 
     Attributes
     ----------
@@ -251,7 +251,7 @@ class HybridCaches:
     use_fp8_indexer : bool, optional
         As `use_fp8` of `IndexerCache`.
     dtype, state_dtype, device : torch.dtype, torch.dtype, torch.device
-        Of the model, of the recurrent states, and where the caches are.
+        Dtypes of the model and of the recurrent states, and where the caches are.
 
     Attributes
     ----------

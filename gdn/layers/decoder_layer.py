@@ -33,7 +33,7 @@ class DecoderLayer(nn.Module):
         Sums a tensor over the tensor-parallel ranks (``all_reduce``) and returns the sum; None = one rank. It gets the output of
         the mixer and that of the MLP.
     device, dtype : torch.device, torch.dtype
-        Of the parameters.
+        Device and dtype of the parameters.
 
     Attributes
     ----------

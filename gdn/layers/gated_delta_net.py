@@ -27,7 +27,7 @@ class GatedDeltaNet(nn.Module):
     null_slot : int
         Largest slot index that means padding (vLLM's convention is 0).
     device, dtype : torch.device, torch.dtype
-        Of the parameters. `A_log` and `dt_bias` stay float32.
+        Device and dtype of the parameters. `A_log` and `dt_bias` stay float32.
 
     Attributes
     ----------

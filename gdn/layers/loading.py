@@ -55,7 +55,7 @@ def table(config: HybridConfig) -> dict[str, Parts]:
     Parameters
     ----------
     config : HybridConfig
-        Of the whole model.
+        Configuration of the whole model.
 
     Returns
     -------
@@ -101,7 +101,7 @@ def from_transformers(
         State dict of a model of Transformers, with or without the prefixes `model.` and `model.language_model.`; experts fused or
         one by one. The values are looked up when they are needed.
     config : HybridConfig
-        Of the whole model.
+        Configuration of the whole model.
     rank, size : int
         Tensor-parallel rank, and number of ranks. A key head of Gated DeltaNet keeps its value heads; key and value heads of
         attention are replicated where there are fewer than ranks.
@@ -141,7 +141,7 @@ def to_transformers(parameters: Mapping[str, Tensor], config: HybridConfig) -> d
     parameters : mapping of str to Tensor
         Named parameters of the model (`state_dict`).
     config : HybridConfig
-        Of the whole model.
+        Configuration of the whole model.
 
     Returns
     -------

@@ -27,7 +27,7 @@ class HybridModel(nn.Module):
     reduce : callable, optional
         Sums a tensor over the tensor-parallel ranks and returns the sum; None = one rank.
     device, dtype : torch.device, torch.dtype
-        Of the parameters. The decay parameters of Gated DeltaNet and the rotary table stay float32.
+        Device and dtype of the parameters. The decay parameters of Gated DeltaNet and the rotary table stay float32.
 
     Attributes
     ----------
