@@ -52,6 +52,8 @@ class Checkpoint:
         State slot: what `checkpoint_slots` of the prefill names.
     num_tokens : int
         Length of the prefix, a multiple of 64.
+    blocks : tuple of int
+        Blocks of these tokens.
     is_live : bool
         False after the checkpoint was dropped.
     """

@@ -102,6 +102,7 @@ class KVCache:
     num_blocks, block_size : int
         Blocks, and tokens of a block.
     dtype, device : torch.dtype, torch.device
+        Dtype of keys and values, and where they are.
 
     Attributes
     ----------

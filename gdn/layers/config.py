@@ -53,18 +53,22 @@ class HybridConfig:
     index_n_heads, index_kv_heads, index_head_dim, index_ratio : int
         Query heads, key heads and head dimension of the indexer; tokens per indexer key (1 = token-wise, with weights per
         head; more = compressed, without weights).
-    intermediate_size : int
-        Width of a dense MLP.
+    hidden_act, intermediate_size : {"silu"}, int
+        Activation of the MLPs, and width of a dense one.
     num_experts, num_experts_per_tok, moe_intermediate_size, shared_expert_intermediate_size : int
         Mixture of experts; `num_experts` 0 = dense everywhere.
     norm_topk_prob : bool
         Whether the probabilities of the selected experts are divided by their sum.
     mlp_only_layers, decoder_sparse_step : tuple of int, int
         Layers with a dense MLP in a model with experts, and the period of the others.
-    residual : {"plain", "hyper"}
+    residual, hc_count, hc_lowrank : {"plain", "hyper"}, int, int
         Residual stream: one, with zero-centred norms; or `hc_count` gated streams mixed through `hc_lowrank` dimensions.
     layer_scale : bool
         Whether the output of each mixer and MLP is multiplied by 1 + a learned vector ("plain" only).
+    rms_norm_eps : float
+        Added to the mean square in every norm.
+    tie_word_embeddings : bool
+        Whether the embedding is the head too.
 
     Raises
     ------

@@ -29,6 +29,11 @@ class GatedDeltaNet(nn.Module):
     device, dtype : torch.device, torch.dtype
         Device and dtype of the parameters. `A_log` and `dt_bias` stay float32.
 
+    Notes
+    -----
+    Which operators run depends on the rows of the batch, and they round in different places. ``GDN_BATCH_INVARIANT=1`` holds for
+    each operator by itself, not for a decode row that is alone in one step and next to a prompt in another.
+
     Attributes
     ----------
     in_proj : Parameter [rows, hidden]
