@@ -19,7 +19,7 @@ _PART_PADDING = 4  # floats of a head's part of O
 
 
 class Work(NamedTuple):
-    """What a block does."""
+    """Work of a block."""
 
     token: Any  # Int32: the query token
     kv_set: Any  # Int32: which key heads
