@@ -61,7 +61,7 @@ def gdn_decode(model: ModelShape, fp8: bool = False) -> problems.GdnDecodeProble
         **_all(None, "bias_dtype", "cu_seqlens_dtype"),
         index_dtype="int32",
         **_all(True, "conv_channels_contiguous", "state_v_first", "silu"),
-        **_all(False, "interleaved", "gate_sigmoid", "has_columns", "has_accepted", "has_rounding"),
+        **_all(False, "interleaved", "concatenated", "gate_sigmoid", "has_columns", "has_accepted", "has_rounding"),
         **_all(128, "num_tokens", "num_sequences"),
     )
 

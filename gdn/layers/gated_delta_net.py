@@ -125,12 +125,12 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """Decode rows, speculative ones with 2-D `slots`: everything between the projections in one operator."""
         parameters: dict[str, Any] = self._parameters
-        mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
         core: Tensor = gdn.fused_gdn_decode(
-            mixed_qkv, z.view(-1, self.num_v_heads, self.head_v_dim), b, a, conv_states, parameters["conv_weight"],
-            parameters["A_log"], parameters["dt_bias"], parameters["norm_weight"], ssm_states, slots, query_start_loc=offsets,
-            num_accepted_tokens=accepted, num_k_heads=self.num_k_heads, head_k_dim=self.head_k_dim, head_v_dim=self.head_v_dim,
-            eps=self.eps, gate_activation=self.gate_activation, state_v_first=True, null_slot=self.null_slot,
+            projected, None, None, None, conv_states, parameters["conv_weight"], parameters["A_log"], parameters["dt_bias"],
+            parameters["norm_weight"], ssm_states, slots, query_start_loc=offsets, num_accepted_tokens=accepted,
+            num_k_heads=self.num_k_heads, head_k_dim=self.head_k_dim, head_v_dim=self.head_v_dim, eps=self.eps,
+            gate_activation=self.gate_activation, projection_layout="concatenated", state_v_first=True,
+            null_slot=self.null_slot,
         )  # fmt: skip
         return core
 

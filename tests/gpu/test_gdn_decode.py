@@ -157,6 +157,10 @@ def make(case: Case, device: torch.device, seed: int = 0) -> tuple[Arguments, li
         groups = [part.unflatten(1, (H, -1)) for part in (q, k, v, z.to(case.dtype))]
         gates = torch.cat([part.unflatten(1, (H, -1)) for part in (b, a)], dim=2).flatten(1)
         projections = {"mixed_qkv": framed(torch.cat(groups, dim=2).flatten(1)), "z": None, "b": framed(gates, 1, 1), "a": None}
+    if case.layout == "concatenated":
+        unread = torch.full((rows, 8), torch.nan, dtype=case.dtype, device=device)
+        row = torch.cat([part.to(case.dtype) for part in (mixed, z, b, a, unread)], dim=1)
+        projections = {"mixed_qkv": framed(row), **dict.fromkeys(("z", "b", "a"))}
     arguments = {
         **projections, "conv_state": conv, "conv_weight": normal(case.channels, case.width, dtype=case.weight_dtype),
         "conv_bias": None if case.bias_dtype is None else normal(case.channels, dtype=case.bias_dtype),
@@ -227,7 +231,7 @@ AXES: dict[str, Any] = {
     "width": [4, 3, 2],
     "activation": ["silu", None],
     "gate_activation": ["silu", "sigmoid"],
-    "layout": ["flat", "interleaved"],
+    "layout": ["flat", "interleaved", "concatenated"],
     "conv_dtype": [BF16, F32],
     "order": ["channels", "columns", "neither"],
     "state_dtype": [F32, BF16],

@@ -68,6 +68,13 @@ def _given_interleaved(call: Call, path: str, _: random.Random) -> Spoiled | Non
     return Spoiled(call.with_values({path: call.get("b").clone()}))
 
 
+@spoiling("given with concatenated projections")
+def _given_concatenated(call: Call, path: str, _: random.Random) -> Spoiled | None:
+    if call.arguments.get("projection_layout") != "concatenated":
+        return None
+    return Spoiled(call.with_values({path: call.get("mixed_qkv")[:, :2].clone()}))
+
+
 @spoiling("False with indices")
 def _not_in_place(call: Call, path: str, _: random.Random) -> Spoiled | None:
     return None if indices_of(call) is None else Spoiled(call.with_values({path: False}))

@@ -234,7 +234,7 @@ TABLE: dict[str, dict[str, Kind]] = {
         "mixed_qkv": REQUIRED | ROWS | MATRIX,
         "z": ROWS | {"left out where it must be": ERROR, "given with interleaved projections": VALUE},
         "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with interleaved projections": VALUE},
-        "b": REQUIRED | INPUT | MATRIX,
+        "b": INPUT | MATRIX | {"left out where it must be": ERROR, "given with concatenated projections": VALUE},
         "conv_state": REQUIRED | WINDOWS | {"one page buffer for both pools": SAME},
         "ssm_state": REQUIRED | STATE_POOL | {"one page buffer for both pools": SAME},
         "conv_weight": REQUIRED | FILTER,
