@@ -212,15 +212,14 @@ def _check_projections(
     heads = A_log.shape[0]
     if heads == 0 or heads % num_k_heads:
         bad_value("A_log", f"shape [HV] with HV a multiple of num_k_heads = {num_k_heads}", f"shape {list(A_log.shape)}")
-    length, values = mixed_qkv.shape[0], heads * head_v_dim
+    values = heads * head_v_dim
     channels = 2 * num_k_heads * head_k_dim + values
     width = {"flat": channels, "interleaved": channels + values, "concatenated": channels + values + 2 * heads}[layout]
-    if layout == "concatenated":
-        check.tensor("mixed_qkv", mixed_qkv, shape=("tokens", f">= {width}"))
-        if check.is_less(mixed_qkv.shape[1], width):
-            bad_value("mixed_qkv", f"shape [tokens, >= {width}]", f"shape {list(mixed_qkv.shape)}")
-    else:
-        check.tensor("mixed_qkv", mixed_qkv, shape=("tokens", width))
+    is_whole = layout == "concatenated"
+    check.tensor("mixed_qkv", mixed_qkv, shape=("tokens", f">= {width}" if is_whole else width))
+    if is_whole and check.is_less(mixed_qkv.shape[1], width):
+        bad_value("mixed_qkv", f"shape [tokens, >= {width}]", f"shape {list(mixed_qkv.shape)}")
+    length = mixed_qkv.shape[0]
     separate: dict[str, tuple[int, ...]] = {}
     if layout == "flat":
         separate = {"z": (length, heads, head_v_dim), "b": (length, heads), "a": (length, heads)}

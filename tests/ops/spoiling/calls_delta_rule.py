@@ -271,7 +271,7 @@ def decode(draw: Draw) -> Call:
             call.arguments["projection_layout"] = "flat"
     elif layout == "concatenated":
         call.arguments |= {"projection_layout": layout, "z": None, "b": None, "a": None}
-        call.give("mixed_qkv", rows(channels + value_heads * (v_dim + 2)), "T width")
+        call.give("mixed_qkv", rows(channels + value_heads * (v_dim + 2)), "~ width+")
     else:
         call.arguments |= {"projection_layout": layout, "z": None, "a": None}
         call.give("mixed_qkv", rows(channels + value_heads * v_dim), "T width")
