@@ -48,7 +48,8 @@ class GDNMetadata:
     checkpoint_offsets, checkpoint_slots : Tensor [non-speculative rows, C] of int32, optional
         States to keep, as for `gdn.chunk_gated_delta_rule`.
     non_spec_lengths_host : tuple of int, optional
-        Query lengths of the non-speculative rows. None in batches for a captured graph.
+        Query lengths of the non-speculative rows, as `lengths_host` of `gdn.gated_delta_rule`. None in batches for a captured
+        graph.
 
     References
     ----------
