@@ -83,6 +83,11 @@ def attention(
     TypeError, ValueError
         Named after the argument, before anything is written. With ``GDN_VALIDATE=1`` (which waits for the device; on the CPU
         always) lengths, blocks of visible positions and the agreement with the lengths and bounds on the host are checked too.
+
+    References
+    ----------
+    .. [1] A. Vaswani et al., "Attention Is All You Need", arXiv:1706.03762.
+    .. [2] W. Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", arXiv:2309.06180.
     """
     k_cache, v_cache = split_pair(kv_cache)
     return_lse = Kind(bool, False).check("return_lse", return_lse)
