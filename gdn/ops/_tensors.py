@@ -56,10 +56,18 @@ def is_aligned(x: Tensor, size: int = ALIGNMENT) -> bool:
 
 
 def aligned(name: str, x: Tensor, size: int = ALIGNMENT) -> Tensor:
-    """x, or a contiguous copy, logged once, where its rows do not start at multiples of `size` bytes."""
+    """x, or a copy, logged once, where its rows do not start at multiples of `size` bytes.
+
+    The copy is contiguous, unless rows of this length next to each other would not be aligned either: then with gaps.
+    """
     if is_aligned(x, size):
         return x
-    return copied(name, x, f"its rows are not contiguous or do not start at multiples of {size} bytes")
+    why = f"its rows are not contiguous or do not start at multiples of {size} bytes"
+    gap = -x.shape[-1] % (size // x.element_size())
+    if gap == 0:
+        return copied(name, x, why)
+    log_copy(name, x, why)
+    return x.new_empty((*x.shape[:-1], x.shape[-1] + gap))[..., : x.shape[-1]].copy_(x)
 
 
 def contiguous_last(name: str, x: Tensor) -> Tensor:

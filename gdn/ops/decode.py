@@ -62,10 +62,11 @@ def fused_gdn_decode(
     Parameters
     ----------
     mixed_qkv : Tensor [tokens, 2 * H * K + HV * V]
-        Projected q, k and v of every token, bfloat16 or float16 (float32 and float64: reference only), any row stride; a last
-        dimension that is not contiguous is copied, logged once. With the interleaved layout the whole in_proj_qkvz output
-        [tokens, H * (2 * K + 2 * r * V)], per key-head group as in `fused_qkvzba_split_reshape_cat`; with the concatenated
-        layout the output of one projection [tokens, >= 2 * H * K + 2 * HV * V + 2 * HV]: q, k, v, z, b, a, and what is not read.
+        Projected q, k and v of every token, bfloat16 or float16 (float32 and float64: reference only), any row stride; copied,
+        logged once, where the last dimension is not contiguous or rows do not start at multiples of 16 bytes. With the
+        interleaved layout the whole in_proj_qkvz output [tokens, H * (2 * K + 2 * r * V)], per key-head group as in
+        `fused_qkvzba_split_reshape_cat`; with the concatenated layout the output of one projection
+        [tokens, >= 2 * H * K + 2 * HV * V + 2 * HV]: q, k, v, z, b, a, and columns that are not read (pad to a multiple of 8).
     z : Tensor [tokens, HV, V] or None
         Input of the output gate, any float dtype and row stride; None where it is part of `mixed_qkv`.
     b : Tensor [tokens, HV] or None

@@ -155,6 +155,17 @@ def test_rows_are_copied_where_they_are_not_aligned(kernel: Kernel) -> None:
     assert kernel.prepared == kernel.launches == 2
 
 
+@pytest.mark.parametrize("unread", range(8))
+def test_concatenated_rows_of_any_length(unread: int, kernel: Kernel) -> None:
+    """Rows that are not a multiple of 16 bytes long: a copy without gaps would not be aligned either."""
+    row = concatenated()["mixed_qkv"][:, : DIM + HV * V + 2 * HV]
+    row = torch.cat([row, torch.full((4, unread), torch.nan, dtype=BF16)], 1)
+    given = arguments_of(4, **concatenated() | {"mixed_qkv": row})
+    wanted = reference.fused_gdn_decode(**copied(given))
+    assert same_bits(gdn.fused_gdn_decode(**copied(given)), wanted)
+    assert kernel.launches == 1
+
+
 @pytest.mark.parametrize("eps", ["1e-6", None, True, float("nan")])
 def test_a_wrong_eps_leaves_both_pools(eps: Any) -> None:
     given = arguments_of(4)
