@@ -122,15 +122,22 @@ def test_eager_with_switches_of_attention(device: torch.device, demo: Demo) -> N
 @pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("model", ["qwen3-next-80b", "qwen3.8-flash-next"])
 def test_the_error_of_256_steps_does_not_grow(device: torch.device, model: str) -> None:
-    """Decode with graphs, over the tokens that it generated: next to float32, windows of steps are as near as the reference in
-    bfloat16, and the last ones as near as the first."""
-    config = first_layers(NAMED[model], 4)
-    found = demo_run.run(demo_run.Plan(model, config, (37, 700, 64, 2100), steps=256, drafts=3, device=device), None)
+    """Decode with graphs, over the tokens that it generated: next to float32, every step is at most twice as far off as the
+    reference in bfloat16, and the last steps are as near as the first.
+
+    A step's error is the mean of its rows: eight, because a row in which a rounding selects another expert is many times as far
+    off as the others, in either model.
+    """
+    config, lengths = first_layers(NAMED[model], 4), (37, 700, 64, 2100, 5, 130, 90, 33)
+    found = demo_run.run(demo_run.Plan(model, config, lengths, steps=256, drafts=3, device=device), None)
     assert found.passed, [row for row in found.rows if not row.passed]
     (decode,) = [one for one in found.deviations if one.phase == "decode"]
-    errors = torch.tensor(decode.steps).view(8, 32, 2).mean(dim=1)  # [windows, (of the run, of the reference)]
-    assert (errors[:, 0] <= 2 * errors[:, 1]).all(), errors
-    assert errors[-2:, 0].mean() <= 1.5 * errors[:2, 0].mean(), errors
+    errors = torch.tensor(decode.steps)  # [steps, (of the run, of the reference)]
+    assert errors.shape == (256, 2) and decode.positions == 256 * len(lengths)
+    ratios = errors[:, 0] / errors[:, 1]
+    beyond = [(step, *errors[step].tolist()) for step in range(256) if not ratios[step] <= 2]
+    assert not beyond, f"{beyond}, median ratio {ratios.median():.2f}"
+    assert errors[-64:, 0].mean() <= 1.5 * errors[:64, 0].mean(), errors.view(8, 32, 2).mean(dim=1)
 
 
 def test_a_preference_that_no_kernel_meets_is_told(device: torch.device) -> None:
