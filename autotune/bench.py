@@ -89,6 +89,14 @@ def _ways(shape: Shape, copies: int, device: torch.device) -> Callable[[str], li
     return lambda library: list(zip(*(peers.ways(library, shape.problem, one) for one in sets), strict=True))
 
 
+def about_run(limits: timing.Limits) -> dict[str, Any]:
+    """Day, device and its measured limits, versions: the first fields of all figures."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "device": torch.cuda.get_device_name(),
+        "torch": str(torch.__version__), "gdn": gdn.__version__, "limits": asdict(limits),
+    }  # fmt: skip
+
+
 def backends(op: str, backend: str | None, every: bool) -> list[str | None]:
     """Backends to time: the given one, every kernel's, or None for the one that a user's call takes."""
     if every:
@@ -134,9 +142,7 @@ class Bench:
     @property
     def found(self) -> dict[str, Any]:
         """Figures of the run, ready for JSON."""
-        return {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "device": torch.cuda.get_device_name(),
-            "torch": str(torch.__version__), "gdn": gdn.__version__, "limits": asdict(self._limits),
+        return about_run(self._limits) | {
             "rows": [{**asdict(row), "share_of_floor": row.share_of_floor} for row in self._rows],
             "peers": [asdict(row) for row in self._peers], "failures": self._failures,
             "left_out": self._left_out,

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -324,12 +323,7 @@ def bench(
     Shapes that are measured but never tuned (short calls, published tables) are named by --shapes short and --shapes published.
     Interrupted, it prints what it has by then, and writes no table.
     """
-    if out is not None and not write:
-        raise ValueError("out: expected with --write (without it, no table is written)")
-    if write and shapes:
-        raise ValueError("write: expected without --shapes (a table has all shapes of its operator)")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ValueError(f"json: expected a file in a folder that exists, got {json_file}")
+    _check_files(json_file, write, out, shapes, "shapes")
     every_shape = partial(shape_list.shapes, measured=bool(shapes), tuned=bool(shapes))
     operators = [op] if op is not None else shape_list.operators()
     if op is None and shapes:
@@ -359,11 +353,8 @@ def bench(
     if interrupted:
         raise typer.Exit(130)
     if write:
-        measured = (out or tuned.SHIPPED) / spec.key / "MEASURED.md"
-        measured.parent.mkdir(parents=True, exist_ok=True)
-        report.write_into(measured, report.markdown(found))
+        measured = _write_measured(out, spec, report.markdown(found))
         plot.draw(measured, measured.with_suffix(".png"))
-        console.print(f"wrote {measured}", markup=False)
     raise typer.Exit(0 if found["rows"] and not found["failures"] else 1)
 
 
@@ -389,20 +380,23 @@ def _bench_table(found: dict[str, Any]) -> Table:
 def layers(
     only: Annotated[str, typer.Option(help="Only rows whose name contains this text.")] = "",
     json_file: JsonFile = None,
+    write: Annotated[bool, typer.Option("--write", help="Write the figures into <device>/MEASURED.md.")] = False,
+    out: Annotated[Path | None, typer.Option(help="With --write: folder of tables; the shipped ones if left out.")] = None,
 ) -> None:
     """Time whole layers in decode at the shapes of Qwen3-Next-80B: captured without their MLPs, and the host's part of a call.
 
     A captured layer less its projections is compared with the time that its kernels need. Exit code 1 where a row misses its
-    limit. Interrupted, it prints what it has by then.
+    limit. Interrupted, it prints what it has by then, and writes no table.
     """
+    _check_files(json_file, write, out, only, "only")
     names = [name for name in layer_times.NAMES if only in name]
     if not names:
         raise ValueError(f"only: expected part of one of {list(layer_times.NAMES)}, got {only!r}")
-    _spec()
+    spec = _spec()
     device = torch.device("cuda", torch.cuda.current_device())
     found: list[Any] = []
     limits = timing.measure_limits()
-    shared = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "limits": asdict(limits)}
+    shared = benchmark.about_run(limits) | {"sizes": layer_times.SIZES}
     interrupted = False
     with _progress() as progress:
         task = progress.add_task("", total=len(names))
@@ -425,7 +419,29 @@ def layers(
             console.print(f"{row.name}, decode, with its projections: {figures} on {row.cpu}", markup=False)
     if interrupted:
         raise typer.Exit(130)
+    if write:
+        rows_found = shared | {"rows": [layer_times.as_dict(row) for row in found]}
+        _write_measured(out, spec, {report.LAYERS: report.layers_markdown(rows_found)})
     raise typer.Exit(0 if all(row.found <= row.must for row in found) else 1)
+
+
+def _check_files(json_file: Path | None, write: bool, out: Path | None, pattern: str, option: str) -> None:
+    """Refuses a JSON file in no folder, --out without --write, and --write of a part of a table. option: gives the pattern."""
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ValueError(f"json: expected a file in a folder that exists, got {json_file}")
+    if out is not None and not write:
+        raise ValueError("out: expected with --write (without it, no table is written)")
+    if write and pattern:
+        raise ValueError(f"write: expected without --{option} (a table has all its rows)")
+
+
+def _write_measured(out: Path | None, spec: DeviceSpec, tables: dict[str, str]) -> Path:
+    """Writes tables into the MEASURED.md of a device."""
+    measured = (out or tuned.SHIPPED) / spec.key / "MEASURED.md"
+    measured.parent.mkdir(parents=True, exist_ok=True)
+    report.write_into(measured, tables)
+    console.print(f"wrote {measured}", markup=False)
+    return measured
 
 
 def _captured_table(rows: list[Any]) -> Table:

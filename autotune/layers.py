@@ -28,6 +28,7 @@ Call = Callable[[], object]
 
 LAYERS = 8  # of a stack
 BATCH, CONTEXT = 32, 32768
+SIZES = f"Qwen3-Next-80B, batch {BATCH}, context {CONTEXT}, per layer of a graph of {LAYERS}"
 SAMPLES = 21
 HOST_LOOPS, HOST_CALLS = 60, 50  # calls between waits for the device: a full queue of launches would make the host wait
 HOST_WARM_S = 1.0  # a CPU that was idle takes 1.6 times as long for the first half second

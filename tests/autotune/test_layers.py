@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
-from autotune import cli, host_cost, launches, layers, stacks
+from autotune import cli, host_cost, launches, layers, report, stacks
 from gdn.device import H100
 from gdn.layers.named import NAMED
 from gdn.testing import timing
@@ -163,7 +163,44 @@ def test_the_command_prints_every_part_and_fails_where_a_limit_is_missed(
     assert found["rows"][0]["parts"][1] == {"name": "glu", "backend": "torch", "floor_us": 10.0, "alone_us": 15.0}
 
 
-def test_the_command_refuses_an_unknown_row() -> None:
-    done = RUNNER.invoke(cli.app, ["layers", "--only", "mixture"])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--only", "mixture"], "only: expected part of one of ['Gated DeltaNet'"),
+        (["--only", "DeltaNet", "--write"], "write: expected without --only"),
+        (["--out", "somewhere"], "out: expected with --write"),
+        (["--json", "nowhere/layers.json"], "json: expected a file in a folder that exists"),
+    ],
+)
+def test_the_command_refuses(options: list[str], told: str) -> None:
+    done = RUNNER.invoke(cli.app, ["layers", *options])
     assert done.exit_code == 2
-    assert "only: expected part of one of ['Gated DeltaNet'" in " ".join(done.output.split())
+    assert told in " ".join(done.output.split())
+
+
+def test_the_command_writes_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All rows, next to the tables of the operators; a row beyond its limit is written too."""
+    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "some device")
+    monkeypatch.setattr(timing, "measure_limits", lambda: LIMITS)
+    rows: dict[str, Any] = {form.name: dataclasses.replace(_captured(84.0), name=form.name) for form in layers.FORMS}
+    rows[layers.HOST] = layers.OnHost(layers.HOST, 51.5, 48.25, "some CPU", 60.0, 40.0)
+    monkeypatch.setattr(layers, "measure", lambda name, *_: rows[name])
+    path = tmp_path / "h100" / "MEASURED.md"
+    path.parent.mkdir()
+    path.write_text("before\n<!-- measured whole layers -->\nold\n<!-- /measured whole layers -->\nafter\n")
+    done = RUNNER.invoke(cli.app, ["layers", "--write", "--out", str(tmp_path)])
+    assert done.exit_code == 1, done.output
+    text = path.read_text()
+    assert text.startswith("before\n<!-- measured whole layers -->\n**whole layers**") and "old" not in text
+    assert text.endswith("<!-- /measured whole layers -->\nafter\n")
+    lines = text.splitlines()
+    assert "batch 32, context 32768" in lines[2] and "some device" in lines[2] and "copy 3.00 TB/s" in lines[2]
+    columns = lines[4].count("|")
+    table = [line for line in lines if line.startswith("| ")]
+    assert len(table) == 1 + len(layers.FORMS) and all(line.count("|") == columns for line in table)
+    assert table[1] == "| Gated DeltaNet | 84.0 | 30.0 | 54.0 | 30.0 | 45.0 | floors | 1.80 | 1.70 | 1.50 |"
+    assert "- attention, FP8 indexer: topk (CuTe) 20.0 30.0, glu (torch) 10.0 15.0" in lines
+    assert any(line.startswith(layers.HOST) and "51.5 us, least 48.2 (at most 60, aim 40) on some CPU" in line for line in lines)
+    assert report.read(path) == {}, "a table of no operator is read as one"
