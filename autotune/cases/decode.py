@@ -1,8 +1,10 @@
 """The fused decode step as a case: outputs of projections as slices of wide rows, pools whose slots have no order."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -12,15 +14,15 @@ from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 
 def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -> base.Work:
     """One decode step of a layer, with drafts or without."""
-    if problem.interleaved or problem.concatenated or problem.has_rounding or not problem.conv_channels_contiguous:
-        raise ValueError(f"problem: expected flat rows, windows with channels together, no noise, got {problem.static_key()}")
+    if problem.interleaved or problem.has_rounding or not problem.conv_channels_contiguous:
+        raise ValueError(
+            f"problem: expected flat or concatenated rows, windows with channels together, no noise, got {problem.static_key()}"
+        )
     if problem.has_accepted != problem.has_columns or (problem.cu_seqlens_dtype is None) != (max(lengths) == 1):
         raise ValueError(f"problem: expected offsets and accepted counts with drafts alone, got {problem.static_key()}")
     heads, K, V, dim = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim, problem.dim
     rows, batch, columns = sum(lengths), len(lengths), max(lengths) if problem.has_columns else 1
     slots = make.order(batch * columns, batch * columns + 3, problem.index_dtype)
-    qkv = make.normal(rows, dim + heads * V, dtype=problem.dtype)[:, :dim]
-    z = make.normal(rows, dim + heads * V, dtype=problem.z_dtype)[:, dim:].unflatten(1, (heads, V))
     window = make.normal(batch * columns + 3, problem.width - 2 + columns, dim, dtype=problem.dtype)
     offsets = accepted = None
     if problem.cu_seqlens_dtype is not None:
@@ -29,9 +31,7 @@ def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -
         accepted = make.integers([1 + n % columns for n in range(batch)], "int32")
     inner = (V, K) if problem.state_v_first else (K, V)
     arguments = {
-        "mixed_qkv": qkv, "z": z, "b": make.normal(rows, 2 * heads, dtype=problem.b_dtype)[:, :heads],
-        "a": make.normal(rows, 2 * heads, dtype=problem.a_dtype)[:, heads:],
-        "conv_state": window.to(getattr(torch, problem.conv_dtype)).mT,
+        **_projections(make, problem, rows), "conv_state": window.to(getattr(torch, problem.conv_dtype)).mT,
         "conv_weight": make.normal(dim, problem.width, dtype=problem.weight_dtype),
         "conv_bias": None if problem.bias_dtype is None else make.normal(dim, dtype=problem.bias_dtype),
         "A_log": make.normal(heads, dtype=problem.A_log_dtype), "dt_bias": make.normal(heads, dtype=problem.dt_bias_dtype),
@@ -47,6 +47,27 @@ def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -
     return base.Work("fused_gdn_decode", arguments, params, (arguments["out"],), ("conv_state", "ssm_state"))
 
 
+def _projections(make: base.Maker, problem: GdnDecodeProblem, rows: int) -> dict[str, Any]:
+    """Rows of one projection: slices of wide ones, or the whole, as the layer passes it."""
+    heads, values, dim = problem.num_v_heads, problem.num_v_heads * problem.head_v_dim, problem.dim
+    if problem.concatenated:
+        width = -(-(dim + values + 2 * heads) // 8) * 8
+        row = {"mixed_qkv": make.normal(rows, width, dtype=problem.dtype), "projection_layout": "concatenated"}
+        return row | dict.fromkeys(("z", "b", "a"))
+    return {
+        "mixed_qkv": make.normal(rows, dim + values, dtype=problem.dtype)[:, :dim],
+        "z": make.normal(rows, dim + values, dtype=problem.z_dtype)[:, dim:].unflatten(1, (heads, problem.head_v_dim)),
+        "b": make.normal(rows, 2 * heads, dtype=problem.b_dtype)[:, :heads],
+        "a": make.normal(rows, 2 * heads, dtype=problem.a_dtype)[:, heads:],
+    }
+
+
+def _concatenated(shape: base.Shape) -> base.Shape:
+    problem: Any = shape.problem
+    problem = replace(problem, concatenated=True, z_dtype=None, b_dtype=None, a_dtype=None)
+    return replace(shape, name=f"{shape.name}, concatenated", problem=problem)
+
+
 def _steps(heads: tuple[int, int], batch: int, state_dtype: str = "float32", drafts: int = 0) -> base.Shape:
     flags = {"cu_seqlens_dtype": "int32" if drafts else None, "has_columns": drafts > 0, "has_accepted": drafts > 0}
     return base.decode_steps("gdn_decode", heads, batch, drafts, state_dtype=state_dtype, **flags)
@@ -60,5 +81,6 @@ gdn_decode = base.Tunable(
         *(_steps((4, 8), batch) for batch in (1, 8, 32, 128)),
         *(_steps((16, 32), batch, drafts=3) for batch in (32, 128)),
     ),
+    measured_only=tuple(_concatenated(_steps((16, 32), batch)) for batch in (1, 32, 128)),  # on the tiles of the flat ones
     small=lambda shape: base.resized(shape, shape.lengths[:3], num_k_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=32),
 )

@@ -60,7 +60,8 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 0 <= layer < config.num_hidden_layers:
+        at_least("layer", layer, 0)
+        if layer >= config.num_hidden_layers:
             refuse("layer", f"0 to {config.num_hidden_layers - 1} (num_hidden_layers)", layer)
         self.layer_type, self.place, self.reduce = config.layer_types[layer], config.place(layer), reduce
         placed: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -31,7 +31,7 @@ def _small(shape: shapes.Shape) -> shapes.Shape:
 def _one_per_static_key() -> list[Any]:
     found: dict[str, shapes.Shape] = {}
     for op in shapes.operators():
-        for shape in shapes.shapes(op):
+        for shape in shapes.shapes(op, measured=True):
             small = _small(shape)
             found.setdefault(f"{op} {small.problem.static_key()}", small)
     return [pytest.param(shape, id=f"{shape.op}-{shape.name}") for shape in found.values()]
@@ -140,6 +140,7 @@ def _gdn_decode(tensors: tuple[Any, ...], problem: Any) -> None:
         qkv, z, b, a, windows, weight, *rest, slots, conv_bias=bias, query_start_loc=offsets, num_accepted_tokens=accepted,
         num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=scale, eps=eps,
         state_v_first=problem.state_v_first, null_slot=null_slot,
+        projection_layout="concatenated" if problem.concatenated else "flat",
     )  # fmt: skip
     out.copy_(o.view(out.shape))
 

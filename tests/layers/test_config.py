@@ -131,6 +131,9 @@ def test_a_layer_that_the_model_has_not_is_refused() -> None:
     config = dataclasses.replace(first_layers(NAMED["tiny"], 1), num_experts=0)
     with pytest.raises(ValueError, match=r"^layer: expected 0 to 0 \(num_hidden_layers\), got 1"):
         DecoderLayer(config, 1, RotaryEmbedding(config))
+    for layer in ("0", 0.0, True):
+        with pytest.raises(TypeError, match="^layer: expected an int"):
+            DecoderLayer(config, layer, RotaryEmbedding(config))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="^intermediate_size: expected at least 1, got 0"):
         DecoderLayer(config, 0, RotaryEmbedding(config))
 
