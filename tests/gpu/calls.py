@@ -163,6 +163,9 @@ CALLS = {
         ("initial_state",), ("A_log", "dt_bias"),
     ),
     "decode": Call("fused_gdn_decode", "gdn_decode", fused_decode(test_gdn_decode.Case()), _POOLS, _DECODE),
+    "decode, one projection": Call(
+        "fused_gdn_decode", "gdn_decode", fused_decode(test_gdn_decode.Case(layout="concatenated")), _POOLS, _DECODE
+    ),
     "decode, float32": Call("fused_gdn_decode", "gdn_decode", fused_decode(WIDE_DECODE), _POOLS, _DECODE),
     "decode, bfloat16": Call(
         "fused_gdn_decode", "gdn_decode", fused_decode(test_gdn_decode.Case(), A_log=BF16), _POOLS, _DECODE

@@ -187,6 +187,7 @@ GROUPS: dict[str, dict[str, Call]] = {
         "recurrent-tilelang": partial(recurrent, "tilelang"),
         "fused": decode,
         "fused-one-block": _ONE_BLOCK,
+        "fused-row": partial(decode, layout="concatenated"),  # as the layer calls it
         "fused-drafts": partial(decode, spec=3, dims=(64, 128)),
         "fused-wide": partial(decode, dims=(256, 256), layout="interleaved"),
         "fused-rounded": rounded_decode,

@@ -144,13 +144,15 @@ def decode_case(**changes: Any) -> test_gdn_decode.Case:
     return test_gdn_decode.Case(lengths=(1,) * FORTY, heads=(16, 32), padding=0, **changes)
 
 
+@pytest.mark.parametrize("layout", ["flat", "concatenated"])
 @pytest.mark.parametrize("backend", [*backends("gdn_decode"), "reference"])
-def test_fused_decode(backend: str, device: torch.device) -> None:
-    case = decode_case(offsets_dtype=None)
+def test_fused_decode(backend: str, layout: str, device: torch.device) -> None:
+    case = decode_case(offsets_dtype=None, layout=layout)
     arguments, _ = test_gdn_decode.make(case, device)
     arguments |= {"dt_bias": arguments["dt_bias"].float(), "out": None}
+    rows = tuple(name for name in ("mixed_qkv", "z", "b", "a") if arguments[name] is not None)
     batch = Batch(
-        "fused_gdn_decode", arguments, case.lengths, None, tokens=("mixed_qkv", "z", "b", "a"), sequences=("state_indices",),
+        "fused_gdn_decode", arguments, case.lengths, None, tokens=rows, sequences=("state_indices",),
         pools=test_gdn_decode.POOLS, slots="state_indices", dim=0,
     )  # fmt: skip
     batch.check([0, 17, 39, 22], backend)
