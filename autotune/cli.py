@@ -396,7 +396,7 @@ def layers(
     device = torch.device("cuda", torch.cuda.current_device())
     found: list[Any] = []
     limits = timing.measure_limits()
-    shared = benchmark.about_run(limits) | {"sizes": layer_times.SIZES}
+    shared = benchmark.about_run(limits)
     interrupted = False
     with _progress() as progress:
         task = progress.add_task("", total=len(names))
@@ -415,13 +415,11 @@ def layers(
         console.print(_captured_table(rows))
     for row in found:
         if isinstance(row, layer_times.OnHost):
-            figures = f"{row.median_us:.1f} us, least {row.least_us:.1f} (at most {row.must:.0f}, aim {row.aim:.0f})"
-            console.print(f"{row.name}, decode, with its projections: {figures} on {row.cpu}", markup=False)
+            console.print(str(row), markup=False)
     if interrupted:
         raise typer.Exit(130)
     if write:
-        rows_found = shared | {"rows": [layer_times.as_dict(row) for row in found]}
-        _write_measured(out, spec, {report.LAYERS: report.layers_markdown(rows_found)})
+        _write_measured(out, spec, {layer_times.TABLE: layer_times.markdown(found, shared)})
     raise typer.Exit(0 if all(row.found <= row.must for row in found) else 1)
 
 
@@ -450,9 +448,7 @@ def _captured_table(rows: list[Any]) -> Table:
         "layer, us", "wall", "projections", "rest", "floor", "alone", "rest over", "", "must", "aim", left=("rest over",)
     )
     for row in rows:
-        floors, alone = (sum(getattr(part, field) for part in row.parts) for field in ("floor_us", "alone_us"))
-        rest = row.wall_us - row.projections_us
-        numbers = [f"{value:.1f}" for value in (row.wall_us, row.projections_us, rest, floors, alone)]
+        numbers = [f"{us:.1f}" for us in (row.wall_us, row.projections_us, row.rest_us, row.floors_us, row.alone_us)]
         color = "green" if row.found <= row.must else "red"
         limits = [f"[{color}]{row.found:.2f}[/]", f"{row.must:.2f}", f"{row.aim:.2f}"]
         made.add_section()

@@ -10,7 +10,7 @@ Its projections are a second graph, each of its kernels another; all are sampled
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from autotune import report
 from autotune.launches import Launch, record
 from autotune.stacks import Stack, make_stack, shaped
 from gdn.layers import HybridConfig
@@ -28,6 +29,7 @@ Call = Callable[[], object]
 
 LAYERS = 8  # of a stack
 BATCH, CONTEXT = 32, 32768
+TABLE = "whole layers"  # in MEASURED.md: no operator's
 SIZES = f"Qwen3-Next-80B, batch {BATCH}, context {CONTEXT}, per layer of a graph of {LAYERS}"
 SAMPLES = 21
 HOST_LOOPS, HOST_CALLS = 60, 50  # calls between waits for the device: a full queue of launches would make the host wait
@@ -57,14 +59,21 @@ class Captured:
     aim: float
 
     @property
-    def needed_us(self) -> float:
-        """Time that the kernels need, by the measure of this row."""
-        return sum(part.alone_us if self.against == "kernels" else part.floor_us for part in self.parts)
+    def rest_us(self) -> float:
+        return self.wall_us - self.projections_us
+
+    @property
+    def floors_us(self) -> float:
+        return sum(part.floor_us for part in self.parts)
+
+    @property
+    def alone_us(self) -> float:
+        return sum(part.alone_us for part in self.parts)
 
     @property
     def found(self) -> float:
         """Ratio that the limits are about."""
-        return (self.wall_us - self.projections_us) / self.needed_us
+        return self.rest_us / (self.alone_us if self.against == "kernels" else self.floors_us)
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,10 @@ class OnHost:
     def found(self) -> float:
         """Time that the limits are about."""
         return self.median_us
+
+    def __str__(self) -> str:
+        figures = f"{self.median_us:.1f} us, least {self.least_us:.1f} (at most {self.must:.0f}, aim {self.aim:.0f})"
+        return f"{self.name}, decode, with its projections: {figures} on {self.cpu}"
 
 
 @dataclass(frozen=True)
@@ -204,3 +217,24 @@ def measure(
 def as_dict(row: Captured | OnHost) -> dict[str, Any]:
     """A row as JSON shows it."""
     return {**asdict(row), "found": row.found, "passed": row.found <= row.must}
+
+
+def markdown(rows: Sequence[Captured | OnHost], about: Mapping[str, Any]) -> str:
+    """Table of whole layers in decode. about: the run, for `report.heading`."""
+    us = report.time_text
+    lines = [
+        f"**{TABLE}** in decode ({SIZES}): {report.heading(about)}", "",
+        "| layer | wall, us | projections | rest | its kernels: floors | alone | rest over | is | at most | aim |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    parts = []
+    for row in (row for row in rows if isinstance(row, Captured)):
+        times = (row.wall_us, row.projections_us, row.rest_us, row.floors_us, row.alone_us)
+        over = {"kernels": "alone", "floors": "floors"}[row.against]
+        limits = [f"{number:.2f}" for number in (row.found, row.must, row.aim)]
+        lines.append("| " + " | ".join([row.name, *map(us, times), over, *limits]) + " |")
+        kernels = [f"{one.name} ({report.KERNEL[one.backend]}) {us(one.floor_us)} {us(one.alone_us)}" for one in row.parts]
+        parts.append(f"- {row.name}: {', '.join(kernels)}")
+    lines += ["", "Their kernels, floor and time alone:", "", *parts]
+    lines += [f"\n{row}." for row in rows if isinstance(row, OnHost)]
+    return "\n".join(lines) + "\n"

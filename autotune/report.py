@@ -1,4 +1,4 @@
-"""Figures of a benchmark as tables of MEASURED.md, one per operator, and those of whole layers as one more."""
+"""Figures of a benchmark as tables of MEASURED.md, one per operator."""
 
 import math
 import re
@@ -8,23 +8,22 @@ from pathlib import Path
 from typing import Any
 
 _NEW_FILE = "# Measured times\n\nWritten by `python -m autotune bench --write`. Sustained microseconds of a call by itself.\n"
-_KERNEL = {"tilelang": "TileLang", "cute": "CuTe", "torch": "torch"}
-LAYERS = "whole layers"  # name of their table: no operator's
+KERNEL = {"tilelang": "TileLang", "cute": "CuTe", "torch": "torch"}
 
 
 def markdown(found: Mapping[str, Any]) -> dict[str, str]:
     """Table of each operator: the device with its limits, then a row per shape. found: `bench.Bench.found`."""
-    heading = _heading(found)
+    about = heading(found)
     tables = {}
     for op, rows in by_operator(found).items():
         lines = [
-            f"**{op}**: {heading}", "",
+            f"**{op}**: {about}", "",
             "| shape | kernel | us | in bursts | floor, us | share of floor | error | peers, us |",
             "|---|---|---|---|---|---|---|---|",
         ]  # fmt: skip
         for row in rows:
             cells = [
-                row["shape"], _KERNEL[row["backend"]], *(_time(row[field]) for field in ("time_us", "burst_us", "floor_us")),
+                row["shape"], KERNEL[row["backend"]], *(time_text(row[field]) for field in ("time_us", "burst_us", "floor_us")),
                 f"{row['share_of_floor']:.0%}", f"{row['error']:.1e}", _peers(found, row),
             ]  # fmt: skip
             lines.append("| " + " | ".join(cells) + " |")
@@ -32,37 +31,7 @@ def markdown(found: Mapping[str, Any]) -> dict[str, str]:
     return tables
 
 
-def layers_markdown(found: Mapping[str, Any]) -> str:
-    """Table of whole layers in decode. found: what `autotune layers --json` writes, of all rows."""
-    captured = [row for row in found["rows"] if "parts" in row]
-    lines = [
-        f"**{LAYERS}** in decode ({found['sizes']}): {_heading(found)}", "",
-        "| layer | wall, us | projections | rest | its kernels: floors | alone | rest over | is | at most | aim |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for row in captured:
-        floors, alone = (sum(part[field] for part in row["parts"]) for field in ("floor_us", "alone_us"))
-        times = (row["wall_us"], row["projections_us"], row["wall_us"] - row["projections_us"], floors, alone)
-        numbers = [f"{row[field]:.2f}" for field in ("found", "must", "aim")]
-        over = {"kernels": "alone", "floors": "floors"}[row["against"]]
-        lines.append("| " + " | ".join([row["name"], *map(_time, times), over, *numbers]) + " |")
-    lines += ["", "Their kernels, floor and time alone:", ""]
-    for row in captured:
-        parts = [
-            f"{part['name']} ({_KERNEL[part['backend']]}) {_time(part['floor_us'])} {_time(part['alone_us'])}"
-            for part in row["parts"]
-        ]
-        lines.append(f"- {row['name']}: {', '.join(parts)}")
-    for row in found["rows"]:
-        if "median_us" in row:
-            figures = (
-                f"{_time(row['median_us'])} us, least {_time(row['least_us'])} (at most {row['must']:.0f}, aim {row['aim']:.0f})"
-            )
-            lines += ["", f"{row['name']}, eager, decode, with its projections: {figures} on {row['cpu']}."]
-    return "\n".join(lines) + "\n"
-
-
-def _heading(found: Mapping[str, Any]) -> str:
+def heading(found: Mapping[str, Any]) -> str:
     return f"{found['device']}, {found['date']}, torch {found['torch']}; {limits_in_words(found)} in the same run."
 
 
@@ -96,10 +65,10 @@ def _named(peer: Mapping[str, Any]) -> str:
 
 def _peers(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     both = ((best_peer(found, row, norm), remark) for norm, remark in ((True, ""), (False, " without the norm")))
-    return ", ".join(f"{best[0]} {_time(best[1])}{remark}" for best, remark in both if best is not None)
+    return ", ".join(f"{best[0]} {time_text(best[1])}{remark}" for best, remark in both if best is not None)
 
 
-def _time(value: float) -> str:
+def time_text(value: float) -> str:
     return f"{value:.2f}" if value < 2 else f"{value:.1f}"
 
 

@@ -32,7 +32,7 @@ MOST_PYTHON_LINES = {
         "gdn/crossing", "gdn/ops/_ordered", "gdn/ops/attention", "gdn/ops/gated_delta_rule", "gdn/ops/sparse_attention",
         "gdn/problems/attention", "gdn/reference/attention", "gdn/reference/gated_delta_rule", "gdn/testing/inputs_attention",
         "kernels_cute/gdn_steps/add_rms_norm", "autotune/cases/attention", "autotune/crossing", "autotune/dense_attention",
-        "autotune/host_cost", "autotune/launches", "autotune/layers", "autotune/stacks",
+        "autotune/host_cost", "autotune/launches", "autotune/layers", "autotune/mixed_step", "autotune/stacks",
     ): 2_400,
     ("",): 32_000,
 }  # fmt: skip
