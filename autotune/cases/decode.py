@@ -15,9 +15,7 @@ from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -> base.Work:
     """One decode step of a layer, with drafts or without."""
     if problem.interleaved or problem.has_rounding or not problem.conv_channels_contiguous:
-        raise ValueError(
-            f"problem: expected flat or concatenated rows, windows with channels together, no noise, got {problem.static_key()}"
-        )
+        raise ValueError(f"problem: expected whole rows, windows with channels together, no noise, got {problem.static_key()}")
     if problem.has_accepted != problem.has_columns or (problem.cu_seqlens_dtype is None) != (max(lengths) == 1):
         raise ValueError(f"problem: expected offsets and accepted counts with drafts alone, got {problem.static_key()}")
     heads, K, V, dim = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim, problem.dim
@@ -51,9 +49,8 @@ def _projections(make: base.Maker, problem: GdnDecodeProblem, rows: int) -> dict
     """Rows of one projection: slices of wide ones, or the whole, as the layer passes it."""
     heads, values, dim = problem.num_v_heads, problem.num_v_heads * problem.head_v_dim, problem.dim
     if problem.concatenated:
-        width = -(-(dim + values + 2 * heads) // 8) * 8
-        row = {"mixed_qkv": make.normal(rows, width, dtype=problem.dtype), "projection_layout": "concatenated"}
-        return row | dict.fromkeys(("z", "b", "a"))
+        row = make.normal(rows, dim + values + 2 * heads, dtype=problem.dtype)
+        return {"mixed_qkv": row, **dict.fromkeys(("z", "b", "a")), "projection_layout": "concatenated"}
     return {
         "mixed_qkv": make.normal(rows, dim + values, dtype=problem.dtype)[:, :dim],
         "z": make.normal(rows, dim + values, dtype=problem.z_dtype)[:, dim:].unflatten(1, (heads, problem.head_v_dim)),
@@ -62,16 +59,13 @@ def _projections(make: base.Maker, problem: GdnDecodeProblem, rows: int) -> dict
     }
 
 
-def _concatenated(shape: base.Shape) -> base.Shape:
-    problem: Any = shape.problem
-    problem = replace(problem, concatenated=True, z_dtype=None, b_dtype=None, a_dtype=None)
-    return replace(shape, name=f"{shape.name}, concatenated", problem=problem)
-
-
-def _steps(heads: tuple[int, int], batch: int, state_dtype: str = "float32", drafts: int = 0) -> base.Shape:
+def _steps(heads: tuple[int, int], batch: int, state_dtype: str = "float32", drafts: int = 0, **fields: Any) -> base.Shape:
     flags = {"cu_seqlens_dtype": "int32" if drafts else None, "has_columns": drafts > 0, "has_accepted": drafts > 0}
-    return base.decode_steps("gdn_decode", heads, batch, drafts, state_dtype=state_dtype, **flags)
+    return base.decode_steps("gdn_decode", heads, batch, drafts, state_dtype=state_dtype, **flags, **fields)
 
+
+_WHOLE: dict[str, Any] = {"concatenated": True, **dict.fromkeys(("z_dtype", "b_dtype", "a_dtype"))}  # as the layer's
+_CONCATENATED = [_steps((16, 32), batch, **_WHOLE) for batch in (1, 32, 128)]
 
 gdn_decode = base.Tunable(
     partial(base.StepCase, _step, verdict="close", copied=("conv_state",), states=("ssm_state",)),
@@ -81,6 +75,6 @@ gdn_decode = base.Tunable(
         *(_steps((4, 8), batch) for batch in (1, 8, 32, 128)),
         *(_steps((16, 32), batch, drafts=3) for batch in (32, 128)),
     ),
-    measured_only=tuple(_concatenated(_steps((16, 32), batch)) for batch in (1, 32, 128)),  # on the tiles of the flat ones
+    measured_only=tuple(replace(shape, name=f"{shape.name}, concatenated") for shape in _CONCATENATED),
     small=lambda shape: base.resized(shape, shape.lengths[:3], num_k_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=32),
 )
