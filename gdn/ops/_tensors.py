@@ -56,17 +56,11 @@ def is_aligned(x: Tensor, size: int = ALIGNMENT) -> bool:
 
 
 def aligned(name: str, x: Tensor, size: int = ALIGNMENT) -> Tensor:
-    """x, or a copy, logged once, where its rows do not start at multiples of `size` bytes.
-
-    The copy is contiguous, unless rows of this length next to each other would not be aligned either: then with gaps.
-    """
+    """x, or a copy whose rows are aligned, logged once, where its rows do not start at multiples of `size` bytes."""
     if is_aligned(x, size):
         return x
-    why = f"its rows are not contiguous or do not start at multiples of {size} bytes"
-    gap = -x.shape[-1] % (size // x.element_size())
-    if gap == 0:
-        return copied(name, x, why)
-    log_copy(name, x, why)
+    log_copy(name, x, f"its rows are not contiguous or do not start at multiples of {size} bytes")
+    gap = -x.shape[-1] % (size // x.element_size())  # after a row that has no multiple of `size` bytes
     return x.new_empty((*x.shape[:-1], x.shape[-1] + gap))[..., : x.shape[-1]].copy_(x)
 
 
