@@ -5,6 +5,7 @@ takes a call that has run, with its arguments from before, and returns pairs: a 
 expected content.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -108,9 +109,16 @@ def _delta_rule(call: Call, before: Arguments) -> Pairs:
     return [output, Pair(call.after["initial_state"], exact.state, _often(before["q"]))]
 
 
+def _ends(*sizes: int) -> list[int]:
+    """Ends of columns of the given numbers, one after the other."""
+    return list(itertools.accumulate(sizes))
+
+
 def _decode_step(call: Call, before: Arguments) -> Pairs:
-    """Convolution, token recurrence and gated norm of one or some tokens of each sequence."""
-    x, weight, windows = before["mixed_qkv"], before["conv_weight"], before["conv_state"].double()
+    """Convolution, token recurrence and gated norm of one or some tokens of each sequence; concatenated projections."""
+    weight, windows = before["conv_weight"], before["conv_state"].double()
+    keys, heads, dims = before["num_k_heads"], len(before["A_log"]), (before["head_k_dim"], before["head_v_dim"])
+    x, z, b, a, _ = before["mixed_qkv"].tensor_split(_ends(len(weight), heads * dims[1], heads, heads), dim=1)
     slots, offsets, accepted = before["state_indices"], before["query_start_loc"], before["num_accepted_tokens"]
     if offsets is None:
         offsets = torch.arange(x.shape[0] + 1, device=x.device)
@@ -125,18 +133,17 @@ def _decode_step(call: Call, before: Arguments) -> Pairs:
         mixed[start:end] = _convolve(line, weight)
         kept = line[:, 1:] if slots.dim() == 2 else line[:, -width:]
         own[:, : kept.shape[1]] = kept[:, : own.shape[1]]
-    keys, dims = before["num_k_heads"], (before["head_k_dim"], before["head_v_dim"])
     q, k, v = mixed.split([keys * dims[0], keys * dims[0], x.shape[1] - 2 * keys * dims[0]], dim=1)
     exact = oracle_delta_rule(
         q.unflatten(1, (keys, -1))[None], k.unflatten(1, (keys, -1))[None], v.unflatten(1, (-1, dims[1]))[None],
-        before["a"][None], before["b"][None], scale=before["scale"], initial_state=before["ssm_state"], cu_seqlens=offsets,
+        a[None], b[None], scale=before["scale"], initial_state=before["ssm_state"], cu_seqlens=offsets,
         use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=before["A_log"], dt_bias=before["dt_bias"],
         use_beta_sigmoid_in_kernel=True, ssm_state_indices=slots, num_accepted_tokens=accepted, null_slot=before["null_slot"],
         state_v_first=before["state_v_first"],
     )  # fmt: skip
     assert exact.state is not None
     normed = functional.rms_norm(exact.o[0], dims[1:], before["norm_weight"].double(), before["eps"])
-    out = (normed * _gate(before["z"].double(), before["gate_activation"])).flatten(1)
+    out = normed.flatten(1) * _gate(z.double(), before["gate_activation"])
     states = Pair(call.after["ssm_state"], exact.state, _often(x))
     return [Pair(call.result, out, _often(x)), Pair(call.after["conv_state"].double(), windows, 0.0), states]
 
