@@ -3,7 +3,7 @@
 The formulas and who waits for whom: fused.py, four_sm/kernel.py.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -102,7 +102,7 @@ def inverse_warpgroup(spec, storage, own, length, warp):
         for back in cutlass.range_constexpr(3):
             u = 2 - back
             if u < warp:
-                values = next_block(at, left, lower, columns, reference, row_decay, u)
+                (values,) = next_blocks(at, u, [BlockRow(left, lower, columns, reference, row_decay)])
                 if cutlass.const_expr(is_set):
                     store_scaled(spec, at, plain, m_tile, u, values, to_last)
                 else:
@@ -133,7 +133,7 @@ def key_factors(spec, at, diagonal, rows):
 
 
 @cute.jit
-def store_lower(at, kk, lower, columns, row_scale):
+def store_lower(at, kk, lower, columns, row_scale, address=blocks.square_address):
     """The warp's blocks of L left of the diagonal, negated, from those of K K^T."""
     for u in cutlass.range_constexpr(3):
         if u < at.warp:
@@ -142,7 +142,7 @@ def store_lower(at, kk, lower, columns, row_scale):
                 keys_of = ptx.load_pair(columns + KEY_BETA + (2 * u + m) * 32)
                 for i in cutlass.range_constexpr(4):
                     values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
-            blocks.store_block(lower, at, u, blocks.half_words(values))
+            blocks.store_block(lower, at, u, blocks.half_words(values), address)
 
 
 @cute.jit
@@ -162,16 +162,7 @@ def invert_block(at, diagonal, inverse, row_scale, columns, lower, scratch, lane
                 below[odd] = diagonal[2 + odd] * (row_scale[1] * keys_of[odd])
     cute.arch.sync_warp()
     half = lane // _HALF % 2
-    x = cute.make_rmem_tensor(cute.make_layout(_HALF), Float32)
-    for i in cutlass.range_constexpr(_HALF):
-        x[i] = ptx.is_equal(lane_column, Float32(i))
-    first_column = scratch + half * (_HALF * _COLUMN_PITCH + _HALF * 4)
-    for step in cutlass.range_constexpr(_HALF - 1):
-        for part in cutlass.range_constexpr((step + 1) // 4, _HALF // 4):
-            factors = ptx.load_four(first_column + step * _COLUMN_PITCH + part * 16)
-            for i in cutlass.range_constexpr(4):
-                if cutlass.const_expr(4 * part + i > step):
-                    x[4 * part + i] = x[4 * part + i] + factors[i] * x[step]
+    x = substitute(scratch + half * (_HALF * _COLUMN_PITCH + _HALF * 4), _COLUMN_PITCH, lane_column)
     cute.arch.sync_warp()
     if lane < _BLOCK:
         for i in cutlass.range_constexpr(_HALF):
@@ -179,45 +170,81 @@ def invert_block(at, diagonal, inverse, row_scale, columns, lower, scratch, lane
     cute.arch.sync_warp()
     upper = ptx.load_pair(scratch + row * shape.ROW_PITCH + 2 * pair * 4)
     last = ptx.load_pair(scratch + (row + _HALF) * shape.ROW_PITCH + (_HALF + 2 * pair) * 4)
-    upper_words, below_words = blocks.half_words(upper), blocks.half_words(below)
-    none, zero = Int32(0), (Float32(0.0),) * 4
-    operand = [upper_words[0], none, none, blocks.half_words(last)[0]]
-    product = ptx.multiply_small(cutlass.Float16, zero, operand, none, ptx.transpose(below_words[0]))
-    operand = [none, blocks.half_words(product)[1], none, none]
-    product = ptx.multiply_small(cutlass.Float16, zero, operand, ptx.transpose(upper_words[0]), none)
-    values = [upper[0], upper[1], product[2], product[3], Float32(0.0), Float32(0.0), last[0], last[1]]
+    values = join_halves(upper, last, below)
     for i in cutlass.range_constexpr(8):
         inverse[i] = values[i]
     blocks.store_block(lower, at, at.warp, blocks.half_words(values))
     cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
 
 
-@cute.jit
-def next_block(at, left, lower, columns, reference, row_decay, u: cutlass.Constexpr):
-    """Block u of the warp's row of A, to `left`, from those right of it; returns it with decays, as M has it."""
+def substitute(first_column: Any, pitch: int, lane_column: Any) -> Any:
+    """A column of the inverse of a unit lower triangular 8 x 8 matrix, by forward substitution. first_column: address of the
+    negated matrix by columns, `pitch` bytes apart; lane_column: which column, as float32."""
+    x = [ptx.is_equal(lane_column, Float32(i)) for i in range(_HALF)]
+    for step in range(_HALF - 1):
+        for part in range((step + 1) // 4, _HALF // 4):
+            factors = ptx.load_four(first_column + step * pitch + part * 16)
+            for i in range(4):
+                if 4 * part + i > step:
+                    x[4 * part + i] = x[4 * part + i] + factors[i] * x[step]
+    return x
+
+
+def join_halves(upper: Any, last: Any, below: Any) -> list[Any]:
+    """[[B, 0], [-C^-1 N B^-1, C]]^-1's entries of this lane from those of B^-1, C^-1 and N, negated."""
+    upper_words, below_words = blocks.half_words(upper), blocks.half_words(below)
+    none, zero = Int32(0), (Float32(0.0),) * 4
+    operand = [upper_words[0], none, none, blocks.half_words(last)[0]]
+    product = ptx.multiply_small(cutlass.Float16, zero, operand, none, ptx.transpose(below_words[0]))
+    operand = [none, blocks.half_words(product)[1], none, none]
+    product = ptx.multiply_small(cutlass.Float16, zero, operand, ptx.transpose(upper_words[0]), none)
+    return [upper[0], upper[1], product[2], product[3], Float32(0.0), Float32(0.0), last[0], last[1]]
+
+
+class BlockRow(NamedTuple):
+    """The warp's row of blocks of a matrix A."""
+
+    left: Any  # its blocks so far, as operands
+    lower: Any  # the tile of L and the inverted diagonal blocks
+    columns: Any  # this lane's columns of the rows of factors
+    reference: Any  # of tile_blocks.row_decays
+    row_decay: Any
+
+
+def next_blocks(at: Any, u: int, rows: Any, address: Any = blocks.square_address) -> list[list[Any]]:
+    """Block u of each row, to its `left`, from those right of it; returns them with decays, as M has them. Rows take each step
+    side by side: one has something to do while another waits."""
     matrix_row, zero = at.lane % 16, (Float32(0.0),) * 4
-    sums = [zero, zero]
-    for x in cutlass.range_constexpr(u + 1, 4):
-        b = ptx.load_matrices(operands.address(lower, x * _BLOCK + matrix_row, 2 * u + at.unit), True)
-        operand = [left[4 * x + i] for i in range(4)]
-        for side in cutlass.range_constexpr(2):
-            sums[side] = ptx.multiply_small(cutlass.Float16, sums[side], operand, b[2 * side], b[2 * side + 1])
-    operand = blocks.half_words([*sums[0], *sums[1]])
-    d = ptx.load_matrices(operands.address(lower, u * _BLOCK + matrix_row, 2 * u + at.unit), True)
-    products = [
-        *ptx.multiply_small(cutlass.Float16, zero, operand, d[0], d[1]),
-        *ptx.multiply_small(cutlass.Float16, zero, operand, d[2], d[3]),
-    ]
-    blocks.set_words(left, u, blocks.half_words(products))
-    values = [None] * 8
-    for m in cutlass.range_constexpr(2):
-        cums = ptx.load_pair(columns + CUM + (2 * u + m) * 32)
-        for odd in cutlass.range_constexpr(2):
-            column_part = ptx.exp2(reference - cums[odd])
-            for side in cutlass.range_constexpr(2):
-                place = 4 * m + 2 * side + odd
-                values[place] = products[place] * (column_part * row_decay[side])
-    return values
+    sums = [[zero, zero] for _ in rows]
+    for x in range(u + 1, 4):
+        for row, own in zip(rows, sums, strict=True):
+            b = ptx.load_matrices(address(row.lower, x * _BLOCK + matrix_row, u, at.unit), True)
+            operand = [row.left[4 * x + i] for i in range(4)]
+            for side in range(2):
+                own[side] = ptx.multiply_small(cutlass.Float16, own[side], operand, b[2 * side], b[2 * side + 1])
+    products = []
+    for row, own in zip(rows, sums, strict=True):
+        operand = blocks.half_words([*own[0], *own[1]])
+        d = ptx.load_matrices(address(row.lower, u * _BLOCK + matrix_row, u, at.unit), True)
+        products.append(
+            [
+                *ptx.multiply_small(cutlass.Float16, zero, operand, d[0], d[1]),
+                *ptx.multiply_small(cutlass.Float16, zero, operand, d[2], d[3]),
+            ]
+        )
+    found = []
+    for row, product in zip(rows, products, strict=True):
+        blocks.set_words(row.left, u, blocks.half_words(product))
+        values: list[Any] = [None] * 8
+        for m in range(2):
+            cums = ptx.load_pair(row.columns + CUM + (2 * u + m) * 32)
+            for odd in range(2):
+                column_part = ptx.exp2(row.reference - cums[odd])
+                for side in range(2):
+                    place = 4 * m + 2 * side + odd
+                    values[place] = product[place] * (column_part * row.row_decay[side])
+        found.append(values)
+    return found
 
 
 def decayed_diagonal(inverse: Any, columns: Any, row_cum: Any, keeps: Any, warp: Any) -> list[Any]:

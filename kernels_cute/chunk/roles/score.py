@@ -145,6 +145,18 @@ def query_squares(spec: Any, words: Any) -> list[Any]:
     return squares
 
 
+def row_squares(spec: Any, at: Any, tile: Any) -> list[Any]:
+    """The same from the tile of Q in shared memory, of which few words are in registers at a time."""
+    holder = at.row * 4 + at.row // 2
+    sums = [(Float32(0.0),) * 4 for _ in range(2)]
+    for step in range(spec.dim // 16):
+        operand = blocks.load_words(at, tile, step)
+        for side in range(2):
+            sums[side] = ptx.multiply_small(spec.dtype, sums[side], operand, operand[side], operand[side + 2])
+    own = [operands.select(at.row % 2 == 1, sums[side][2 * side + 1], sums[side][2 * side]) for side in range(2)]
+    return [cute.arch.shuffle_sync(one, holder) for one in own]
+
+
 def query_squares_by_elements(spec: Any, words: Any) -> list[Any]:
     """The same by single elements: a maker's warpgroup has no registers for more products."""
     squares = []

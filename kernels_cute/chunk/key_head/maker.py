@@ -1,0 +1,173 @@
+"""The maker role: M, P and the row vectors of a chunk for all state heads of a work tile. None of it depends on the state.
+
+The formulas: fused.py. K K^T and Q K^T are those of the key head; what follows from them is made for the heads side by side.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from kernels_cute.chunk import operands, shape
+from kernels_cute.chunk.key_head import shape as head_shape
+from kernels_cute.chunk.key_head.tiles import block_address
+from kernels_cute.chunk.rings import chunks_in, half_place, key_place, ring_place
+from kernels_cute.chunk.roles import inverse, score
+from kernels_cute.chunk.roles import tile_blocks as blocks
+from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, CUM, KEY_BETA, KEY_FACTOR, QUERY_FACTOR, TILE_BYTES, VECTOR_BYTES
+from kernels_cute.common import ptx
+
+_HALF = 8
+_TRIANGLE = head_shape.TRIANGLE_BYTES
+
+
+@cute.jit
+def maker_warpgroup(spec, storage, scale, own, length, warp):
+    """Of a block's own chunks. Rows 16 warp .. of a tile are this warp's."""
+    heads = spec.state_heads
+    lane = cute.arch.lane_idx()
+    # Both operands from shared memory: it has the bandwidth every second chunk, this warpgroup no registers.
+    mma = operands.smem_mma(spec.dtype, CHUNK)
+    key_layout, query_layout = (operands.by_rows(spec.dtype, CHUNK, spec.dim, count) for count in (spec.key_stages, spec.stages))
+    keys = operands.smem_operand_b(mma, storage.k, key_layout)
+    left_keys = operands.smem_operand_a(mma, storage.k, key_layout)
+    left_queries = operands.smem_operand_a(mma, storage.q, query_layout)
+    sums = operands.accumulators(mma, CHUNK)
+    diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
+    row_words = [cute.make_rmem_tensor(cute.make_layout(16), Int32) for _ in range(heads)]  # rows of A; blocks of P
+    m_words = [cute.make_rmem_tensor(cute.make_layout(4), Int32) for _ in range(heads)]  # diagonal blocks of M
+    k_base, q_base = storage.k.data_ptr().toint(), storage.q.data_ptr().toint()
+    lowers = [storage.lower.data_ptr().toint() + i * _TRIANGLE for i in range(heads)]
+    scratch = storage.scratch.data_ptr().toint() + warp * (heads * head_shape.SCRATCH_BYTES)
+
+    for step in cutlass.range(own.first, chunks_in(length), own.stride, unroll=1):
+        key_stage, key_parity = key_place(spec, own, step)
+        stage, parity = ring_place(spec.stages, own.base + step)
+        half, half_turn = half_place(own, step)
+        buffer, turn = (own.base + step) & 1, (own.base + step) >> 1 & 1
+        rows = [storage.rows.data_ptr().toint() + (half * heads + i) * AUX_BYTES for i in range(heads)]
+        tiles = [(buffer * heads + i) * TILE_BYTES for i in range(heads)]
+        valid = length - step * CHUNK
+        # Addresses of a part are made where it begins: kept from before the loop, they would be too many.
+        at = blocks.lane_of(warp, ptx.opaque(lane))
+        cute.arch.mbarrier_wait(storage.k_full.data_ptr() + key_stage, key_parity)
+        if valid < CHUNK:
+            # The tile ends with the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
+            blocks.zero_keys(spec, k_base + key_stage * spec.key_bytes, valid, at.thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+        warpgroup.fence()
+        operands.multiply(mma, sums, left_keys[None, None, None, key_stage], keys[None, None, None, key_stage], True)
+        warpgroup.commit_group()
+        cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)
+        warpgroup.wait_group(0)
+        blocks.diagonal_block(sums, diagonal, warp)
+        for own_rows in rows:
+            inverse.key_factors(spec, at, diagonal, own_rows)
+        operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+
+        at = blocks.lane_of(warp, ptx.opaque(lane))
+        is_below = (at.row > 2 * at.pair, at.row > 2 * at.pair + 1)
+        invert(spec, at, sums, diagonal, rows, lowers, scratch, row_words, m_words, is_below)
+        operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+        cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
+        at = blocks.lane_of(warp, ptx.opaque(lane))
+        for i in cutlass.range_constexpr(heads):
+            make_m(spec, at, rows[i], lowers[i], row_words[i], m_words[i], storage.m.data_ptr().toint() + tiles[i])
+
+        at = blocks.lane_of(warp, ptx.opaque(lane))
+        # `taken` above says that this block's states have had Q of the fill between (DESIGN.md).
+        cute.arch.mbarrier_wait(storage.q_full.data_ptr() + stage, parity)
+        warpgroup.fence()
+        operands.multiply(mma, sums, left_queries[None, None, None, stage], keys[None, None, None, key_stage], True)
+        warpgroup.commit_group()
+        tile = q_base + stage * spec.key_bytes
+        row_query = score.query_factors(spec, tile, scale, lambda spec, tile: score.row_squares(spec, at, tile))
+        if at.pair == 0:
+            for own_rows in rows:
+                blocks.store_row_values(own_rows + QUERY_FACTOR, at.row0, row_query[0], row_query[1])
+        operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+        publish(spec, storage, rows, buffer, at)
+        warpgroup.wait_group(0)
+        at = blocks.lane_of(warp, ptx.opaque(lane))
+        is_not_above = (at.row >= 2 * at.pair, at.row >= 2 * at.pair + 1)
+        for i in cutlass.range_constexpr(heads):
+            score.make_p(spec, at, sums, diagonal, row_words[i], rows[i], row_query, is_not_above)
+            blocks.store_blocks(storage.p.data_ptr().toint() + tiles[i], at, row_words[i])
+        cute.arch.sync_warp()
+        if at.lane == 0:
+            cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.mbarrier_arrive(storage.ready.data_ptr() + buffer)
+
+
+@cute.jit
+def invert(spec, at, kk, diagonal, rows, lowers, scratch, row_words, m_words, keeps):
+    """Of each head: the warp's blocks of L, negated, and its inverted diagonal block, to the head's `lower`; the inverted block to
+    its place in row_words, where all else is 0, and as a block of M, too. diagonal: of K K^T.
+
+    A diagonal block [[B, 0], [N, C]] by forward substitution of its halves in float32, a lane per column: lanes 16 i .. have the
+    block of head i.
+    """
+    row, pair, lane = at.row, at.pair, at.lane
+    belows = []
+    for i in cutlass.range_constexpr(len(rows)):
+        columns = rows[i] + pair * 8
+        row_key = blocks.row_values(rows[i] + KEY_FACTOR, at.row0)
+        row_scale = (-row_key[0], -row_key[1])
+        inverse.store_lower(at, kk, lowers[i], columns, row_scale, block_address)
+        below = [None] * 2
+        for m in cutlass.range_constexpr(2):
+            keys_of = ptx.load_pair(columns + at.warp * 64 + KEY_BETA + m * 32)
+            for odd in cutlass.range_constexpr(2):
+                # The part above the diagonal is stored with the rest, and never read.
+                place = scratch + i * head_shape.SCRATCH_BYTES + m * head_shape.COLUMN_HALF
+                place = place + (2 * pair + odd) * head_shape.COLUMN_PITCH + row * 4
+                ptx.store_one(place, diagonal[6 * m + odd] * (row_scale[m] * keys_of[odd]))
+                if cutlass.const_expr(m == 0):
+                    below[odd] = diagonal[2 + odd] * (row_scale[1] * keys_of[odd])
+        belows.append(below)
+    cute.arch.sync_warp()
+    column, half, head = lane % _HALF, lane // _HALF % 2, lane // (2 * _HALF)
+    own = scratch + head * head_shape.SCRATCH_BYTES
+    x = inverse.substitute(own + half * head_shape.COLUMN_HALF, head_shape.COLUMN_PITCH, Float32(column))
+    cute.arch.sync_warp()
+    for i in cutlass.range_constexpr(_HALF):
+        ptx.store_one(own + half * head_shape.INVERSE_HALF + i * head_shape.INVERSE_PITCH + column * 4, x[i])
+    cute.arch.sync_warp()
+    for i in cutlass.range_constexpr(len(rows)):
+        place = scratch + i * head_shape.SCRATCH_BYTES + row * head_shape.INVERSE_PITCH + pair * 8
+        values = inverse.join_halves(ptx.load_pair(place), ptx.load_pair(place + head_shape.INVERSE_HALF), belows[i])
+        words = blocks.half_words(values)
+        blocks.store_block(lowers[i], at, at.warp, words, block_address)
+        row_words[i].fill(0)
+        for w in cutlass.range_constexpr(1, 4):
+            if at.warp == w:
+                blocks.set_words(row_words[i], w, words)
+        row_cum = blocks.row_values(rows[i] + CUM, at.row0)
+        values = inverse.decayed_diagonal(values, rows[i] + pair * 8, row_cum, keeps, at.warp)
+        blocks.set_words(m_words[i], 0, blocks.packed(spec.dtype, values))
+    cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
+
+
+@cute.jit
+def make_m(spec, at, rows, lower, row_words, m_words, tile):
+    """A head's blocks of M, of the warp's rows: the one on the diagonal, m_words, then leftwards."""
+    blocks.store_block(tile, at, at.warp, [m_words[j] for j in range(4)])
+    decays = blocks.row_decays(rows, blocks.row_values(rows + CUM, at.row0), at.warp)
+    block_row = inverse.BlockRow(row_words, lower, rows + at.pair * 8, *decays)
+    for back in cutlass.range_constexpr(3):
+        u = 2 - back
+        if u < at.warp:
+            (values,) = inverse.next_blocks(at, u, [block_row], block_address)
+            blocks.store_block(tile, at, u, blocks.packed(spec.dtype, values))
+
+
+@cute.jit
+def publish(spec, storage, rows, buffer, at):
+    """The row vectors of each head, by 64 threads each."""
+    head, thread = at.thread // CHUNK, at.thread % CHUNK
+    vectors = storage.vectors.data_ptr().toint() + (buffer * spec.state_heads + head) * VECTOR_BYTES
+    score.publish_vectors(vectors, rows[0] + head * AUX_BYTES, thread)
