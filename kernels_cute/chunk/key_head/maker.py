@@ -36,7 +36,7 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
     left_queries = operands.smem_operand_a(mma, storage.q, query_layout)
     sums = operands.accumulators(mma, CHUNK)
     diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
-    row_words = [cute.make_rmem_tensor(cute.make_layout(16), Int32) for _ in range(heads)]  # rows of A; blocks of P
+    row_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # a head's row of A, then its blocks of P
     m_words = [cute.make_rmem_tensor(cute.make_layout(4), Int32) for _ in range(heads)]  # diagonal blocks of M
     k_base, q_base = storage.k.data_ptr().toint(), storage.q.data_ptr().toint()
     lowers = [storage.lower.data_ptr().toint() + i * _TRIANGLE for i in range(heads)]
@@ -70,12 +70,12 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
 
         at = blocks.lane_of(warp, ptx.opaque(lane))
         is_below = (at.row > 2 * at.pair, at.row > 2 * at.pair + 1)
-        invert(spec, at, sums, diagonal, rows, lowers, scratch, row_words, m_words, is_below)
+        invert(spec, at, sums, diagonal, rows, lowers, scratch, m_words, is_below)
         operands.sync_warpgroup(head_shape.MAKER_BARRIER)
         cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
         at = blocks.lane_of(warp, ptx.opaque(lane))
         for i in cutlass.range_constexpr(heads):
-            make_m(spec, at, rows[i], lowers[i], row_words[i], m_words[i], storage.m.data_ptr().toint() + tiles[i])
+            make_m(spec, at, rows[i], lowers[i], row_words, m_words[i], storage.m.data_ptr().toint() + tiles[i])
 
         at = blocks.lane_of(warp, ptx.opaque(lane))
         # `taken` above says that this block's states have had Q of the fill between (DESIGN.md).
@@ -94,8 +94,8 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
         at = blocks.lane_of(warp, ptx.opaque(lane))
         is_not_above = (at.row >= 2 * at.pair, at.row >= 2 * at.pair + 1)
         for i in cutlass.range_constexpr(heads):
-            score.make_p(spec, at, sums, diagonal, row_words[i], rows[i], row_query, is_not_above)
-            blocks.store_blocks(storage.p.data_ptr().toint() + tiles[i], at, row_words[i])
+            score.make_p(spec, at, sums, diagonal, row_words, rows[i], row_query, is_not_above)
+            blocks.store_blocks(storage.p.data_ptr().toint() + tiles[i], at, row_words)
         cute.arch.sync_warp()
         if at.lane == 0:
             cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
@@ -104,9 +104,9 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
 
 
 @cute.jit
-def invert(spec, at, kk, diagonal, rows, lowers, scratch, row_words, m_words, keeps):
-    """Of each head: the warp's blocks of L, negated, and its inverted diagonal block, to the head's `lower`; the inverted block to
-    its place in row_words, where all else is 0, and as a block of M, too. diagonal: of K K^T.
+def invert(spec, at, kk, diagonal, rows, lowers, scratch, m_words, keeps):
+    """Of each head: the warp's blocks of L, negated, and its inverted diagonal block, to the head's `lower`, the latter as a block
+    of M to m_words, too. diagonal: of K K^T.
 
     A diagonal block [[B, 0], [N, C]] by forward substitution of its halves in float32, a lane per column: lanes 16 i .. have the
     block of head i.
@@ -142,10 +142,6 @@ def invert(spec, at, kk, diagonal, rows, lowers, scratch, row_words, m_words, ke
         values = inverse.join_halves(ptx.load_pair(place), ptx.load_pair(place + head_shape.INVERSE_HALF), belows[i])
         words = blocks.half_words(values)
         blocks.store_block(lowers[i], at, at.warp, words, block_address)
-        row_words[i].fill(0)
-        for w in cutlass.range_constexpr(1, 4):
-            if at.warp == w:
-                blocks.set_words(row_words[i], w, words)
         row_cum = blocks.row_values(rows[i] + CUM, at.row0)
         values = inverse.decayed_diagonal(values, rows[i] + pair * 8, row_cum, keeps, at.warp)
         blocks.set_words(m_words[i], 0, blocks.packed(spec.dtype, values))
@@ -157,6 +153,11 @@ def make_m(spec, at, rows, lower, row_words, m_words, tile):
     """A head's blocks of M, of the warp's rows: the one on the diagonal, m_words, then leftwards."""
     blocks.store_block(tile, at, at.warp, [m_words[j] for j in range(4)])
     decays = blocks.row_decays(rows, blocks.row_values(rows + CUM, at.row0), at.warp)
+    words = ptx.load_matrices(block_address(lower, at.tile_row, at.warp, at.unit), False)
+    row_words.fill(0)
+    for w in cutlass.range_constexpr(1, 4):
+        if at.warp == w:
+            blocks.set_words(row_words, w, words)
     block_row = inverse.BlockRow(row_words, lower, rows + at.pair * 8, *decays)
     for back in cutlass.range_constexpr(3):
         u = 2 - back

@@ -90,7 +90,10 @@ def state_warpgroup(spec, storage, params, warp, segment, only, form=None, head=
         row0 = item.piece * spec.columns + block_row  # of this lane
         go_through(spec, storage, params, sources, registers, at, item, base, segment)
         if cutlass.const_expr(form is not None):
-            item = of_head(read_record(storage, number), head)  # not kept in registers meanwhile
+            # Not kept in registers meanwhile.
+            item, at = of_head(read_record(storage, number), head), lane_of(warp, ptx.opaque(cute.arch.lane_idx()))
+            lane, pair, block_row = at.lane, at.pair, warp * 16 + at.row
+            row0, column0 = item.piece * spec.columns + block_row, item.piece * spec.columns
         is_first, is_last = Boolean(True), Boolean(True)
         if cutlass.const_expr(only is None):
             # The next item's state is on its way while this one's goes.
