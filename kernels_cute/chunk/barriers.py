@@ -67,12 +67,13 @@ def _records(warps: dict[str, int]) -> list[Barrier]:
 
 
 def key_head_barriers(spec: ChunkSpec) -> BarrierTable:
-    """Barriers of a block of the form with several state heads a cluster; `state` is the warpgroup of one of them, and barriers
-    with as many stages a head have those of head 0 first."""
+    """Barriers of a block of the form with several state heads a cluster; `state` is the warpgroup of one of them. V of the heads
+    takes turns in one ring."""
     heads, stages = spec.state_heads, spec.stages
     warps = {"state": 4, "maker": 4, "load": 1, "gates": 1, "store": 1, "hand_over": 1}
     records = _records(warps)
-    records[1] = Barrier("work_empty", RECORDS, (*(Arrivals(one, "warp", heads if one == "state" else 1) for one in warps),), ("gates",))
+    done = (*_each_warp("state", blocks=heads), *(Arrivals(role, "warp") for role in warps if role != "state"))
+    records[1] = Barrier("work_empty", RECORDS, done, ("gates",))
     return BarrierTable(
         warps,
         [
@@ -80,9 +81,9 @@ def key_head_barriers(spec: ChunkSpec) -> BarrierTable:
             Barrier("k_empty", spec.key_stages, _each_warp("state", "S done", heads), ("load",)),
             Barrier("q_full", stages, _one("load", "with the bytes of Q"), ("state", "maker")),
             Barrier("q_empty", stages, _each_warp("state", "Q S done", heads), ("load",)),
-            Barrier("v_full", heads * stages, _one("load", "with the bytes of V"), ("state",)),
-            Barrier("v_empty", heads * stages, _one("store", "O read"), ("load",)),
-            Barrier("stored", heads * stages, _each_warp("state", "O where V was"), ("store",)),
+            Barrier("v_full", spec.value_stages, _one("load", "with the bytes of V"), ("state",)),
+            Barrier("v_empty", spec.value_stages, _one("store", "O read"), ("load",)),
+            Barrier("stored", spec.value_stages, _each_warp("state", "O where V was"), ("store",)),
             Barrier("ready", BUFFERS, (Arrivals("maker", "thread"),), ("state", "hand_over"), _peer(spec)),
             Barrier("taken", BUFFERS, _each_warp("state", blocks=heads * spec.sharers), ("maker",)),
             Barrier("gates_full", 2, (Arrivals("gates", "thread"),), ("maker",)),
@@ -159,11 +160,10 @@ def block_storage(spec: ChunkSpec) -> Any:
 
 
 def key_head_storage(spec: ChunkSpec) -> Any:
-    """Shared memory of a block of the form with several state heads a cluster; `v` has the stages of head 0
-    first, other fields what is of a head within a buffer or half."""
+    """Shared memory of a block of the form with several state heads a cluster; heads side by side."""
     pieces, heads = spec.dim // 64, spec.state_heads
     tiles = BUFFERS * heads
-    rings = _tiles(spec, k=pieces * spec.key_stages, q=pieces * spec.stages, v=heads * spec.stages, m=tiles, p=tiles)
+    rings = _tiles(spec, k=pieces * spec.key_stages, q=pieces * spec.stages, v=spec.value_stages, m=tiles, p=tiles)
     lower = {"lower": _array(cutlass.Float16, heads * TRIANGLE_BYTES // 2, 1024)}
     sizes = {"vectors": BUFFERS * heads * VECTOR_BYTES, "rows": 2 * heads * AUX_BYTES, "scratch": 4 * heads * HEAD_SCRATCH_BYTES}
     rows = {name: _array(Float32, size // 4, 128) for name, size in sizes.items()}

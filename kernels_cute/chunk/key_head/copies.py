@@ -13,11 +13,12 @@ from kernels_cute.chunk.roles.copies import copy_keys
 def copy_warp(spec, storage, copies, item, base):
     """K a chunk ahead of Q, and of the V of every head."""
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, spec.stages, spec.key_stages)
-    stages = spec.state_heads * spec.stages
     sides = []
     for i in cutlass.range_constexpr(spec.state_heads):
         head = (item.head + i) // spec.v_group
-        sides.append(partition_tiles(spec, storage.v, copies.v_atom, copies.v, spec.columns, stages, item.begin, head, item.piece))
+        sides.append(
+            partition_tiles(spec, storage.v, copies.v_atom, copies.v, 64, spec.value_stages, item.begin, head, item.piece)
+        )
     q_full, q_empty, v_full, v_empty = (
         field.data_ptr() for field in (storage.q_full, storage.q_empty, storage.v_full, storage.v_empty)
     )
@@ -31,13 +32,15 @@ def copy_warp(spec, storage, copies, item, base):
         copy_tile(q_full, q_empty, copies.q_atom, from_q[None, step], to_q, stage, parity, spec.key_bytes)
         for i in cutlass.range_constexpr(spec.state_heads):
             to_v, from_v = sides[i]
-            place = i * spec.stages + stage
-            copy_tile(
-                v_full, v_empty, copies.v_atom, from_v[None, step], to_v, place, parity, spec.value_bytes
-            )
+            place, turn = ring_place(spec.value_stages, (base + step) * spec.state_heads + i)
+            copy_tile(v_full, v_empty, copies.v_atom, from_v[None, step], to_v, place, turn, spec.value_bytes)
         if cutlass.const_expr(spec.prefetch > 0):
             if step + spec.prefetch < num_chunks:
-                for atom, source in ((copies.k_atom, from_k), (copies.q_atom, from_q), *((copies.v_atom, one[1]) for one in sides)):
+                for atom, source in (
+                    (copies.k_atom, from_k),
+                    (copies.q_atom, from_q),
+                    *((copies.v_atom, one[1]) for one in sides),
+                ):
                     cute.prefetch(atom, source[None, step + spec.prefetch])
 
 

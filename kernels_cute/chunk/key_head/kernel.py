@@ -5,8 +5,6 @@ carries 64 V columns of both heads, and makes M, P and the vectors of both for t
 persistent: scheduler.py. Data flow, registers, shared memory and barriers: DESIGN.md; the table of barriers: barriers.py.
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
@@ -39,7 +37,8 @@ _FIRST_MAKER, _FIRST_COPIER = 8, 12  # warps
 def key_head_spec(spec: ChunkSpec) -> ChunkSpec:
     """Of a spec of the fused kernel."""
     heads = shape.STATE_HEADS
-    return spec.changed(state_heads=heads, units=spec.heads // heads, stages=shape.STAGES, key_stages=shape.KEY_STAGES)
+    rings = {"key_stages": shape.KEY_STAGES, "stages": shape.STAGES, "value_stages": shape.VALUE_STAGES}
+    return spec.changed(state_heads=heads, units=spec.heads // heads, **rings)
 
 
 class KeyHeadChunk:

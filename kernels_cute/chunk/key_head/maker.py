@@ -3,14 +3,12 @@
 The formulas: fused.py. K K^T and Q K^T are those of the key head; what follows from them is made for the heads side by side.
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels_cute.chunk import operands, shape
+from kernels_cute.chunk import operands
 from kernels_cute.chunk.key_head import shape as head_shape
 from kernels_cute.chunk.key_head.tiles import block_address
 from kernels_cute.chunk.rings import chunks_in, half_place, key_place, ring_place
@@ -84,7 +82,7 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
         operands.multiply(mma, sums, left_queries[None, None, None, stage], keys[None, None, None, key_stage], True)
         warpgroup.commit_group()
         tile = q_base + stage * spec.key_bytes
-        row_query = score.query_factors(spec, tile, scale, lambda spec, tile: score.row_squares(spec, at, tile))
+        row_query = score.query_factors(spec, (at, tile), scale, score.row_squares)
         if at.pair == 0:
             for own_rows in rows:
                 blocks.store_row_values(own_rows + QUERY_FACTOR, at.row0, row_query[0], row_query[1])
@@ -105,8 +103,8 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
 
 @cute.jit
 def invert(spec, at, kk, diagonal, rows, lowers, scratch, m_words, keeps):
-    """Of each head: the warp's blocks of L, negated, and its inverted diagonal block, to the head's `lower`, the latter as a block
-    of M to m_words, too. diagonal: of K K^T.
+    """Of each head: the warp's blocks of L, negated, and its inverted diagonal block, to the head's `lower`, the latter
+    as a block of M to m_words, too. diagonal: of K K^T.
 
     A diagonal block [[B, 0], [N, C]] by forward substitution of its halves in float32, a lane per column: lanes 16 i .. have the
     block of head i.

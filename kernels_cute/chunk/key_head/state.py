@@ -26,8 +26,7 @@ def head_sources(spec: Any, storage: Any, by_key: Any, by_token: Any, at: Any, h
     """Operands and addresses of head_chunks."""
     square = operands.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS * spec.state_heads)
     m_operand, p_operand = (operands.smem_operand_b(by_key, field, square) for field in (storage.m, storage.p))
-    values = storage.v.data_ptr().toint() + head * (spec.stages * spec.value_bytes)
-    value_lane = common.value_address(values, at.warp, at.lane)
+    value_lane = common.value_address(storage.v.data_ptr().toint(), at.warp, at.lane)
     vectors = storage.vectors.data_ptr().toint() + head * VECTOR_BYTES + at.pair * 8
     token_operands = common.token_operands(spec, storage, by_key, by_token)
     return by_key, by_token, *token_operands, m_operand, p_operand, value_lane, vectors, head
@@ -50,17 +49,18 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
     warpgroup.wait_group(0)
     for step in cutlass.range(num_chunks, unroll=1):
         count = base + step
-        stage, parity = ring_place(spec.stages, count)
+        stage, _ = ring_place(spec.stages, count)
         key_stage, _ = ring_place(spec.key_stages, count)
         next_stage, next_parity = ring_place(spec.stages, count + 1)
         next_key_stage, next_key_parity = ring_place(spec.key_stages, count + 1)
         buffer, turn = count & 1, count >> 1 & 1
-        value_stage, tile = head * spec.stages + stage, buffer * spec.state_heads + head
+        value_stage, value_parity = ring_place(spec.value_stages, count * spec.state_heads + head)
+        tile = buffer * spec.state_heads + head
         valid = cutlass.min(item.live_length - step * CHUNK, CHUNK)
         vector = vectors + buffer * (spec.state_heads * VECTOR_BYTES)
-        cute.arch.mbarrier_wait(storage.v_full.data_ptr() + value_stage, parity)
-        cute.arch.mbarrier_wait(ready + buffer, turn)
-        value_tile = value_lane + stage * spec.value_bytes
+        cute.arch.mbarrier_wait(ready + buffer, turn)  # before V: shape.py
+        cute.arch.mbarrier_wait(storage.v_full.data_ptr() + value_stage, value_parity)
+        value_tile = value_lane + value_stage * spec.value_bytes
         values = [ptx.load_matrices(value_tile + i * 16 * operands.ROW_BYTES, True) for i in range(4)]
         if lane == 0:
             cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + stage)
@@ -86,15 +86,15 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
         warpgroup.wait_group(0)
 
         common.add_values(spec, by_token, registers, tokens, key_stage, factors)
+        # Not beside the next product: all operands in flight at a time do not fit.
         warpgroup.wait_group(0)
+        if lane == 0:
+            cute.arch.mbarrier_arrive(storage.k_empty.data_ptr() + key_stage)
         for i in cutlass.range_constexpr(CHUNK // 4):
             operand_words[i] = ptx.pack(spec.dtype, sums[2 * i], sums[2 * i + 1])
         warpgroup.fence()
         operands.multiply(by_key, outputs, operand, p_operand[None, None, None, tile], False)
         warpgroup.commit_group()
-        warpgroup.wait_group(1)
-        if lane == 0:
-            cute.arch.mbarrier_arrive(storage.k_empty.data_ptr() + key_stage)
         warpgroup.wait_group(0)
         common.put_outputs(spec, outputs, value_tile)
         if lane == 0:

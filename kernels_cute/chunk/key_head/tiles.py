@@ -3,11 +3,7 @@ that it reaches."""
 
 from typing import Any
 
-import cutlass.cute as cute
-from cutlass.cute.nvgpu import warpgroup
-
-from kernels_cute.chunk import operands
-from kernels_cute.chunk.key_head.shape import PANEL, PANEL_ROW_BYTES, PANELS, TRIANGLE_BYTES
+from kernels_cute.chunk.key_head.shape import PANEL, PANEL_ROW_BYTES
 from kernels_cute.chunk.shape import CHUNK
 
 

@@ -50,19 +50,16 @@ def copy_keys(spec, storage, k_atom, from_k, to_k, step, base):
 @cute.jit
 def store_warp(spec, storage, copies, out, item, base, empty):
     """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read. empty: its
-    barriers. Stages of a work tile's further heads follow those of the first."""
+    barriers. The heads of a work tile take turns."""
     owners = [item if i == 0 else item._replace(head=item.head + i) for i in range(spec.state_heads)]
     sides = [
-        partition_tiles(
-            spec, storage.v, copies.out_atom, copies.out, 64, spec.state_heads * spec.stages, one.begin, one.head, one.piece
-        )
+        partition_tiles(spec, storage.v, copies.out_atom, copies.out, 64, spec.value_stages, one.begin, one.head, one.piece)
         for one in owners
     ]
     for step in cutlass.range(chunks_in(item.live_length), unroll=1):
-        ring_stage, parity = ring_place(spec.stages, base + step)
         for i in cutlass.range_constexpr(spec.state_heads):
             from_o, to_o = sides[i]
-            stage = ring_stage + i * spec.stages
+            stage, parity = ring_place(spec.value_stages, (base + step) * spec.state_heads + i)
             cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
             store_outputs(spec, storage, copies.out_atom, from_o[None, stage], to_o[None, step], out, owners[i], step, stage)
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -22,7 +22,8 @@ def gate_warp(spec, storage, params, item, own, asked=None):
         asked = ask_item(spec, params, item, own.first, lane)
     heads = []
     for words, log_rate, bias in asked:
-        heads.append((words, -cute.math.exp(log_rate) if cutlass.const_expr(spec.raw_gate) else log_rate, bias))  # minus the rate of softplus
+        minus_rate = -cute.math.exp(log_rate) if cutlass.const_expr(spec.raw_gate) else log_rate  # of softplus
+        heads.append((words, minus_rate, bias))
     gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
     for step in cutlass.range(own.first, chunks_in(length), own.stride, unroll=1):
         half, half_turn = half_place(own, step)

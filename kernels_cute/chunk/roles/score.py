@@ -121,7 +121,8 @@ def make_p(spec, at, qk, diagonal, p_words, rows, row_query, keeps):
 
 
 def query_factors(spec: Any, words: Any, scale: Any, squares: Any) -> tuple[Any, Any]:
-    """scale / |q| of this lane's two rows, whose columns four lanes share. squares: makes |q|^2 of them."""
+    """scale / |q| of this lane's two rows, whose columns four lanes share. squares: makes |q|^2 of
+    what it is given as words."""
     if not spec.normalize:
         return scale, scale
     first, second = squares(spec, words)
@@ -145,8 +146,9 @@ def query_squares(spec: Any, words: Any) -> list[Any]:
     return squares
 
 
-def row_squares(spec: Any, at: Any, tile: Any) -> list[Any]:
-    """The same from the tile of Q in shared memory, of which few words are in registers at a time."""
+def row_squares(spec: Any, place: Any) -> list[Any]:
+    """The same from the tile of Q in shared memory, of which few words are in registers at a time. place: (Lane, tile)."""
+    at, tile = place
     holder = at.row * 4 + at.row // 2
     sums = [(Float32(0.0),) * 4 for _ in range(2)]
     for step in range(spec.dim // 16):
