@@ -8,7 +8,7 @@ import pytest
 from gdn.device import H100
 from gdn.problems import ChunkProblem
 from gdn.testing.inputs import chunk_problem
-from tests.compile import checks
+from tests.compile import checks, inspection, session
 from tests.compile.variants import delta_rule
 
 chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
@@ -88,3 +88,11 @@ def test_variants_compile_as_they_should() -> None:
     assert all(chunk.fits(problem, config, H100) and config.state_heads == 2 for problem, config in cover)
     failed = checks.failures("kernels_cute.chunk", "cute", cover, H100)
     assert not failed, "\n".join(failed)
+
+
+@checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", delta_rule.key_head_cover(chunk)))
+def test_products_do_not_wait_for_each_other() -> None:
+    """Where registers do not suffice, ptxas waits after every product."""
+    tasks = checks.tasks_of("kernels_cute.chunk", delta_rule.key_head_cover(chunk))
+    for report in inspection.read([outcome.value for outcome in session.CURRENT.outcomes(tasks)]):
+        assert report.count("HGMMA") >= 60 and report.count("WARPGROUP.DEPBAR") <= 16

@@ -1,4 +1,4 @@
-"""Roles and barriers of the CuTe chunk kernel with two state heads a cluster, simulated with random times from its barrier table."""
+"""The CuTe chunk kernel with two state heads a cluster: roles and barriers, simulated with random times from its table."""
 
 from typing import Any
 
@@ -143,9 +143,9 @@ class Block:
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
             self.bars["k_empty"][key_stage].arrive("state")
             yield from self.sim.read(tile, ("M, P", chunk), 0.3)
+            self.peers[buffer].bars["taken"][buffer].arrive("state")
             values.write(("O", chunk, head))
             self.bars["stored"][value_stage].arrive("state")
-            self.peers[buffer].bars["taken"][buffer].arrive("state")
 
     def store(self) -> Role:
         for chunk in range(self.num_chunks):

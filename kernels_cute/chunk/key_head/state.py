@@ -96,10 +96,11 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
         operands.multiply(by_key, outputs, operand, p_operand[None, None, None, tile], False)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
+        if lane == 0:
+            common.arrive_taken(spec, taken, buffer)
         common.put_outputs(spec, outputs, value_tile)
         if lane == 0:
             cute.arch.mbarrier_arrive(storage.stored.data_ptr() + value_stage)
-            common.arrive_taken(spec, taken, buffer)
         if step + 1 < num_chunks:
             cute.arch.mbarrier_wait(k_full + next_key_stage, next_key_parity)
             cute.arch.mbarrier_wait(q_full + next_stage, next_parity)

@@ -181,8 +181,8 @@ def _form_cover(module: Any, axes: Axes, **form: int) -> list[Variant]:
     for row in least(axes, allowed):
         made = _chunk_problem(row)
         assert made is not None
-        changes = {name: row[name] for name in ("stages", "prefetch") if name in row}
-        whole = {"split_chunks": 0, "split_if_longest_exceeds": 0, **form, **changes}
+        changes: Row = {name: row[name] for name in ("stages", "prefetch") if name in row}
+        whole: Row = {"split_chunks": 0, "split_if_longest_exceeds": 0, **form, **changes}
         found.append((made, dataclasses.replace(module.default_config(made, H100), **whole)))
     return found
 
