@@ -61,7 +61,7 @@ _WIDE_AXES: Axes = _CHUNK_AXES | {
     "prefetch": [0, 2],
 }
 # Two state heads a cluster.
-_KEY_HEAD_AXES: Axes = _CHUNK_AXES | {"heads": [(16, 16, 32), (2, 2, 8)], "head_dim": [128], "prefetch": [0, 2]}
+_KEY_HEAD_AXES: Axes = {**_CHUNK_AXES, "heads": [(16, 16, 32), (2, 2, 8)], "head_dim": [128], "prefetch": [0, 2]}
 _RECURRENT_AXES: Axes = _DELTA_AXES | {
     "state": [
         _state(False, True, write_every_token=False, has_accepted=False, has_parent=False),
