@@ -35,7 +35,7 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
     sums = operands.accumulators(mma, CHUNK)
     diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
     row_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # a head's row of A, then its blocks of P
-    m_words = [cute.make_rmem_tensor(cute.make_layout(4), Int32) for _ in range(heads)]  # diagonal blocks of M
+    m_words = [cute.make_rmem_tensor(cute.make_layout(16), Int32) for _ in range(heads)]  # blocks of M
     k_base, q_base = storage.k.data_ptr().toint(), storage.q.data_ptr().toint()
     lowers = [storage.lower.data_ptr().toint() + i * _TRIANGLE for i in range(heads)]
     scratch = storage.scratch.data_ptr().toint() + warp * (heads * head_shape.SCRATCH_BYTES)
@@ -70,13 +70,15 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
         is_below = (at.row > 2 * at.pair, at.row > 2 * at.pair + 1)
         invert(spec, at, sums, diagonal, rows, lowers, scratch, m_words, is_below)
         operands.sync_warpgroup(head_shape.MAKER_BARRIER)
-        cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
-        at = blocks.lane_of(warp, ptx.opaque(lane))
+        # M of the first head before there is room for it; for more there are no registers.
         for i in cutlass.range_constexpr(heads):
-            make_m(spec, at, rows[i], lowers[i], row_words, m_words[i], storage.m.data_ptr().toint() + tiles[i])
+            at = blocks.lane_of(warp, ptx.opaque(lane))
+            make_m(spec, at, rows[i], lowers[i], row_words, m_words[i])
+            if cutlass.const_expr(i == 0):
+                cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
+            blocks.store_blocks(storage.m.data_ptr().toint() + tiles[i], at, m_words[i])
 
         at = blocks.lane_of(warp, ptx.opaque(lane))
-        # `taken` above says that this block's states have had Q of the fill between (DESIGN.md).
         cute.arch.mbarrier_wait(storage.q_full.data_ptr() + stage, parity)
         warpgroup.fence()
         operands.multiply(mma, sums, left_queries[None, None, None, stage], keys[None, None, None, key_stage], True)
@@ -142,14 +144,14 @@ def invert(spec, at, kk, diagonal, rows, lowers, scratch, m_words, keeps):
         blocks.store_block(lowers[i], at, at.warp, words, block_address)
         row_cum = blocks.row_values(rows[i] + CUM, at.row0)
         values = inverse.decayed_diagonal(values, rows[i] + pair * 8, row_cum, keeps, at.warp)
-        blocks.set_words(m_words[i], 0, blocks.packed(spec.dtype, values))
+        m_words[i].fill(0)  # or what a warp does not set would be kept from chunk to chunk
+        blocks.set_words(m_words[i], 3, blocks.packed(spec.dtype, values))
     cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
 
 
 @cute.jit
-def make_m(spec, at, rows, lower, row_words, m_words, tile):
-    """A head's blocks of M, of the warp's rows: the one on the diagonal, m_words, then leftwards."""
-    blocks.store_block(tile, at, at.warp, [m_words[j] for j in range(4)])
+def make_m(spec, at, rows, lower, row_words, m_words):
+    """A head's blocks of M, of the warp's rows, left of the diagonal: to m_words."""
     decays = blocks.row_decays(rows, blocks.row_values(rows + CUM, at.row0), at.warp)
     words = ptx.load_matrices(block_address(lower, at.tile_row, at.warp, at.unit), False)
     row_words.fill(0)
@@ -161,7 +163,7 @@ def make_m(spec, at, rows, lower, row_words, m_words, tile):
         u = 2 - back
         if u < at.warp:
             (values,) = inverse.next_blocks(at, u, [block_row], block_address)
-            blocks.store_block(tile, at, u, blocks.packed(spec.dtype, values))
+            blocks.set_words(m_words, u, blocks.packed(spec.dtype, values))
 
 
 @cute.jit
