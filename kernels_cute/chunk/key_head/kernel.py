@@ -126,7 +126,7 @@ def run_block(spec, params, copies):
         if copier == 2:
             while going:
                 item = take_work_tile(storage, number, None)
-                store_warp(spec, storage, copies, params.out, item, base, storage.v_empty.data_ptr())
+                store_warp(spec, storage, copies, params.out, item, base, "v_empty")
                 number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
         if copier == 3:
             squares, vectors = spec.state_heads * TILE_BYTES, spec.state_heads * VECTOR_BYTES

@@ -49,8 +49,8 @@ def copy_keys(spec, storage, k_atom, from_k, to_k, step, base):
 
 @cute.jit
 def store_warp(spec, storage, copies, out, item, base, empty):
-    """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read. empty: its
-    barriers. The heads of a work tile take turns."""
+    """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read. empty: name
+    of its barriers. The heads of a work tile take turns."""
     owners = [item if i == 0 else item._replace(head=item.head + i) for i in range(spec.state_heads)]
     sides = [
         partition_tiles(spec, storage.v, copies.out_atom, copies.out, 64, spec.value_stages, one.begin, one.head, one.piece)
@@ -65,7 +65,7 @@ def store_warp(spec, storage, copies, out, item, base, empty):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(empty + stage)
+                cute.arch.mbarrier_arrive(getattr(storage, empty).data_ptr() + stage)
 
 
 @cute.jit

@@ -44,11 +44,11 @@ def token_operands(spec: Any, storage: Any, by_key: Any, by_token: Any) -> tuple
 
 def state_sources(spec: Any, storage: Any, by_key: Any, by_token: Any, at: Any, head: Any) -> tuple[Any, ...]:
     """Operands and addresses of state_chunks."""
-    square = operands.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS)
+    of_tokens, square = token_operands(spec, storage, by_key, by_token), operands.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS)
     m_operand, p_operand = (operands.smem_operand_b(by_key, field, square) for field in (storage.m, storage.p))
     value_lane = value_address(storage.v.data_ptr().toint(), at.warp, at.lane)
     vectors = storage.vectors.data_ptr().toint() + at.pair * 8
-    return by_key, by_token, *token_operands(spec, storage, by_key, by_token), m_operand, p_operand, value_lane, vectors
+    return by_key, by_token, *of_tokens, m_operand, p_operand, value_lane, vectors
 
 
 def of_head(item: Any, head: Any) -> Any:
@@ -64,9 +64,9 @@ def state_warpgroup(spec, storage, params, warp, segment, only, form=None, head=
     lane, pair, dim = at.lane, at.pair, spec.dim
     make_sources, go_through = (state_sources, state_chunks) if cutlass.const_expr(form is None) else form
     by_key, by_token = operands.tiled_mma(spec.dtype, CHUNK), operands.tiled_mma(spec.dtype, dim, True)
+    sources = make_sources(spec, storage, by_key, by_token, at, head)
     registers = state_registers(spec, by_key, by_token)
     state, initial = registers[0], params.initial_state
-    sources = make_sources(spec, storage, by_key, by_token, at, head)
     block_row = warp * 16 + at.row  # this lane's first V row of the block's
     if cutlass.const_expr(segment is None):
         fetched = cute.make_rmem_tensor(state.layout, Float32)
