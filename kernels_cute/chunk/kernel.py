@@ -47,7 +47,8 @@ _ALL_CLUSTERS = 2**31 - 1
 class Config:
     """All fields but `stages`, `prefetch` and `state_heads` are scalars of the launch."""
 
-    # Chunks of Q and V in shared memory: 4, and 5 of K; with four SMs a head 2 or 3, and as many of K.
+    # Chunks of Q and V in shared memory: 4, and 5 of K; with four SMs a head 2 or 3, and as many of K; with two state heads a
+    # work tile 2 of Q (key_head/shape.py).
     stages: int
     prefetch: int  # chunks ahead of a copy that are prefetched into the L2 cache: 0 or 2
     # Chunks per segment: longer sequences are split into segments, which run side by side; 0 = sequences are whole.
