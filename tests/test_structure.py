@@ -28,7 +28,7 @@ MOST_PYTHON_LINES = {
     "kernels_cute/attention/": 2_200,
     "kernels_cute/chunk/key_head/": 700,
     "kernels_tl/attention/": 600,
-    "": 33_700,
+    "": 33_900,
 }
 
 # Qualified name, or path of a file -> why.
