@@ -3,6 +3,8 @@
 The formulas: fused.py. K K^T and Q K^T are those of the key head; what follows from them is made for the heads side by side.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -34,8 +36,8 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
     left_queries = operands.smem_operand_a(mma, storage.q, query_layout)
     sums = operands.accumulators(mma, CHUNK)
     diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
-    row_words = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # a head's row of A, then its blocks of P
-    m_words = [cute.make_rmem_tensor(cute.make_layout(16), Int32) for _ in range(heads)]  # blocks of M
+    row_words = [cute.make_rmem_tensor(cute.make_layout(16), Int32) for _ in range(heads)]  # each head's row of A
+    last_words = [cute.make_rmem_tensor(cute.make_layout(4), Int32) for _ in range(heads)]  # diagonal blocks of M
     k_base, q_base = storage.k.data_ptr().toint(), storage.q.data_ptr().toint()
     lowers = [storage.lower.data_ptr().toint() + i * _TRIANGLE for i in range(heads)]
     scratch = storage.scratch.data_ptr().toint() + warp * (heads * head_shape.SCRATCH_BYTES)
@@ -46,7 +48,10 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
         half, half_turn = half_place(own, step)
         buffer, turn = (own.base + step) & 1, (own.base + step) >> 1 & 1
         rows = [storage.rows.data_ptr().toint() + (half * heads + i) * AUX_BYTES for i in range(heads)]
-        tiles = [(buffer * heads + i) * TILE_BYTES for i in range(heads)]
+        m_tiles, p_tiles = (
+            [field.data_ptr().toint() + (buffer * heads + i) * TILE_BYTES for i in range(heads)]
+            for field in (storage.m, storage.p)
+        )
         valid = length - step * CHUNK
         # Addresses of a part are made where it begins: kept from before the loop, they would be too many.
         at = blocks.lane_of(warp, ptx.opaque(lane))
@@ -68,15 +73,12 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
 
         at = blocks.lane_of(warp, ptx.opaque(lane))
         is_below = (at.row > 2 * at.pair, at.row > 2 * at.pair + 1)
-        invert(spec, at, sums, diagonal, rows, lowers, scratch, m_words, is_below)
+        invert(spec, at, sums, diagonal, rows, lowers, scratch, last_words, is_below)
         operands.sync_warpgroup(head_shape.MAKER_BARRIER)
-        # M of the first head before there is room for it; for more there are no registers.
-        for i in cutlass.range_constexpr(heads):
-            at = blocks.lane_of(warp, ptx.opaque(lane))
-            make_m(spec, at, rows[i], lowers[i], row_words, m_words[i])
-            if cutlass.const_expr(i == 0):
-                cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
-            blocks.store_blocks(storage.m.data_ptr().toint() + tiles[i], at, m_words[i])
+        # Block by block to where it goes: all of M does not fit into registers. While one head waits, the other runs.
+        at = blocks.lane_of(warp, ptx.opaque(lane))
+        cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
+        store_m(spec, at, rows, lowers, row_words, last_words, m_tiles)
 
         at = blocks.lane_of(warp, ptx.opaque(lane))
         cute.arch.mbarrier_wait(storage.q_full.data_ptr() + stage, parity)
@@ -93,9 +95,7 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
         warpgroup.wait_group(0)
         at = blocks.lane_of(warp, ptx.opaque(lane))
         is_not_above = (at.row >= 2 * at.pair, at.row >= 2 * at.pair + 1)
-        for i in cutlass.range_constexpr(heads):
-            score.make_p(spec, at, sums, diagonal, row_words, rows[i], row_query, is_not_above)
-            blocks.store_blocks(storage.p.data_ptr().toint() + tiles[i], at, row_words)
+        store_p(spec, at, sums, diagonal, rows, row_query, is_not_above, p_tiles)
         cute.arch.sync_warp()
         if at.lane == 0:
             cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
@@ -104,23 +104,27 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
 
 
 @cute.jit
-def invert(spec, at, kk, diagonal, rows, lowers, scratch, m_words, keeps):
+def invert(spec, at, kk, diagonal, rows, lowers, scratch, last_words, keeps):
     """Of each head: the warp's blocks of L, negated, and its inverted diagonal block, to the head's `lower`, the latter
-    as a block of M to m_words, too. diagonal: of K K^T.
+    as a block of M to last_words, too. diagonal: of K K^T.
 
     A diagonal block [[B, 0], [N, C]] by forward substitution of its halves in float32, a lane per column: lanes 16 i .. have the
     block of head i.
     """
     row, pair, lane = at.row, at.pair, at.lane
+    columns = [own + pair * 8 for own in rows]
+    row_keys = [blocks.row_values(own + KEY_FACTOR, at.row0) for own in rows]
+    row_scales = [(-first, -second) for first, second in row_keys]
+    for u in cutlass.range_constexpr(3):
+        if u < at.warp:
+            words = [inverse.lower_words(kk, u, own, scale) for own, scale in zip(columns, row_scales, strict=True)]
+            store_all(at, u, lowers, words, block_address)
     belows = []
     for i in cutlass.range_constexpr(len(rows)):
-        columns = rows[i] + pair * 8
-        row_key = blocks.row_values(rows[i] + KEY_FACTOR, at.row0)
-        row_scale = (-row_key[0], -row_key[1])
-        inverse.store_lower(at, kk, lowers[i], columns, row_scale, block_address)
+        row_scale = row_scales[i]
         below = [None] * 2
         for m in cutlass.range_constexpr(2):
-            keys_of = ptx.load_pair(columns + at.warp * 64 + KEY_BETA + m * 32)
+            keys_of = ptx.load_pair(columns[i] + at.warp * 64 + KEY_BETA + m * 32)
             for odd in cutlass.range_constexpr(2):
                 # The part above the diagonal is stored with the rest, and never read.
                 place = scratch + i * head_shape.SCRATCH_BYTES + m * head_shape.COLUMN_HALF
@@ -144,26 +148,51 @@ def invert(spec, at, kk, diagonal, rows, lowers, scratch, m_words, keeps):
         blocks.store_block(lowers[i], at, at.warp, words, block_address)
         row_cum = blocks.row_values(rows[i] + CUM, at.row0)
         values = inverse.decayed_diagonal(values, rows[i] + pair * 8, row_cum, keeps, at.warp)
-        m_words[i].fill(0)  # or what a warp does not set would be kept from chunk to chunk
-        blocks.set_words(m_words[i], 3, blocks.packed(spec.dtype, values))
+        blocks.set_words(last_words[i], 0, blocks.packed(spec.dtype, values))
     cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
 
 
 @cute.jit
-def make_m(spec, at, rows, lower, row_words, m_words):
-    """A head's blocks of M, of the warp's rows, left of the diagonal: to m_words."""
-    decays = blocks.row_decays(rows, blocks.row_values(rows + CUM, at.row0), at.warp)
-    words = ptx.load_matrices(block_address(lower, at.tile_row, at.warp, at.unit), False)
-    row_words.fill(0)
-    for w in cutlass.range_constexpr(1, 4):
-        if at.warp == w:
-            blocks.set_words(row_words, w, words)
-    block_row = inverse.BlockRow(row_words, lower, rows + at.pair * 8, *decays)
+def store_m(spec, at, rows, lowers, row_words, last_words, tiles):
+    """Every head's blocks of M, of the warp's rows."""
+    block_rows = []
+    for i in cutlass.range_constexpr(len(rows)):
+        decays = blocks.row_decays(rows[i], blocks.row_values(rows[i] + CUM, at.row0), at.warp)
+        words = ptx.load_matrices(block_address(lowers[i], at.tile_row, at.warp, at.unit), False)
+        blocks.store_block(tiles[i], at, at.warp, [last_words[i][k] for k in range(4)])
+        row_words[i].fill(0)  # or what a warp does not set would be kept from chunk to chunk
+        for w in cutlass.range_constexpr(1, 4):
+            if at.warp == w:
+                blocks.set_words(row_words[i], w, words)
+        block_rows.append(inverse.BlockRow(row_words[i], lowers[i], rows[i] + at.pair * 8, *decays))
     for back in cutlass.range_constexpr(3):
         u = 2 - back
         if u < at.warp:
-            (values,) = inverse.next_blocks(at, u, [block_row], block_address)
-            blocks.set_words(m_words, u, blocks.packed(spec.dtype, values))
+            found = inverse.next_blocks(at, u, block_rows, block_address)
+            store_all(at, u, tiles, [blocks.packed(spec.dtype, values) for values in found])
+
+
+@cute.jit
+def store_p(spec, at, qk, diagonal, rows, row_query, keeps, tiles):
+    """Every head's blocks of P, of the warp's rows."""
+    blocks.diagonal_block(qk, diagonal, at.warp)
+    columns, row_cums = [own + at.pair * 8 for own in rows], [blocks.row_values(own + CUM, at.row0) for own in rows]
+    decays = [blocks.row_decays(own, row_cum, at.warp) for own, row_cum in zip(rows, row_cums, strict=True)]
+    parts = [(reference, (row_query[0] * of_rows[0], row_query[1] * of_rows[1])) for reference, of_rows in decays]
+    for u in cutlass.range_constexpr(3):
+        if u < at.warp:
+            found = [score.left_scores(qk, u, own, *part) for own, part in zip(columns, parts, strict=True)]
+            store_all(at, u, tiles, [blocks.packed(spec.dtype, values) for values in found])
+    last = [
+        score.last_scores(at, diagonal, own, row_cum, row_query, keeps) for own, row_cum in zip(columns, row_cums, strict=True)
+    ]
+    store_all(at, at.warp, tiles, [blocks.packed(spec.dtype, values) for values in last])
+
+
+def store_all(at: Any, u: Any, tiles: Any, words: Any, address: Any = blocks.square_address) -> None:
+    """Column block u of every head: loads for all of them come first."""
+    for tile, own in zip(tiles, words, strict=True):
+        blocks.store_block(tile, at, u, own, address)
 
 
 @cute.jit

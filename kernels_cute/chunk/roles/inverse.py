@@ -137,12 +137,17 @@ def store_lower(at, kk, lower, columns, row_scale, address=blocks.square_address
     """The warp's blocks of L left of the diagonal, negated, from those of K K^T."""
     for u in cutlass.range_constexpr(3):
         if u < at.warp:
-            values = [None] * 8
-            for m in cutlass.range_constexpr(2):
-                keys_of = ptx.load_pair(columns + KEY_BETA + (2 * u + m) * 32)
-                for i in cutlass.range_constexpr(4):
-                    values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
-            blocks.store_block(lower, at, u, blocks.half_words(values), address)
+            blocks.store_block(lower, at, u, lower_words(kk, u, columns, row_scale), address)
+
+
+def lower_words(kk: Any, u: int, columns: Any, row_scale: Any) -> list[Any]:
+    """Block u of L, negated, left of the diagonal block, of the warp's rows."""
+    values: list[Any] = [None] * 8
+    for m in range(2):
+        keys_of = ptx.load_pair(columns + KEY_BETA + (2 * u + m) * 32)
+        for i in range(4):
+            values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
+    return blocks.half_words(values)
 
 
 @cute.jit
