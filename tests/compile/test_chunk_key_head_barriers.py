@@ -34,7 +34,9 @@ class Block:
         self.keys = [Buffer(f"K {i}") for i in range(spec.key_stages)]
         self.queries = [Buffer(f"Q {i}") for i in range(spec.stages)]
         self.values = [[Buffer(f"V {i}, warp {warp}") for warp in range(4)] for i in range(spec.value_stages)]
-        self.tiles = [[Buffer(f"M, P {i} of head {head}") for head in self.heads] for i in range(2)]
+        self.m_tiles, self.p_tiles = (
+            [[Buffer(f"{name} {i} of head {head}") for head in self.heads] for i in range(2)] for name in ("M", "P and vectors")
+        )
         self.rows = [Buffer(f"gates {i}") for i in range(2)]
 
     def start(self) -> None:
@@ -103,15 +105,16 @@ class Block:
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.5)
             yield from self.wait("maker", "gates_full", half, half_turn)
             yield from self.sim.read(self.rows[half], ("gates", chunk), 1.0)
-            yield from self.wait("maker", "taken", buffer, buffer_turn ^ 1)
-            for tile in self.tiles[buffer]:
+            yield from self.wait("maker", "m_taken", buffer, buffer_turn ^ 1)
+            for tile in self.m_tiles[buffer]:
                 tile.write(("M", chunk))
             yield from self.wait("maker", "q_full", stage, turn)
             yield from self.sim.read(self.queries[stage], ("Q", chunk), 0.5)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.5)
             yield from self.sim.read(self.rows[half], ("gates", chunk), 0.5)
-            for tile in self.tiles[buffer]:
-                tile.write(("M, P", chunk))
+            yield from self.wait("maker", "taken", buffer, buffer_turn ^ 1)
+            for tile in self.p_tiles[buffer]:
+                tile.write(("P", chunk))
             self.bars["gates_free"][half].arrive("maker", 4)
             self.bars["ready"][buffer].arrive("maker", 128)
 
@@ -120,9 +123,10 @@ class Block:
         for chunk in self.own():
             yield from self.wait("hand_over", "ready", self.rank, chunk // 2 % 2)
             ready = other.bars["ready"][self.rank]
-            ready.arrive("hand_over", copies=len(self.heads))
+            ready.arrive("hand_over", copies=2 * len(self.heads))
             for head in self.heads:
-                self.sim.copy(ready, other.tiles[self.rank][head], ("M, P", chunk), self.tiles[self.rank][head])
+                self.sim.copy(ready, other.m_tiles[self.rank][head], ("M", chunk), self.m_tiles[self.rank][head])
+                self.sim.copy(ready, other.p_tiles[self.rank][head], ("P", chunk), self.p_tiles[self.rank][head])
 
     def state(self, head: int, warp: int) -> Role:
         for chunk in range(self.num_chunks):
@@ -130,7 +134,7 @@ class Block:
             stage, turn = self.place(self.spec.stages, chunk)
             buffer, buffer_turn = self.place(2, chunk)
             value_stage, value_turn = self.value_place(chunk, head)
-            values, tile = self.values[value_stage][warp], self.tiles[buffer][head]
+            values, taken = self.values[value_stage][warp], self.peers[buffer].bars
             yield from self.wait("state", "k_full", key_stage, key_turn)
             yield from self.wait("state", "q_full", stage, turn)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
@@ -139,11 +143,12 @@ class Block:
             yield from self.wait("state", "v_full", value_stage, value_turn)
             yield from self.sim.read(values, ("V", chunk, head), 0.2)
             self.bars["q_empty"][stage].arrive("state")
-            yield from self.sim.read(tile, ("M, P", chunk), 0.3)
+            yield from self.sim.read(self.m_tiles[buffer][head], ("M", chunk), 0.3)
+            taken["m_taken"][buffer].arrive("state")
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
             self.bars["k_empty"][key_stage].arrive("state")
-            yield from self.sim.read(tile, ("M, P", chunk), 0.3)
-            self.peers[buffer].bars["taken"][buffer].arrive("state")
+            yield from self.sim.read(self.p_tiles[buffer][head], ("P", chunk), 0.3)
+            taken["taken"][buffer].arrive("state")
             values.write(("O", chunk, head))
             self.bars["stored"][value_stage].arrive("state")
 
@@ -180,7 +185,7 @@ def test_a_ring_of_v_that_is_too_short_is_found() -> None:
             simulate(spec_of(value_stages=3), 41, seed)
 
 
-@pytest.mark.parametrize("name", ["k_empty", "q_empty", "taken", "stored"])
+@pytest.mark.parametrize("name", ["k_empty", "q_empty", "m_taken", "taken", "stored"])
 def test_a_wrong_table_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrivals of one head where both must have arrived, or of both where there is one."""
     plain = barriers.key_head_barriers
@@ -202,7 +207,7 @@ def test_the_table_says_what_the_kernel_needs() -> None:
     spec = spec_of()
     table = barriers.key_head_barriers(spec)
     assert (table.count("ready"), table.count("ready", is_from_peer=True)) == (128, 1)
-    found = [table.count(name) for name in ("k_empty", "q_empty", "v_empty", "stored", "taken", "gates_full", "gates_free")]
-    assert found == [8, 8, 1, 4, 16, 32, 4]
+    found = [table.count(name) for name in ("k_empty", "q_empty", "v_empty", "stored", "m_taken", "taken", "gates_full", "gates_free")]
+    assert found == [8, 8, 1, 4, 16, 16, 32, 4]
     assert table.count("work_empty") == 16  # every warp
     assert (spec.key_stages % 2, spec.stages % 2) == (0, 0)  # a maker sees every fill of the stages of its chunks

@@ -77,7 +77,7 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
         operands.sync_warpgroup(head_shape.MAKER_BARRIER)
         # Block by block to where it goes: all of M does not fit into registers. While one head waits, the other runs.
         at = blocks.lane_of(warp, ptx.opaque(lane))
-        cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
+        cute.arch.mbarrier_wait(storage.m_taken.data_ptr() + buffer, turn ^ 1)
         store_m(spec, at, rows, lowers, row_words, last_words, m_tiles)
 
         at = blocks.lane_of(warp, ptx.opaque(lane))
@@ -91,6 +91,7 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
             for own_rows in rows:
                 blocks.store_row_values(own_rows + QUERY_FACTOR, at.row0, row_query[0], row_query[1])
         operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+        cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
         publish(spec, storage, rows, buffer, at)
         warpgroup.wait_group(0)
         at = blocks.lane_of(warp, ptx.opaque(lane))
@@ -119,20 +120,18 @@ def invert(spec, at, kk, diagonal, rows, lowers, scratch, last_words, keeps):
         if u < at.warp:
             words = [inverse.lower_words(kk, u, own, scale) for own, scale in zip(columns, row_scales, strict=True)]
             store_all(at, u, lowers, words, block_address)
+    # All loads first: ptxas takes none past a store.
+    keys_of = [[ptx.load_pair(own + at.warp * 64 + KEY_BETA + m * 32) for m in range(2)] for own in columns]
     belows = []
     for i in cutlass.range_constexpr(len(rows)):
         row_scale = row_scales[i]
-        below = [None] * 2
         for m in cutlass.range_constexpr(2):
-            keys_of = ptx.load_pair(columns[i] + at.warp * 64 + KEY_BETA + m * 32)
             for odd in cutlass.range_constexpr(2):
                 # The part above the diagonal is stored with the rest, and never read.
                 place = scratch + i * head_shape.SCRATCH_BYTES + m * head_shape.COLUMN_HALF
                 place = place + (2 * pair + odd) * head_shape.COLUMN_PITCH + row * 4
-                ptx.store_one(place, diagonal[6 * m + odd] * (row_scale[m] * keys_of[odd]))
-                if cutlass.const_expr(m == 0):
-                    below[odd] = diagonal[2 + odd] * (row_scale[1] * keys_of[odd])
-        belows.append(below)
+                ptx.store_one(place, diagonal[6 * m + odd] * (row_scale[m] * keys_of[i][m][odd]))
+        belows.append([diagonal[2 + odd] * (row_scale[1] * keys_of[i][0][odd]) for odd in range(2)])
     cute.arch.sync_warp()
     column, half, head = lane % _HALF, lane // _HALF % 2, lane // (2 * _HALF)
     own = scratch + head * head_shape.SCRATCH_BYTES
@@ -141,14 +140,14 @@ def invert(spec, at, kk, diagonal, rows, lowers, scratch, last_words, keeps):
     for i in cutlass.range_constexpr(_HALF):
         ptx.store_one(own + half * head_shape.INVERSE_HALF + i * head_shape.INVERSE_PITCH + column * 4, x[i])
     cute.arch.sync_warp()
+    places = [scratch + i * head_shape.SCRATCH_BYTES + row * head_shape.INVERSE_PITCH + pair * 8 for i in range(len(rows))]
+    halves = [(ptx.load_pair(place), ptx.load_pair(place + head_shape.INVERSE_HALF)) for place in places]
+    joined = [inverse.join_halves(*both, below) for both, below in zip(halves, belows, strict=True)]
     for i in cutlass.range_constexpr(len(rows)):
-        place = scratch + i * head_shape.SCRATCH_BYTES + row * head_shape.INVERSE_PITCH + pair * 8
-        values = inverse.join_halves(ptx.load_pair(place), ptx.load_pair(place + head_shape.INVERSE_HALF), belows[i])
-        words = blocks.half_words(values)
-        blocks.store_block(lowers[i], at, at.warp, words, block_address)
         row_cum = blocks.row_values(rows[i] + CUM, at.row0)
-        values = inverse.decayed_diagonal(values, rows[i] + pair * 8, row_cum, keeps, at.warp)
+        values = inverse.decayed_diagonal(joined[i], columns[i], row_cum, keeps, at.warp)
         blocks.set_words(last_words[i], 0, blocks.packed(spec.dtype, values))
+    store_all(at, at.warp, lowers, [blocks.half_words(values) for values in joined], block_address)
     cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
 
 

@@ -84,6 +84,8 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
         common.scale_columns(outputs, operands.load_factors(vector + shape.STATE_QUERY))
         factors = operands.load_factors(vector + shape.KEY_TO_LAST)
         warpgroup.wait_group(0)
+        if lane == 0:
+            common.arrive_taken(spec, storage.m_taken.data_ptr(), buffer)
 
         common.add_values(spec, by_token, registers, tokens, key_stage, factors)
         # Not beside the next product: all operands in flight at a time do not fit.

@@ -161,12 +161,15 @@ def row_squares(spec: Any, place: Any) -> list[Any]:
     """The same from the tile of Q in shared memory, of which few words are in registers at a time. place: (Lane, tile)."""
     at, tile = place
     holder = at.row * 4 + at.row // 2
-    sums = [(Float32(0.0),) * 4 for _ in range(2)]
+    # Even and odd steps apart: a product waits for the one before it.
+    sums = [[(Float32(0.0),) * 4 for _ in range(2)] for _ in range(2)]
     for step in range(spec.dim // 16):
         operand = blocks.load_words(at, tile, step)
         for side in range(2):
-            sums[side] = ptx.multiply_small(spec.dtype, sums[side], operand, operand[side], operand[side + 2])
-    own = [operands.select(at.row % 2 == 1, sums[side][2 * side + 1], sums[side][2 * side]) for side in range(2)]
+            own = sums[side]
+            own[step % 2] = ptx.multiply_small(spec.dtype, own[step % 2], operand, operand[side], operand[side + 2])
+    totals = [[even[i] + odd[i] for i in (2 * side, 2 * side + 1)] for side, (even, odd) in enumerate(sums)]
+    own = [operands.select(at.row % 2 == 1, second, first) for first, second in totals]
     return [cute.arch.shuffle_sync(one, holder) for one in own]
 
 
