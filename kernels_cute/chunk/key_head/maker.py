@@ -91,12 +91,16 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
             for own_rows in rows:
                 blocks.store_row_values(own_rows + QUERY_FACTOR, at.row0, row_query[0], row_query[1])
         operands.sync_warpgroup(head_shape.MAKER_BARRIER)
-        cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
-        publish(spec, storage, rows, buffer, at)
+        vector_values = score.vector_values(rows[0] + at.thread // CHUNK * AUX_BYTES, at.thread % CHUNK)
         warpgroup.wait_group(0)
         at = blocks.lane_of(warp, ptx.opaque(lane))
         is_not_above = (at.row >= 2 * at.pair, at.row >= 2 * at.pair + 1)
-        store_p(spec, at, sums, diagonal, rows, row_query, is_not_above, p_tiles)
+        make_p(spec, at, sums, diagonal, rows, row_query, is_not_above, row_words)
+        at = blocks.lane_of(warp, ptx.opaque(lane))
+        cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
+        for tile, words in zip(p_tiles, row_words, strict=True):
+            blocks.store_blocks(tile, at, words)
+        publish(spec, storage, vector_values, buffer, at)
         cute.arch.sync_warp()
         if at.lane == 0:
             cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
@@ -172,20 +176,24 @@ def store_m(spec, at, rows, lowers, row_words, last_words, tiles):
 
 
 @cute.jit
-def store_p(spec, at, qk, diagonal, rows, row_query, keeps, tiles):
+def make_p(spec, at, qk, diagonal, rows, row_query, keeps, row_words):
     """Every head's blocks of P, of the warp's rows."""
     blocks.diagonal_block(qk, diagonal, at.warp)
     columns, row_cums = [own + at.pair * 8 for own in rows], [blocks.row_values(own + CUM, at.row0) for own in rows]
     decays = [blocks.row_decays(own, row_cum, at.warp) for own, row_cum in zip(rows, row_cums, strict=True)]
+    for words in row_words:
+        words.fill(0)  # as in store_m
     parts = [(reference, (row_query[0] * of_rows[0], row_query[1] * of_rows[1])) for reference, of_rows in decays]
     for u in cutlass.range_constexpr(3):
         if u < at.warp:
             found = [score.left_scores(qk, u, own, *part) for own, part in zip(columns, parts, strict=True)]
-            store_all(at, u, tiles, [blocks.packed(spec.dtype, values) for values in found])
+            for words, values in zip(row_words, found, strict=True):
+                blocks.set_words(words, u, blocks.packed(spec.dtype, values))
     last = [
         score.last_scores(at, diagonal, own, row_cum, row_query, keeps) for own, row_cum in zip(columns, row_cums, strict=True)
     ]
-    store_all(at, at.warp, tiles, [blocks.packed(spec.dtype, values) for values in last])
+    for words, values in zip(row_words, last, strict=True):
+        blocks.set_words(words, 3, blocks.packed(spec.dtype, values))
 
 
 def store_all(at: Any, u: Any, tiles: Any, words: Any, address: Any = blocks.square_address) -> None:
@@ -195,8 +203,8 @@ def store_all(at: Any, u: Any, tiles: Any, words: Any, address: Any = blocks.squ
 
 
 @cute.jit
-def publish(spec, storage, rows, buffer, at):
+def publish(spec, storage, values, buffer, at):
     """The row vectors of each head, by 64 threads each."""
     head, thread = at.thread // CHUNK, at.thread % CHUNK
     vectors = storage.vectors.data_ptr().toint() + (buffer * spec.state_heads + head) * VECTOR_BYTES
-    score.publish_vectors(vectors, rows[0] + head * AUX_BYTES, thread)
+    score.store_vectors(vectors, values, thread)

@@ -189,13 +189,22 @@ def query_squares_by_elements(spec: Any, words: Any) -> list[Any]:
     return squares
 
 
-@cute.jit
-def publish_vectors(vectors, rows, thread):
+def publish_vectors(vectors: Any, rows: Any, thread: Any) -> None:
+    store_vectors(vectors, vector_values(rows, thread), thread)
+
+
+def vector_values(rows: Any, thread: Any) -> tuple[Any, ...]:
+    """A token's elements of the row vectors, and the chunk's whole decay."""
     cum, total = ptx.load_one(rows + CUM + thread * 4), ptx.load_one(rows + shape.LAST_CUM)
     key, key_beta, query = (ptx.load_one(rows + kind + thread * 4) for kind in (KEY_FACTOR, KEY_BETA, QUERY_FACTOR))
     grown = cute.math.exp2(cum, fastmath=True)
-    ptx.store_one(vectors + shape.STATE_KEY + thread * 4, grown * key)
-    ptx.store_one(vectors + shape.KEY_TO_LAST + thread * 4, operands.exp2_clamped(total - cum) * key_beta)
-    ptx.store_one(vectors + shape.STATE_QUERY + thread * 4, grown * query)
+    last = cute.math.exp2(total, fastmath=True)
+    return grown * key, operands.exp2_clamped(total - cum) * key_beta, grown * query, last
+
+
+@cute.jit
+def store_vectors(vectors, values, thread):
+    for kind, value in zip((shape.STATE_KEY, shape.KEY_TO_LAST, shape.STATE_QUERY), values[:3], strict=True):
+        ptx.store_one(vectors + kind + thread * 4, value)
     if thread == 0:
-        ptx.store_one(vectors + shape.LAST_DECAY, cute.math.exp2(total, fastmath=True))
+        ptx.store_one(vectors + shape.LAST_DECAY, values[3])
