@@ -74,13 +74,16 @@ def key_head_barriers(spec: ChunkSpec) -> BarrierTable:
     records = _records(warps)
     done = (*_each_warp("state", blocks=heads), *(Arrivals(role, "warp") for role in warps if role != "state"))
     records[1] = Barrier("work_empty", RECORDS, done, ("gates",))
+    # A stage of Q has chunks of one parity, as a buffer of M and P has: the maker reads those of its own.
+    assert stages == BUFFERS
+    queries_read = _each_warp("state", "Q S done", heads)
     return BarrierTable(
         warps,
         [
             Barrier("k_full", spec.key_stages, _one("load", "with the bytes of K"), ("state", "maker")),
             Barrier("k_empty", spec.key_stages, _each_warp("state", "S done", heads), ("load",)),
             Barrier("q_full", stages, _one("load", "with the bytes of Q"), ("state", "maker")),
-            Barrier("q_empty", stages, _each_warp("state", "Q S done", heads), ("load",)),
+            Barrier("q_empty", stages, queries_read + _each_warp("maker", "P made"), ("load",), queries_read),
             Barrier("v_full", spec.value_stages, _one("load", "with the bytes of V"), ("state",)),
             Barrier("v_empty", spec.value_stages, _one("store", "O read"), ("load",)),
             Barrier("stored", spec.value_stages, _each_warp("state", "O where V was"), ("store",)),

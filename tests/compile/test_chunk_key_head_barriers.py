@@ -111,11 +111,12 @@ class Block:
             yield from self.wait("maker", "q_full", stage, turn)
             yield from self.sim.read(self.queries[stage], ("Q", chunk), 0.5)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.5)
+            self.bars["q_empty"][stage].arrive("maker", 4)
             yield from self.sim.read(self.rows[half], ("gates", chunk), 0.5)
+            self.bars["gates_free"][half].arrive("maker", 4)
             yield from self.wait("maker", "taken", buffer, buffer_turn ^ 1)
             for tile in self.p_tiles[buffer]:
                 tile.write(("P", chunk))
-            self.bars["gates_free"][half].arrive("maker", 4)
             self.bars["ready"][buffer].arrive("maker", 128)
 
     def hand_over(self) -> Role:
@@ -139,10 +140,10 @@ class Block:
             yield from self.wait("state", "q_full", stage, turn)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
             yield from self.sim.read(self.queries[stage], ("Q", chunk), 0.3)
+            self.bars["q_empty"][stage].arrive("state")
             yield from self.wait("state", "ready", buffer, buffer_turn)
             yield from self.wait("state", "v_full", value_stage, value_turn)
             yield from self.sim.read(values, ("V", chunk, head), 0.2)
-            self.bars["q_empty"][stage].arrive("state")
             yield from self.sim.read(self.m_tiles[buffer][head], ("M", chunk), 0.3)
             taken["m_taken"][buffer].arrive("state")
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
@@ -207,7 +208,8 @@ def test_the_table_says_what_the_kernel_needs() -> None:
     spec = spec_of()
     table = barriers.key_head_barriers(spec)
     assert (table.count("ready"), table.count("ready", is_from_peer=True)) == (128, 1)
-    found = [table.count(name) for name in ("k_empty", "q_empty", "v_empty", "stored", "m_taken", "taken", "gates_full", "gates_free")]
-    assert found == [8, 8, 1, 4, 16, 16, 32, 4]
+    found = [table.count(name) for name in ("k_empty", "v_empty", "stored", "m_taken", "taken", "gates_full", "gates_free")]
+    assert found == [8, 1, 4, 16, 16, 32, 4]
+    assert (table.count("q_empty"), table.count("q_empty", is_from_peer=True)) == (12, 8)
     assert table.count("work_empty") == 16  # every warp
     assert (spec.key_stages % 2, spec.stages % 2) == (0, 0)  # a maker sees every fill of the stages of its chunks

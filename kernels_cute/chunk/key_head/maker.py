@@ -93,17 +93,20 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
         operands.sync_warpgroup(head_shape.MAKER_BARRIER)
         vector_values = score.vector_values(rows[0] + at.thread // CHUNK * AUX_BYTES, at.thread % CHUNK)
         warpgroup.wait_group(0)
+        cute.arch.sync_warp()
+        if at.lane == 0:
+            cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + stage)
         at = blocks.lane_of(warp, ptx.opaque(lane))
         is_not_above = (at.row >= 2 * at.pair, at.row >= 2 * at.pair + 1)
         make_p(spec, at, sums, diagonal, rows, row_query, is_not_above, row_words)
         at = blocks.lane_of(warp, ptx.opaque(lane))
+        cute.arch.sync_warp()
+        if at.lane == 0:
+            cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
         cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
         for tile, words in zip(p_tiles, row_words, strict=True):
             blocks.store_blocks(tile, at, words)
         publish(spec, storage, vector_values, buffer, at)
-        cute.arch.sync_warp()
-        if at.lane == 0:
-            cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(storage.ready.data_ptr() + buffer)
 

@@ -47,9 +47,10 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
         cute.arch.mbarrier_wait(q_full + first_stage, first_parity)
     multiply_state(spec, by_key, registers, keys[None, None, None, first_key_stage], queries[None, None, None, first_stage], 0)
     warpgroup.wait_group(0)
+    if (lane == 0) & (num_chunks > 0):
+        cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + first_stage)
     for step in cutlass.range(num_chunks, unroll=1):
         count = base + step
-        stage, _ = ring_place(spec.stages, count)
         key_stage, _ = ring_place(spec.key_stages, count)
         next_stage, next_parity = ring_place(spec.stages, count + 1)
         next_key_stage, next_key_parity = ring_place(spec.key_stages, count + 1)
@@ -62,9 +63,6 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
         cute.arch.mbarrier_wait(storage.v_full.data_ptr() + value_stage, value_parity)
         value_tile = value_lane + value_stage * spec.value_bytes
         values = [ptx.load_matrices(value_tile + i * 16 * operands.ROW_BYTES, True) for i in range(4)]
-        if lane == 0:
-            cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + stage)
-
         common.subtract_keys(spec, sums, values, operands.load_factors(vector + shape.STATE_KEY))
         if valid < CHUNK:
             common.mask_sums(sums, valid, pair)
@@ -108,6 +106,8 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
             cute.arch.mbarrier_wait(q_full + next_stage, next_parity)
             multiply_state(spec, by_key, registers, keys[None, None, None, next_key_stage], queries[None, None, None, next_stage])
         warpgroup.wait_group(0)
+        if (lane == 0) & (step + 1 < num_chunks):
+            cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + next_stage)
         if cutlass.const_expr(spec.has_checkpoints):
             if (step + 1) * CHUNK <= item.live_length:
                 done = item.begin - Int32(params.cu_seqlens[item.sequence]) + (step + 1) * CHUNK
