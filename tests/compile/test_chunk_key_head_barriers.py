@@ -34,8 +34,8 @@ class Block:
         self.keys = [Buffer(f"K {i}") for i in range(spec.key_stages)]
         self.queries = [Buffer(f"Q {i}") for i in range(spec.stages)]
         self.values = [[Buffer(f"V {i}, warp {warp}") for warp in range(4)] for i in range(spec.value_stages)]
-        self.m_tiles, self.p_tiles = (
-            [[Buffer(f"{name} {i} of head {head}") for head in self.heads] for i in range(2)] for name in ("M", "P and vectors")
+        self.m_tiles, self.p_tiles, self.vectors = (
+            [[Buffer(f"{name} {i} of head {head}") for head in self.heads] for i in range(2)] for name in ("M", "P", "vectors")
         )
         self.rows = [Buffer(f"gates {i}") for i in range(2)]
 
@@ -50,6 +50,9 @@ class Block:
         roles |= {f"state {warp} of head {head}": self.state(head, warp) for head in self.heads for warp in range(4)}
         for name, role in roles.items():
             self.sim.start(f"{name} of block {self.rank}", role)
+
+    def made(self) -> tuple[list[list[Buffer]], ...]:
+        return self.m_tiles, self.p_tiles, self.vectors
 
     def own(self) -> range:
         """Chunks that this block prepares."""
@@ -105,6 +108,7 @@ class Block:
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.5)
             yield from self.wait("maker", "gates_full", half, half_turn)
             yield from self.sim.read(self.rows[half], ("gates", chunk), 1.0)
+            self.bars["keys_full"][half].arrive("maker")
             yield from self.wait("maker", "m_taken", buffer, buffer_turn ^ 1)
             for tile in self.m_tiles[buffer]:
                 tile.write(("M", chunk))
@@ -112,6 +116,7 @@ class Block:
             yield from self.sim.read(self.queries[stage], ("Q", chunk), 0.5)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.5)
             self.bars["q_empty"][stage].arrive("maker", 4)
+            yield from self.wait("maker", "queries_full", half, half_turn)
             yield from self.sim.read(self.rows[half], ("gates", chunk), 0.5)
             self.bars["gates_free"][half].arrive("maker", 4)
             yield from self.wait("maker", "taken", buffer, buffer_turn ^ 1)
@@ -122,12 +127,25 @@ class Block:
     def hand_over(self) -> Role:
         other = self.peers[self.rank ^ 1]
         for chunk in self.own():
+            stage, turn = self.place(self.spec.stages, chunk)
+            half, half_turn = self.place(2, chunk // 2)
+            yield from self.wait("hand_over", "q_full", stage, turn)
+            yield from self.sim.read(self.queries[stage], ("Q", chunk), 0.5)
+            self.bars["queries_full"][half].arrive("hand_over")
+            self.bars["q_empty"][stage].arrive("hand_over")
+            yield from self.wait("hand_over", "keys_full", half, half_turn)
+            yield from self.wait("hand_over", "taken", self.rank, chunk // 2 % 2 ^ 1)
+            yield from self.sim.read(self.rows[half], ("gates", chunk), 0.1)
+            self.bars["gates_free"][half].arrive("hand_over")
+            for tile in self.vectors[self.rank]:
+                tile.write(("vectors", chunk))
+            self.bars["ready"][self.rank].arrive("hand_over", 32)
             yield from self.wait("hand_over", "ready", self.rank, chunk // 2 % 2)
             ready = other.bars["ready"][self.rank]
-            ready.arrive("hand_over", copies=2 * len(self.heads))
+            ready.arrive("hand_over", copies=3 * len(self.heads))
             for head in self.heads:
-                self.sim.copy(ready, other.m_tiles[self.rank][head], ("M", chunk), self.m_tiles[self.rank][head])
-                self.sim.copy(ready, other.p_tiles[self.rank][head], ("P", chunk), self.p_tiles[self.rank][head])
+                for name, mine, theirs in zip(("M", "P", "vectors"), self.made(), other.made(), strict=True):
+                    self.sim.copy(ready, theirs[self.rank][head], (name, chunk), mine[self.rank][head])
 
     def state(self, head: int, warp: int) -> Role:
         for chunk in range(self.num_chunks):
@@ -144,8 +162,10 @@ class Block:
             yield from self.wait("state", "ready", buffer, buffer_turn)
             yield from self.wait("state", "v_full", value_stage, value_turn)
             yield from self.sim.read(values, ("V", chunk, head), 0.2)
+            yield from self.sim.read(self.vectors[buffer][head], ("vectors", chunk), 0.1)
             yield from self.sim.read(self.m_tiles[buffer][head], ("M", chunk), 0.3)
             taken["m_taken"][buffer].arrive("state")
+            yield from self.sim.read(self.vectors[buffer][head], ("vectors", chunk), 0.1)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
             self.bars["k_empty"][key_stage].arrive("state")
             yield from self.sim.read(self.p_tiles[buffer][head], ("P", chunk), 0.3)
@@ -207,9 +227,9 @@ def test_a_wrong_table_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_table_says_what_the_kernel_needs() -> None:
     spec = spec_of()
     table = barriers.key_head_barriers(spec)
-    assert (table.count("ready"), table.count("ready", is_from_peer=True)) == (128, 1)
+    assert (table.count("ready"), table.count("ready", is_from_peer=True)) == (160, 1)
     found = [table.count(name) for name in ("k_empty", "v_empty", "stored", "m_taken", "taken", "gates_full", "gates_free")]
-    assert found == [8, 1, 4, 16, 16, 32, 4]
-    assert (table.count("q_empty"), table.count("q_empty", is_from_peer=True)) == (12, 8)
+    assert found == [8, 1, 4, 16, 16, 32, 5]
+    assert (table.count("q_empty"), table.count("q_empty", is_from_peer=True)) == (13, 8)
     assert table.count("work_empty") == 16  # every warp
     assert (spec.key_stages % 2, spec.stages % 2) == (0, 0)  # a maker sees every fill of the stages of its chunks

@@ -17,11 +17,12 @@ from kernels_cute.chunk.barriers import key_head_barriers, key_head_storage
 from kernels_cute.chunk.fused import launch_shape
 from kernels_cute.chunk.key_head import shape
 from kernels_cute.chunk.key_head.copies import copy_warp
+from kernels_cute.chunk.key_head.factors import factor_warp
 from kernels_cute.chunk.key_head.maker import maker_warpgroup
 from kernels_cute.chunk.key_head.state import head_chunks, head_sources
 from kernels_cute.chunk.operands import set_registers
 from kernels_cute.chunk.rings import chunks_in, own_chunks
-from kernels_cute.chunk.roles.copies import hand_over_warp, store_warp
+from kernels_cute.chunk.roles.copies import store_warp
 from kernels_cute.chunk.roles.gates import schedule_and_gate
 from kernels_cute.chunk.roles.state import of_head, state_warpgroup
 from kernels_cute.chunk.scheduler import goes_on, take_work_tile
@@ -32,6 +33,8 @@ from kernels_cute.common import ptx
 from kernels_cute.common.barriers import init_barriers
 
 _FIRST_MAKER, _FIRST_COPIER = 8, 12  # warps
+# By schedulers: the maker's last warp has most to do and the factor warp more than the others that copy, so they do not share one.
+_FACTORS, _GATES, _STORE, _LOAD = range(_FIRST_COPIER, _FIRST_COPIER + 4)
 
 
 def key_head_spec(spec: ChunkSpec) -> ChunkSpec:
@@ -69,7 +72,7 @@ def run_block(spec, params, copies):
     block, _, _ = cute.arch.block_idx()
     rank, cluster = block % 2, block // spec.sharers
     # The warp that copies in makes the barriers: it need not wait for the others to begin.
-    if warp == _FIRST_COPIER:
+    if warp == _LOAD:
         for atom in (copies.q_atom, copies.k_atom, copies.v_atom, copies.out_atom):
             cpasync.prefetch_descriptor(atom)
         with cute.arch.elect_one():
@@ -94,7 +97,7 @@ def run_block(spec, params, copies):
     # A releasing arrival waits for global memory too; for the other block the fences above are enough.
     cute.arch.fence_acq_rel_cta()
     cute.arch.cluster_arrive_relaxed()
-    if warp != _FIRST_COPIER:
+    if warp != _LOAD:
         cute.arch.cluster_wait()
 
     # Every role counts items, and the chunks of those before.
@@ -106,12 +109,11 @@ def run_block(spec, params, copies):
         set_registers(spec, shape.MAKER_REGISTERS)
         while going:
             item = take_work_tile(storage, number, None)
-            maker_warpgroup(spec, storage, params.scale, own_chunks(spec, base, rank), item.live_length, warp % 4)
+            maker_warpgroup(spec, storage, own_chunks(spec, base, rank), item.live_length, warp % 4)
             number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
     else:
         set_registers(spec, shape.COPY_REGISTERS)
-        copier = warp % 4
-        if copier == 0:
+        if warp == _LOAD:
             while going:
                 item = take_work_tile(storage, number, None)
                 if number > 0:
@@ -121,19 +123,19 @@ def run_block(spec, params, copies):
                 number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
             # Nothing of the other block was touched; the barrier at the end needs this one done.
             cute.arch.cluster_wait()
-        if copier == 1:
+        if warp == _GATES:
             schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, first_item)
-        if copier == 2:
+        if warp == _STORE:
             while going:
                 item = take_work_tile(storage, number, None)
                 store_warp(spec, storage, copies, params.out, item, base, "v_empty")
                 number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
-        if copier == 3:
+        if warp == _FACTORS:
             squares, vectors = spec.state_heads * TILE_BYTES, spec.state_heads * VECTOR_BYTES
             tiles = ((storage.m, squares), (storage.vectors, vectors), (storage.p, squares))
             while going:
                 item = take_work_tile(storage, number, None)
-                hand_over_warp(storage, tiles, own_chunks(spec, base, rank), item.live_length, rank)
+                factor_warp(spec, storage, params.scale, tiles, own_chunks(spec, base, rank), item.live_length, rank)
                 number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
     # The other block may still write to this one's shared memory; a releasing arrival comes after its last ones.
     cute.arch.cluster_arrive()

@@ -16,7 +16,7 @@ from kernels_cute.chunk.key_head.tiles import block_address
 from kernels_cute.chunk.rings import chunks_in, half_place, key_place, ring_place
 from kernels_cute.chunk.roles import inverse, score
 from kernels_cute.chunk.roles import tile_blocks as blocks
-from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, CUM, KEY_BETA, KEY_FACTOR, QUERY_FACTOR, TILE_BYTES, VECTOR_BYTES
+from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, CUM, KEY_BETA, KEY_FACTOR, QUERY_FACTOR, TILE_BYTES
 from kernels_cute.common import ptx
 
 _HALF = 8
@@ -24,7 +24,7 @@ _TRIANGLE = head_shape.TRIANGLE_BYTES
 
 
 @cute.jit
-def maker_warpgroup(spec, storage, scale, own, length, warp):
+def maker_warpgroup(spec, storage, own, length, warp):
     """Of a block's own chunks. Rows 16 warp .. of a tile are this warp's."""
     heads = spec.state_heads
     lane = cute.arch.lane_idx()
@@ -38,7 +38,7 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
     diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
     row_words = [cute.make_rmem_tensor(cute.make_layout(16), Int32) for _ in range(heads)]  # each head's row of A
     last_words = [cute.make_rmem_tensor(cute.make_layout(4), Int32) for _ in range(heads)]  # diagonal blocks of M
-    k_base, q_base = storage.k.data_ptr().toint(), storage.q.data_ptr().toint()
+    k_base = storage.k.data_ptr().toint()
     lowers = [storage.lower.data_ptr().toint() + i * _TRIANGLE for i in range(heads)]
     scratch = storage.scratch.data_ptr().toint() + warp * (heads * head_shape.SCRATCH_BYTES)
 
@@ -70,6 +70,8 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
         for own_rows in rows:
             inverse.key_factors(spec, at, diagonal, own_rows)
         operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+        if at.thread == 0:
+            cute.arch.mbarrier_arrive(storage.keys_full.data_ptr() + half)
 
         at = blocks.lane_of(warp, ptx.opaque(lane))
         is_below = (at.row > 2 * at.pair, at.row > 2 * at.pair + 1)
@@ -85,13 +87,8 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
         warpgroup.fence()
         operands.multiply(mma, sums, left_queries[None, None, None, stage], keys[None, None, None, key_stage], True)
         warpgroup.commit_group()
-        tile = q_base + stage * spec.key_bytes
-        row_query = score.query_factors(spec, (at, tile), scale, score.row_squares)
-        if at.pair == 0:
-            for own_rows in rows:
-                blocks.store_row_values(own_rows + QUERY_FACTOR, at.row0, row_query[0], row_query[1])
-        operands.sync_warpgroup(head_shape.MAKER_BARRIER)
-        vector_values = score.vector_values(rows[0] + at.thread // CHUNK * AUX_BYTES, at.thread % CHUNK)
+        cute.arch.mbarrier_wait(storage.queries_full.data_ptr() + half, half_turn)
+        row_query = blocks.row_values(rows[0] + QUERY_FACTOR, at.row0)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()
         if at.lane == 0:
@@ -106,7 +103,6 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
         cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
         for tile, words in zip(p_tiles, row_words, strict=True):
             blocks.store_blocks(tile, at, words)
-        publish(spec, storage, vector_values, buffer, at)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(storage.ready.data_ptr() + buffer)
 
@@ -203,11 +199,3 @@ def store_all(at: Any, u: Any, tiles: Any, words: Any, address: Any = blocks.squ
     """Column block u of every head: loads for all of them come first."""
     for tile, own in zip(tiles, words, strict=True):
         blocks.store_block(tile, at, u, own, address)
-
-
-@cute.jit
-def publish(spec, storage, values, buffer, at):
-    """The row vectors of each head, by 64 threads each."""
-    head, thread = at.thread // CHUNK, at.thread % CHUNK
-    vectors = storage.vectors.data_ptr().toint() + (buffer * spec.state_heads + head) * VECTOR_BYTES
-    score.store_vectors(vectors, values, thread)

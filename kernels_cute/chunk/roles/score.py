@@ -161,15 +161,12 @@ def row_squares(spec: Any, place: Any) -> list[Any]:
     """The same from the tile of Q in shared memory, of which few words are in registers at a time. place: (Lane, tile)."""
     at, tile = place
     holder = at.row * 4 + at.row // 2
-    # Even and odd steps apart: a product waits for the one before it.
-    sums = [[(Float32(0.0),) * 4 for _ in range(2)] for _ in range(2)]
+    sums = [(Float32(0.0),) * 4 for _ in range(2)]
     for step in range(spec.dim // 16):
         operand = blocks.load_words(at, tile, step)
         for side in range(2):
-            own = sums[side]
-            own[step % 2] = ptx.multiply_small(spec.dtype, own[step % 2], operand, operand[side], operand[side + 2])
-    totals = [[even[i] + odd[i] for i in (2 * side, 2 * side + 1)] for side, (even, odd) in enumerate(sums)]
-    own = [operands.select(at.row % 2 == 1, second, first) for first, second in totals]
+            sums[side] = ptx.multiply_small(spec.dtype, sums[side], operand, operand[side], operand[side + 2])
+    own = [operands.select(at.row % 2 == 1, sums[side][2 * side + 1], sums[side][2 * side]) for side in range(2)]
     return [cute.arch.shuffle_sync(one, holder) for one in own]
 
 
@@ -189,22 +186,13 @@ def query_squares_by_elements(spec: Any, words: Any) -> list[Any]:
     return squares
 
 
-def publish_vectors(vectors: Any, rows: Any, thread: Any) -> None:
-    store_vectors(vectors, vector_values(rows, thread), thread)
-
-
-def vector_values(rows: Any, thread: Any) -> tuple[Any, ...]:
-    """A token's elements of the row vectors, and the chunk's whole decay."""
+@cute.jit
+def publish_vectors(vectors, rows, thread):
     cum, total = ptx.load_one(rows + CUM + thread * 4), ptx.load_one(rows + shape.LAST_CUM)
     key, key_beta, query = (ptx.load_one(rows + kind + thread * 4) for kind in (KEY_FACTOR, KEY_BETA, QUERY_FACTOR))
     grown = cute.math.exp2(cum, fastmath=True)
-    last = cute.math.exp2(total, fastmath=True)
-    return grown * key, operands.exp2_clamped(total - cum) * key_beta, grown * query, last
-
-
-@cute.jit
-def store_vectors(vectors, values, thread):
-    for kind, value in zip((shape.STATE_KEY, shape.KEY_TO_LAST, shape.STATE_QUERY), values[:3], strict=True):
-        ptx.store_one(vectors + kind + thread * 4, value)
+    ptx.store_one(vectors + shape.STATE_KEY + thread * 4, grown * key)
+    ptx.store_one(vectors + shape.KEY_TO_LAST + thread * 4, operands.exp2_clamped(total - cum) * key_beta)
+    ptx.store_one(vectors + shape.STATE_QUERY + thread * 4, grown * query)
     if thread == 0:
-        ptx.store_one(vectors + shape.LAST_DECAY, values[3])
+        ptx.store_one(vectors + shape.LAST_DECAY, cute.math.exp2(total, fastmath=True))
