@@ -14,8 +14,8 @@ from kernels_cute.common import ptx
 
 @cute.jit
 def factor_warp(spec, storage, scale, tiles, own, length, rank):
-    """tiles: (field, bytes of a buffer), of what the other block gets. Query factors are those of the key head: the rows of the
-    first head have them."""
+    """tiles: (field, bytes of a buffer), of what the other block gets. Key and query norms are those of the key head: the
+    rows of the first head have them."""
     heads = spec.state_heads
     lane = cute.arch.lane_idx()
     ready, vectors = storage.ready.data_ptr() + rank, storage.vectors.data_ptr().toint() + rank * (heads * VECTOR_BYTES)
@@ -51,9 +51,9 @@ def factor_warp(spec, storage, scale, tiles, own, length, rank):
 
 @cute.jit
 def vector_values(shared, rows, lane):
-    """The row vectors of a head for this lane's two tokens, and the chunk's whole decay. shared: rows with the query factors."""
+    """The row vectors of a head for this lane's two tokens, and the chunk's whole decay. shared: rows with the norms."""
     cums, total = ptx.load_pair(rows + CUM + lane * 8), ptx.load_one(rows + shape.LAST_CUM)
-    keys, betas = ptx.load_pair(rows + KEY_FACTOR + lane * 8), ptx.load_pair(rows + KEY_BETA + lane * 8)
+    keys, betas = ptx.load_pair(shared + KEY_FACTOR + lane * 8), ptx.load_pair(rows + KEY_BETA + lane * 8)
     queries = ptx.load_pair(shared + QUERY_FACTOR + lane * 8)
     grown = [cute.math.exp2(one, fastmath=True) for one in cums]
     return (

@@ -37,7 +37,8 @@ def maker_warpgroup(spec, storage, own, length, warp):
     sums = operands.accumulators(mma, CHUNK)
     diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
     row_words = [cute.make_rmem_tensor(cute.make_layout(16), Int32) for _ in range(heads)]  # each head's row of A
-    last_words = [cute.make_rmem_tensor(cute.make_layout(4), Int32) for _ in range(heads)]  # diagonal blocks of M
+    # Diagonal blocks of M, and of A with their rows decayed from the last token before the block.
+    last_words, first_words = ([cute.make_rmem_tensor(cute.make_layout(4), Int32) for _ in range(heads)] for _ in range(2))
     k_base = storage.k.data_ptr().toint()
     lowers = [storage.lower.data_ptr().toint() + i * _TRIANGLE for i in range(heads)]
     scratch = storage.scratch.data_ptr().toint() + warp * (heads * head_shape.SCRATCH_BYTES)
@@ -67,20 +68,20 @@ def maker_warpgroup(spec, storage, own, length, warp):
         cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)
         warpgroup.wait_group(0)
         blocks.diagonal_block(sums, diagonal, warp)
-        for own_rows in rows:
-            inverse.key_factors(spec, at, diagonal, own_rows)
+        inverse.key_factors(spec, at, diagonal, rows)
         operands.sync_warpgroup(head_shape.MAKER_BARRIER)
         if at.thread == 0:
             cute.arch.mbarrier_arrive(storage.keys_full.data_ptr() + half)
 
         at = blocks.lane_of(warp, ptx.opaque(lane))
         is_below = (at.row > 2 * at.pair, at.row > 2 * at.pair + 1)
-        invert(spec, at, sums, diagonal, rows, lowers, scratch, last_words, is_below)
+        invert(spec, at, sums, diagonal, rows, lowers, scratch, (last_words, first_words), is_below)
+        parts = column_parts(at, rows, scratch)
         operands.sync_warpgroup(head_shape.MAKER_BARRIER)
         # Block by block to where it goes: all of M does not fit into registers. While one head waits, the other runs.
         at = blocks.lane_of(warp, ptx.opaque(lane))
         cute.arch.mbarrier_wait(storage.m_taken.data_ptr() + buffer, turn ^ 1)
-        store_m(spec, at, rows, lowers, row_words, last_words, m_tiles)
+        store_m(spec, at, rows, lowers, row_words, (last_words, first_words), parts, m_tiles)
 
         at = blocks.lane_of(warp, ptx.opaque(lane))
         cute.arch.mbarrier_wait(storage.q_full.data_ptr() + stage, parity)
@@ -95,7 +96,7 @@ def maker_warpgroup(spec, storage, own, length, warp):
             cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + stage)
         at = blocks.lane_of(warp, ptx.opaque(lane))
         is_not_above = (at.row >= 2 * at.pair, at.row >= 2 * at.pair + 1)
-        make_p(spec, at, sums, diagonal, rows, row_query, is_not_above, row_words)
+        make_p(spec, at, sums, diagonal, rows, row_query, is_not_above, (row_words, parts))
         at = blocks.lane_of(warp, ptx.opaque(lane))
         cute.arch.sync_warp()
         if at.lane == 0:
@@ -108,33 +109,34 @@ def maker_warpgroup(spec, storage, own, length, warp):
 
 
 @cute.jit
-def invert(spec, at, kk, diagonal, rows, lowers, scratch, last_words, keeps):
+def invert(spec, at, kk, diagonal, rows, lowers, scratch, to_words, keeps):
     """Of each head: the warp's blocks of L, negated, and its inverted diagonal block, to the head's `lower`, the latter
-    as a block of M to last_words, too. diagonal: of K K^T.
+    as a block of M to last_words, too, and with its rows decayed to first_words. diagonal: of K K^T.
 
     A diagonal block [[B, 0], [N, C]] by forward substitution of its halves in float32, a lane per column: lanes 16 i .. have the
     block of head i.
     """
     row, pair, lane = at.row, at.pair, at.lane
     columns = [own + pair * 8 for own in rows]
-    row_keys = [blocks.row_values(own + KEY_FACTOR, at.row0) for own in rows]
-    row_scales = [(-first, -second) for first, second in row_keys]
+    last_words, first_words = to_words
+    row_key = blocks.row_values(rows[0] + KEY_FACTOR, at.row0)
+    row_scale = (-row_key[0], -row_key[1])  # of every head
     for u in cutlass.range_constexpr(3):
         if u < at.warp:
-            words = [inverse.lower_words(kk, u, own, scale) for own, scale in zip(columns, row_scales, strict=True)]
-            store_all(at, u, lowers, words, block_address)
+            scaled = [kk[8 * u + i] * row_scale[i // 2 % 2] for i in range(8)]
+            store_all(at, u, lowers, [lower_words(scaled, own + 64 * u) for own in columns], block_address)
     # All loads first: ptxas takes none past a store.
     keys_of = [[ptx.load_pair(own + at.warp * 64 + KEY_BETA + m * 32) for m in range(2)] for own in columns]
     belows = []
+    scaled = [diagonal[i] * row_scale[i // 2 % 2] for i in range(8)]
     for i in cutlass.range_constexpr(len(rows)):
-        row_scale = row_scales[i]
         for m in cutlass.range_constexpr(2):
             for odd in cutlass.range_constexpr(2):
                 # The part above the diagonal is stored with the rest, and never read.
                 place = scratch + i * head_shape.SCRATCH_BYTES + m * head_shape.COLUMN_HALF
                 place = place + (2 * pair + odd) * head_shape.COLUMN_PITCH + row * 4
-                ptx.store_one(place, diagonal[6 * m + odd] * (row_scale[m] * keys_of[i][m][odd]))
-        belows.append([diagonal[2 + odd] * (row_scale[1] * keys_of[i][0][odd]) for odd in range(2)])
+                ptx.store_one(place, scaled[6 * m + odd] * keys_of[i][m][odd])
+        belows.append([scaled[2 + odd] * keys_of[i][0][odd] for odd in range(2)])
     cute.arch.sync_warp()
     column, half, head = lane % _HALF, lane // _HALF % 2, lane // (2 * _HALF)
     own = scratch + head * head_shape.SCRATCH_BYTES
@@ -150,23 +152,46 @@ def invert(spec, at, kk, diagonal, rows, lowers, scratch, last_words, keeps):
         row_cum = blocks.row_values(rows[i] + CUM, at.row0)
         values = inverse.decayed_diagonal(joined[i], columns[i], row_cum, keeps, at.warp)
         blocks.set_words(last_words[i], 0, blocks.packed(spec.dtype, values))
+        _, row_decay = blocks.row_decays(rows[i], row_cum, at.warp)
+        blocks.set_words(first_words[i], 0, blocks.half_words([joined[i][k] * row_decay[k // 2 % 2] for k in range(8)]))
     store_all(at, at.warp, lowers, [blocks.half_words(values) for values in joined], block_address)
     cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
 
 
+def lower_words(scaled: Any, columns: Any) -> list[Any]:
+    """A block of L, negated, left of the diagonal block, from that of K K^T with its rows scaled."""
+    keys_of = [ptx.load_pair(columns + KEY_BETA + m * 32) for m in range(2)]
+    return blocks.half_words([scaled[i] * keys_of[i // 4][i % 2] for i in range(8)])
+
+
 @cute.jit
-def store_m(spec, at, rows, lowers, row_words, last_words, tiles):
+def column_parts(at, rows, scratch):
+    """For each head the decays from the last token before the warp's diagonal block to each column left of it, and those times
+    the columns' factors of P: by a lane a column instead of by all that have its elements. Returns where this lane's begin."""
+    for i in cutlass.range_constexpr(len(rows)):
+        reference = ptx.load_one(rows[i] + CUM + cutlass.max(at.warp * 16 - 1, 0) * 4)
+        for half in cutlass.range_constexpr(2):
+            column = (half * 32 + at.lane) * 4
+            cum, key_beta = ptx.load_one(rows[i] + CUM + column), ptx.load_one(rows[i] + KEY_BETA + column)
+            decay = ptx.exp2(reference - cum)
+            ptx.store_one(scratch + i * head_shape.SCRATCH_BYTES + column, decay)
+            ptx.store_one(scratch + i * head_shape.SCRATCH_BYTES + head_shape.PART_BYTES + column, decay * key_beta)
+    cute.arch.sync_warp()
+    return [scratch + i * head_shape.SCRATCH_BYTES + at.pair * 8 for i in range(len(rows))]
+
+
+@cute.jit
+def store_m(spec, at, rows, lowers, row_words, from_words, parts, tiles):
     """Every head's blocks of M, of the warp's rows."""
+    last_words, first_words = from_words
     block_rows = []
     for i in cutlass.range_constexpr(len(rows)):
-        decays = blocks.row_decays(rows[i], blocks.row_values(rows[i] + CUM, at.row0), at.warp)
-        words = ptx.load_matrices(block_address(lowers[i], at.tile_row, at.warp, at.unit), False)
         blocks.store_block(tiles[i], at, at.warp, [last_words[i][k] for k in range(4)])
         row_words[i].fill(0)  # or what a warp does not set would be kept from chunk to chunk
         for w in cutlass.range_constexpr(1, 4):
             if at.warp == w:
-                blocks.set_words(row_words[i], w, words)
-        block_rows.append(inverse.BlockRow(row_words[i], lowers[i], rows[i] + at.pair * 8, *decays))
+                blocks.set_words(row_words[i], w, first_words[i])
+        block_rows.append(inverse.BlockRow(row_words[i], lowers[i], rows[i] + at.pair * 8, parts=parts[i]))
     for back in cutlass.range_constexpr(3):
         u = 2 - back
         if u < at.warp:
@@ -175,8 +200,9 @@ def store_m(spec, at, rows, lowers, row_words, last_words, tiles):
 
 
 @cute.jit
-def make_p(spec, at, qk, diagonal, rows, row_query, keeps, row_words):
+def make_p(spec, at, qk, diagonal, rows, row_query, keeps, to_words):
     """Every head's blocks of P, of the warp's rows."""
+    row_words, column_parts = to_words
     blocks.diagonal_block(qk, diagonal, at.warp)
     columns, row_cums = [own + at.pair * 8 for own in rows], [blocks.row_values(own + CUM, at.row0) for own in rows]
     decays = [blocks.row_decays(own, row_cum, at.warp) for own, row_cum in zip(rows, row_cums, strict=True)]
@@ -185,7 +211,7 @@ def make_p(spec, at, qk, diagonal, rows, row_query, keeps, row_words):
     parts = [(reference, (row_query[0] * of_rows[0], row_query[1] * of_rows[1])) for reference, of_rows in decays]
     for u in cutlass.range_constexpr(3):
         if u < at.warp:
-            found = [score.left_scores(qk, u, own, *part) for own, part in zip(columns, parts, strict=True)]
+            found = [left_scores(qk, u, own, row_part) for own, (_, row_part) in zip(column_parts, parts, strict=True)]
             for words, values in zip(row_words, found, strict=True):
                 blocks.set_words(words, u, blocks.packed(spec.dtype, values))
     last = [
@@ -193,6 +219,15 @@ def make_p(spec, at, qk, diagonal, rows, row_query, keeps, row_words):
     ]
     for words, values in zip(row_words, last, strict=True):
         blocks.set_words(words, 3, blocks.packed(spec.dtype, values))
+
+
+def left_scores(qk: Any, u: int, columns: Any, row_part: Any) -> list[Any]:
+    """Block u of P, left of the diagonal block, of the warp's rows. columns: column_parts of this lane."""
+    values: list[Any] = []
+    for m in range(2):
+        parts = ptx.load_pair(columns + head_shape.PART_BYTES + (2 * u + m) * 32)
+        values += [qk[8 * u + 4 * m + i] * (row_part[i // 2] * parts[i % 2]) for i in range(4)]
+    return values
 
 
 def store_all(at: Any, u: Any, tiles: Any, words: Any, address: Any = blocks.square_address) -> None:

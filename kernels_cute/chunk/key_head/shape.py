@@ -19,3 +19,4 @@ TRIANGLE_BYTES = sum((CHUNK - PANEL * s) * PANEL_ROW_BYTES for s in range(PANELS
 COLUMN_PITCH, COLUMN_HALF = 48, 400
 INVERSE_PITCH, INVERSE_HALF = 32, 288
 SCRATCH_BYTES = 832
+PART_BYTES = 4 * CHUNK  # later: a row of column decays, then one of them with factors

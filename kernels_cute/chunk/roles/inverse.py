@@ -121,15 +121,18 @@ def inverse_warpgroup(spec, storage, own, length, warp):
 
 @cute.jit
 def key_factors(spec, at, diagonal, rows):
-    """1 / |k| from the diagonal of K K^T, by the lanes that hold it; and that times beta, where beta was."""
+    """1 / |k| from the diagonal of K K^T, by the lanes that hold it; and that times beta, where beta was. rows: of a head; a list
+    of several has 1 / |k| in the first head's."""
+    heads = rows if isinstance(rows, list) else [rows]
     first, second = Float32(1.0), Float32(1.0)
     if cutlass.const_expr(spec.normalize):
         first = cute.math.rsqrt(operands.select(at.row % 2 == 1, diagonal[1], diagonal[0]) + shape.NORM_EPS)
         second = cute.math.rsqrt(operands.select(at.row % 2 == 1, diagonal[7], diagonal[6]) + shape.NORM_EPS)
     if at.pair == at.row // 2:
-        blocks.store_row_values(rows + KEY_FACTOR, at.row0, first, second)
-        betas = blocks.row_values(rows + KEY_BETA, at.row0)
-        blocks.store_row_values(rows + KEY_BETA, at.row0, first * betas[0], second * betas[1])
+        blocks.store_row_values(heads[0] + KEY_FACTOR, at.row0, first, second)
+        for i in cutlass.range_constexpr(len(heads)):
+            betas = blocks.row_values(heads[i] + KEY_BETA, at.row0)
+            blocks.store_row_values(heads[i] + KEY_BETA, at.row0, first * betas[0], second * betas[1])
 
 
 @cute.jit
@@ -212,8 +215,9 @@ class BlockRow(NamedTuple):
     left: Any  # its blocks so far, as operands
     lower: Any  # the tile of L and the inverted diagonal blocks
     columns: Any  # this lane's columns of the rows of factors
-    reference: Any  # of tile_blocks.row_decays
-    row_decay: Any
+    reference: Any = None  # of tile_blocks.row_decays
+    row_decay: Any = None
+    parts: Any = None  # instead of both: address of this lane's column decays, where `left` has the rows' already
 
 
 def next_blocks(at: Any, u: int, rows: Any, address: Any = blocks.square_address) -> list[list[Any]]:
@@ -242,6 +246,11 @@ def next_blocks(at: Any, u: int, rows: Any, address: Any = blocks.square_address
         blocks.set_words(row.left, u, blocks.half_words(product))
         values: list[Any] = [None] * 8
         for m in range(2):
+            if row.parts is not None:
+                parts = ptx.load_pair(row.parts + (2 * u + m) * 32)
+                for i in range(4):
+                    values[4 * m + i] = product[4 * m + i] * parts[i % 2]
+                continue
             cums = ptx.load_pair(row.columns + CUM + (2 * u + m) * 32)
             for odd in range(2):
                 column_part = ptx.exp2(row.reference - cums[odd])
