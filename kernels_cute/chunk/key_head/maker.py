@@ -153,9 +153,14 @@ def invert(spec, at, kk, diagonal, rows, lowers, scratch, to_words, keeps):
         values = inverse.decayed_diagonal(joined[i], columns[i], row_cum, keeps, at.warp)
         blocks.set_words(last_words[i], 0, blocks.packed(spec.dtype, values))
         _, row_decay = blocks.row_decays(rows[i], row_cum, at.warp)
-        blocks.set_words(first_words[i], 0, blocks.half_words([joined[i][k] * row_decay[k // 2 % 2] for k in range(8)]))
+        blocks.set_words(first_words[i], 0, blocks.half_words(scaled_rows(joined[i], row_decay)))
     store_all(at, at.warp, lowers, [blocks.half_words(values) for values in joined], block_address)
     cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
+
+
+def scaled_rows(values: Any, row_decay: Any) -> list[Any]:
+    """A diagonal block with its rows scaled: what is right of its diagonal halves is 0."""
+    return [values[k] if k in (4, 5) else values[k] * row_decay[k // 2 % 2] for k in range(8)]
 
 
 def lower_words(scaled: Any, columns: Any) -> list[Any]:
@@ -168,14 +173,13 @@ def lower_words(scaled: Any, columns: Any) -> list[Any]:
 def column_parts(at, rows, scratch):
     """For each head the decays from the last token before the warp's diagonal block to each column left of it, and those times
     the columns' factors of P: by a lane a column instead of by all that have its elements. Returns where this lane's begin."""
-    for i in cutlass.range_constexpr(len(rows)):
-        reference = ptx.load_one(rows[i] + CUM + cutlass.max(at.warp * 16 - 1, 0) * 4)
-        for half in cutlass.range_constexpr(2):
-            column = (half * 32 + at.lane) * 4
-            cum, key_beta = ptx.load_one(rows[i] + CUM + column), ptx.load_one(rows[i] + KEY_BETA + column)
-            decay = ptx.exp2(reference - cum)
-            ptx.store_one(scratch + i * head_shape.SCRATCH_BYTES + column, decay)
-            ptx.store_one(scratch + i * head_shape.SCRATCH_BYTES + head_shape.PART_BYTES + column, decay * key_beta)
+    references = [ptx.load_one(own + CUM + cutlass.max(at.warp * 16 - 1, 0) * 4) for own in rows]
+    places = [(i, (half * 32 + at.lane) * 4) for i in range(len(rows)) for half in range(2)]
+    loaded = [(ptx.load_one(rows[i] + CUM + column), ptx.load_one(rows[i] + KEY_BETA + column)) for i, column in places]
+    for (i, column), (cum, key_beta) in zip(places, loaded, strict=True):
+        decay, own = ptx.exp2(references[i] - cum), scratch + i * head_shape.SCRATCH_BYTES + column
+        ptx.store_one(own, decay)
+        ptx.store_one(own + head_shape.PART_BYTES, decay * key_beta)
     cute.arch.sync_warp()
     return [scratch + i * head_shape.SCRATCH_BYTES + at.pair * 8 for i in range(len(rows))]
 
