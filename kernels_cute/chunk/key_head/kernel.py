@@ -33,7 +33,7 @@ from kernels_cute.common import ptx
 from kernels_cute.common.barriers import init_barriers
 
 _FIRST_MAKER, _FIRST_COPIER = 8, 12  # warps
-# By schedulers: the maker's last warp has most to do and the factor warp more than the others that copy, so they do not share one.
+# The maker's last warp has most to do, the factor warp more than the others that copy: they do not share a scheduler.
 _FACTORS, _GATES, _STORE, _LOAD = range(_FIRST_COPIER, _FIRST_COPIER + 4)
 
 
