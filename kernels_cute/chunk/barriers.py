@@ -77,24 +77,21 @@ def key_head_barriers(spec: ChunkSpec) -> BarrierTable:
     # A stage of Q has chunks of one parity, as a buffer of M and P has: the maker reads those of its own.
     assert stages == BUFFERS
     queries_read = _each_warp("state", "Q S done", heads)
-    made = (Arrivals("maker", "thread", what="M, P"), Arrivals("hand_over", "thread", what="vectors"))
     return BarrierTable(
         warps,
         [
             Barrier("k_full", spec.key_stages, _one("load", "with the bytes of K"), ("state", "maker")),
             Barrier("k_empty", spec.key_stages, _each_warp("state", "S done", heads), ("load",)),
-            Barrier("q_full", stages, _one("load", "with the bytes of Q"), ("state", "maker", "hand_over")),
-            Barrier("q_empty", stages, queries_read + _each_warp("maker") + _each_warp("hand_over"), ("load",), queries_read),
+            Barrier("q_full", stages, _one("load", "with the bytes of Q"), ("state", "maker")),
+            Barrier("q_empty", stages, queries_read + _each_warp("maker"), ("load",), queries_read),
             Barrier("v_full", spec.value_stages, _one("load", "with the bytes of V"), ("state",)),
             Barrier("v_empty", spec.value_stages, _one("store", "O read"), ("load",)),
             Barrier("stored", spec.value_stages, _each_warp("state", "O where V was"), ("store",)),
-            Barrier("ready", BUFFERS, made, ("state", "hand_over"), _peer(spec)),
+            Barrier("ready", BUFFERS, (Arrivals("maker", "thread"),), ("state", "hand_over"), _peer(spec)),
             Barrier("m_taken", BUFFERS, _each_warp("state", "M done", heads * spec.sharers), ("maker",)),
-            Barrier("taken", BUFFERS, _each_warp("state", "P done", heads * spec.sharers), ("maker", "hand_over")),
+            Barrier("taken", BUFFERS, _each_warp("state", "P done", heads * spec.sharers), ("maker",)),
             Barrier("gates_full", 2, (Arrivals("gates", "thread"),), ("maker",)),
-            Barrier("keys_full", 2, _one("maker", "key factors written"), ("hand_over",)),
-            Barrier("queries_full", 2, _one("hand_over", "query factors written"), ("maker",)),
-            Barrier("gates_free", 2, _each_warp("maker") + _each_warp("hand_over"), ("gates",)),
+            Barrier("gates_free", 2, _each_warp("maker"), ("gates",)),
             *records,
         ],
     )

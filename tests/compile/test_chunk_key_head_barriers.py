@@ -108,7 +108,6 @@ class Block:
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.5)
             yield from self.wait("maker", "gates_full", half, half_turn)
             yield from self.sim.read(self.rows[half], ("gates", chunk), 1.0)
-            self.bars["keys_full"][half].arrive("maker")
             yield from self.wait("maker", "m_taken", buffer, buffer_turn ^ 1)
             for tile in self.m_tiles[buffer]:
                 tile.write(("M", chunk))
@@ -116,30 +115,18 @@ class Block:
             yield from self.sim.read(self.queries[stage], ("Q", chunk), 0.5)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.5)
             self.bars["q_empty"][stage].arrive("maker", 4)
-            yield from self.wait("maker", "queries_full", half, half_turn)
             yield from self.sim.read(self.rows[half], ("gates", chunk), 0.5)
             self.bars["gates_free"][half].arrive("maker", 4)
             yield from self.wait("maker", "taken", buffer, buffer_turn ^ 1)
             for tile in self.p_tiles[buffer]:
                 tile.write(("P", chunk))
+            for tile in self.vectors[buffer]:
+                tile.write(("vectors", chunk))
             self.bars["ready"][buffer].arrive("maker", 128)
 
     def hand_over(self) -> Role:
         other = self.peers[self.rank ^ 1]
         for chunk in self.own():
-            stage, turn = self.place(self.spec.stages, chunk)
-            half, half_turn = self.place(2, chunk // 2)
-            yield from self.wait("hand_over", "q_full", stage, turn)
-            yield from self.sim.read(self.queries[stage], ("Q", chunk), 0.5)
-            self.bars["queries_full"][half].arrive("hand_over")
-            self.bars["q_empty"][stage].arrive("hand_over")
-            yield from self.wait("hand_over", "keys_full", half, half_turn)
-            yield from self.wait("hand_over", "taken", self.rank, chunk // 2 % 2 ^ 1)
-            yield from self.sim.read(self.rows[half], ("gates", chunk), 0.1)
-            self.bars["gates_free"][half].arrive("hand_over")
-            for tile in self.vectors[self.rank]:
-                tile.write(("vectors", chunk))
-            self.bars["ready"][self.rank].arrive("hand_over", 32)
             yield from self.wait("hand_over", "ready", self.rank, chunk // 2 % 2)
             ready = other.bars["ready"][self.rank]
             ready.arrive("hand_over", copies=3 * len(self.heads))
@@ -227,9 +214,9 @@ def test_a_wrong_table_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_table_says_what_the_kernel_needs() -> None:
     spec = spec_of()
     table = barriers.key_head_barriers(spec)
-    assert (table.count("ready"), table.count("ready", is_from_peer=True)) == (160, 1)
+    assert (table.count("ready"), table.count("ready", is_from_peer=True)) == (128, 1)
     found = [table.count(name) for name in ("k_empty", "v_empty", "stored", "m_taken", "taken", "gates_full", "gates_free")]
-    assert found == [8, 1, 4, 16, 16, 32, 5]
-    assert (table.count("q_empty"), table.count("q_empty", is_from_peer=True)) == (13, 8)
+    assert found == [8, 1, 4, 16, 16, 32, 4]
+    assert (table.count("q_empty"), table.count("q_empty", is_from_peer=True)) == (12, 8)
     assert table.count("work_empty") == 16  # every warp
     assert (spec.key_stages % 2, spec.stages % 2) == (0, 0)  # a maker sees every fill of the stages of its chunks

@@ -17,12 +17,11 @@ from kernels_cute.chunk.barriers import key_head_barriers, key_head_storage
 from kernels_cute.chunk.fused import launch_shape
 from kernels_cute.chunk.key_head import shape
 from kernels_cute.chunk.key_head.copies import copy_warp
-from kernels_cute.chunk.key_head.factors import factor_warp
 from kernels_cute.chunk.key_head.maker import maker_warpgroup
 from kernels_cute.chunk.key_head.state import head_chunks, head_sources
 from kernels_cute.chunk.operands import set_registers
 from kernels_cute.chunk.rings import chunks_in, own_chunks
-from kernels_cute.chunk.roles.copies import store_warp
+from kernels_cute.chunk.roles.copies import hand_over_warp, store_warp
 from kernels_cute.chunk.roles.gates import schedule_and_gate
 from kernels_cute.chunk.roles.state import of_head, state_warpgroup
 from kernels_cute.chunk.scheduler import goes_on, take_work_tile
@@ -109,7 +108,7 @@ def run_block(spec, params, copies):
         set_registers(spec, shape.MAKER_REGISTERS)
         while going:
             item = take_work_tile(storage, number, None)
-            maker_warpgroup(spec, storage, own_chunks(spec, base, rank), item.live_length, warp % 4)
+            maker_warpgroup(spec, storage, params.scale, own_chunks(spec, base, rank), item.live_length, warp % 4)
             number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
     else:
         set_registers(spec, shape.COPY_REGISTERS)
@@ -123,19 +122,19 @@ def run_block(spec, params, copies):
                 number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
             # Nothing of the other block was touched; the barrier at the end needs this one done.
             cute.arch.cluster_wait()
-        if warp == _GATES:
+        elif warp == _GATES:
             schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, first_item)
-        if warp == _STORE:
+        elif warp == _STORE:
             while going:
                 item = take_work_tile(storage, number, None)
                 store_warp(spec, storage, copies, params.out, item, base, "v_empty")
                 number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
-        if warp == _FACTORS:
+        else:
             squares, vectors = spec.state_heads * TILE_BYTES, spec.state_heads * VECTOR_BYTES
             tiles = ((storage.m, squares), (storage.vectors, vectors), (storage.p, squares))
             while going:
                 item = take_work_tile(storage, number, None)
-                factor_warp(spec, storage, params.scale, tiles, own_chunks(spec, base, rank), item.live_length, rank)
+                hand_over_warp(storage, tiles, own_chunks(spec, base, rank), item.live_length, rank)
                 number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
     # The other block may still write to this one's shared memory; a releasing arrival comes after its last ones.
     cute.arch.cluster_arrive()

@@ -10,13 +10,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels_cute.chunk import operands
+from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.key_head import shape as head_shape
 from kernels_cute.chunk.key_head.tiles import block_address
 from kernels_cute.chunk.rings import chunks_in, half_place, key_place, ring_place
 from kernels_cute.chunk.roles import inverse, score
 from kernels_cute.chunk.roles import tile_blocks as blocks
-from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, CUM, KEY_BETA, KEY_FACTOR, QUERY_FACTOR, TILE_BYTES
+from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, CUM, KEY_BETA, KEY_FACTOR, LAST_CUM, QUERY_FACTOR, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.common import ptx
 
 _HALF = 8
@@ -24,7 +24,7 @@ _TRIANGLE = head_shape.TRIANGLE_BYTES
 
 
 @cute.jit
-def maker_warpgroup(spec, storage, own, length, warp):
+def maker_warpgroup(spec, storage, scale, own, length, warp):
     """Of a block's own chunks. Rows 16 warp .. of a tile are this warp's."""
     heads = spec.state_heads
     lane = cute.arch.lane_idx()
@@ -36,10 +36,9 @@ def maker_warpgroup(spec, storage, own, length, warp):
     left_queries = operands.smem_operand_a(mma, storage.q, query_layout)
     sums = operands.accumulators(mma, CHUNK)
     diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
-    row_words = [cute.make_rmem_tensor(cute.make_layout(16), Int32) for _ in range(heads)]  # each head's row of A
-    # Diagonal blocks of M, and of A with their rows decayed from the last token before the block.
-    last_words, first_words = ([cute.make_rmem_tensor(cute.make_layout(4), Int32) for _ in range(heads)] for _ in range(2))
-    k_base = storage.k.data_ptr().toint()
+    row_words = [cute.make_rmem_tensor(cute.make_layout(16), Int32) for _ in range(heads)]  # each head's blocks of P
+    last_words = [cute.make_rmem_tensor(cute.make_layout(4), Int32) for _ in range(heads)]  # diagonal blocks of M
+    k_base, q_base = storage.k.data_ptr().toint(), storage.q.data_ptr().toint()
     lowers = [storage.lower.data_ptr().toint() + i * _TRIANGLE for i in range(heads)]
     scratch = storage.scratch.data_ptr().toint() + warp * (heads * head_shape.SCRATCH_BYTES)
 
@@ -70,26 +69,27 @@ def maker_warpgroup(spec, storage, own, length, warp):
         blocks.diagonal_block(sums, diagonal, warp)
         inverse.key_factors(spec, at, diagonal, rows)
         operands.sync_warpgroup(head_shape.MAKER_BARRIER)
-        if at.thread == 0:
-            cute.arch.mbarrier_arrive(storage.keys_full.data_ptr() + half)
 
         at = blocks.lane_of(warp, ptx.opaque(lane))
         is_below = (at.row > 2 * at.pair, at.row > 2 * at.pair + 1)
-        invert(spec, at, sums, diagonal, rows, lowers, scratch, (last_words, first_words), is_below)
+        invert(spec, at, sums, diagonal, rows, lowers, scratch, last_words, is_below)
         parts = column_parts(at, rows, scratch)
         operands.sync_warpgroup(head_shape.MAKER_BARRIER)
         # Block by block to where it goes: all of M does not fit into registers. While one head waits, the other runs.
         at = blocks.lane_of(warp, ptx.opaque(lane))
         cute.arch.mbarrier_wait(storage.m_taken.data_ptr() + buffer, turn ^ 1)
-        store_m(spec, at, rows, lowers, row_words, (last_words, first_words), parts, m_tiles)
+        store_m(spec, at, rows, lowers, last_words, storage.scratch.data_ptr().toint(), m_tiles)
 
         at = blocks.lane_of(warp, ptx.opaque(lane))
         cute.arch.mbarrier_wait(storage.q_full.data_ptr() + stage, parity)
         warpgroup.fence()
         operands.multiply(mma, sums, left_queries[None, None, None, stage], keys[None, None, None, key_stage], True)
         warpgroup.commit_group()
-        cute.arch.mbarrier_wait(storage.queries_full.data_ptr() + half, half_turn)
-        row_query = blocks.row_values(rows[0] + QUERY_FACTOR, at.row0)
+        row_query = score.query_factors(spec, (at, q_base + stage * spec.key_bytes), scale, score.row_squares)
+        if at.pair == 0:
+            blocks.store_row_values(rows[0] + QUERY_FACTOR, at.row0, row_query[0], row_query[1])
+        operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+        vectors = vector_values(rows[0], rows[0] + at.thread // CHUNK * AUX_BYTES, at.thread % CHUNK)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()
         if at.lane == 0:
@@ -104,21 +104,21 @@ def maker_warpgroup(spec, storage, own, length, warp):
         cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
         for tile, words in zip(p_tiles, row_words, strict=True):
             blocks.store_blocks(tile, at, words)
+        publish(spec, storage, vectors, buffer, at)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(storage.ready.data_ptr() + buffer)
 
 
 @cute.jit
-def invert(spec, at, kk, diagonal, rows, lowers, scratch, to_words, keeps):
+def invert(spec, at, kk, diagonal, rows, lowers, scratch, last_words, keeps):
     """Of each head: the warp's blocks of L, negated, and its inverted diagonal block, to the head's `lower`, the latter
-    as a block of M to last_words, too, and with its rows decayed to first_words. diagonal: of K K^T.
+    as a block of M to last_words, too. diagonal: of K K^T.
 
     A diagonal block [[B, 0], [N, C]] by forward substitution of its halves in float32, a lane per column: lanes 16 i .. have the
     block of head i.
     """
     row, pair, lane = at.row, at.pair, at.lane
     columns = [own + pair * 8 for own in rows]
-    last_words, first_words = to_words
     row_key = blocks.row_values(rows[0] + KEY_FACTOR, at.row0)
     row_scale = (-row_key[0], -row_key[1])  # of every head
     for u in cutlass.range_constexpr(3):
@@ -152,15 +152,8 @@ def invert(spec, at, kk, diagonal, rows, lowers, scratch, to_words, keeps):
         row_cum = blocks.row_values(rows[i] + CUM, at.row0)
         values = inverse.decayed_diagonal(joined[i], columns[i], row_cum, keeps, at.warp)
         blocks.set_words(last_words[i], 0, blocks.packed(spec.dtype, values))
-        _, row_decay = blocks.row_decays(rows[i], row_cum, at.warp)
-        blocks.set_words(first_words[i], 0, blocks.half_words(scaled_rows(joined[i], row_decay)))
     store_all(at, at.warp, lowers, [blocks.half_words(values) for values in joined], block_address)
     cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
-
-
-def scaled_rows(values: Any, row_decay: Any) -> list[Any]:
-    """A diagonal block with its rows scaled: what is right of its diagonal halves is 0."""
-    return [values[k] if k in (4, 5) else values[k] * row_decay[k // 2 % 2] for k in range(8)]
 
 
 def lower_words(scaled: Any, columns: Any) -> list[Any]:
@@ -185,22 +178,59 @@ def column_parts(at, rows, scratch):
 
 
 @cute.jit
-def store_m(spec, at, rows, lowers, row_words, from_words, parts, tiles):
-    """Every head's blocks of M, of the warp's rows."""
-    last_words, first_words = from_words
-    block_rows = []
+def store_m(spec, at, rows, lowers, last_words, scratch, tiles):
+    """Every head's M. A warp has its own rows' diagonal blocks, and three blocks left of them whose rows need not be its own: row 3
+    of blocks of one head, or row 2 of one head and row 1 of the other. scratch: the first warp's."""
     for i in cutlass.range_constexpr(len(rows)):
         blocks.store_block(tiles[i], at, at.warp, [last_words[i][k] for k in range(4)])
-        row_words[i].fill(0)  # or what a warp does not set would be kept from chunk to chunk
-        for w in cutlass.range_constexpr(1, 4):
-            if at.warp == w:
-                blocks.set_words(row_words[i], w, first_words[i])
-        block_rows.append(inverse.BlockRow(row_words[i], lowers[i], rows[i] + at.pair * 8, parts=parts[i]))
-    for back in cutlass.range_constexpr(3):
-        u = 2 - back
-        if u < at.warp:
-            found = inverse.next_blocks(at, u, block_rows, block_address)
-            store_all(at, u, tiles, [blocks.packed(spec.dtype, values) for values in found])
+    head = 1 - at.warp // 2
+    if (at.warp == 0) | (at.warp == 3):
+        store_left(spec, at, [(3, head)], rows, lowers, scratch, tiles)
+    else:
+        store_left(spec, at, [(2, head), (1, 1 - head)], rows, lowers, scratch, tiles)
+
+
+def store_left(spec: Any, at: Any, which: Any, rows: Any, lowers: Any, scratch: Any, tiles: Any) -> None:
+    """The blocks of M left of the diagonal of rows of blocks; which: (number of the row, head)."""
+    found = []
+    for number, head in which:
+        parts = scratch + (number * len(rows) + head) * head_shape.SCRATCH_BYTES + at.pair * 8
+        own = rows[0] + head * (rows[1] - rows[0])
+        found.append(left_blocks(spec, at, number, lowers[0] + head * _TRIANGLE, own, parts))
+    for (number, head), words in zip(which, found, strict=True):
+        for u, own in enumerate(words):
+            place = blocks.square_address(tiles[0] + head * TILE_BYTES, number * 16 + at.lane % 16, u, at.unit)
+            ptx.store_matrices(place, own, False)
+
+
+def left_blocks(spec: Any, at: Any, number: int, lower: Any, rows: Any, parts: Any) -> list[Any]:
+    """Words of a row of blocks of M left of the diagonal: A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu, with decays. A row is a
+    chain of products: what does not wait for the block before comes first. parts: column_parts of the row."""
+
+    def load(row: int, u: int, turned: bool) -> Any:
+        return ptx.load_matrices(block_address(lower, row * 16 + at.lane % 16, u, at.unit), turned)
+
+    def add(sums: Any, left: Any, right: Any) -> Any:
+        return [ptx.multiply_small(cutlass.Float16, sums[side], left, right[2 * side], right[2 * side + 1]) for side in range(2)]
+
+    zero = [(Float32(0.0),) * 4] * 2
+    left = load(number, number, False)
+    sums = [add(zero, left, load(number, u, True)) for u in range(number)]
+    row_cum = blocks.row_values(rows + CUM, number * 16 + at.row)
+    reference = ptx.load_one(rows + CUM + (number * 16 - 1) * 4)
+    row_decay = [ptx.exp2(one - reference) for one in row_cum]
+    words: list[Any] = [None] * number
+    for u in range(number - 1, -1, -1):
+        product = add(zero, blocks.half_words([*sums[u][0], *sums[u][1]]), load(u, u, True))
+        if u > 0:
+            left = blocks.half_words([*product[0], *product[1]])
+            for t in range(u - 1, -1, -1):
+                sums[t] = add(sums[t], left, load(u, t, True))
+        decays = [ptx.load_pair(parts + (2 * u + m) * 32) for m in range(2)]
+        words[u] = blocks.packed(
+            spec.dtype, [product[m][i] * (decays[m][i % 2] * row_decay[i // 2]) for m in range(2) for i in range(4)]
+        )
+    return words
 
 
 @cute.jit
@@ -238,3 +268,24 @@ def store_all(at: Any, u: Any, tiles: Any, words: Any, address: Any = blocks.squ
     """Column block u of every head: loads for all of them come first."""
     for tile, own in zip(tiles, words, strict=True):
         blocks.store_block(tile, at, u, own, address)
+
+
+@cute.jit
+def vector_values(shared, rows, token):
+    """A token's elements of the row vectors, and the chunk's whole decay. shared: rows with the norms."""
+    cum, total = ptx.load_one(rows + CUM + token * 4), ptx.load_one(rows + LAST_CUM)
+    key_beta = ptx.load_one(rows + KEY_BETA + token * 4)
+    key, query = ptx.load_one(shared + KEY_FACTOR + token * 4), ptx.load_one(shared + QUERY_FACTOR + token * 4)
+    grown = cute.math.exp2(cum, fastmath=True)
+    return grown * key, operands.exp2_clamped(total - cum) * key_beta, grown * query, cute.math.exp2(total, fastmath=True)
+
+
+@cute.jit
+def publish(spec, storage, values, buffer, at):
+    """The row vectors of each head, by 64 threads each."""
+    head, token = at.thread // CHUNK, at.thread % CHUNK
+    vectors = storage.vectors.data_ptr().toint() + (buffer * spec.state_heads + head) * VECTOR_BYTES
+    for kind, value in zip((shape.STATE_KEY, shape.KEY_TO_LAST, shape.STATE_QUERY), values[:3], strict=True):
+        ptx.store_one(vectors + kind + token * 4, value)
+    if token == 0:
+        ptx.store_one(vectors + shape.LAST_DECAY, values[3])

@@ -47,8 +47,9 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
         cute.arch.mbarrier_wait(q_full + first_stage, first_parity)
     multiply_state(spec, by_key, registers, keys[None, None, None, first_key_stage], queries[None, None, None, first_stage], 0)
     warpgroup.wait_group(0)
-    if (lane == 0) & (num_chunks > 0):
-        cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + first_stage)
+    if num_chunks > 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + first_stage)
     for step in cutlass.range(num_chunks, unroll=1):
         count = base + step
         key_stage, _ = ring_place(spec.key_stages, count)

@@ -105,15 +105,8 @@ def hand_over_warp(storage, tiles, own, length, rank):
     barrier = ptx.in_block(storage.ready.data_ptr().toint() + rank * 8, other)
     for step in cutlass.range(own.first, chunks_in(length), 2, unroll=1):
         cute.arch.mbarrier_wait(ready, (own.base + step) >> 1 & 1)
-        copy_tiles(tiles, rank, barrier)
-
-
-@cute.jit
-def copy_tiles(tiles, rank, barrier):
-    """A buffer to the other block, whose barrier is announced the bytes."""
-    other = rank ^ 1
-    with cute.arch.elect_one():
-        ptx.expect_in_cluster(barrier, Int32(sum(size for _, size in tiles)))
-        for field, size in tiles:
-            source = field.data_ptr().toint() + rank * size
-            ptx.copy_in_cluster(ptx.in_block(source, other), source, Int32(size), barrier)
+        with cute.arch.elect_one():
+            ptx.expect_in_cluster(barrier, Int32(sum(size for _, size in tiles)))
+            for field, size in tiles:
+                source = field.data_ptr().toint() + rank * size
+                ptx.copy_in_cluster(ptx.in_block(source, other), source, Int32(size), barrier)

@@ -3,7 +3,7 @@
 The formulas and who waits for whom: fused.py, four_sm/kernel.py.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -102,7 +102,7 @@ def inverse_warpgroup(spec, storage, own, length, warp):
         for back in cutlass.range_constexpr(3):
             u = 2 - back
             if u < warp:
-                (values,) = next_blocks(at, u, [BlockRow(left, lower, columns, reference, row_decay)])
+                values = next_block(at, left, lower, columns, reference, row_decay, u)
                 if cutlass.const_expr(is_set):
                     store_scaled(spec, at, plain, m_tile, u, values, to_last)
                 else:
@@ -136,21 +136,16 @@ def key_factors(spec, at, diagonal, rows):
 
 
 @cute.jit
-def store_lower(at, kk, lower, columns, row_scale, address=blocks.square_address):
+def store_lower(at, kk, lower, columns, row_scale):
     """The warp's blocks of L left of the diagonal, negated, from those of K K^T."""
     for u in cutlass.range_constexpr(3):
         if u < at.warp:
-            blocks.store_block(lower, at, u, lower_words(kk, u, columns, row_scale), address)
-
-
-def lower_words(kk: Any, u: int, columns: Any, row_scale: Any) -> list[Any]:
-    """Block u of L, negated, left of the diagonal block, of the warp's rows."""
-    values: list[Any] = [None] * 8
-    for m in range(2):
-        keys_of = ptx.load_pair(columns + KEY_BETA + (2 * u + m) * 32)
-        for i in range(4):
-            values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
-    return blocks.half_words(values)
+            values = [None] * 8
+            for m in cutlass.range_constexpr(2):
+                keys_of = ptx.load_pair(columns + KEY_BETA + (2 * u + m) * 32)
+                for i in cutlass.range_constexpr(4):
+                    values[4 * m + i] = kk[8 * u + 4 * m + i] * (row_scale[i // 2] * keys_of[i % 2])
+            blocks.store_block(lower, at, u, blocks.half_words(values))
 
 
 @cute.jit
@@ -209,56 +204,32 @@ def join_halves(upper: Any, last: Any, below: Any) -> list[Any]:
     return [upper[0], upper[1], product[2], product[3], Float32(0.0), Float32(0.0), last[0], last[1]]
 
 
-class BlockRow(NamedTuple):
-    """The warp's row of blocks of a matrix A."""
-
-    left: Any  # its blocks so far, as operands
-    lower: Any  # the tile of L and the inverted diagonal blocks
-    columns: Any  # this lane's columns of the rows of factors
-    reference: Any = None  # of tile_blocks.row_decays
-    row_decay: Any = None
-    parts: Any = None  # instead of both: address of this lane's column decays, where `left` has the rows' already
-
-
-def next_blocks(at: Any, u: int, rows: Any, address: Any = blocks.square_address) -> list[list[Any]]:
-    """Block u of each row, to its `left`, from those right of it; returns them with decays, as M has them. Rows take each step
-    side by side: one has something to do while another waits."""
+@cute.jit
+def next_block(at, left, lower, columns, reference, row_decay, u: cutlass.Constexpr):
+    """Block u of the warp's row of A, to `left`, from those right of it; returns it with decays, as M has it."""
     matrix_row, zero = at.lane % 16, (Float32(0.0),) * 4
-    sums = [[zero, zero] for _ in rows]
-    for x in range(u + 1, 4):
-        for row, own in zip(rows, sums, strict=True):
-            b = ptx.load_matrices(address(row.lower, x * _BLOCK + matrix_row, u, at.unit), True)
-            operand = [row.left[4 * x + i] for i in range(4)]
-            for side in range(2):
-                own[side] = ptx.multiply_small(cutlass.Float16, own[side], operand, b[2 * side], b[2 * side + 1])
-    products = []
-    for row, own in zip(rows, sums, strict=True):
-        operand = blocks.half_words([*own[0], *own[1]])
-        d = ptx.load_matrices(address(row.lower, u * _BLOCK + matrix_row, u, at.unit), True)
-        products.append(
-            [
-                *ptx.multiply_small(cutlass.Float16, zero, operand, d[0], d[1]),
-                *ptx.multiply_small(cutlass.Float16, zero, operand, d[2], d[3]),
-            ]
-        )
-    found = []
-    for row, product in zip(rows, products, strict=True):
-        blocks.set_words(row.left, u, blocks.half_words(product))
-        values: list[Any] = [None] * 8
-        for m in range(2):
-            if row.parts is not None:
-                parts = ptx.load_pair(row.parts + (2 * u + m) * 32)
-                for i in range(4):
-                    values[4 * m + i] = product[4 * m + i] * parts[i % 2]
-                continue
-            cums = ptx.load_pair(row.columns + CUM + (2 * u + m) * 32)
-            for odd in range(2):
-                column_part = ptx.exp2(row.reference - cums[odd])
-                for side in range(2):
-                    place = 4 * m + 2 * side + odd
-                    values[place] = product[place] * (column_part * row.row_decay[side])
-        found.append(values)
-    return found
+    sums = [zero, zero]
+    for x in cutlass.range_constexpr(u + 1, 4):
+        b = ptx.load_matrices(operands.address(lower, x * _BLOCK + matrix_row, 2 * u + at.unit), True)
+        operand = [left[4 * x + i] for i in range(4)]
+        for side in cutlass.range_constexpr(2):
+            sums[side] = ptx.multiply_small(cutlass.Float16, sums[side], operand, b[2 * side], b[2 * side + 1])
+    operand = blocks.half_words([*sums[0], *sums[1]])
+    d = ptx.load_matrices(operands.address(lower, u * _BLOCK + matrix_row, 2 * u + at.unit), True)
+    products = [
+        *ptx.multiply_small(cutlass.Float16, zero, operand, d[0], d[1]),
+        *ptx.multiply_small(cutlass.Float16, zero, operand, d[2], d[3]),
+    ]
+    blocks.set_words(left, u, blocks.half_words(products))
+    values = [None] * 8
+    for m in cutlass.range_constexpr(2):
+        cums = ptx.load_pair(columns + CUM + (2 * u + m) * 32)
+        for odd in cutlass.range_constexpr(2):
+            column_part = ptx.exp2(reference - cums[odd])
+            for side in cutlass.range_constexpr(2):
+                place = 4 * m + 2 * side + odd
+                values[place] = products[place] * (column_part * row_decay[side])
+    return values
 
 
 def decayed_diagonal(inverse: Any, columns: Any, row_cum: Any, keeps: Any, warp: Any) -> list[Any]:
