@@ -179,8 +179,8 @@ def column_parts(at, rows, scratch):
 
 @cute.jit
 def store_m(spec, at, rows, lowers, last_words, scratch, tiles):
-    """Every head's M. A warp has its own rows' diagonal blocks, and three blocks left of them whose rows need not be its own: row 3
-    of blocks of one head, or row 2 of one head and row 1 of the other. scratch: the first warp's."""
+    """Every head's M. A warp has its own rows' diagonal blocks, and three blocks left of them, whose rows may be others: row 3 of
+    blocks of one head, or row 2 of one head and row 1 of the other. scratch: the first warp's."""
     for i in cutlass.range_constexpr(len(rows)):
         blocks.store_block(tiles[i], at, at.warp, [last_words[i][k] for k in range(4)])
     head = 1 - at.warp // 2
@@ -204,8 +204,8 @@ def store_left(spec: Any, at: Any, which: Any, rows: Any, lowers: Any, scratch: 
 
 
 def left_blocks(spec: Any, at: Any, number: int, lower: Any, rows: Any, parts: Any) -> list[Any]:
-    """Words of a row of blocks of M left of the diagonal: A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu, with decays. A row is a
-    chain of products: what does not wait for the block before comes first. parts: column_parts of the row."""
+    """Words of a row of blocks of M left of the diagonal: A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu, with decays. A row is
+    a chain of products: what does not wait for the block before comes first. parts: column_parts of the row."""
 
     def load(row: int, u: int, turned: bool) -> Any:
         return ptx.load_matrices(block_address(lower, row * 16 + at.lane % 16, u, at.unit), turned)
