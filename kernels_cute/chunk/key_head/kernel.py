@@ -32,8 +32,6 @@ from kernels_cute.common import ptx
 from kernels_cute.common.barriers import init_barriers
 
 _FIRST_MAKER, _FIRST_COPIER = 8, 12  # warps
-# The maker's last warp has most to do, the factor warp more than the others that copy: they do not share a scheduler.
-_FACTORS, _GATES, _STORE, _LOAD = range(_FIRST_COPIER, _FIRST_COPIER + 4)
 
 
 def key_head_spec(spec: ChunkSpec) -> ChunkSpec:
@@ -71,7 +69,7 @@ def run_block(spec, params, copies):
     block, _, _ = cute.arch.block_idx()
     rank, cluster = block % 2, block // spec.sharers
     # The warp that copies in makes the barriers: it need not wait for the others to begin.
-    if warp == _LOAD:
+    if warp == _FIRST_COPIER:
         for atom in (copies.q_atom, copies.k_atom, copies.v_atom, copies.out_atom):
             cpasync.prefetch_descriptor(atom)
         with cute.arch.elect_one():
@@ -96,7 +94,7 @@ def run_block(spec, params, copies):
     # A releasing arrival waits for global memory too; for the other block the fences above are enough.
     cute.arch.fence_acq_rel_cta()
     cute.arch.cluster_arrive_relaxed()
-    if warp != _LOAD:
+    if warp != _FIRST_COPIER:
         cute.arch.cluster_wait()
 
     # Every role counts items, and the chunks of those before.
@@ -112,7 +110,8 @@ def run_block(spec, params, copies):
             number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
     else:
         set_registers(spec, shape.COPY_REGISTERS)
-        if warp == _LOAD:
+        copier = warp % 4
+        if copier == 0:
             while going:
                 item = take_work_tile(storage, number, None)
                 if number > 0:
@@ -122,14 +121,14 @@ def run_block(spec, params, copies):
                 number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
             # Nothing of the other block was touched; the barrier at the end needs this one done.
             cute.arch.cluster_wait()
-        elif warp == _GATES:
+        if copier == 1:
             schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, first_item)
-        elif warp == _STORE:
+        if copier == 2:
             while going:
                 item = take_work_tile(storage, number, None)
                 store_warp(spec, storage, copies, params.out, item, base, "v_empty")
                 number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
-        else:
+        if copier == 3:
             squares, vectors = spec.state_heads * TILE_BYTES, spec.state_heads * VECTOR_BYTES
             tiles = ((storage.m, squares), (storage.vectors, vectors), (storage.p, squares))
             while going:
