@@ -158,6 +158,9 @@ def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
         narrow = replace(narrow, split_chunks=0)
     for prefetch, clusters in product((0, 2), sorted({0, model.clusters()})):
         yield replace(narrow, prefetch=prefetch, num_persistent_clusters=clusters)
+    if model.clusters():
+        pairs = {"stages": key_head_shape.STAGES, "state_heads": key_head_shape.STATE_HEADS}
+        yield replace(narrow, prefetch=0, num_persistent_clusters=model.clusters(), **pairs)
     if problem.head_v_dim == DIM:
         for stages, prefetch in product((2, 3), (0, 2)):
             yield replace(_four_sm(narrow, device), stages=stages, prefetch=prefetch)

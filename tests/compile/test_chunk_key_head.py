@@ -58,9 +58,18 @@ def test_head_dim_64_is_refused() -> None:
     assert not chunk.fits(problem, config_of(problem), H100)
 
 
-def test_it_is_not_the_default() -> None:
-    assert chunk.default_config(problem_of(), H100).state_heads == 1
-    assert {config.state_heads for config in chunk.configs(problem_of(), H100)} == {1}
+def test_it_is_tried_but_not_the_default() -> None:
+    """Where more work tiles than clusters share keys; a table may choose it, as for many short sequences."""
+    problem = problem_of()
+    assert chunk.default_config(problem, H100).state_heads == 1
+    found = [config for config in chunk.configs(problem, H100) if config.state_heads == 2]
+    assert found == [config_of(problem, prefetch=0)]
+
+
+@pytest.mark.parametrize("changes", [{"num_sequences": 1}, {"heads": (32, 32, 32)}], ids=str)
+def test_it_is_not_tried(changes: dict[str, Any]) -> None:
+    """Where all clusters run at once, or no two state heads share keys."""
+    assert {config.state_heads for config in chunk.configs(problem_of(**changes), H100)} == {1}
 
 
 def test_registers_are_the_pool() -> None:

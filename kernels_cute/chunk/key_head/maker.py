@@ -241,7 +241,7 @@ def make_p(spec, at, qk, diagonal, rows, row_query, keeps, to_words):
     columns, row_cums = [own + at.pair * 8 for own in rows], [blocks.row_values(own + CUM, at.row0) for own in rows]
     decays = [blocks.row_decays(own, row_cum, at.warp) for own, row_cum in zip(rows, row_cums, strict=True)]
     for words in row_words:
-        words.fill(0)  # as in store_m
+        words.fill(0)  # or what a warp does not set would be kept from chunk to chunk
     parts = [(reference, (row_query[0] * of_rows[0], row_query[1] * of_rows[1])) for reference, of_rows in decays]
     for u in cutlass.range_constexpr(3):
         if u < at.warp:
