@@ -12,7 +12,7 @@ from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 
 def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -> base.Work:
     """One decode step of a layer, with drafts or without."""
-    if problem.interleaved or problem.has_rounding or not problem.conv_channels_contiguous:
+    if problem.interleaved or problem.concatenated or problem.has_rounding or not problem.conv_channels_contiguous:
         raise ValueError(f"problem: expected flat rows, windows with channels together, no noise, got {problem.static_key()}")
     if problem.has_accepted != problem.has_columns or (problem.cu_seqlens_dtype is None) != (max(lengths) == 1):
         raise ValueError(f"problem: expected offsets and accepted counts with drafts alone, got {problem.static_key()}")
@@ -43,8 +43,7 @@ def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -
         "gate_activation": "sigmoid" if problem.gate_sigmoid else "silu", "state_v_first": problem.state_v_first,
         "out": make.poisoned(rows, heads * V, dtype=problem.dtype),
     }  # fmt: skip
-    out = arguments["out"].view(-1, heads, V)
-    params = base.params_of(GdnDecodeParams, arguments, cu_seqlens=offsets, out=out, scale=K**-0.5, eps=1e-6, null_slot=-1)
+    params = base.params_of(GdnDecodeParams, arguments, cu_seqlens=offsets, scale=K**-0.5, eps=1e-6, null_slot=-1)
     return base.Work("fused_gdn_decode", arguments, params, (arguments["out"],), ("conv_state", "ssm_state"))
 
 

@@ -27,7 +27,12 @@ class GatedDeltaNet(nn.Module):
     null_slot : int
         Largest slot index that means padding (vLLM's convention is 0).
     device, dtype : torch.device, torch.dtype
-        Of the parameters. `A_log` and `dt_bias` stay float32.
+        Device and dtype of the parameters. `A_log` and `dt_bias` stay float32.
+
+    Notes
+    -----
+    Which operators run depends on the rows of the batch, and they round in different places. ``GDN_BATCH_INVARIANT=1`` holds for
+    each operator by itself, not for a decode row that is alone in one step and next to a prompt in another.
 
     Attributes
     ----------
@@ -120,12 +125,12 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """Decode rows, speculative ones with 2-D `slots`: everything between the projections in one operator."""
         parameters: dict[str, Any] = self._parameters
-        mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
         core: Tensor = gdn.fused_gdn_decode(
-            mixed_qkv, z.view(-1, self.num_v_heads, self.head_v_dim), b, a, conv_states, parameters["conv_weight"],
-            parameters["A_log"], parameters["dt_bias"], parameters["norm_weight"], ssm_states, slots, query_start_loc=offsets,
-            num_accepted_tokens=accepted, num_k_heads=self.num_k_heads, head_k_dim=self.head_k_dim, head_v_dim=self.head_v_dim,
-            eps=self.eps, gate_activation=self.gate_activation, state_v_first=True, null_slot=self.null_slot,
+            projected, None, None, None, conv_states, parameters["conv_weight"], parameters["A_log"], parameters["dt_bias"],
+            parameters["norm_weight"], ssm_states, slots, query_start_loc=offsets, num_accepted_tokens=accepted,
+            num_k_heads=self.num_k_heads, head_k_dim=self.head_k_dim, head_v_dim=self.head_v_dim, eps=self.eps,
+            gate_activation=self.gate_activation, projection_layout="concatenated", state_v_first=True,
+            null_slot=self.null_slot,
         )  # fmt: skip
         return core
 

@@ -20,7 +20,7 @@ from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 def fused_gdn_decode(
     mixed_qkv: Tensor,
     z: Tensor | None,
-    b: Tensor,
+    b: Tensor | None,
     a: Tensor | None,
     conv_state: Tensor,
     conv_weight: Tensor,
@@ -64,14 +64,15 @@ def fused_gdn_decode(
     mixed_qkv : Tensor [tokens, 2 * H * K + HV * V]
         Projected q, k and v of every token, bfloat16 or float16 (float32 and float64: reference only), any row stride; a last
         dimension that is not contiguous is copied, logged once. With the interleaved layout the whole in_proj_qkvz output
-        [tokens, H * (2 * K + 2 * r * V)], per key-head group as in `fused_qkvzba_split_reshape_cat`.
+        [tokens, H * (2 * K + 2 * r * V)], per key-head group as in `fused_qkvzba_split_reshape_cat`; with the concatenated
+        layout the output of one projection [tokens, >= 2 * H * K + 2 * HV * V + 2 * HV]: q, k, v, z, b, a, and what is not read.
     z : Tensor [tokens, HV, V] or None
-        Input of the output gate, any float dtype and row stride; None with the interleaved layout.
-    b : Tensor [tokens, HV]
+        Input of the output gate, any float dtype and row stride; None where it is part of `mixed_qkv`.
+    b : Tensor [tokens, HV] or None
         Raw write strength, any float dtype and row stride. With the interleaved layout the whole in_proj_ba output
-        [tokens, 2 * HV], per key-head group.
+        [tokens, 2 * HV], per key-head group; None with the concatenated layout.
     a : Tensor [tokens, HV] or None
-        Raw decay gate, any float dtype and row stride; None with the interleaved layout.
+        Raw decay gate, any float dtype and row stride; None with the interleaved and the concatenated layout.
     conv_state : Tensor [slots, 2 * H * K + HV * V, columns >= w - 1]
         Windows of the convolution as in `causal_conv1d_update`, channels always in flat order [q | k | v]; updated in place.
     conv_weight : Tensor [2 * H * K + HV * V, w]
@@ -98,8 +99,8 @@ def fused_gdn_decode(
         Factor of the queries (None = K**-0.5); added to the mean square of the RMS norm, finite, >= 0.
     activation, gate_activation : {"silu", "swish"} or None, {"silu", "swish", "sigmoid"}
         Activation after the convolution (both names mean SiLU), and that of z.
-    projection_layout : {"flat", "interleaved"}
-        Layout of the projections: separate tensors, or per key-head group.
+    projection_layout : {"flat", "interleaved", "concatenated"}
+        Layout of the projections: separate tensors, per key-head group, or one after the other in one tensor.
     rounding_seed, state_v_first, null_slot : Tensor [1] of int64 or None, bool, int
         Seed on the device, advanced by the caller (a CUDA graph replays it), layout of a state, and largest slot index that
         means padding, as for `fused_recurrent_gated_delta_rule`.
@@ -166,7 +167,8 @@ def fused_gdn_decode(
         **dtypes_of(conv=conv_state, state=ssm_state, index=state_indices, cu_seqlens=query_start_loc),
         conv_channels_contiguous=is_aligned(conv_state.mT),
         state_v_first=state_v_first,
-        interleaved=projection_layout != "flat",
+        interleaved=projection_layout == "interleaved",
+        concatenated=projection_layout == "concatenated",
         silu=activation is not None,
         gate_sigmoid=gate_activation == "sigmoid",
         has_columns=state_indices.dim() == 2,
@@ -183,7 +185,7 @@ def fused_gdn_decode(
     scale = head_k_dim**-0.5 if scale is None else scale
     params = GdnDecodeParams(
         rows, z, b, a, conv_state, weight, bias, A_log, dt_bias, norm_weight, ssm_state, state_indices, accepted, cu_seqlens,
-        rounding_seed if problem.has_rounding else None, o.view(length, heads, head_v_dim), scale, eps, null_slot,
+        rounding_seed if problem.has_rounding else None, o, scale, eps, null_slot,
     )  # fmt: skip
     channels_last = conv_state if problem.conv_channels_contiguous else None
     launch(prepared, params, (o,), aligned=(mixed_qkv, conv_weight, conv_bias, channels_last, ssm_state))
@@ -191,27 +193,41 @@ def fused_gdn_decode(
 
 
 def _check_projections(
-    mixed_qkv: Tensor, z: Tensor | None, b: Tensor, a: Tensor | None, A_log: Tensor, dims: tuple[int, int, int], layout: str
+    mixed_qkv: Tensor,
+    z: Tensor | None,
+    b: Tensor | None,
+    a: Tensor | None,
+    A_log: Tensor,
+    dims: tuple[int, int, int],
+    layout: str,
 ) -> int:
     """Checks the projections; returns the number of value heads. dims: H, K and V."""
     num_k_heads, head_k_dim, head_v_dim = dims
     for name, value in {"num_k_heads": num_k_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim}.items():
         check.at_least(name, value, 1)
-    check.one_of("projection_layout", layout, ("flat", "interleaved"))
+    check.one_of("projection_layout", layout, ("flat", "interleaved", "concatenated"))
     check.tensor("mixed_qkv", mixed_qkv, dtypes=_delta_rule.TOKEN_DTYPES)
     device, dtypes = mixed_qkv.device, FLOAT_DTYPES
     check.tensor("A_log", A_log, shape=("HV",), dtypes=dtypes, device=device)
     heads = A_log.shape[0]
     if heads == 0 or heads % num_k_heads:
         bad_value("A_log", f"shape [HV] with HV a multiple of num_k_heads = {num_k_heads}", f"shape {list(A_log.shape)}")
-    is_flat = layout == "flat"
-    width = 2 * num_k_heads * head_k_dim + (1 if is_flat else 2) * heads * head_v_dim
-    check.tensor("mixed_qkv", mixed_qkv, shape=("tokens", width))
+    values = heads * head_v_dim
+    channels = 2 * num_k_heads * head_k_dim + values
+    width = {"flat": channels, "interleaved": channels + values, "concatenated": channels + values + 2 * heads}[layout]
+    is_whole = layout == "concatenated"
+    check.tensor("mixed_qkv", mixed_qkv, shape=("tokens", f">= {width}" if is_whole else width))
+    if is_whole and check.is_less(mixed_qkv.shape[1], width):
+        bad_value("mixed_qkv", f"shape [tokens, >= {width}]", f"shape {list(mixed_qkv.shape)}")
     length = mixed_qkv.shape[0]
-    for name, tensor, shape in (("z", z, (length, heads, head_v_dim)), ("a", a, (length, heads))):
-        if is_flat:
-            check.tensor(name, tensor, shape=shape, dtypes=dtypes, device=device)
+    separate: dict[str, tuple[int, ...]] = {}
+    if layout == "flat":
+        separate = {"z": (length, heads, head_v_dim), "b": (length, heads), "a": (length, heads)}
+    elif layout == "interleaved":
+        separate = {"b": (length, 2 * heads)}
+    for name, tensor in (("z", z), ("b", b), ("a", a)):
+        if name in separate:
+            check.tensor(name, tensor, shape=separate[name], dtypes=dtypes, device=device)
         elif tensor is not None:
-            bad_value(name, "None with projection_layout='interleaved'", "a tensor")
-    check.tensor("b", b, shape=(length, heads if is_flat else 2 * heads), dtypes=dtypes, device=device)
+            bad_value(name, f"None with projection_layout={layout!r}", "a tensor")
     return heads

@@ -179,9 +179,9 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
     head_v_dim: int = field(metadata=TUNES)
     width: int = field(metadata=TUNES)  # of the convolution
     dtype: str = field(metadata=TUNES)  # of mixed_qkv and out: bfloat16 | float16
-    z_dtype: str | None = field(metadata=COMPILES)  # None = interleaved
-    a_dtype: str | None = field(metadata=COMPILES)  # None = interleaved
-    b_dtype: str = field(metadata=COMPILES)
+    z_dtype: str | None = field(metadata=COMPILES)  # None = part of mixed_qkv
+    a_dtype: str | None = field(metadata=COMPILES)  # None = part of b, or of mixed_qkv
+    b_dtype: str | None = field(metadata=COMPILES)  # None = part of mixed_qkv
     weight_dtype: str = field(metadata=COMPILES)
     bias_dtype: str | None = field(metadata=COMPILES)
     A_log_dtype: str = field(metadata=COMPILES)
@@ -194,6 +194,7 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
     index_dtype: str = field(metadata=COMPILES)
     cu_seqlens_dtype: str | None = field(metadata=COMPILES)  # None = one token per sequence
     interleaved: bool = field(metadata=TUNES)
+    concatenated: bool = field(metadata=COMPILES)  # mixed_qkv has z, b and a too, one after the other
     silu: bool = field(metadata=COMPILES)  # after the convolution
     gate_sigmoid: bool = field(metadata=COMPILES)  # the norm's gate: sigmoid(z), else silu(z)
     has_columns: bool = field(metadata=TUNES)  # 2-D indices: drafts
@@ -217,7 +218,8 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
         columns = 2 * self.num_sequences * (self.width - 1)
         if self.has_columns:
             columns = self.num_sequences * (2 * self.width - 3) + self.num_tokens
-        gates = self.num_v_heads * (DTYPE_BYTES[self.b_dtype] + DTYPE_BYTES[self.a_dtype or self.b_dtype])
+        b_dtype = self.b_dtype or self.dtype
+        gates = self.num_v_heads * (DTYPE_BYTES[b_dtype] + DTYPE_BYTES[self.a_dtype or b_dtype])
         row = (self.dim + values) * DTYPE_BYTES[self.dtype] + values * DTYPE_BYTES[self.z_dtype or self.dtype] + gates
         filters = self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + dtype_bytes(self.bias_dtype))
         return states * state + columns * self.dim * DTYPE_BYTES[self.conv_dtype] + self.num_tokens * row + filters
@@ -226,10 +228,12 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
 class GdnDecodeParams(NamedTuple):
     """Arguments of a launch of the fused decode step: L tokens in N sequences, H key heads, HV value heads."""
 
-    mixed_qkv: Tensor  # [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)]: contiguous rows, 16-byte aligned
-    z: Tensor  # [L, HV, V], last dim contiguous; None: interleaved, part of mixed_qkv
-    b: Tensor  # [L, HV], or interleaved [L, 2 * HV], which holds a too; any strides
-    a: Tensor  # [L, HV], any strides; None: interleaved, part of b
+    # [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)], or concatenated with z, b and a [L, >= 2 * H * K +
+    # 2 * HV * V + 2 * HV]: contiguous rows, 16-byte aligned
+    mixed_qkv: Tensor
+    z: Tensor  # [L, HV, V], last dim contiguous; None: part of mixed_qkv
+    b: Tensor  # [L, HV], or interleaved [L, 2 * HV], which holds a too; any strides; None: part of mixed_qkv
+    a: Tensor  # [L, HV], any strides; None: part of b, or of mixed_qkv
     conv_state: Tensor  # [slots, 2 * H * K + HV * V, columns], updated in place
     conv_weight: Tensor  # [2 * H * K + HV * V, width] contiguous, base a multiple of 16 bytes
     conv_bias: Tensor  # [2 * H * K + HV * V] contiguous, base a multiple of 16 bytes; None: no bias
@@ -241,7 +245,7 @@ class GdnDecodeParams(NamedTuple):
     num_accepted_tokens: Tensor  # [>= N] int32, any stride; None: 1 of each sequence
     cu_seqlens: Tensor  # [N + 1] contiguous; None: one token per sequence
     rounding_seed: Tensor  # [1] int64; None: round to nearest
-    out: Tensor  # [L, HV, V], last dim contiguous; every row is written
+    out: Tensor  # [L, HV * V], last dim contiguous; every row is written
     scale: float
     eps: float
     null_slot: int

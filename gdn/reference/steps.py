@@ -78,7 +78,7 @@ def add_rms_norm(
 def fused_gdn_decode(
     mixed_qkv: Tensor,
     z: Tensor | None,
-    b: Tensor,
+    b: Tensor | None,
     a: Tensor | None,
     conv_state: Tensor,
     conv_weight: Tensor,
@@ -110,8 +110,14 @@ def fused_gdn_decode(
     """
     num_v_heads = A_log.shape[0]
     if projection_layout == "interleaved":
+        assert b is not None  # checked by the operator, as below
         mixed_qkv, z, b, a = fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-    assert z is not None and a is not None  # checked by the operator
+    elif projection_layout == "concatenated":
+        values = num_v_heads * head_v_dim
+        sizes = [2 * num_k_heads * head_k_dim + values, values, num_v_heads, num_v_heads]
+        mixed_qkv, z, b, a = mixed_qkv[:, : sum(sizes)].split_with_sizes(sizes, 1)
+        z = z.unflatten(1, (num_v_heads, head_v_dim))
+    assert z is not None and b is not None and a is not None
     length = mixed_qkv.shape[0]
     if query_start_loc is None:  # one token each; indices may have more rows than there are tokens
         query_start_loc = torch.arange(length + 1, dtype=torch.int32, device=mixed_qkv.device)

@@ -5,7 +5,8 @@
     o, S = the delta rule on q^, k^, v, a, beta    (common.delta_rule), S [K, V] float32 in registers over a sequence's tokens
     out = o / sqrt(mean(o * o) + eps) * norm_weight * silu(z)
 
-Tensors: mixed_qkv [L, 2 * H * K + HV * V] (or interleaved with z), z, out [L, HV, V] bfloat16 | float16; a, b [L, HV];
+Tensors: mixed_qkv [L, 2 * H * K + HV * V] (or interleaved with z, or with z, b and a after it), z [L, HV, V], out [L, HV * V]
+bfloat16 | float16; a, b [L, HV];
 windows [slots, 2 * H * K + HV * V, columns]; state [slots, HV, V, K] or [slots, HV, K, V] float32 | bfloat16.
 `gdn.problems.GdnDecodeParams` has the contract of each.
 
@@ -165,8 +166,9 @@ def compile(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
     num_tokens, dim = cute.sym_int(), p.dim
     inner = (V, K) if p.state_v_first else (K, V)
     channel_stride = 1 if p.conv_channels_contiguous else None
-    mixed_qkv = fake(p.dtype, num_tokens, dim + (HV * V if p.interleaved else 0), last=1)
-    z, out = [fake(dtype, num_tokens, HV, V, last=1) for dtype in (p.z_dtype, p.dtype)]
+    width = None if p.concatenated else dim + (HV * V if p.interleaved else 0)
+    mixed_qkv = fake(p.dtype, num_tokens, width, last=1)
+    z, out = fake(p.z_dtype, num_tokens, HV, V, last=1), fake(p.dtype, num_tokens, HV * V, last=1)
     b, a = fake(p.b_dtype, num_tokens, 2 * HV if p.interleaved else HV), fake(p.a_dtype, num_tokens, HV)
     conv_state = fake(p.conv_dtype, cute.sym_int64(), dim, cute.sym_int64(), last=(channel_stride, None))
     conv_weight, conv_bias = fake(p.weight_dtype, dim, p.width, last=(p.width, 1)), fake(p.bias_dtype, dim, last=1)

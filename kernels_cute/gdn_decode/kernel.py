@@ -36,6 +36,11 @@ class GdnDecode:
         # Percent: a few KiB a block; without a value the DSL asks a device for its limit.
         percent = max(16, carveout(spec.shared_bytes, min_blocks)) if spec.tile.k_warps > 1 else 16
         limits = {"min_blocks_per_mp": min_blocks, "preferred_smem_carveout": percent}
+        by_head = cute.make_layout(
+            (params.out.shape[0], spec.problem.num_v_heads, spec.problem.head_v_dim),
+            stride=(params.out.stride[0], spec.problem.head_v_dim, 1),
+        )
+        params = params._replace(out=cute.make_tensor(params.out.iterator, by_head))
         self.kernel(params).launch(grid=grid, block=[spec.tiles.threads, 1, 1], cluster=cluster, stream=stream, **limits)
 
     @cute.kernel

@@ -16,7 +16,7 @@ WORDS = CHANNELS // 2  # words of two values of an item in a row
 
 
 class Block(NamedTuple):
-    """What a thread works on."""
+    """Part of the work that a thread has."""
 
     sequence: Any  # Int32
     key_head: Any  # Int32
@@ -76,6 +76,7 @@ class Spec:
         self.weight_words = CHANNELS * p.width * self.weight_dtype.width // 32  # of the filter of an item
         # An item's input of a window is a word-wise copy: channels contiguous, no conversion.
         self.copies_windows = p.conv_channels_contiguous and p.conv_dtype == p.dtype
+        self.z_at = p.dim  # elements of a concatenated row before z
         self.group_width = 2 * k + 2 * self.ratio * v  # elements of an interleaved row, per key head
         self.has_several_tokens = p.cu_seqlens_dtype is not None  # without cu_seqlens each sequence has one token
         self.shared_items = 2 * k // CHANNELS  # items of q and k: every block of the cluster computes them

@@ -12,8 +12,8 @@ MAIN = GdnDecodeProblem(
     num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, width=4, dtype="bfloat16", z_dtype="bfloat16",
     a_dtype="bfloat16", b_dtype="bfloat16", weight_dtype="bfloat16", bias_dtype=None, A_log_dtype="float32",
     dt_bias_dtype="float32", norm_dtype="bfloat16", conv_dtype="bfloat16", conv_channels_contiguous=True, state_dtype="float32",
-    state_v_first=True, index_dtype="int32", cu_seqlens_dtype=None, interleaved=False, silu=True, gate_sigmoid=False,
-    has_columns=False, has_accepted=False, has_rounding=False, num_tokens=1, num_sequences=1,
+    state_v_first=True, index_dtype="int32", cu_seqlens_dtype=None, interleaved=False, concatenated=False, silu=True,
+    gate_sigmoid=False, has_columns=False, has_accepted=False, has_rounding=False, num_tokens=1, num_sequences=1,
 )  # fmt: skip
 QUARTER = replace(MAIN, num_k_heads=4, num_v_heads=8)
 BF16 = replace(MAIN, state_dtype="bfloat16")

@@ -47,7 +47,7 @@ class Kernel:
             dtype = getattr(problem, name)
             assert dtype is None if tensor is None else str(tensor.dtype) == f"torch.{dtype}", name
         assert mixed_qkv.dtype == out.dtype and mixed_qkv.data_ptr() % 16 == 0 and mixed_qkv.stride(0) * 2 % 16 == 0
-        assert conv_weight.is_contiguous() and out.shape == (mixed_qkv.shape[0], HV, V) and out.stride(2) == 1
+        assert conv_weight.is_contiguous() and out.shape == (mixed_qkv.shape[0], HV * V) and out.stride(1) == 1
         assert problem.has_accepted == (num_accepted_tokens is not None) and problem.has_columns == (state_indices.dim() == 2)
         assert num_accepted_tokens is None or num_accepted_tokens.dtype == torch.int32
         assert problem.has_rounding == (rounding_seed is not None)
@@ -60,10 +60,14 @@ class Kernel:
                 num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=scale,
                 eps=eps, activation="silu" if problem.silu else None,
                 gate_activation="sigmoid" if problem.gate_sigmoid else "silu",
-                projection_layout="interleaved" if problem.interleaved else "flat", rounding_seed=rounding_seed,
+                projection_layout=layout_of(problem), rounding_seed=rounding_seed,
                 state_v_first=problem.state_v_first, null_slot=null_slot,
-            ).view(out.shape)
+            )
         )  # fmt: skip
+
+
+def layout_of(problem: GdnDecodeProblem) -> str:
+    return "interleaved" if problem.interleaved else "concatenated" if problem.concatenated else "flat"
 
 
 @pytest.fixture
@@ -105,12 +109,18 @@ def interleaved() -> Arguments:
     }  # fmt: skip
 
 
+def concatenated() -> Arguments:
+    row = torch.randn(4, DIM + HV * V + 2 * HV + 8).to(BF16)
+    return {"mixed_qkv": row, **dict.fromkeys(("z", "b", "a")), "projection_layout": "concatenated"}
+
+
 def rounded() -> Arguments:
     return {"ssm_state": arguments_of(1)["ssm_state"].to(BF16), "rounding_seed": torch.tensor([7])}
 
 
 VARIANTS: dict[str, Arguments] = {
-    "plain": {}, "columns": columns(), "interleaved": interleaved(), "rounded": rounded(),
+    "plain": {}, "columns": columns(), "interleaved": interleaved(), "concatenated": concatenated(),
+    "rounded": rounded(),
     "given": {"scale": 2, "eps": 1e-3, "null_slot": 2, "conv_bias": torch.ones(DIM), "rounding_seed": torch.tensor([7])},
     "out": {"out": torch.zeros(4, HV * V, dtype=BF16)}, "wide out": {"out": torch.zeros(4, 2 * HV * V, dtype=BF16)[:, 3:131]},
 }  # fmt: skip

@@ -245,6 +245,26 @@ CALLS: list[tuple[str, Callable[[], Arguments], Bad]] = [
     (
         "fused_gdn_decode",
         decode,
+        Bad(
+            "concatenated_b",
+            lambda a: {"projection_layout": "concatenated", "mixed_qkv": torch.zeros(3, DIM + HV * V + 2 * HV), "z": None},
+            ValueError,
+            r"^b: expected None with projection_layout='concatenated'",
+        ),
+    ),
+    (
+        "fused_gdn_decode",
+        decode,
+        Bad(
+            "concatenated_width",
+            lambda a: {"projection_layout": "concatenated", **dict.fromkeys(("z", "b", "a"))},
+            ValueError,
+            r"^mixed_qkv: expected shape \[tokens, >= \d+\]",
+        ),
+    ),
+    (
+        "fused_gdn_decode",
+        decode,
         Bad("heads", lambda a: {"num_k_heads": 3}, ValueError, r"^A_log: .*multiple of num_k_heads = 3"),
     ),
     (

@@ -156,6 +156,15 @@ def test_decode_layouts_agree() -> None:
     assert torch.equal(flat["ssm_state"], mixed["ssm_state"]) and torch.equal(flat["conv_state"], mixed["conv_state"])
 
 
+def test_concatenated_projections_equal_flat_ones() -> None:
+    flat = decode_arguments(4)
+    whole = [flat["mixed_qkv"], flat["z"].flatten(1), flat["b"], flat["a"], torch.full((4, 3), torch.nan, dtype=F64)]
+    row = {**flat, "mixed_qkv": torch.cat(whole, 1), **dict.fromkeys(("z", "b", "a")), "projection_layout": "concatenated"}
+    row["conv_state"], row["ssm_state"] = flat["conv_state"].clone(), flat["ssm_state"].clone()
+    assert torch.equal(reference.fused_gdn_decode(**flat), reference.fused_gdn_decode(**row))
+    assert torch.equal(flat["ssm_state"], row["ssm_state"]) and torch.equal(flat["conv_state"], row["conv_state"])
+
+
 def test_speculative_decode_equals_one_token_at_a_time() -> None:
     """Verify 3 tokens, accept 2 of them, verify 2 more: the same as decoding the accepted four one by one."""
     rows = decode_arguments(5)

@@ -16,7 +16,7 @@ _AXES: Axes = {
     "bias_dtype": [None, "float32", "bfloat16"],
     "silu": [True, False],
     "gate_sigmoid": [False, True],
-    "interleaved": [False, True],
+    "layout": ["flat", "interleaved", "concatenated"],
     "pool": CONVOLUTION_POOLS,
     "state_dtype": ["float32", "bfloat16"],
     "state_v_first": [True, False],
@@ -32,7 +32,7 @@ def _problem(row: Row) -> Problem | None:
     if row["has_rounding"] and row["state_dtype"] != "bfloat16":
         return None
     same = (
-        "width", "weight_dtype", "bias_dtype", "silu", "gate_sigmoid", "interleaved", "state_dtype", "state_v_first",
+        "width", "weight_dtype", "bias_dtype", "silu", "gate_sigmoid", "state_dtype", "state_v_first",
         "index_dtype", "cu_seqlens_dtype", "has_rounding", "num_sequences",
     )  # fmt: skip
     dtype, other = row["dtypes"]
@@ -43,9 +43,10 @@ def _problem(row: Row) -> Problem | None:
         head_k_dim=row["head_dims"][0],
         head_v_dim=row["head_dims"][1],
         dtype=dtype,
-        z_dtype=None if row["interleaved"] else other,
-        a_dtype=None if row["interleaved"] else other,
-        b_dtype=other,
+        interleaved=row["layout"] == "interleaved",
+        concatenated=row["layout"] == "concatenated",
+        **dict.fromkeys(("z_dtype", "a_dtype"), other if row["layout"] == "flat" else None),
+        b_dtype=None if row["layout"] == "concatenated" else other,
         conv_dtype=row["pool"][0],
         conv_channels_contiguous=row["pool"][1],
         has_columns=row["drafts"][0],

@@ -234,7 +234,7 @@ def _parents(draw: Draw, call: Call, num_tokens: int, length: int) -> list[int]:
 
 
 def decode(draw: Draw) -> Call:
-    """fused_gdn_decode, flat or interleaved projections."""
+    """fused_gdn_decode, flat, interleaved or concatenated projections."""
     call = Call("fused_gdn_decode")
     heads, ratio = 2, draw.pick(1, 2)
     value_heads, k_dim, v_dim = heads * ratio, draw.pick(4, 8), draw.pick(4, 8)
@@ -261,15 +261,19 @@ def decode(draw: Draw) -> Call:
     def rows(*shape: int) -> torch.Tensor:
         return draw.rows(draw.floats(tokens, *shape, dtype=dtype), lead=1)
 
-    if draw.maybe():
+    layout = draw.pick("flat", "flat", "interleaved", "concatenated")
+    if layout == "flat":
         call.give("mixed_qkv", rows(channels), "T width")
         call.give("z", rows(value_heads, v_dim), "T H V")
         call.give("b", rows(value_heads), "T H")
         call.give("a", rows(value_heads), "T H")
         if draw.maybe(0.3):
             call.arguments["projection_layout"] = "flat"
+    elif layout == "concatenated":
+        call.arguments |= {"projection_layout": layout, "z": None, "b": None, "a": None}
+        call.give("mixed_qkv", rows(channels + value_heads * (v_dim + 2)), "~ width+")
     else:
-        call.arguments |= {"projection_layout": "interleaved", "z": None, "a": None}
+        call.arguments |= {"projection_layout": layout, "z": None, "a": None}
         call.give("mixed_qkv", rows(channels + value_heads * v_dim), "T width")
         call.give("b", rows(2 * value_heads), "T gates")
     kind = draw.pick("1-D", "2-D", "2-D accepted")
