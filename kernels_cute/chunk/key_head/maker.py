@@ -25,7 +25,7 @@ _TRIANGLE = head_shape.TRIANGLE_BYTES
 
 @cute.jit
 def maker_warpgroup(spec, storage, scale, own, length, warp):
-    """Of a block's own chunks. Rows 16 warp .. of a tile are this warp's."""
+    """Tiles of a block's own chunks. Rows 16 warp .. of a tile are this warp's."""
     heads = spec.state_heads
     lane = cute.arch.lane_idx()
     # Both operands from shared memory: it has the bandwidth every second chunk, this warpgroup no registers.
@@ -111,7 +111,7 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
 
 @cute.jit
 def invert(spec, at, kk, diagonal, rows, lowers, scratch, last_words, keeps):
-    """Of each head: the warp's blocks of L, negated, and its inverted diagonal block, to the head's `lower`, the latter
+    """Makes, for each head, the warp's blocks of L, negated, and its inverted diagonal block, to the head's `lower`, the latter
     as a block of M to last_words, too. diagonal: of K K^T.
 
     A diagonal block [[B, 0], [N, C]] by forward substitution of its halves in float32, a lane per column: lanes 16 i .. have the

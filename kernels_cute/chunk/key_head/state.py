@@ -89,7 +89,7 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
 
         common.add_values(spec, by_token, registers, tokens, key_stage, factors)
         pass_turn(storage, head, lane)
-        # Not beside the next product: all operands in flight at a time do not fit.
+        # Not while the next product runs: all operands in flight at a time do not fit.
         warpgroup.wait_group(0)
         if lane == 0:
             cute.arch.mbarrier_arrive(storage.k_empty.data_ptr() + key_stage)
@@ -120,7 +120,7 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
 
 def take_turn(storage: Any, head: Any, count: Any) -> None:
     """Heads go through a part of every chunk one after the other, head 0 first. In step, which they would be because they wait
-    for the same tiles, each would have its products beside the other's products and its elementwise work beside the other's."""
+    for the same tiles, each one's products would wait for the other's products and its elementwise work for the other's."""
     cute.arch.mbarrier_wait(storage.turn.data_ptr() + head, (count ^ head ^ 1) & 1)
 
 
@@ -131,8 +131,8 @@ def pass_turn(storage, head, lane):
 
 
 def multiply_state(spec: Any, by_key: Any, registers: Any, keys: Any, queries: Any, in_flight: int = _GROUPS) -> None:
-    """U and Q S from one rounding of the state, in groups of k steps, at most `in_flight` at a time: not all operands fit beside
-    both results. Before a loop ptxas wants none in flight while the state is read."""
+    """U and Q S from one rounding of the state, in groups of k steps, at most `in_flight` at a time: not all operands fit next
+    to both results. Before a loop ptxas wants none in flight while the state is read."""
     state, sums, outputs, operand, words, _, _, _, _ = registers
     steps = spec.dim // 16 // (_GROUPS + 1)  # of a group
     for group in range(_GROUPS + 1):
