@@ -27,6 +27,7 @@ MOST_PYTHON_LINES = {
     ("gdn/layers/",): 4_000,
     ("gdn/cli/demo",): 2_000,
     ("kernels_cute/attention/",): 2_200,
+    ("kernels_cute/chunk/key_head/",): 700,
     ("kernels_tl/attention/",): 600,
     (
         "gdn/crossing", "gdn/ops/_ordered", "gdn/ops/attention", "gdn/ops/gated_delta_rule", "gdn/ops/sparse_attention",

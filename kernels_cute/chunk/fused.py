@@ -175,7 +175,7 @@ def run_block(spec, params, copies, segment):
         if copier == 2:
             while going:
                 item = take_work_tile(storage, number, only)
-                store_warp(spec, storage, copies, params.out, item, base)
+                store_warp(spec, storage, copies, params.out, item, base, "empty")
                 number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
         if cutlass.const_expr(spec.paired):
             if copier == 3:

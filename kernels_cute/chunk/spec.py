@@ -30,7 +30,9 @@ class ChunkSpec:
         self.has_final, self.has_final_indices = problem.has_final_state, problem.has_final_indices
         self.has_checkpoints = problem.has_checkpoints
         self.stages, self.key_stages, self.prefetch = stages, KEY_STAGES if stages == STAGES else stages, prefetch
+        self.value_stages = stages  # tiles of V
         self.is_persistent, self.has_both_variants, self.is_split = is_persistent, has_both_variants, is_split
+        self.state_heads = 1  # of a work tile
         self.columns = 64  # of V, a block
         self.slices = dim // self.columns
         self.paired = dim == 128  # the two blocks of a head are a cluster

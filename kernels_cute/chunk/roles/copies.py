@@ -48,19 +48,24 @@ def copy_keys(spec, storage, k_atom, from_k, to_k, step, base):
 
 
 @cute.jit
-def store_warp(spec, storage, copies, out, item, base):
-    """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read."""
-    from_o, to_o = partition_tiles(
-        spec, storage.v, copies.out_atom, copies.out, 64, spec.stages, item.begin, item.head, item.piece
-    )
+def store_warp(spec, storage, copies, out, item, base, empty):
+    """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read. empty: name
+    of its barriers. The heads of a work tile take turns."""
+    owners = [item if i == 0 else item._replace(head=item.head + i) for i in range(spec.state_heads)]
+    sides = [
+        partition_tiles(spec, storage.v, copies.out_atom, copies.out, 64, spec.value_stages, one.begin, one.head, one.piece)
+        for one in owners
+    ]
     for step in cutlass.range(chunks_in(item.live_length), unroll=1):
-        stage, parity = ring_place(spec.stages, base + step)
-        cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
-        store_outputs(spec, storage, copies.out_atom, from_o[None, stage], to_o[None, step], out, item, step, stage)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage)
+        for i in cutlass.range_constexpr(spec.state_heads):
+            from_o, to_o = sides[i]
+            stage, parity = ring_place(spec.value_stages, (base + step) * spec.state_heads + i)
+            cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
+            store_outputs(spec, storage, copies.out_atom, from_o[None, stage], to_o[None, step], out, owners[i], step, stage)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(getattr(storage, empty).data_ptr() + stage)
 
 
 @cute.jit
