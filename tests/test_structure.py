@@ -27,7 +27,7 @@ MOST_PYTHON_LINES = {
     "gdn/cli/demo": 2_000,
     "kernels_cute/attention/": 2_200,
     "kernels_tl/attention/": 600,
-    "": 33_500,
+    "": 35_000,
 }
 
 # Qualified name, or path of a file -> why.

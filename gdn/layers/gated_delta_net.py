@@ -17,8 +17,8 @@ class GatedDeltaNet(nn.Module):
     """Gated DeltaNet token mixer, with its states in pools.
 
     One call serves decode, prefill and speculative rows in any mixture that `GDNMetadata` describes. Batches of decode rows
-    alone, and of speculative rows alone, run `gdn.fused_gdn_decode` between the two projections; other rows run
-    `gdn.causal_conv1d_fn`, `gdn.chunk_gated_delta_rule` and `gdn.rms_norm_gated`.
+    alone, and of speculative rows alone, run `gdn.fused_gdn_decode` between the two projections, other rows
+    `gdn.fused_gdn_prefill`.
 
     Parameters
     ----------
@@ -148,21 +148,18 @@ class GatedDeltaNet(nn.Module):
 
     def _prefill(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
         """Prompt chunks, with or without a state to continue, and the decode rows before them."""
-        slots, offsets = metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc
-        shared: dict[str, Any] = {
-            "has_initial_state": metadata.has_initial_state, "null_slot": self.null_slot,
-            "checkpoint_offsets": getattr(metadata, "checkpoint_offsets", None),
-            "checkpoint_slots": getattr(metadata, "checkpoint_slots", None),
-        }  # fmt: skip
+        parameters: dict[str, Any] = self._parameters
         mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
-        mixed_qkv = gdn.causal_conv1d_fn(
-            mixed_qkv, self.conv_weight, conv_states=conv_states, query_start_loc=offsets, cache_indices=slots, **shared
-        )
-        q, k, v = self._heads(mixed_qkv)
-        o, _ = gdn.chunk_gated_delta_rule(
-            q, k, v, **self._gates(a, b), **shared, initial_state=ssm_states, cu_seqlens=offsets, state_indices=slots
-        )
-        return self._norm(o, z)
+        core: Tensor = gdn.fused_gdn_prefill(
+            mixed_qkv, z.view(-1, self.num_v_heads, self.head_v_dim), b, a, conv_states, parameters["conv_weight"],
+            parameters["A_log"], parameters["dt_bias"], parameters["norm_weight"], ssm_states,
+            metadata.non_spec_state_indices_tensor, query_start_loc=metadata.non_spec_query_start_loc,
+            has_initial_state=metadata.has_initial_state, num_k_heads=self.num_k_heads, head_k_dim=self.head_k_dim,
+            head_v_dim=self.head_v_dim, eps=self.eps, gate_activation=self.gate_activation,
+            checkpoint_offsets=getattr(metadata, "checkpoint_offsets", None),
+            checkpoint_slots=getattr(metadata, "checkpoint_slots", None), state_v_first=True, null_slot=self.null_slot,
+        )  # fmt: skip
+        return core
 
     def _mixed(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
         """Speculative rows and others: each kind by itself, results merged in the order of the tokens."""

@@ -18,7 +18,10 @@ from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution, fake_common, refusal, slices, threads_fit
 
-__all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
+__all__ = [
+    "TUNED_WITHIN", "Config", "Conv1d", "compile", "configs", "default_config", "fakes", "fits", "launch", "refusal",
+    "workspace_bytes",
+]  # fmt: skip
 
 
 # How close a tuned entry's sizes must be (see gdn.runtime.tuned). A thread walks its rows one batch after the other: with the
@@ -54,7 +57,7 @@ def default_config(problem: Conv1dProblem, device: DeviceSpec) -> Config:
     return Config(min(threads, 64), 8, batch)
 
 
-def _fakes(problem: Conv1dProblem) -> Conv1dParams:
+def fakes(problem: Conv1dProblem) -> Conv1dParams:
     offsets, slots = [fake(problem.checkpoint_dtype, None, None) for _ in range(2)]
     return Conv1dParams(
         **fake_common(problem, "conv_states"),
@@ -65,7 +68,7 @@ def _fakes(problem: Conv1dProblem) -> Conv1dParams:
     )
 
 
-class _Conv1d(Convolution, params=Conv1dParams):
+class Conv1d(Convolution, params=Conv1dParams):
     def __init__(self, problem: Conv1dProblem, config: Config) -> None:
         super().__init__(problem, config.threads, config.batch)
         self.rows = config.rows
@@ -207,5 +210,5 @@ class _Conv1d(Convolution, params=Conv1dParams):
 
 
 fits, configs, compile, launch, workspace_bytes = build.step(
-    _Conv1d, _fakes, Config, _allows, threads=THREADS, rows=(8, 16, 32, 64, 128), batch=(2, 4), min_threads_per_sm=(384, 512)
+    Conv1d, fakes, Config, _allows, threads=THREADS, rows=(8, 16, 32, 64, 128), batch=(2, 4), min_threads_per_sm=(384, 512)
 )
