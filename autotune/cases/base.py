@@ -196,8 +196,8 @@ class StepCase(SeededCase):
 
     verdict: "bits" (copies and integers: the reference's bits), "close" (the reference in float64, within the roundings of the
     output's dtype, or within `limit`) or "rounded" (the reference's bits, but for a few values that round the other way). What
-    the operator updates in place without computing, named in `copied`, is compared bit for bit. Pools of states, named in `states`, are compared head
-    by head, and bit for bit in the slots that the reference leaves alone.
+    the operator updates in place without computing, named in `copied`, is compared bit for bit. Pools of states, named in
+    `states`, are compared head by head, and bit for bit in the slots that the reference leaves alone.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def test_the_other_models(device: torch.device, model: str) -> None:
 def test_the_80b_shapes(device: torch.device, backend: str, tensor_parallel: str) -> None:
     """Each backend is preferred for everything; what it does not have, the other runs."""
     ran, _ = demo("--tp", tensor_parallel, "--steps", "4", GDN_BACKEND=backend, VLLM_QSA_USE_FP8_INDEXER="1")
-    functions = {"chunk": CHUNK, "gdn_decode": "fused_gdn_decode", "mqa_logits": RAGGED, "paged_mqa_logits": PAGED}
+    functions = {"gdn_prefill": PREFILL, "gdn_decode": "fused_gdn_decode", "mqa_logits": RAGGED, "paged_mqa_logits": PAGED}
     for name, function in functions.items():
         modules = registry.operator(name).modules
         wanted = backend if backend in modules else next(iter(modules))
@@ -66,26 +66,26 @@ def test_the_80b_shapes(device: torch.device, backend: str, tensor_parallel: str
         assert ran[function] <= {wanted, *registry.operator("topk").modules}
 
 
-CHUNK, RAGGED, PAGED = "chunk_gated_delta_rule", "indexer_topk", "paged_indexer_topk"
+PREFILL, RAGGED, PAGED = "fused_gdn_prefill", "indexer_topk", "paged_indexer_topk"
 # An indexer's logits, and its top-k, which has one kernel.
 SWITCHES = [
     # Switches that do not touch each other's operators, and what then runs.
     (
         {"VLLM_GDN_USE_BLADNN": "1", "VLLM_QSA_PREFILL_USE_TL_INDEXER": "1", "VLLM_QSA_USE_FP8_INDEXER": "0"},
-        {CHUNK: {"cute"}, RAGGED: {"tilelang", "cute"}},
+        {PREFILL: {"cute"}, RAGGED: {"tilelang", "cute"}},
     ),
     (
         {"VLLM_GDN_USE_BLADNN": "0", "VLLM_QSA_PREFILL_USE_TL_INDEXER": "0", "VLLM_QSA_DECODE_USE_TL_INDEXER": "1"},
-        {CHUNK: {"tilelang"}, RAGGED: {"cute"}, PAGED: {"tilelang", "cute"}},
+        {PREFILL: {"cute"}, RAGGED: {"cute"}, PAGED: {"tilelang", "cute"}},
     ),
     # The operator's own switch is an order, above the serving stack's; GDN_BACKEND is below it.
     (
         {"GDN_BACKEND": "reference", "GDN_BACKEND_MQA_LOGITS": "cute", "VLLM_QSA_PREFILL_USE_TL_INDEXER": "1"},
-        {CHUNK: {"reference"}, "fused_gdn_decode": {"reference"}, RAGGED: {"cute", "reference"}, PAGED: {"reference"}},
+        {PREFILL: {"reference"}, "fused_gdn_decode": {"reference"}, RAGGED: {"cute", "reference"}, PAGED: {"reference"}},
     ),
     (
-        {"GDN_BACKEND_CHUNK": "reference", "GDN_BACKEND": "tilelang", "VLLM_GDN_USE_BLADNN": "1"},
-        {CHUNK: {"reference"}, "fused_gdn_decode": {"cute"}, RAGGED: {"tilelang", "cute"}},
+        {"GDN_BACKEND_GDN_PREFILL": "reference", "GDN_BACKEND": "tilelang", "VLLM_GDN_USE_BLADNN": "1"},
+        {PREFILL: {"reference"}, "fused_gdn_decode": {"cute"}, RAGGED: {"tilelang", "cute"}},
     ),
 ]
 
