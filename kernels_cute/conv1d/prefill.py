@@ -17,6 +17,7 @@ from gdn.problems import Conv1dParams, Conv1dProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution, fake_common, refusal, slices, threads_fit
+from kernels_cute.conv1d.tiles import find_sequence
 
 __all__ = [
     "TUNED_WITHIN", "Config", "Conv1d", "compile", "configs", "default_config", "fakes", "fits", "launch", "refusal",
@@ -84,34 +85,13 @@ class Conv1d(Convolution, params=Conv1dParams):
     def kernel(self, params: Conv1dParams):
         tile, channel, is_live = self.assignment()
         num_sequences = params.cu_seqlens.shape[0] - 1
-        sequence = self.find_sequence(tile, num_sequences, params.cu_seqlens)
+        sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
         if is_live:
             self.run_tile(params, tile, sequence, channel)
             tiles = params.x.shape[0] // self.rows + num_sequences
             # Rows after the last sequence are dealt to all blocks.
             first = Int32(params.cu_seqlens[num_sequences]) + tile
             self.zero_rows(params.out, first, params.out.shape[0], tiles, channel)
-
-    @cute.jit
-    def find_sequence(self, tile: Int32, num_sequences: Int32, cu_seqlens: cute.Tensor):
-        """The last sequence whose first tile is numbered at most `tile`: all lanes of a warp search together."""
-        lane = cute.arch.lane_idx()
-        low = Int32(0)
-        size = Int32(num_sequences)
-        while size > 1:
-            step = (size + 31) // 32
-            is_before = Boolean(False)
-            if lane * step < size:
-                probe = low + lane * step
-                is_before = Int32(cu_seqlens[probe]) // self.rows + probe <= tile
-            passed = cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) - 1
-            if passed < 0:
-                passed = Int32(0)
-            low += passed * step
-            size -= passed * step
-            if size > step:
-                size = step
-        return low
 
     @cute.jit
     def start_of(self, params: Conv1dParams, sequence: Int32):

@@ -4,14 +4,16 @@
     o, S = the chunk form of the gated delta rule on q, k, v, a, b    (kernels_cute.chunk), S of a slot
     out = o / sqrt(mean(o * o) + eps) * norm_weight * silu(z)
 
-Three launches of the kernels of these operators, on one workspace: parts.py says which tensors they share. `GdnPrefillParams`
-has the contract of each tensor.
+Two forms: launches of the kernels of the three operators one after the other, on one workspace (parts.py), or side by side, each
+some chunks behind the one before (side_by_side.py). DESIGN.md says when which one runs. `GdnPrefillParams` has the contract of
+each tensor.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import cutlass
 import torch
 
 from gdn.device import DeviceSpec
@@ -20,19 +22,23 @@ from kernels_cute import chunk
 from kernels_cute.chunk.kernel import Config as ChunkConfig
 from kernels_cute.common import build
 from kernels_cute.conv1d import prefill as conv
-from kernels_cute.gdn_prefill import parts, steps
+from kernels_cute.gdn_prefill import parts, plan, side_by_side, steps
 from kernels_cute.gdn_steps import rms_norm_gated as norm
 
 # As the chunk kernel, which takes half of the time: for other sizes another of its designs may be faster.
 TUNED_WITHIN = chunk.TUNED_WITHIN
 
 _CONV, _NORM = "gdn_cute_prefill_conv", "gdn_cute_prefill_norm"  # entries; the others are the chunk kernel's
+_SIDE_BY_SIDE = "gdn_cute_prefill"  # the only entry of that form
 _LARGEST = 128  # head dim: above it the chunk operator has tiles of another kind
 
 
 @dataclass(frozen=True)
 class Config(ChunkConfig):
     """The chunk kernel's, and those of the other two kernels under their names."""
+
+    # Blocks of the convolution, an SM each, next to the chunk kernel with two SMs a head; 0: one kernel after the other.
+    num_conv_blocks: int = field(default=0, metadata={"compiled": bool})
 
     conv_threads: int = 128
     conv_rows: int = 32
@@ -67,6 +73,8 @@ def note(problem: GdnPrefillProblem) -> str | None:
 
 
 def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool:
+    if config.num_conv_blocks:
+        return plan.side_by_side_fits(problem, config, device)
     return (
         conv.fits(parts.conv_problem(problem), config.conv, device)
         and norm.fits(parts.norm_problem(problem), config.norm, device)
@@ -75,13 +83,17 @@ def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool
 
 
 def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
-    """The default of each kernel."""
-    return _with_steps(problem, chunk.default_config(parts.chunk_problem(problem), device), device)
+    """Side by side where that is faster by the model, else the default of each kernel."""
+    apart = _with_steps(problem, chunk.default_config(parts.chunk_problem(problem), device), device)
+    beside = plan.side_by_side(problem, device)
+    return apart if beside is None else replace(apart, **beside)
 
 
 def configs(problem: GdnPrefillProblem, device: DeviceSpec) -> list[Config]:
-    """The chunk kernel's, with the default of the other two."""
-    return [_with_steps(problem, config, device) for config in chunk.configs(parts.chunk_problem(problem), device)]
+    """The chunk kernel's, with the default of the other two, and those of the kernels side by side."""
+    apart = [_with_steps(problem, config, device) for config in chunk.configs(parts.chunk_problem(problem), device)]
+    beside = [replace(apart[0], **changes) for changes in plan.all_side_by_side(problem, device)]
+    return [config for config in (*apart, *beside) if fits(problem, config, device)]
 
 
 def _with_steps(problem: GdnPrefillProblem, config: ChunkConfig, device: DeviceSpec) -> Config:
@@ -92,10 +104,17 @@ def _with_steps(problem: GdnPrefillProblem, config: ChunkConfig, device: DeviceS
 
 
 def workspace_bytes(problem: GdnPrefillProblem, config: Config) -> int:
+    if config.num_conv_blocks:
+        words = side_by_side.words(problem.num_tokens, problem.num_sequences, problem.num_v_heads)
+        return int(side_by_side.words_bytes(words)) + parts.rows_bytes(problem)
     return parts.rows_bytes(problem) + chunk.workspace_bytes(parts.chunk_problem(problem), config)
 
 
 def compile(problem: GdnPrefillProblem, config: Config) -> dict[str, bytes]:
+    if config.num_conv_blocks:
+        host = side_by_side.SideBySide(problem, config.conv, config.num_persistent_clusters > 0).launch
+        scalars = (cutlass.Int32(2), cutlass.Int32(1))
+        return {_SIDE_BY_SIDE: build.library(_SIDE_BY_SIDE, host, *side_by_side.fakes(problem), *scalars)}
     conv_kernel, norm_kernel = steps.PrefillConv(problem, config.conv), steps.PrefillNorm(problem, config.norm)
     return {
         **build.one_entry(_CONV, conv_kernel, steps.conv_fakes(problem)),
@@ -105,7 +124,10 @@ def compile(problem: GdnPrefillProblem, config: Config) -> dict[str, bytes]:
 
 
 def launch(compiled: Any, params: GdnPrefillParams) -> None:
-    problem, functions = compiled.problem, compiled.functions
+    problem, functions, config = compiled.problem, compiled.functions, compiled.config
+    if config.num_conv_blocks:
+        functions[_SIDE_BY_SIDE](*params, config.num_conv_blocks, config.num_persistent_clusters or plan.ALL_CLUSTERS)
+        return
     length = params.mixed_qkv.shape[0]
     size = length * problem.dim * DTYPE_BYTES[problem.dtype]
     rows = params.workspace[:size].view(getattr(torch, problem.dtype)).view(length, problem.dim)
@@ -114,6 +136,6 @@ def launch(compiled: Any, params: GdnPrefillParams) -> None:
     rest = params.workspace[parts.whole(size) :] if params.workspace.shape[0] > parts.whole(size) else None
     functions[_CONV](*parts.conv_params(params, rows))
     own = {name: function for name, function in functions.items() if name not in (_CONV, _NORM)}
-    compiled_chunk = SimpleNamespace(functions=own, problem=sized, config=compiled.config)
+    compiled_chunk = SimpleNamespace(functions=own, problem=sized, config=config)
     chunk.launch(compiled_chunk, parts.chunk_params(problem, params, rows, rest))
     functions[_NORM](*parts.norm_params(problem, params))

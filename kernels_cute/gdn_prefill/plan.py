@@ -1,0 +1,99 @@
+"""Whether the three kernels of a prefill step run side by side, and on how many SMs: a model of its time from sizes alone."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from gdn.device import DeviceSpec
+from gdn.problems import GdnPrefillProblem
+from kernels_cute.chunk.plan import Model
+from kernels_cute.chunk.scheduler import max_scheduled_clusters
+from kernels_cute.chunk.shape import CHUNK, STAGES
+from kernels_cute.conv1d.convolution import THREADS, threads_fit
+from kernels_cute.gdn_prefill import parts
+from kernels_cute.gdn_prefill.rows import BLOCK, CLUSTER
+
+ALL_CLUSTERS = 2**31 - 1
+_DIM = 128
+_SMS = 132
+# SMs of the convolution, of _SMS: enough to stay ahead of the chunk kernel, few enough that its rows are still in the L2 cache.
+_CONV_SMS = (40, 28, 34, 46, 52, 64)  # the first is the default
+_CONV_ROWS, _CONV_BATCH = 32, 4
+# Microseconds: a chunk and a work tile of the chunk kernel beside the other two, estimated from those alone; the first rows,
+# and the last outputs.
+_CHUNK, _WORK_TILE, _ENDS = 1.4, 3.0, 14.0
+_GBPS_CONV, _GBPS_NORM = 2500.0, 2850.0  # of the kernels alone, measured
+
+
+def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:
+    """Whether a configuration with `num_conv_blocks` serves the problem."""
+    p, c = problem, config
+    if p.interleaved or p.head_v_dim != _DIM or p.head_k_dim != _DIM:
+        return False
+    if c.stages != STAGES or c.prefetch or c.split_chunks or c.split_if_longest_exceeds or c.num_four_sm_clusters:
+        return False
+    if c.num_conv_blocks < CLUSTER or c.num_conv_blocks % CLUSTER or c.num_conv_blocks > device.num_sms - 2:
+        return False
+    if not 0 <= c.num_persistent_clusters <= min(max_scheduled_clusters(True), (device.num_sms - c.num_conv_blocks) // 2):
+        return False
+    tiles = BLOCK % c.conv_threads == 0 and c.conv_threads >= 64 and CHUNK % c.conv_rows == 0 and c.conv_rows >= 8
+    return tiles and c.conv_batch in (2, 4) and threads_fit(parts.conv_problem(problem), c.conv_threads)
+
+
+def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | None:
+    """Fields of the configuration; None where the kernels are faster one after the other."""
+    return next(_candidates(problem, device), None) if _time(problem, device) < _time_apart(problem, device) else None
+
+
+def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
+    """Those worth measuring."""
+    return list(_candidates(problem, device)) if _serves(problem) else []
+
+
+def _serves(problem: GdnPrefillProblem) -> bool:
+    return not problem.interleaved and problem.head_v_dim == problem.head_k_dim == _DIM
+
+
+def _conv_blocks(share: int, device: DeviceSpec) -> int:
+    return device.num_sms * share // _SMS // CLUSTER * CLUSTER
+
+
+def _candidates(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict[str, int]]:
+    threads = next((threads for threads in reversed(THREADS) if threads_fit(parts.conv_problem(problem), threads)), THREADS[0])
+    fixed = {"stages": STAGES, "conv_threads": threads, "conv_batch": _CONV_BATCH}
+    fixed |= dict.fromkeys(("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters"), 0)
+    for rows in (_CONV_ROWS, 16):
+        for share in _CONV_SMS:
+            blocks = _conv_blocks(share, device)
+            clusters = _clusters(problem, device, blocks)
+            own = {"num_conv_blocks": blocks, "num_persistent_clusters": clusters, "conv_rows": rows, "max_l2_ring_groups": 0}
+            yield fixed | own
+
+
+def _clusters(problem: GdnPrefillProblem, device: DeviceSpec, conv_blocks: int) -> int:
+    """Clusters that take work tiles one after the other; 0 where all run at once."""
+    places = min((device.num_sms - conv_blocks) // 2, max_scheduled_clusters(True))
+    return places if problem.num_sequences * problem.num_v_heads > places else 0
+
+
+def _time(problem: GdnPrefillProblem, device: DeviceSpec) -> float:
+    """Microseconds side by side."""
+    if not _serves(problem):
+        return float("inf")
+    work_tiles = max(problem.num_sequences, 1) * problem.num_v_heads
+    places = (device.num_sms - _conv_blocks(_CONV_SMS[0], device)) // 2
+    chunks = -(-problem.num_tokens // (CHUNK * max(problem.num_sequences, 1)))
+    return -(-work_tiles // places) * (chunks * _CHUNK + _WORK_TILE) + _ENDS
+
+
+def _time_apart(problem: GdnPrefillProblem, device: DeviceSpec) -> float:
+    model = Model(parts.chunk_problem(problem), device)
+    chunk = min(model.whole_time, model.four_sm_time)
+    if model.split()[0]:
+        # Segments fill the SMs that the convolution would take.
+        return 0.0
+    places = device.num_sms // 2
+    if model.sequences * problem.num_v_heads > places:  # persistent: less than a start and an end for each work tile
+        chunk = -(-model.sequences * problem.num_v_heads // places) * (model.chunks * model.times.chunk + _WORK_TILE) + 8.0
+    rows = parts.conv_problem(problem).bytes_moved() / _GBPS_CONV
+    outputs = parts.norm_problem(problem).bytes_moved() / _GBPS_NORM
+    return chunk + (rows + outputs) / 1e3 + 4.0
