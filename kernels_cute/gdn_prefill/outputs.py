@@ -14,19 +14,19 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnPrefillProblem
 from kernels_cute.chunk import signals
+from kernels_cute.chunk.roles.gates import head_offset
 from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.common.memory import load, pointer, sigmoid, store
 from kernels_cute.conv1d.tiles import find_sequence
 
 _VECTOR = 8  # elements of an access
 _THREADS = 256
-_MIN_BLOCKS = 4  # of an SM that registers must allow
 
 
 class NormParams(NamedTuple):
     """Arguments of the launch."""
 
-    z: Any  # [L, HV, V]
+    z: Any  # [L, HV, V], or [L, (r, H), V]: HV in groups of r
     weight: Any  # [V]
     state_indices: Any  # [>= N]
     cu_seqlens: Any  # [N + 1]
@@ -44,13 +44,15 @@ class OutputNorm:
         self.lanes = self.dim // _VECTOR  # threads of a row
         self.groups = _THREADS // self.lanes
         self.rows = CHUNK // self.groups  # of a thread
+        # Of an SM that registers must allow: float32 rows of z take twice as many.
+        self.min_blocks = 3 if problem.z_dtype == "float32" else 4
 
     def launch_options(self, params: NormParams) -> dict[str, Any]:
         chunks = params.out.shape[0] // CHUNK + params.cu_seqlens.shape[0] - 1
         return {
             "grid": (chunks * self.heads, 1, 1),
             "block": (_THREADS, 1, 1),
-            "min_blocks_per_mp": _MIN_BLOCKS,
+            "min_blocks_per_mp": self.min_blocks,
             "preferred_smem_carveout": 0,
         }
 
@@ -115,7 +117,7 @@ class OutputNorm:
                 store(rOut, 0, _VECTOR, pointer(params.out, place, 2 * _VECTOR))
 
     def place_of(self, x: Any, row: Any, head: Any, column: Any) -> Any:
-        return Int64(row) * x.stride[0] + Int64(head) * x.stride[1] + column
+        return Int64(row) * x.stride[0] + head_offset(x, head) + column
 
     @cute.jit
     def load_row(self, x: cute.Tensor, row: Int32, head: Int32, column: Int32, rX: cute.Tensor, start: cutlass.Constexpr):

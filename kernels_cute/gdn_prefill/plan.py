@@ -10,14 +10,14 @@ from kernels_cute.chunk.scheduler import max_scheduled_clusters
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.conv1d.convolution import THREADS, threads_fit
 from kernels_cute.gdn_prefill import parts
-from kernels_cute.gdn_prefill.rows import BLOCK, CLUSTER
+from kernels_cute.gdn_prefill.rows import CLUSTER, block_threads
 
 ALL_CLUSTERS = 2**31 - 1
 _DIM = 128
 _SMS = 132
 # SMs of the convolution, of _SMS: enough to stay ahead of the chunk kernel, few enough that its rows are still in the L2 cache.
-_CONV_SMS = (40, 28, 34, 46, 52, 64)  # the first is the default
-_CONV_ROWS, _CONV_BATCH = 32, 4
+_CONV_SMS = (46, 28, 34, 40, 52, 64)  # the first is the default
+_CONV_ROWS = 32
 # Microseconds: a chunk and a work tile of the chunk kernel beside the other two, estimated from those alone; the first rows,
 # and the last outputs.
 _CHUNK, _WORK_TILE, _ENDS = 1.4, 3.0, 14.0
@@ -27,7 +27,7 @@ _GBPS_CONV, _GBPS_NORM = 2500.0, 2850.0  # of the kernels alone, measured
 def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:
     """Whether a configuration with `num_conv_blocks` serves the problem."""
     p, c = problem, config
-    if p.interleaved or p.head_v_dim != _DIM or p.head_k_dim != _DIM:
+    if not _serves(p):
         return False
     if c.stages != STAGES or c.prefetch or c.split_chunks or c.split_if_longest_exceeds or c.num_four_sm_clusters:
         return False
@@ -35,7 +35,7 @@ def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpe
         return False
     if not 0 <= c.num_persistent_clusters <= min(max_scheduled_clusters(True), (device.num_sms - c.num_conv_blocks) // 2):
         return False
-    tiles = BLOCK % c.conv_threads == 0 and c.conv_threads >= 64 and CHUNK % c.conv_rows == 0 and c.conv_rows >= 8
+    tiles = block_threads(p) % c.conv_threads == 0 and c.conv_threads >= 64 and CHUNK % c.conv_rows == 0 and c.conv_rows >= 8
     return tiles and c.conv_batch in (2, 4) and threads_fit(parts.conv_problem(problem), c.conv_threads)
 
 
@@ -50,7 +50,7 @@ def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dic
 
 
 def _serves(problem: GdnPrefillProblem) -> bool:
-    return not problem.interleaved and problem.head_v_dim == problem.head_k_dim == _DIM
+    return problem.head_v_dim == problem.head_k_dim == _DIM
 
 
 def _conv_blocks(share: int, device: DeviceSpec) -> int:
@@ -58,8 +58,10 @@ def _conv_blocks(share: int, device: DeviceSpec) -> int:
 
 
 def _candidates(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict[str, int]]:
-    threads = next((threads for threads in reversed(THREADS) if threads_fit(parts.conv_problem(problem), threads)), THREADS[0])
-    fixed = {"stages": STAGES, "conv_threads": threads, "conv_batch": _CONV_BATCH}
+    conv, block = parts.conv_problem(problem), block_threads(problem)
+    threads = max((one for one in THREADS if block % one == 0 and threads_fit(conv, one)), default=THREADS[0])
+    batch = 2 if problem.dtype == "float16" and problem.bias_dtype is not None else 4  # as conv1d
+    fixed = {"stages": STAGES, "conv_threads": threads, "conv_batch": batch}
     fixed |= dict.fromkeys(("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters"), 0)
     for rows in (_CONV_ROWS, 16):
         for share in _CONV_SMS:

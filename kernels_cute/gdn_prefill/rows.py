@@ -16,20 +16,26 @@ from kernels_cute.conv1d.prefill import Config
 from kernels_cute.conv1d.tiles import find_sequence
 from kernels_cute.gdn_prefill.steps import PrefillConv
 
-BLOCK = 512  # threads
 CLUSTER = 2  # blocks: with pairs the SMs that are left are pairs, too, which the chunk kernel's clusters need
+
+
+def block_threads(problem: GdnPrefillProblem) -> int:
+    """Threads of a block: as many as the registers of an SM allow without spills."""
+    is_plain = problem.dtype == "bfloat16" and problem.bias_dtype is None and problem.silu and not problem.has_checkpoints
+    return 512 if is_plain else 384
 
 
 class RowMaker(PrefillConv, params=Conv1dParams):
     def __init__(self, problem: GdnPrefillProblem, config: Config) -> None:
         super().__init__(problem, config)
-        assert CHUNK % self.rows == 0 and BLOCK % self.threads == 0
-        self.workers = BLOCK // self.threads
+        self.block = block_threads(problem)
+        assert CHUNK % self.rows == 0 and self.block % self.threads == 0
+        self.workers = self.block // self.threads
 
     def launch_options(self, blocks: int) -> dict[str, object]:
         return {
             "grid": (blocks, 1, 1),
-            "block": (BLOCK, 1, 1),
+            "block": (self.block, 1, 1),
             "cluster": (CLUSTER, 1, 1),
             "min_blocks_per_mp": 1,
             "preferred_smem_carveout": 0,

@@ -81,8 +81,15 @@ class SideBySide:
         self.chunk.kernel(chunk, copies, Int32(0)).launch(
             grid=(self.spec.sharers * clusters, 1, 1), stream=stream, use_pdl=True, **fused.launch_shape(self.spec)
         )
+        z = params.z
+        if cutlass.const_expr(problem.interleaved):
+            ratio, V = problem.num_v_heads // problem.num_k_heads, problem.head_v_dim
+            layout = cute.make_layout(
+                (tokens, (ratio, problem.num_k_heads), V), stride=(params.mixed_qkv.stride[0], (V, self.rows.group), 1)
+            )
+            z = cute.make_tensor(params.mixed_qkv.iterator + (2 * problem.head_k_dim + ratio * V), layout)
         norm = NormParams(
-            params.z, params.norm_weight, params.state_indices, params.cu_seqlens, params.out, params.eps, params.null_slot
+            z, params.norm_weight, params.state_indices, params.cu_seqlens, params.out, params.eps, params.null_slot
         )
         self.norm.kernel(norm, outputs_done).launch(stream=stream, use_pdl=True, **self.norm.launch_options(norm))
 
@@ -103,11 +110,18 @@ class SideBySide:
         def heads(start: int, count: int, size: int) -> Any:
             return cute.make_tensor(first + start, cute.make_layout((tokens, count, size), stride=(dim, size, 1)))
 
+        a, b = (p.a, p.b) if not problem.interleaved else self.gates(p.b, HV // H)
         return ChunkParams(
-            heads(0, H, K), heads(H * K, H, K), heads(2 * H * K, HV, V), p.a, p.b, p.A_log, p.dt_bias, p.ssm_state,
+            heads(0, H, K), heads(H * K, H, K), heads(2 * H * K, HV, V), a, b, p.A_log, p.dt_bias, p.ssm_state,
             p.state_indices, p.has_initial_state, p.ssm_state, None, p.cu_seqlens, p.checkpoint_offsets, p.checkpoint_slots,
             p.out, None, p.scale, p.null_slot,
         )  # fmt: skip
+
+    def gates(self, rows: Any, ratio: int) -> tuple[Any, Any]:
+        """a and b [tokens, (heads of a group, groups)] of interleaved rows [b | a] of each group."""
+        token, step = rows.stride
+        layout = cute.make_layout((rows.shape[0], (ratio, self.problem.num_k_heads)), stride=(token, (step, 2 * ratio * step)))
+        return cute.make_tensor(rows.iterator + ratio * step, layout), cute.make_tensor(rows.iterator, layout)
 
 
 def fakes(problem: GdnPrefillProblem) -> GdnPrefillParams:
@@ -120,9 +134,9 @@ def fakes(problem: GdnPrefillProblem) -> GdnPrefillParams:
 
     channel_stride = 1 if p.conv_channels_contiguous else None
     return GdnPrefillParams(
-        mixed_qkv=given(p.dtype, tokens, p.dim, last=1),
+        mixed_qkv=given(p.dtype, tokens, p.dim + (HV * V if p.interleaved else 0), last=1),
         z=given(p.z_dtype, tokens, HV, V, last=1),
-        b=given(p.b_dtype, tokens, HV),
+        b=given(p.b_dtype, tokens, 2 * HV if p.interleaved else HV),
         a=given(p.a_dtype, tokens, HV),
         conv_states=given(p.conv_dtype, cute.sym_int64(), p.dim, cute.sym_int64(), last=(channel_stride, None)),
         conv_weight=given(p.weight_dtype, p.dim, p.width, last=(p.width, 1)),
