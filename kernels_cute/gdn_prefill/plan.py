@@ -41,7 +41,9 @@ def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpe
 
 def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | None:
     """Fields of the configuration; None where the kernels are faster one after the other."""
-    return next(_candidates(problem, device), None) if _time(problem, device) < _time_apart(problem, device) else None
+    if not _serves(problem) or _time(problem, device) >= _time_apart(problem, device):
+        return None
+    return next(_candidates(problem, device))
 
 
 def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
@@ -74,13 +76,15 @@ def _candidates(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict
 def _clusters(problem: GdnPrefillProblem, device: DeviceSpec, conv_blocks: int) -> int:
     """Clusters that take work tiles one after the other; 0 where all run at once."""
     places = min((device.num_sms - conv_blocks) // 2, max_scheduled_clusters(True))
-    return places if problem.num_sequences * problem.num_v_heads > places else 0
+    work_tiles = problem.num_sequences * problem.num_v_heads
+    if work_tiles <= places:
+        return 0
+    # Of one sequence they are equal: with fewer clusters in as many rounds, SMs are left for the norm.
+    return -(-work_tiles // -(-work_tiles // places)) if problem.num_sequences == 1 else places
 
 
 def _time(problem: GdnPrefillProblem, device: DeviceSpec) -> float:
     """Microseconds side by side."""
-    if not _serves(problem):
-        return float("inf")
     work_tiles = max(problem.num_sequences, 1) * problem.num_v_heads
     places = (device.num_sms - _conv_blocks(_CONV_SMS[0], device)) // 2
     chunks = -(-problem.num_tokens // (CHUNK * max(problem.num_sequences, 1)))
