@@ -18,7 +18,7 @@ class GatedDeltaNet(nn.Module):
 
     One call serves decode, prefill and speculative rows in any mixture that `GDNMetadata` describes. Batches of decode rows
     alone, and of speculative rows alone, run `gdn.fused_gdn_decode` between the two projections, other rows
-    `gdn.fused_gdn_prefill`.
+    `gdn.fused_gdn_prefill`, or where that has no kernel for the head dims, one operator for each of its steps.
 
     Parameters
     ----------
@@ -55,6 +55,8 @@ class GatedDeltaNet(nn.Module):
         self.head_k_dim, self.head_v_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.null_slot, self.eps, self.gate_activation = null_slot, config.rms_norm_eps, config.gdn_gate_activation
         self.hidden_size, self.conv_dim, self.value_dim = config.hidden_size, config.conv_dim, config.linear_value_dim
+        # The head dims that the fused prefill step has a kernel for.
+        self.has_fused_prefill = self.head_k_dim == self.head_v_dim <= 128 and self.head_k_dim % 8 == 0
         used = self.conv_dim + self.value_dim + 2 * self.num_v_heads
         self._sizes = [self.conv_dim, self.value_dim, self.num_v_heads, self.num_v_heads]
         if used % ROW_MULTIPLE:
@@ -148,6 +150,8 @@ class GatedDeltaNet(nn.Module):
 
     def _prefill(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
         """Prompt chunks, with or without a state to continue, and the decode rows before them."""
+        if not self.has_fused_prefill:
+            return self._prefill_apart(projected, metadata, conv_states, ssm_states)
         parameters: dict[str, Any] = self._parameters
         mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
         core: Tensor = gdn.fused_gdn_prefill(
@@ -160,6 +164,24 @@ class GatedDeltaNet(nn.Module):
             checkpoint_slots=getattr(metadata, "checkpoint_slots", None), state_v_first=True, null_slot=self.null_slot,
         )  # fmt: skip
         return core
+
+    def _prefill_apart(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
+        """The same by one operator after the other, which have kernels for more head dims."""
+        slots, offsets = metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc
+        shared: dict[str, Any] = {
+            "has_initial_state": metadata.has_initial_state, "null_slot": self.null_slot,
+            "checkpoint_offsets": getattr(metadata, "checkpoint_offsets", None),
+            "checkpoint_slots": getattr(metadata, "checkpoint_slots", None),
+        }  # fmt: skip
+        mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
+        mixed_qkv = gdn.causal_conv1d_fn(
+            mixed_qkv, self.conv_weight, conv_states=conv_states, query_start_loc=offsets, cache_indices=slots, **shared
+        )
+        q, k, v = self._heads(mixed_qkv)
+        o, _ = gdn.chunk_gated_delta_rule(
+            q, k, v, **self._gates(a, b), **shared, initial_state=ssm_states, cu_seqlens=offsets, state_indices=slots
+        )
+        return self._norm(o, z)
 
     def _mixed(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
         """Speculative rows and others: each kind by itself, results merged in the order of the tokens."""
