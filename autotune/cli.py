@@ -1,9 +1,10 @@
-"""`python -m autotune`: tune, choice, bench, accuracy, selection, show."""
+"""`python -m autotune`: tune, choice, bench, layers, accuracy, selection, show."""
 
 import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from rich.table import Table
 from autotune import accuracy as error_figures
 from autotune import bench as benchmark
 from autotune import choice as choices
+from autotune import layers as layer_times
 from autotune import peers, plot, report, tables, tuning
 from autotune import selection as agreement
 from autotune import shapes as shape_list
@@ -25,6 +27,7 @@ from autotune.calls import calls as drawn_calls
 from gdn.cli.plain import PlainErrors, print_json, section, table
 from gdn.device import H100, DeviceSpec
 from gdn.runtime import compiled, devices, env, registry, tuned
+from gdn.testing import timing
 
 _JOURNALS = Path(".gdn-results") / "autotune"
 _COLUMNS = 160
@@ -38,7 +41,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; ever
 ShapePattern = Annotated[str, typer.Option("--shapes", help="Only shapes whose name contains this text.")]
 
 Peers = Annotated[
-    list[str] | None, typer.Option("--peer", help="Another library, where installed: FlashInfer, FlashQLA, FLA; may be repeated.")
+    list[str] | None,
+    typer.Option("--peer", help="Another library, where installed: FlashInfer, FlashQLA, FLA; torch; may be repeated."),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")]
 Workers = Annotated[int, typer.Option(min=1, help="Compiling processes.")]
@@ -378,6 +382,67 @@ def _bench_table(found: dict[str, Any]) -> Table:
             if best is not None:
                 numbers.append(f"{best[1]:.1f} {best[0]}")
             made.add_row(f"  {row['shape']}", row["backend"], row["config_source"], *numbers)
+    return made
+
+
+@app.command()
+def layers(
+    only: Annotated[str, typer.Option(help="Only rows whose name contains this text.")] = "",
+    json_file: JsonFile = None,
+) -> None:
+    """Time whole layers in decode at the shapes of Qwen3-Next-80B: captured without their MLPs, and the host's part of a call.
+
+    A captured layer less its projections is compared with the time that its kernels need. Exit code 1 where a row misses its
+    limit. Interrupted, it prints what it has by then.
+    """
+    names = [name for name in layer_times.NAMES if only in name]
+    if not names:
+        raise ValueError(f"only: expected part of one of {list(layer_times.NAMES)}, got {only!r}")
+    _spec()
+    device = torch.device("cuda", torch.cuda.current_device())
+    found: list[Any] = []
+    limits = timing.measure_limits()
+    shared = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "limits": asdict(limits)}
+    interrupted = False
+    with _progress() as progress:
+        task = progress.add_task("", total=len(names))
+        try:
+            for name in names:
+                progress.update(task, description=name)
+                torch.cuda.empty_cache()
+                found.append(layer_times.measure(name, limits, device))
+                progress.advance(task)
+                _keep(json_file, shared | {"rows": [layer_times.as_dict(row) for row in found]})
+        except KeyboardInterrupt:
+            interrupted = True
+    console.print(f"{shared['device']}, torch {shared['torch']}: {report.limits_in_words(shared)}")
+    rows = [row for row in found if isinstance(row, layer_times.Captured)]
+    if rows:
+        console.print(_captured_table(rows))
+    for row in found:
+        if isinstance(row, layer_times.OnHost):
+            figures = f"{row.median_us:.1f} us, least {row.least_us:.1f} (at most {row.must:.0f}, aim {row.aim:.0f})"
+            console.print(f"{row.name}, decode, with its projections: {figures} on {row.cpu}", markup=False)
+    if interrupted:
+        raise typer.Exit(130)
+    raise typer.Exit(0 if all(row.found <= row.must for row in found) else 1)
+
+
+def _captured_table(rows: list[Any]) -> Table:
+    """A line for each layer, and under it one for each of its kernels."""
+    made = table(
+        "layer, us", "wall", "projections", "rest", "floor", "alone", "rest over", "", "must", "aim", left=("rest over",)
+    )
+    for row in rows:
+        floors, alone = (sum(getattr(part, field) for part in row.parts) for field in ("floor_us", "alone_us"))
+        rest = row.wall_us - row.projections_us
+        numbers = [f"{value:.1f}" for value in (row.wall_us, row.projections_us, rest, floors, alone)]
+        color = "green" if row.found <= row.must else "red"
+        limits = [f"[{color}]{row.found:.2f}[/]", f"{row.must:.2f}", f"{row.aim:.2f}"]
+        made.add_section()
+        made.add_row(f"[bold]{row.name}[/]", *numbers, row.against, *limits)
+        for part in row.parts:
+            made.add_row(f"  {part.name}, {part.backend}", "", "", "", f"{part.floor_us:.2f}", f"{part.alone_us:.2f}")
     return made
 
 

@@ -37,6 +37,11 @@ class Tiles:
         return self.threads // self.threads_per_column * self.v_per_thread
 
 
+def counts_down(threads: int, v_per_thread: int) -> bool:
+    """Whether a block counts its tokens down, K first and without a prefetch; others count them up. Each spills the other way."""
+    return (threads, v_per_thread) == (256, 4)
+
+
 @dataclass(frozen=True)
 class Config(Tiles):
     # Whether a token's q, k, v and gates are loaded while the one before it is computed. Without, a thread needs fewer registers
@@ -138,8 +143,8 @@ def _registers(problem: RecurrentProblem, config: Config) -> int:
         return state + per_entry + per_column + 4 * masked + 2 * write_slots + parts + 6 * noise + _OTHER_REGISTERS
     per_column = 3 * columns + 3  # sums of S k and S q, v; k q and two norms
     if not problem.state_v_first:  # of S q one column's after the exchange; addresses of the sums
-        counts_up = (columns, config.threads) != (4, 256)  # see the loop of kernels_cute/recurrent/single_token.py
-        per_column = 2 * columns + 7 + 4 * (counts_up and 32 * warps < config.threads and entries > 8)  # several exchanges
+        exchanges = 32 * warps < config.threads and entries > 8  # several
+        per_column = 2 * columns + 7 + 4 * (exchanges and not counts_down(config.threads, columns))
     # Some variants spilled a value or two: gates that come as they are, few threads a column, float16 (k stays as float32 for the
     # update too, see `unpack_again`), noise for every token.
     found = (not problem.use_gate, config.threads_per_column < 8, problem.dtype != "bfloat16", noise)
@@ -182,7 +187,7 @@ def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
 def _holds_without_prefetch(problem: RecurrentProblem, config: Config) -> bool:
     """Whether 64 values a thread do not spill, K first and without a prefetch, where the estimate cannot tell."""
     is_small = k_per_thread(problem, config.threads_per_column) * config.v_per_thread <= _MAX_STATE_REGISTERS // 2
-    is_four = (config.v_per_thread, config.threads) == (4, 256)
+    is_four = counts_down(config.threads, config.v_per_thread)
     if problem.state_v_first or is_small or not (is_four or problem.write_every_token):
         return True
     if is_four and not (problem.index_dtype == "int32" and problem.has_final_state):

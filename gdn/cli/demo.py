@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,9 +20,9 @@ from gdn.layers.named import NAMED, first_layers
 from gdn.runtime import env
 from gdn.testing.timing import Limits, measure_limits
 
-# Prompt lengths: ragged, with multiples of a chunk, a length below the convolution's window, and a long prompt.
-GPU_LENGTHS = (37, 4000, 511, 2048, 2, 64, 1530)
-CPU_LENGTHS = (37, 129, 64, 2, 20)
+# Prompt lengths: ragged, with multiples of a chunk, a length below the convolution's window, and on a GPU a long prompt.
+LONG_LENGTHS = (37, 4000, 511, 2048, 2, 64, 1530)
+SHORT_LENGTHS = (37, 129, 64, 2, 20)
 GPU_STEPS, CPU_STEPS = 64, 8
 LAYERS = 4
 
@@ -42,11 +43,12 @@ def demo(
         int | None, typer.Option(min=1, help="Decode steps.", show_default=f"{GPU_STEPS}; {CPU_STEPS} on a CPU")
     ] = None,
     drafts: Annotated[int, typer.Option(min=1, max=7, help="Drafts of a speculative step.")] = 3,
+    eager: Annotated[bool, typer.Option("--eager", help="Decode without CUDA graphs.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, prompts and drafts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prefill, verify drafts and decode with a hybrid model; check every operator, and the model against a reference."""
-    plan = _plan(model, layers, checkpoint, tp, device, steps, drafts, seed)
+    plan = replace(_plan(model, layers, checkpoint, tp, device, steps, drafts, seed), eager=eager)
     console = Console(quiet=as_json)
     limits = None
     if plan.device.type == "cuda":
@@ -90,8 +92,9 @@ def _plan(
         config.per_rank(tp)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--tp" if tp > 1 else "--layers") from error
+    is_long = on_gpu and max(LONG_LENGTHS) < config.max_position_embeddings
     plan = Plan(
-        name, config, GPU_LENGTHS if on_gpu else CPU_LENGTHS, steps or (GPU_STEPS if on_gpu else CPU_STEPS), drafts,
+        name, config, LONG_LENGTHS if is_long else SHORT_LENGTHS, steps or (GPU_STEPS if on_gpu else CPU_STEPS), drafts,
         torch.device("cuda" if on_gpu else "cpu"), tp, seed, checkpoint,
     )  # fmt: skip
     if plan.sizes.max_seq_len > config.max_position_embeddings:
@@ -142,7 +145,8 @@ def _data(plan: Plan, report: Report) -> dict[str, Any]:
     """The report as JSON shows it."""
     return {
         "model": plan.name, "layers": plan.config.num_hidden_layers, "tensor_parallel": plan.tensor_parallel,
-        "device": plan.device.type, "dtype": str(plan.dtype).removeprefix("torch."), "passed": report.passed,
+        "device": plan.device.type, "dtype": str(plan.dtype).removeprefix("torch."), "captured": report.captured,
+        "passed": report.passed,
         "phases": [{**vars(one), "tokens_per_second": one.tokens_per_second} for one in report.speeds],
         "calls": [{**vars(one), "passed": one.passed} for one in report.rows],
         "memory": report.memory,
@@ -174,7 +178,8 @@ def _print(console: Console, report: Report, dtype: str, seconds: float) -> None
 
 def _speeds(report: Report) -> Table:
     """One line per phase: its throughput."""
-    made = table("phase", "tokens", "steps", "ms a step", "tokens per second")
+    caption = "verify and decode in CUDA graphs" if report.captured else "no CUDA graphs"
+    made = table("phase", "tokens", "steps", "ms a step", "tokens per second", caption=caption)
     for one in report.speeds:
         each, rate = f"{one.seconds / one.steps * 1e3:.2f}", f"{one.tokens_per_second:,.0f}"
         made.add_row(one.phase, str(one.tokens), str(one.steps), each, rate)

@@ -41,6 +41,8 @@ class Plan:
         Ranks, of which one runs; seed of weights, prompts and drafts.
     checkpoint : Path, optional
         Folder of the weights; None = random.
+    eager : bool
+        Whether steps of fixed shape run without captured graphs.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Plan:
     tensor_parallel: int = 1
     seed: int = 0
     checkpoint: Path | None = None
+    eager: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,6 +101,7 @@ class Report:
     speeds: list[Speed]
     memory: Memory
     deviations: list[Deviation]
+    captured: bool  # whether the measured steps of fixed shape were CUDA graphs
 
     @property
     def passed(self) -> bool:
@@ -127,7 +131,8 @@ def run(plan: Plan, limits: Limits | None, on_row: Callable[[Row], None] = lambd
     is_cuda = plan.device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(plan.device)
-    engine.use_graphs = True
+    captured = is_cuda and not plan.eager and can_capture(checker.rows)
+    engine.use_graphs = captured or not (is_cuda or plan.eager)  # on a CPU batches of fixed shape, which are not captured
     trace = Trace()
     engine.on_logits = trace.record
     speeds = _measured(engine, trace, prompts, known, plan.steps)
@@ -136,7 +141,12 @@ def run(plan: Plan, limits: Limits | None, on_row: Callable[[Row], None] = lambd
     caches, weights = engine.caches, {id(one): one.nbytes for one in engine.model.parameters()}
     peak = torch.cuda.max_memory_allocated(plan.device) if is_cuda else None
     memory = Memory(sum(weights.values()), caches.nbytes, caches.bytes_per_token, caches.bytes_per_sequence, peak)
-    return Report(checker.rows, speeds, memory, deviations(trace, engine))
+    return Report(checker.rows, speeds, memory, deviations(trace, engine), captured)
+
+
+def can_capture(rows: Sequence[Row]) -> bool:
+    """Whether the steps of these calls can be graphs: the reference reads offsets on the host, which a graph cannot."""
+    return not any("reference" in row.backend for row in rows if row.phase != "prefill")
 
 
 def _checked(engine: Engine, checker: Checker, prompts: Sequence[Sequence[int]], draw: random.Random) -> list[list[int]]:

@@ -114,13 +114,12 @@ class SparseAttention(nn.Module):
         heads, k, v = qkv.split([self.q_width, self.kv_width, self.kv_width], dim=-1)
         heads = heads.unflatten(-1, (self.num_heads, -1))  # per head: query, then gate
         k_cache, v_cache = kv_cache
-        slots = metadata.slot_mapping
-        # The operator of the indexer: norm, RoPE and cache write in one launch; a block is a page of keys.
+        # The operator of the indexer: norm, RoPE and cache writes in one launch; a block is a page of keys, or of values.
         q, _ = gdn.prepare_indexer(
             heads[..., : self.head_dim], k.unflatten(-1, (self.num_kv_heads, -1)), None, positions, self.rotary.cos_sin,
-            self.q_norm.weight, self.k_norm.weight, k_cache, slots, rotary_dim=self.rotary_dim, eps=self.eps, fp8=False,
+            self.q_norm.weight, self.k_norm.weight, k_cache, metadata.slot_mapping, rotary_dim=self.rotary_dim, eps=self.eps,
+            fp8=False, v=v.unflatten(-1, (self.num_kv_heads, -1)), v_cache=v_cache,
         )  # fmt: skip
-        gdn.write_indexer_cache(v.unflatten(-1, (self.num_kv_heads, -1)), v_cache, slots)
         out = heads[..., : self.head_dim]  # the raw queries are done with: their place, next to the gates, takes the result
         if self.indexer is None:
             gdn.attention(

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from gdn.problems import RecurrentParams
+from gdn.recurrent_tiles import counts_down
 from kernels_cute.common.delta_rule import HeadGate, Work, add_products, make_work, store_out
 from kernels_cute.common.ptx import opaque, run, unpack
 from kernels_cute.common.rounding import mixed_seed
@@ -72,11 +73,11 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
     tokens.store_idle(spec, params, block, begin, live_count, count, written)
 
     end = begin + live_count
-    # Four columns of large blocks, K first, count down what is left, others count tokens up: each spills the other way.
-    counts_down = cutlass.const_expr(columns == 4 and tile.threads == 256 and not problem.state_v_first)
-    first, last, step = (live_count, Int32(0), -1) if cutlass.const_expr(counts_down) else (begin, end, 1)
+    # Down over the tokens left or up over all: each spills where the other does not.
+    goes_down = cutlass.const_expr(counts_down(tile.threads, columns) and not problem.state_v_first)
+    first, last, step = (live_count, Int32(0), -1) if cutlass.const_expr(goes_down) else (begin, end, 1)
     for at_token in cutlass.range(first, last, step, unroll=1):
-        token = end - at_token if cutlass.const_expr(counts_down) else at_token
+        token = end - at_token if cutlass.const_expr(goes_down) else at_token
         if cutlass.const_expr(spec.writes_every_token and not spec.stores_meanwhile):
             write_slot = tokens.slot_to_write(spec, params, sequence, token - begin)
         for r in cutlass.range_constexpr(columns):
@@ -91,7 +92,7 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
             node = opaque(token) - Int32(params.cu_seqlens[at])
             write_slot = tokens.slot_to_write(spec, params, at, node)
         move_on(spec, rGates[0], work, rState)
-        if (at_token > 1) if cutlass.const_expr(counts_down) else (token + 1 < end):
+        if (at_token > 1) if cutlass.const_expr(goes_down) else (token + 1 < end):
             # Addresses are made here: from values known outside the loop they would take registers all along.
             following, there = opaque(token + 1), Place(*[opaque(value) for value in place])
             load_words(spec, params, following, there, starts_of(spec, params, there), inputs)

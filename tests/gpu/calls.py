@@ -7,6 +7,7 @@ import torch
 
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
 from tests.gpu import (
+    attention,
     cases,
     chunk,
     test_gdn_decode,
@@ -74,6 +75,18 @@ def _paged(variant: str) -> Callable[[torch.device], Arguments]:
 def _topk(device: torch.device) -> Arguments:
     source = torch.Generator(device).manual_seed(3)
     return {"logits": torch.randn(20, 900, device=device, generator=source), "k": 512}
+
+
+def _attention(new: list[int], most: int, *, dense: bool = False) -> Callable[[torch.device], Arguments]:
+    """Queries at the ends of sequences; most: of a sequence, which decides between decode and prefill."""
+
+    def make(device: torch.device) -> Arguments:
+        lengths = [max(count, length) for count, length in zip(new, (90, 1, 33, 0, 40), strict=True)]
+        inputs = attention.make_inputs(attention.Variant(16, 2), lengths, new, 32, dense=dense)
+        arguments = {name: x for name, x in inputs.arguments.items() if x is not None}
+        return arguments | {"max_query_len": most, "return_lse": True}
+
+    return make
 
 
 def _gating(A_log: torch.dtype, bias: torch.dtype) -> Callable[[torch.device], Arguments]:
@@ -187,6 +200,9 @@ CALLS = {
     "mqa, bfloat16": Call("mqa_logits", "mqa_logits", _mqa("h16-bf16")),
     "paged": Call("paged_mqa_logits", "paged_mqa_logits", _paged("h64-fp8-p64")),
     "topk": Call("topk_indices", "topk", _topk),
+    "sparse decode": Call("sparse_attention", "sparse_attention_decode", _attention([1, 1, 3, 0, 8], 8)),
+    "sparse prefill": Call("sparse_attention", "sparse_attention_prefill", _attention([90, 1, 20, 0, 8], 90)),
+    "dense decode": Call("attention", "sparse_attention_decode", _attention([1, 1, 3, 0, 8], 8, dense=True)),
     "prepare": Call("prepare_indexer", "prepare_indexer", _prepare, ("cache",), ("q_norm", "k_norm")),
     "quantize": Call(
         "quantize_fp8", "quantize_fp8",

@@ -1,13 +1,18 @@
 """GPU tests need a Hopper GPU; where there is none they are skipped with that reason, and nothing else skips them."""
 
 import functools
+import gc
 import importlib
-from collections.abc import Callable
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 
 from gdn import runtime
 from gdn.problems import ChunkProblem
@@ -25,6 +30,21 @@ def device() -> torch.device:
     if spec is None:
         pytest.skip(f"needs a Hopper GPU (SM90), got {name}")
     return found
+
+
+@pytest.fixture
+def much_memory() -> Iterator[None]:
+    """For tests of up to 25 GB, of which two may run at a time: others in other processes wait here."""
+    folder = Path(tempfile.gettempdir())
+    for place in itertools.cycle((folder / "gdn-tests-much-memory-0", folder / "gdn-tests-much-memory-1")):
+        try:
+            with FileLock(place, timeout=0.2):
+                yield
+                gc.collect()
+                torch.cuda.empty_cache()
+                return
+        except Timeout:
+            continue
 
 
 def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:

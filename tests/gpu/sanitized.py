@@ -28,6 +28,8 @@ from tests.gpu import (
     test_recurrent,
     test_recurrent_tree,
     test_rounding,
+    test_sparse_attention,
+    test_sparse_attention_prefill,
     test_steps,
     test_topk,
 )
@@ -146,6 +148,16 @@ _TOPK: dict[str, Call] = {  # rows in the registers of a block, and in pieces
     "topk-any": partial(topk, 40001, "score", torch.float32),
 }
 _ONE_BLOCK = partial(decode, heads=(16, 32), lengths=(1,) * 8, offsets_dtype=None)  # a head in a block: no sum crosses blocks
+_ATTENTION: dict[str, Call] = {
+    **{
+        f"decode-{backend}-{name}": partial(test_sparse_attention.test_exact, backend, variant, 300)
+        for backend in test_sparse_attention.BACKENDS
+        for name, variant in (("bf16", "16/2"), ("fp16", "24/2-fp16-272"))
+    },
+    "decode-one": partial(test_sparse_attention.test_one_sequence, "cute", "16/2"),
+    "decode-all": partial(test_sparse_attention.test_all_positions, "cute", "16/2"),
+    "prefill": partial(test_sparse_attention_prefill.test_exact, "cute", "16/2", "ragged"),
+}
 # What one process runs: starting it under the tool takes longer than most calls.
 GROUPS: dict[str, dict[str, Call]] = {
     "chunk-cute": {name: partial(chunk, "cute", call) for name, call in (CHUNKS | {"padded": PADDED}).items()},
@@ -188,6 +200,7 @@ GROUPS: dict[str, dict[str, Call]] = {
         "steps": indexer_steps,
         "expand": expand,
     },
+    "attention": _ATTENTION,
     "steps": {"steps": steps},
     "shared": {
         **_TOPK,

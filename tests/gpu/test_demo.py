@@ -1,21 +1,24 @@
-"""The main job on a Hopper GPU: `gdn demo` as a user runs it, in processes of its own."""
+"""The main job on a Hopper GPU: `gdn demo`."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from gdn.cli import demo_run
+from gdn.cli import app, demo_run
 from gdn.layers.named import NAMED, first_layers
 from gdn.runtime import registry
 
 pytestmark = pytest.mark.gpu
 
-# Runs the command in a process and prints how many kernels it compiled.
+# Runs the command and prints how many kernels it compiled.
 _SCRIPT = """
 import sys
 from gdn.cli.app import main
@@ -28,46 +31,56 @@ except SystemExit as end:
     sys.exit(end.code)
 """
 
-
-def demo(*options: str, cache: Path | None = None, **switches: str) -> tuple[dict[str, set[str]], int]:
-    """Operator -> backends that ran it and its parts, and the number of compilations. Fails where a result is wrong."""
-    environment = dict(os.environ) | switches | {"COLUMNS": "160"}
-    if cache is not None:
-        environment["GDN_CACHE_DIR"] = str(cache)
-    run = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, *options], capture_output=True, text=True, timeout=500, env=environment, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert ", 0 wrong" in " ".join(run.stdout.split()), run.stdout
-    ran: dict[str, set[str]] = {}
-    for operator, backends in re.findall(r"^\s+(\w+)\s+([a-z+]+(?:, [a-z+]+)*)\s+\d+\s", run.stdout, re.MULTILINE):
-        ran.setdefault(operator, set()).update(re.split(r"\+|, ", backends))
-    compiled = re.search(r"^compiled (\d+)$", run.stdout, re.MULTILINE)
-    assert compiled is not None, run.stdout
-    return ran, int(compiled.group(1))
+Demo = Callable[..., dict[str, set[str]]]
 
 
+@pytest.fixture
+def demo(switch: Callable[..., object]) -> Demo:
+    """demo(*options, **switches): operator -> backends that ran it and its parts. Fails where a result is wrong."""
+
+    def run(*options: str, captured: bool = True, **switches: str) -> dict[str, set[str]]:
+        switch(**switches)
+        found = CliRunner().invoke(app.app, ["demo", "--json", *options])
+        assert found.exit_code == 0, found.output
+        data = json.loads(found.stdout)
+        assert data["passed"]
+        assert data["captured"] == captured
+        ran: dict[str, set[str]] = {}
+        for call in data["calls"]:
+            ran.setdefault(call["operator"], set()).update(call["backend"].split("+"))
+        return ran
+
+    return run
+
+
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("model", ["qwen3.5-35b", "qwen3.8-flash-next"])
-def test_the_other_models(device: torch.device, model: str) -> None:
-    ran, _ = demo("--model", model, "--steps", "4")
+def test_the_other_models(device: torch.device, demo: Demo, model: str) -> None:
+    ran = demo("--model", model, "--steps", "4")
     assert ran["fused_gdn_decode"] == {"cute"}
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("tensor_parallel", ["1", "4"])
 @pytest.mark.parametrize("backend", ["tilelang", "cute"])
-def test_the_80b_shapes(device: torch.device, backend: str, tensor_parallel: str) -> None:
+def test_the_80b_shapes(device: torch.device, demo: Demo, backend: str, tensor_parallel: str) -> None:
     """Each backend is preferred for everything; what it does not have, the other runs."""
-    ran, _ = demo("--tp", tensor_parallel, "--steps", "4", GDN_BACKEND=backend, VLLM_QSA_USE_FP8_INDEXER="1")
-    functions = {"gdn_prefill": PREFILL, "gdn_decode": "fused_gdn_decode", "mqa_logits": RAGGED, "paged_mqa_logits": PAGED}
+    ran = demo("--tp", tensor_parallel, "--steps", "4", GDN_BACKEND=backend, VLLM_QSA_USE_FP8_INDEXER="1")
+    functions = {
+        "gdn_prefill": PREFILL, "gdn_decode": "fused_gdn_decode", "mqa_logits": RAGGED, "paged_mqa_logits": PAGED,
+        "sparse_attention_decode": "sparse_attention",
+    }  # fmt: skip
     for name, function in functions.items():
         modules = registry.operator(name).modules
         wanted = backend if backend in modules else next(iter(modules))
         assert wanted in ran[function]
-        assert ran[function] <= {wanted, *registry.operator("topk").modules}
+        others = registry.operator(PARTS[name]).modules if name in PARTS else ()
+        assert ran[function] <= {wanted, *others}
 
 
 PREFILL, RAGGED, PAGED = "fused_gdn_prefill", "indexer_topk", "paged_indexer_topk"
-# An indexer's logits, and its top-k, which has one kernel.
+# What else a function runs: an indexer its top-k, sparse attention its prefill.
+PARTS = {"mqa_logits": "topk", "paged_mqa_logits": "topk", "sparse_attention_decode": "sparse_attention_prefill"}
 SWITCHES = [
     # Switches that do not touch each other's operators, and what then runs.
     (
@@ -91,17 +104,22 @@ SWITCHES = [
 
 
 @pytest.mark.parametrize(("switches", "expected"), SWITCHES)
-def test_switches_change_what_runs(device: torch.device, switches: dict[str, str], expected: dict[str, set[str]]) -> None:
-    ran, _ = demo("--model", "tiny", "--steps", "4", **switches)
+def test_switches_change_what_runs(
+    device: torch.device, demo: Demo, switches: dict[str, str], expected: dict[str, set[str]]
+) -> None:
+    captured = switches.get("GDN_BACKEND") != "reference"  # which cannot be captured
+    ran = demo("--model", "tiny", "--steps", "4", captured=captured, **switches)
     assert {operator: ran[operator] for operator in expected} == expected
 
 
-@pytest.mark.parametrize("backend", ["tilelang", "cute"])
-def test_the_switch_of_decode_attention(device: torch.device, backend: str) -> None:
-    ran, _ = demo("--steps", "4", VLLM_QSA_DECODE_ATTN_BACKEND=backend)
-    assert backend in ran["sparse_attention"]
+@pytest.mark.usefixtures("much_memory")
+def test_eager_with_switches_of_attention(device: torch.device, demo: Demo) -> None:
+    """The 80B shapes without graphs."""
+    ran = demo("--eager", "--steps", "4", captured=False, VLLM_QSA_DECODE_ATTN_BACKEND="tilelang")
+    assert {"tilelang"} <= ran["sparse_attention"] <= {"tilelang", "cute"}
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("model", ["qwen3-next-80b", "qwen3.8-flash-next"])
 def test_the_error_of_256_steps_does_not_grow(device: torch.device, model: str) -> None:
     """Decode with graphs, over the tokens that it generated: next to float32, windows of steps are as near as the reference in
@@ -126,7 +144,14 @@ def test_a_preference_that_no_kernel_meets_is_told(device: torch.device) -> None
 
 
 def test_a_second_process_compiles_nothing(device: torch.device, tmp_path: Path) -> None:
-    _, first = demo("--steps", "4", cache=tmp_path)
-    _, second = demo("--steps", "4", cache=tmp_path)
-    assert first > 0
-    assert second == 0
+    environment = dict(os.environ) | {"GDN_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", _SCRIPT, "--model", "tiny", "--steps", "4"]
+    counts = []
+    for _ in range(2):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)
+        assert run.returncode == 0, run.stdout + run.stderr
+        found = re.search(r"^compiled (\d+)$", run.stdout, re.MULTILINE)
+        assert found is not None, run.stdout
+        counts.append(int(found.group(1)))
+    assert counts[0] > 0
+    assert counts[1] == 0

@@ -27,6 +27,8 @@ TURNED = {  # what may come so
     "mqa, bfloat16": ("q", "k", "weights"),
     "paged": ("q", "weights"),
     "topk": ("logits",),
+    "sparse decode": ("q",),
+    "sparse prefill": ("q",),
     "prepare": ("q", "k"),
     "quantize": ("x",),
 }

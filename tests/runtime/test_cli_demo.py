@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import gdn
 from gdn import reference
 from gdn.cli import app, demo_calls, demo_expected, demo_run
+from gdn.cli import demo as demo_command
 from gdn.cli.demo_floors import floor_us
 from gdn.layers import HybridConfig, HybridModel, RMSNorm
 from gdn.layers.loading import to_transformers
@@ -27,10 +28,10 @@ TINY = dataclasses.replace(first_layers(NAMED["tiny"], 2), layer_types=("linear_
 COMPRESSED = dataclasses.replace(TINY, index_ratio=4, residual="hyper", hc_count=2, hc_lowrank=8)
 # What each form runs in a phase.
 PREFILL = {
-    "fused_gdn_prefill", "prepare_indexer", "write_indexer_cache", "gather_indexer_cache", "indexer_topk",
+    "fused_gdn_prefill", "prepare_indexer", "gather_indexer_cache", "indexer_topk",
     "paged_indexer_topk", "sparse_attention", "attention",
 }  # fmt: skip
-DECODE = {"fused_gdn_decode", "prepare_indexer", "write_indexer_cache", "paged_indexer_topk", "sparse_attention"}
+DECODE = {"fused_gdn_decode", "prepare_indexer", "paged_indexer_topk", "sparse_attention"}
 GROUPS = {"compress_indexer_keys", "expand_topk_groups"}
 OPERATORS = sorted(PREFILL | DECODE | GROUPS | {"add_rms_norm"})
 
@@ -64,7 +65,7 @@ def test_it_says_what_it_runs(switch: Callable[..., env.Switches], fp8: str) -> 
     assert "prefill: 5 prompts of 37, 129, 64, 2, 20 tokens in one ragged batch" in text
     assert "2 steps of up to 3 drafts for each sequence; decode: 2 steps of one token" in text
     assert "KiB a token" in text and "tokens per second" in text
-    assert "72 calls (reference 71, torch 1), each checked against an independent computation in float64" in text
+    assert "68 calls (reference 67, torch 1), each checked against an independent computation in float64" in text
     assert "and the logits of 31 positions against the reference model, 0 wrong" in text
 
 
@@ -192,11 +193,11 @@ def spoiling(monkeypatch: pytest.MonkeyPatch, operator: str, which: int | str) -
     monkeypatch.setattr(gdn, operator, spoiled)
 
 
-RESULTS = [(name, 0) for name in OPERATORS if name not in ("write_indexer_cache", "compress_indexer_keys")]
+RESULTS = [(name, 0) for name in OPERATORS if name != "compress_indexer_keys"]
 WRITTEN = [
     ("fused_gdn_prefill", "conv_states"), ("fused_gdn_prefill", "ssm_state"), ("fused_gdn_decode", "conv_state"),
-    ("fused_gdn_decode", "ssm_state"), ("write_indexer_cache", "cache"), ("compress_indexer_keys", "ring"),
-    ("compress_indexer_keys", "cache"),
+    ("fused_gdn_decode", "ssm_state"), ("prepare_indexer", "cache"), ("prepare_indexer", "v_cache"),
+    ("compress_indexer_keys", "ring"), ("compress_indexer_keys", "cache"),
 ]  # fmt: skip
 
 
@@ -262,6 +263,7 @@ def test_json() -> None:
     assert result.exit_code == 0, result.output
     data = json.loads(result.output)
     assert (data["model"], data["layers"], data["dtype"], data["passed"]) == ("tiny", 1, "float32", True)
+    assert not data["captured"]
     assert {row["operator"] for row in data["calls"]} == {
         "fused_gdn_prefill", "add_rms_norm", "fused_gdn_decode",
     }  # fmt: skip
@@ -311,3 +313,25 @@ def test_bad_options_are_named(options: tuple[str, ...], message: str) -> None:
     result = run(*options)
     assert result.exit_code == 2 or result.exception is not None
     assert message in " ".join(result.output.replace("│", " ").split()) or message in str(result.exception)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_defaults_on_a_gpu_fit_every_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    plan = demo_command._plan(name, None, None, 1, "auto", None, 3, 0)
+    assert plan.device.type == "cuda"
+    assert plan.sizes.max_seq_len <= plan.config.max_position_embeddings
+    assert (max(plan.lengths) > 1000) == (name != "tiny")
+
+
+@pytest.mark.parametrize(("phase", "backend", "can"), [
+    ("prefill", "reference", True), ("decode", "cute", True), ("decode", "reference", False), ("verify", "cute+reference", False),
+])  # fmt: skip
+def test_what_the_reference_runs_is_not_captured(phase: str, backend: str, can: bool) -> None:
+    assert demo_run.can_capture([demo_calls.Row(phase, "conv", backend, (), None, None, 0.0, 1.0)]) == can
+
+
+def test_eager() -> None:
+    result = run("--eager", "--layers", "1")
+    assert result.exit_code == 0, result.output
+    assert "no CUDA graphs" in result.output

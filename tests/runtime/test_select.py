@@ -269,8 +269,6 @@ def test_every_operator_of_two_kernels_has_a_statement_with_its_numbers():
         assert bool(found) == (len(operator.modules) > 1)
         for one in found:
             assert set(one.order) == set(operator.modules)
-            if one.measured.startswith("not measured: expected "):
-                continue
             assert re.match(r"H[12]00, 20\d\d-\d\d-\d\d, ", one.measured) and re.search(r"\d\.\d+ ", one.measured)
 
 

@@ -35,6 +35,7 @@ CLUSTERS_AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 14, 16: 7}
 MOST_STAGES = 16
 NEAR = 1.15  # times the least expected time: what the tuner measures
 WARPS = (1, 2, 3, 4, 6, 8)  # readers, and copy warps
+COPY_WARPS = (2, 3, 4)  # worth measuring: one never was
 MIN_POSITIONS = 64  # of a block, where a row of indices is split
 ROW_OVERHEAD_BYTES = 64  # short rows take longer than their bytes
 START_US = 5.0  # of a block, before the first and after the last byte
@@ -94,7 +95,7 @@ def _stages(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) ->
 
 def configs(problem: SparseDecodeProblem, device: DeviceSpec) -> list[Config]:
     """For each shape of block the most stages, where the expected time is near the least."""
-    space = product(CLUSTERS_AT_ONCE, (1, 2, 4), (0,), (1, 2, 4), (1, 2, 4), (1, 2))
+    space = product(CLUSTERS_AT_ONCE, (1, 2, 4), (0,), (1, 2, 4), COPY_WARPS, (1, 2))
     found = [config for values in space if (config := _stages(problem, Config(*values), device)) is not None]
     expected = [_microseconds(problem, config, device) for config in found]
     return [config for config, us in zip(found, expected, strict=True) if us <= NEAR * min(expected)]
@@ -125,7 +126,7 @@ def default_config(problem: SparseDecodeProblem, device: DeviceSpec) -> Config:
         if splits > 1 and problem.k < splits * MIN_POSITIONS:
             continue
         readers = max(1, (4 // blocks) // kv_heads)
-        found = [_stages(problem, Config(splits, kv_heads, 0, readers, warps, blocks), device) for warps in (4, 2)]
+        found = [_stages(problem, Config(splits, kv_heads, 0, readers, warps, blocks), device) for warps in COPY_WARPS]
         space += [config for config in found if config is not None]
     if not space:
         raise ValueError(f"no configuration of the {problem.op} kernel fits {problem}")

@@ -1,0 +1,205 @@
+"""Times of whole layers in decode: captured without their MLPs, next to their kernels; and on the host, eager.
+
+    captured   wall time of a layer, less that of its projections alone, over the time that its kernels need
+    on the host   from the call of `GatedDeltaNet.forward` until its return
+
+A captured layer is one of a stack of layers with weights and caches of their own, more than the L2 cache holds, in one graph.
+Its projections are a second graph, each of its kernels another; all are sampled in turns.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotune.launches import Launch, record
+from autotune.stacks import Stack, make_stack, shaped
+from gdn.layers import HybridConfig
+from gdn.layers.named import NAMED
+from gdn.testing import timing
+
+Call = Callable[[], object]
+
+LAYERS = 8  # of a stack
+BATCH, CONTEXT = 32, 32768
+SAMPLES = 21
+HOST_LOOPS, HOST_CALLS = 60, 50  # calls between waits for the device: a full queue of launches would make the host wait
+HOST_WARM_S = 1.0  # a CPU that was idle takes 1.6 times as long for the first half second
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kernel of a layer: least time, and time in a graph of its own."""
+
+    name: str
+    backend: str
+    floor_us: float
+    alone_us: float
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured layer, per layer of the stack."""
+
+    name: str
+    wall_us: float
+    projections_us: float
+    parts: list[Part]
+    against: str  # "kernels": its kernels' times alone; "floors"
+    must: float
+    aim: float
+
+    @property
+    def needed_us(self) -> float:
+        """Time that the kernels need, by the measure of this row."""
+        return sum(part.alone_us if self.against == "kernels" else part.floor_us for part in self.parts)
+
+    @property
+    def found(self) -> float:
+        """Ratio that the limits are about."""
+        return (self.wall_us - self.projections_us) / self.needed_us
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """Microseconds of an eager call on the host."""
+
+    name: str
+    median_us: float  # of the medians of the loops
+    least_us: float  # least median of a loop
+    cpu: str
+    must: float
+    aim: float
+
+    @property
+    def found(self) -> float:
+        """Time that the limits are about."""
+        return self.median_us
+
+
+@dataclass(frozen=True)
+class Form:
+    """A row of the captured table."""
+
+    name: str
+    kind: str  # of the layer
+    against: str
+    must: float
+    aim: float
+    changes: dict[str, Any]  # to the configuration
+    use_fp8: bool = False
+
+
+_COMPRESSED = {"index_n_heads": 4, "index_ratio": 4}
+_ATTENTION = "full_attention"
+FORMS = (
+    Form("Gated DeltaNet", "linear_attention", "kernels", 1.1, 1.03, {}),
+    Form("attention, bf16 indexer", _ATTENTION, "floors", 1.4, 1.25, {}),
+    Form("attention, FP8 indexer", _ATTENTION, "floors", 1.6, 1.4, {}, use_fp8=True),
+    Form("attention, compressed indexer", _ATTENTION, "floors", 1.7, 1.45, _COMPRESSED),
+    Form("attention, compressed FP8 indexer", _ATTENTION, "floors", 1.7, 1.45, _COMPRESSED, use_fp8=True),
+)
+HOST = "GatedDeltaNet.forward on the host"
+NAMES = (*(form.name for form in FORMS), HOST)
+
+
+def captured(form: Form, stack: Stack, limits: timing.Limits) -> Captured:
+    """Times a stack's layers and everything they launch.
+
+    Raises
+    ------
+    RuntimeError
+        Where the layers of the stack launch different things, or something cannot be captured.
+    """
+    layers = [record(partial(stack.run_layer, place)) for place in range(len(stack.layers))]
+    for place, launches in enumerate(layers):
+        if _names(launches) != _names(layers[0]):
+            raise RuntimeError(f"{form.name}: layer {place} launches {_names(launches)}, the first one {_names(layers[0])}")
+    columns = list(zip(*layers, strict=True))  # the same launch in every layer
+    kernels = [column for column in columns if not column[0].is_projection]
+    # In the order of the layers, as in the stack: the weights of one layer, then those of the next.
+    products = [launch.call for launches in layers for launch in launches if launch.is_projection]
+    candidates: list[list[Call]] = [[stack.run], [partial(_in_turn, products)]]
+    candidates += [[launch.call for launch in column] for column in kernels]
+    wall_us, projections_us, *alone_us = _interleaved_us(form.name, candidates)
+    parts = [
+        Part(column[0].name, column[0].backend, column[0].floor_us(limits), time_us)
+        for column, time_us in zip(kernels, alone_us, strict=True)
+    ]
+    count = len(layers)
+    return Captured(form.name, wall_us / count, projections_us / count, parts, form.against, form.must, form.aim)
+
+
+def _names(launches: Sequence[Launch]) -> list[str]:
+    return [launch.name for launch in launches]
+
+
+@torch.inference_mode()
+def _in_turn(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def _interleaved_us(name: str, candidates: Sequence[Sequence[Call]]) -> list[float]:
+    """Median time of a call of each candidate, in graphs, sampled in turns."""
+    timed = [timing.Timed([partial(_in_turn, [call]) for call in calls]) for calls in candidates]
+    if not all(one.captured for one in timed):
+        raise RuntimeError(f"{name}: a call cannot be captured")
+    rows = [[one.sample_us() for one in timed] for _ in range(SAMPLES)]
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+@torch.inference_mode()
+def on_host(stack: Stack, loops: int = HOST_LOOPS, calls: int = HOST_CALLS, warm_s: float = HOST_WARM_S) -> OnHost:
+    """Times `GatedDeltaNet.forward` of a stack's first layer on the host, projections included."""
+    layer, states, is_cuda = stack.layers[0].linear_attn, stack.caches.gdn, stack.hidden_states.device.type == "cuda"
+    arguments = (stack.hidden_states, stack.step.gdn, states.conv_states[0], states.ssm_states[0])
+    medians = []
+    begin = time.perf_counter()
+    while len(medians) < loops:
+        times = []
+        for _ in range(calls):
+            start = time.perf_counter_ns()
+            layer(*arguments)
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        if is_cuda:
+            torch.cuda.synchronize()
+        if time.perf_counter() - begin > warm_s:
+            medians.append(statistics.median(times))
+    return OnHost(HOST, statistics.median(medians), min(medians), cpu_name(), must=60.0, aim=40.0)
+
+
+def cpu_name() -> str:
+    """Model of this machine's CPU."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def measure(
+    name: str,
+    limits: timing.Limits,
+    device: torch.device,
+    *,
+    config: HybridConfig = NAMED["qwen3-next-80b"],
+    layers: int = LAYERS,
+    batch: int = BATCH,
+    context: int = CONTEXT,
+) -> Captured | OnHost:
+    """The row of a name (`NAMES`)."""
+    form = next((one for one in FORMS if one.name == name), FORMS[0])
+    layers = 1 if name == HOST else layers
+    stack = make_stack(shaped(config, form.kind, layers, **form.changes), batch, context, device, use_fp8=form.use_fp8)
+    return on_host(stack) if name == HOST else captured(form, stack, limits)
+
+
+def as_dict(row: Captured | OnHost) -> dict[str, Any]:
+    """A row as JSON shows it."""
+    return {**asdict(row), "found": row.found, "passed": row.found <= row.must}
