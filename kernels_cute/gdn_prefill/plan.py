@@ -17,10 +17,10 @@ _DIM = 128
 _SMS = 132
 # SMs of the convolution, of _SMS: enough to stay ahead of the chunk kernel, few enough that its rows are still in the L2 cache.
 _CONV_SMS = (46, 28, 34, 40, 52, 64)  # the first is the default
-_CONV_ROWS = 32
-# Microseconds: a chunk and a work tile of the chunk kernel beside the other two, estimated from those alone; the first rows,
-# and the last outputs.
-_CHUNK, _WORK_TILE, _ENDS = 1.4, 3.0, 14.0
+_CONV_ROWS = (16, 32, 8)
+# Microseconds, fitted to measured calls (LAB-NOTES.md): a chunk of all three kernels side by side; start, first rows, last outputs.
+_CHUNK, _ENDS = 1.78, 16.0
+_WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel, where a cluster takes several
 _GBPS_CONV, _GBPS_NORM = 2500.0, 2850.0  # of the kernels alone, measured
 
 
@@ -41,7 +41,11 @@ def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpe
 
 def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | None:
     """Fields of the configuration; None where the kernels are faster one after the other."""
-    if not _serves(problem) or _time(problem, device) >= _time_apart(problem, device):
+    if not _serves(problem):
+        return None
+    blocks = _conv_blocks(_CONV_SMS[0], device)
+    if _clusters(problem, device, blocks) or _time(problem) >= _time_apart(problem, device):
+        # Where work tiles take turns the chunk kernel leaves no SM idle: the convolution's are missing there (measured).
         return None
     return next(_candidates(problem, device))
 
@@ -65,7 +69,7 @@ def _candidates(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict
     batch = 2 if problem.dtype == "float16" and problem.bias_dtype is not None else 4  # as conv1d
     fixed = {"stages": STAGES, "conv_threads": threads, "conv_batch": batch}
     fixed |= dict.fromkeys(("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters"), 0)
-    for rows in (_CONV_ROWS, 16):
+    for rows in _CONV_ROWS:
         for share in _CONV_SMS:
             blocks = _conv_blocks(share, device)
             clusters = _clusters(problem, device, blocks)
@@ -83,12 +87,9 @@ def _clusters(problem: GdnPrefillProblem, device: DeviceSpec, conv_blocks: int) 
     return -(-work_tiles // -(-work_tiles // places)) if problem.num_sequences == 1 else places
 
 
-def _time(problem: GdnPrefillProblem, device: DeviceSpec) -> float:
-    """Microseconds side by side."""
-    work_tiles = max(problem.num_sequences, 1) * problem.num_v_heads
-    places = (device.num_sms - _conv_blocks(_CONV_SMS[0], device)) // 2
-    chunks = -(-problem.num_tokens // (CHUNK * max(problem.num_sequences, 1)))
-    return -(-work_tiles // places) * (chunks * _CHUNK + _WORK_TILE) + _ENDS
+def _time(problem: GdnPrefillProblem) -> float:
+    """Microseconds side by side, where all work tiles run at once."""
+    return -(-problem.num_tokens // (CHUNK * max(problem.num_sequences, 1))) * _CHUNK + _ENDS
 
 
 def _time_apart(problem: GdnPrefillProblem, device: DeviceSpec) -> float:

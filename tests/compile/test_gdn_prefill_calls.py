@@ -99,14 +99,11 @@ def chosen(heads: tuple[int, int], tokens: int, sequences: int, **changes: Any) 
     return config
 
 
-def test_side_by_side_where_sequences_are_whole() -> None:
-    """SMs of the convolution, and clusters that take several work tiles: together no more than there are."""
-    for heads, tokens, sequences, clusters in (
-        ((16, 32), 8192, 1, 0), ((16, 32), 8192, 8, 43), ((16, 64), 8192, 1, 32), ((16, 32), 65536, 32, 43),
-    ):  # fmt: skip
-        config = chosen(heads, tokens, sequences)
-        assert (config.num_conv_blocks, config.num_persistent_clusters) == (46, clusters)
-        assert config.num_conv_blocks + 2 * clusters <= H100.num_sms
+@pytest.mark.parametrize("tokens", [1024, 8192])
+def test_side_by_side_where_the_chunk_kernel_leaves_sms_idle(tokens: int) -> None:
+    config = chosen((16, 32), tokens, 1)
+    assert (config.num_conv_blocks, config.conv_rows, config.num_persistent_clusters) == (46, 16, 0)
+    assert config.num_conv_blocks + 2 * 32 <= H100.num_sms
 
 
 @pytest.mark.parametrize(
@@ -114,6 +111,8 @@ def test_side_by_side_where_sequences_are_whole() -> None:
     [
         ((4, 8), 8192, 1, {}),  # segments are faster, and take all SMs
         ((2, 4), 200, 1, {}),  # short
+        *(((16, 32), tokens, count, {}) for tokens, count in ((8192, 8), (65536, 32))),  # all SMs are busy
+        ((16, 64), 8192, 1, {}),
         ((16, 32), 8192, 1, {"head_k_dim": 64, "head_v_dim": 64}),
         ((16, 32), 8192, 1, {"head_k_dim": 96, "head_v_dim": 96}),
     ],
@@ -132,7 +131,7 @@ def test_apart_elsewhere(heads: tuple[int, int], tokens: int, sequences: int, ch
 )  # fmt: skip
 def test_what_does_not_fit_side_by_side(change: dict[str, int]) -> None:
     """Half a cluster, no SM left, more clusters than SMs are left, forms without words, tiles that are no part of a chunk."""
-    problem = example("gdn_prefill", num_tokens=8192, num_sequences=8)
+    problem = example("gdn_prefill", num_tokens=8192, num_sequences=1)
     config = module.default_config(problem, H100)
     assert module.fits(problem, config, H100) and config.num_conv_blocks == 46
     assert not module.fits(problem, dataclasses.replace(config, **change), H100)
@@ -148,7 +147,7 @@ def test_words_of_a_call_fit_into_its_workspace() -> None:
         numbers = [start // 64 + n + j for start, n, j in chunks]
         count = side_by_side.words(sum(lengths), len(lengths), 0)
         assert len(set(numbers)) == len(numbers) and max(numbers) < count
-    problem = example("gdn_prefill", num_tokens=8192, num_sequences=8)
+    problem = example("gdn_prefill", num_tokens=8192, num_sequences=1)
     config = module.default_config(problem, H100)
-    words = side_by_side.words_bytes(side_by_side.words(8192, 8, 32))
+    words = side_by_side.words_bytes(side_by_side.words(8192, 1, 32))
     assert words % 256 == 0 and module.workspace_bytes(problem, config) == words + parts.rows_bytes(problem)
