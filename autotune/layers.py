@@ -160,7 +160,7 @@ def on_host(stack: Stack, loops: int = HOST_LOOPS, calls: int = HOST_CALLS, warm
     """Times `GatedDeltaNet.forward` of a stack's first layer on the host, projections included."""
     layer, states, is_cuda = stack.layers[0].linear_attn, stack.caches.gdn, stack.hidden_states.device.type == "cuda"
     arguments = (stack.hidden_states, stack.step.gdn, states.conv_states[0], states.ssm_states[0])
-    medians = []
+    medians: list[float] = []
     begin = time.perf_counter()
     while len(medians) < loops:
         times = []
