@@ -22,7 +22,7 @@ from kernels_cute import chunk
 from kernels_cute.chunk.kernel import Config as ChunkConfig
 from kernels_cute.common import build
 from kernels_cute.conv1d import prefill as conv
-from kernels_cute.gdn_prefill import parts, plan, side_by_side, steps
+from kernels_cute.gdn_prefill import groups, parts, plan, side_by_side, steps
 from kernels_cute.gdn_steps import rms_norm_gated as norm
 
 # As the chunk kernel, which takes half of the time: for other sizes another of its designs may be faster.
@@ -30,6 +30,7 @@ TUNED_WITHIN = chunk.TUNED_WITHIN
 
 _CONV, _NORM = "gdn_cute_prefill_conv", "gdn_cute_prefill_norm"  # entries; the others are the chunk kernel's
 _SIDE_BY_SIDE = "gdn_cute_prefill"  # the only entry of that form
+_GROUPS = "gdn_cute_prefill_groups"  # the only entry of that form
 _LARGEST = 128  # head dim: above it the chunk operator has tiles of another kind
 
 
@@ -39,6 +40,9 @@ class Config(ChunkConfig):
 
     # Blocks of the convolution, an SM each, next to the chunk kernel with two SMs a head; 0: one kernel after the other.
     num_conv_blocks: int = field(default=0, metadata={"compiled": bool})
+
+    # Sequences that go through all three kernels before the next ones do; 0: each kernel serves the whole call.
+    num_group_sequences: int = field(default=0, metadata={"compiled": bool})
 
     conv_threads: int = 128
     conv_rows: int = 32
@@ -75,6 +79,8 @@ def note(problem: GdnPrefillProblem) -> str | None:
 def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool:
     if config.num_conv_blocks:
         return plan.side_by_side_fits(problem, config, device)
+    if config.num_group_sequences:
+        return plan.groups_fit(problem, config) and conv.fits(parts.conv_problem(problem), config.conv, device)
     return (
         conv.fits(parts.conv_problem(problem), config.conv, device)
         and norm.fits(parts.norm_problem(problem), config.norm, device)
@@ -92,8 +98,8 @@ def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
 def configs(problem: GdnPrefillProblem, device: DeviceSpec) -> list[Config]:
     """The chunk kernel's, with the default of the other two, and those of the kernels side by side."""
     apart = [_with_steps(problem, config, device) for config in chunk.configs(parts.chunk_problem(problem), device)]
-    beside = [replace(apart[0], **changes) for changes in plan.all_side_by_side(problem, device)]
-    return [config for config in (*apart, *beside) if fits(problem, config, device)]
+    others = (*plan.all_side_by_side(problem, device), *plan.all_groups(problem, device))
+    return [config for config in (*apart, *(replace(apart[0], **changes) for changes in others)) if fits(problem, config, device)]
 
 
 def _with_steps(problem: GdnPrefillProblem, config: ChunkConfig, device: DeviceSpec) -> Config:
@@ -107,6 +113,8 @@ def workspace_bytes(problem: GdnPrefillProblem, config: Config) -> int:
     if config.num_conv_blocks:
         words = side_by_side.words(problem.num_tokens, problem.num_sequences, problem.num_v_heads)
         return int(side_by_side.words_bytes(words)) + parts.rows_bytes(problem)
+    if config.num_group_sequences:
+        return parts.rows_bytes(problem)
     return parts.rows_bytes(problem) + chunk.workspace_bytes(parts.chunk_problem(problem), config)
 
 
@@ -115,6 +123,9 @@ def compile(problem: GdnPrefillProblem, config: Config) -> dict[str, bytes]:
         host = side_by_side.SideBySide(problem, config.conv, config.num_persistent_clusters > 0).launch
         scalars = (cutlass.Int32(2), cutlass.Int32(1))
         return {_SIDE_BY_SIDE: build.library(_SIDE_BY_SIDE, host, *side_by_side.fakes(problem), *scalars)}
+    if config.num_group_sequences:
+        host = groups.Groups(problem, config.conv).launch
+        return {_GROUPS: build.library(_GROUPS, host, *side_by_side.fakes(problem), cutlass.Int32(2))}
     conv_kernel, norm_kernel = steps.PrefillConv(problem, config.conv), steps.PrefillNorm(problem, config.norm)
     return {
         **build.one_entry(_CONV, conv_kernel, steps.conv_fakes(problem)),
@@ -127,6 +138,9 @@ def launch(compiled: Any, params: GdnPrefillParams) -> None:
     problem, functions, config = compiled.problem, compiled.functions, compiled.config
     if config.num_conv_blocks:
         functions[_SIDE_BY_SIDE](*params, config.num_conv_blocks, config.num_persistent_clusters or plan.ALL_CLUSTERS)
+        return
+    if config.num_group_sequences:
+        functions[_GROUPS](*params, config.num_group_sequences)
         return
     length = params.mixed_qkv.shape[0]
     size = length * problem.dim * DTYPE_BYTES[problem.dtype]

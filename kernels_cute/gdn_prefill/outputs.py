@@ -38,6 +38,8 @@ class NormParams(NamedTuple):
 class OutputNorm:
     """dim: V; blocks_of_chunk: the chunk kernel's blocks that share a head."""
 
+    policy: int | None = None  # of the L2 cache, for z and the result
+
     def __init__(self, problem: GdnPrefillProblem, blocks_of_chunk: int) -> None:
         self.heads, self.dim, self.sigmoid = problem.num_v_heads, problem.head_v_dim, problem.gate_sigmoid
         self.blocks_of_chunk = blocks_of_chunk
@@ -90,9 +92,7 @@ class OutputNorm:
             self.load_row(params.z, row, head, column, rZ, u * _VECTOR)
         align = cutlass.const_expr(min(16, _VECTOR * params.weight.element_type.width // 8))
         load(pointer(params.weight, Int64(column), align), _VECTOR, rWeight, 0, False)
-        if thread == 0:
-            signals.await_count(done, self.blocks_of_chunk)
-        cute.arch.sync_threads()
+        self.await_outputs(done, thread)
         for u in cutlass.range_constexpr(self.rows):
             row = token + cutlass.min(group + u * self.groups, valid - 1)
             self.load_row(params.out, row, head, column, rX, u * _VECTOR)
@@ -114,7 +114,13 @@ class OutputNorm:
                 rOut[i] = weighted
             if group + u * self.groups < valid:
                 place = self.place_of(params.out, token + group + u * self.groups, head, column)
-                store(rOut, 0, _VECTOR, pointer(params.out, place, 2 * _VECTOR))
+                store(rOut, 0, _VECTOR, pointer(params.out, place, 2 * _VECTOR), self.policy)
+
+    @cute.jit
+    def await_outputs(self, done: Int64, thread: Int32):
+        if thread == 0:
+            signals.await_count(done, self.blocks_of_chunk)
+        cute.arch.sync_threads()
 
     def place_of(self, x: Any, row: Any, head: Any, column: Any) -> Any:
         return Int64(row) * x.stride[0] + head_offset(x, head) + column
@@ -122,4 +128,4 @@ class OutputNorm:
     @cute.jit
     def load_row(self, x: cute.Tensor, row: Int32, head: Int32, column: Int32, rX: cute.Tensor, start: cutlass.Constexpr):
         align = cutlass.const_expr(min(16, _VECTOR * x.element_type.width // 8))
-        load(pointer(x, self.place_of(x, row, head, column), align), _VECTOR, rX, start, True)
+        load(pointer(x, self.place_of(x, row, head, column), align), _VECTOR, rX, start, True, self.policy)

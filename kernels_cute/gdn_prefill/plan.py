@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.problems import GdnPrefillProblem
+from gdn.problems import DTYPE_BYTES, GdnPrefillProblem
 from kernels_cute.chunk.plan import Model
 from kernels_cute.chunk.scheduler import max_scheduled_clusters
 from kernels_cute.chunk.shape import CHUNK, STAGES
@@ -13,12 +13,13 @@ from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.rows import CLUSTER, block_threads
 
 ALL_CLUSTERS = 2**31 - 1
+_GROUP_BYTES = 40 << 20  # rows of a group of sequences at most: the L2 cache has 50 MB
 _DIM = 128
 _SMS = 132
 # SMs of the convolution, of _SMS: enough to stay ahead of the chunk kernel, few enough that its rows are still in the L2 cache.
 _CONV_SMS = (46, 28, 34, 40, 52, 64)  # the first is the default
 _CONV_ROWS = (16, 32, 8)
-# Microseconds, fitted to measured calls (LAB-NOTES.md): a chunk of all three kernels side by side; start, first rows, last outputs.
+# Microseconds, fitted to measured calls (LAB-NOTES.md): a chunk side by side; start, first rows, last outputs.
 _CHUNK, _ENDS = 1.78, 16.0
 _WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel, where a cluster takes several
 _GBPS_CONV, _GBPS_NORM = 2500.0, 2850.0  # of the kernels alone, measured
@@ -53,6 +54,29 @@ def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, in
 def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
     """Those worth measuring."""
     return list(_candidates(problem, device)) if _serves(problem) else []
+
+
+def groups_fit(problem: GdnPrefillProblem, config: Any) -> bool:
+    """Whether a configuration with `num_group_sequences` serves the problem."""
+    c = config
+    others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.num_persistent_clusters)
+    return _serves(problem) and c.num_group_sequences > 0 and c.stages == STAGES and not any(others)
+
+
+def all_groups(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict[str, int]]:
+    """Those worth measuring: as many sequences as take all SMs once, if the rows that they have stay in the L2 cache."""
+    sequences = max(problem.num_sequences, 1)
+    count = device.num_sms // 2 // problem.num_v_heads
+    row_bytes = problem.dim * DTYPE_BYTES[problem.dtype]
+    if not _serves(problem) or not 0 < count < sequences or problem.num_tokens * count * row_bytes > _GROUP_BYTES * sequences:
+        return
+    names = ("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters", "num_persistent_clusters")
+    fixed = {"stages": STAGES, "num_group_sequences": count, "max_l2_ring_groups": 0, "conv_threads": 64} | dict.fromkeys(
+        names, 0
+    )
+    for rows in (32, 16):
+        yield fixed | {"conv_rows": rows, "conv_batch": 4, "conv_min_threads_per_sm": 512}
+        yield fixed | {"conv_rows": rows, "conv_batch": 2, "conv_min_threads_per_sm": 384}
 
 
 def _serves(problem: GdnPrefillProblem) -> bool:

@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from gdn.problems import ChunkParams, Conv1dParams, GdnPrefillParams, GdnPrefillProblem
+from gdn.problems import Conv1dParams, GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.chunk import fused
 from kernels_cute.chunk.arguments import token_copies
 from kernels_cute.chunk.shape import CHUNK, STAGES
@@ -30,6 +30,7 @@ from kernels_cute.common.memory import CUTE_DTYPES, fake
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.outputs import NormParams, OutputNorm
 from kernels_cute.gdn_prefill.rows import RowMaker
+from kernels_cute.gdn_prefill.views import chunk_views, norm_z
 
 _CLEAR_THREADS = 256
 
@@ -75,19 +76,13 @@ class SideBySide:
             params.has_initial_state, params.checkpoint_offsets, params.checkpoint_slots, rows, params.null_slot,
         )  # fmt: skip
         self.rows.kernel(conv, rows_made).launch(stream=stream, use_pdl=True, **self.rows.launch_options(conv_blocks))
-        chunk = self.chunk_params(params, first, tokens)
+        chunk = chunk_views(problem, params, first, tokens)
         copies = token_copies(self.spec, chunk)._replace(rows_made=rows_made, outputs_done=outputs_done)
         clusters = cutlass.min(sequences * self.spec.units, max_clusters)
         self.chunk.kernel(chunk, copies, Int32(0)).launch(
             grid=(self.spec.sharers * clusters, 1, 1), stream=stream, use_pdl=True, **fused.launch_shape(self.spec)
         )
-        z = params.z
-        if cutlass.const_expr(problem.interleaved):
-            ratio, V = problem.num_v_heads // problem.num_k_heads, problem.head_v_dim
-            layout = cute.make_layout(
-                (tokens, (ratio, problem.num_k_heads), V), stride=(params.mixed_qkv.stride[0], (V, self.rows.group), 1)
-            )
-            z = cute.make_tensor(params.mixed_qkv.iterator + (2 * problem.head_k_dim + ratio * V), layout)
+        z = norm_z(problem, params, tokens)
         norm = NormParams(
             z, params.norm_weight, params.state_indices, params.cu_seqlens, params.out, params.eps, params.null_slot
         )
@@ -101,27 +96,6 @@ class SideBySide:
         place = (block * _CLEAR_THREADS + thread) * 16
         if place < num_bytes:
             ptx.store_global_words(first + place, [Int32(0)] * 4)
-
-    def chunk_params(self, p: GdnPrefillParams, first: Any, tokens: Any) -> ChunkParams:
-        """q, k and v as slices of the rows; without the batch dimension, as kernels take them."""
-        problem, dim = self.problem, self.problem.dim
-        (H, HV), (K, V) = (problem.num_k_heads, problem.num_v_heads), (problem.head_k_dim, problem.head_v_dim)
-
-        def heads(start: int, count: int, size: int) -> Any:
-            return cute.make_tensor(first + start, cute.make_layout((tokens, count, size), stride=(dim, size, 1)))
-
-        a, b = (p.a, p.b) if not problem.interleaved else self.gates(p.b, HV // H)
-        return ChunkParams(
-            heads(0, H, K), heads(H * K, H, K), heads(2 * H * K, HV, V), a, b, p.A_log, p.dt_bias, p.ssm_state,
-            p.state_indices, p.has_initial_state, p.ssm_state, None, p.cu_seqlens, p.checkpoint_offsets, p.checkpoint_slots,
-            p.out, None, p.scale, p.null_slot,
-        )  # fmt: skip
-
-    def gates(self, rows: Any, ratio: int) -> tuple[Any, Any]:
-        """a and b [tokens, (heads of a group, groups)] of interleaved rows [b | a] of each group."""
-        token, step = rows.stride
-        layout = cute.make_layout((rows.shape[0], (ratio, self.problem.num_k_heads)), stride=(token, (step, 2 * ratio * step)))
-        return cute.make_tensor(rows.iterator + ratio * step, layout), cute.make_tensor(rows.iterator, layout)
 
 
 def fakes(problem: GdnPrefillProblem) -> GdnPrefillParams:
