@@ -77,7 +77,7 @@ def word_pointer(address: Int64, align: Constexpr):
 
 @cute.jit
 def load(source: cute.Pointer, width: Constexpr, rX: cute.Tensor, start: Constexpr, once: Constexpr, policy: Constexpr = None):
-    """rX[start : start + width] = the width elements at source, in the widest accesses; once: past L1; policy: of the L2 cache."""
+    """rX[start : start + width] = the width elements at source, in the widest accesses; once: past L1; policy: of L2."""
     dtype = source.dtype
     step = cutlass.const_expr(min(width, ACCESS_BYTES * 8 // dtype.width))
     priority = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE if once else cute.nvgpu.CacheEvictionPriority.EVICT_NORMAL

@@ -76,6 +76,9 @@ copy_from_global_to_blocks = instruction(
     f"cp.async.bulk.shared::cluster.global.{_COUNTED}.multicast::cluster {_FROM_TO}, {{$r4}};"
 )
 
+# (address, bytes): asks the L2 cache for that many bytes, a multiple of 16.
+prefetch_bytes = instruction("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};")
+
 # Registers.
 exp2 = instruction("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32)
 is_equal = instruction("set.eq.f32.f32 {$w0}, {$r0}, {$r1};", Float32)  # 1.0 where two float32 are equal, else 0.0

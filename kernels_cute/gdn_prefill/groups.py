@@ -27,6 +27,8 @@ from kernels_cute.gdn_prefill.outputs import NormParams, OutputNorm
 from kernels_cute.gdn_prefill.steps import PrefillConv
 from kernels_cute.gdn_prefill.views import chunk_views, norm_z
 
+_PREFETCHES_Z = True
+
 
 class GroupConv(PrefillConv, params=Conv1dParams):
     """The convolution of a group's sequences, to rows that are counted from its first token."""
@@ -152,12 +154,13 @@ class Groups:
         )  # fmt: skip
         chunk = chunk_views(problem, params, rows.iterator, tokens)
         out = cute.make_tensor(params.out.iterator, cute.make_layout((rest, *params.out.shape[1:]), stride=params.out.stride))
-        self.chunk.kernel(chunk._replace(out=out), copies, Int32(0)).launch(
+        z = norm_z(problem, params, tokens)
+        self.chunk.kernel(chunk._replace(out=out), copies._replace(z=z if _PREFETCHES_Z else None), Int32(0)).launch(
             grid=(self.spec.sharers * sequences * self.spec.units, 1, 1), stream=stream, use_pdl=True,
             **fused.launch_shape(self.spec),
         )  # fmt: skip
         norm = NormParams(
-            norm_z(problem, params, tokens), params.norm_weight, params.state_indices, params.cu_seqlens, params.out,
+            z, params.norm_weight, params.state_indices, params.cu_seqlens, params.out,
             params.eps, params.null_slot,
         )  # fmt: skip
         options = self.norm.launch_options(norm)

@@ -12,10 +12,13 @@ from cutlass import Int32, Int64
 from gdn.problems import Conv1dParams, GdnPrefillProblem
 from kernels_cute.chunk import signals
 from kernels_cute.chunk.shape import CHUNK
+from kernels_cute.common import ptx
+from kernels_cute.conv1d.convolution import CHANNELS
 from kernels_cute.conv1d.prefill import Config
 from kernels_cute.conv1d.tiles import find_sequence
 from kernels_cute.gdn_prefill.steps import PrefillConv
 
+_PREFETCHED = 128  # channels
 CLUSTER = 2  # blocks: with pairs the SMs that are left are pairs, too, which the chunk kernel's clusters need
 
 
@@ -31,6 +34,8 @@ class RowMaker(PrefillConv, params=Conv1dParams):
         self.block = block_threads(problem)
         assert CHUNK % self.rows == 0 and self.block % self.threads == 0
         self.workers = self.block // self.threads
+        # A head's channels of a row, which interleaved projections have next to each other, too.
+        self.prefetches = self.dim % _PREFETCHED == 0 and self.k_dim % _PREFETCHED == 0
 
     def launch_options(self, blocks: int) -> dict[str, object]:
         return {
@@ -40,6 +45,20 @@ class RowMaker(PrefillConv, params=Conv1dParams):
             "min_blocks_per_mp": 1,
             "preferred_smem_carveout": 0,
         }
+
+    @cute.jit
+    def prefetch(self, params: Conv1dParams, unit: Int32, sequence: Int32, thread: Int32):
+        """Asks the L2 cache for a tile's rows of x, about those if it is not of this `sequence`: with few SMs there are
+        few loads in flight, and memory is far."""
+        parts = cutlass.const_expr(self.threads * CHANNELS // _PREFETCHED)  # of a row
+        tile, slice_ = unit // self.slices, unit % self.slices
+        for i in cutlass.range(thread, self.rows * parts, self.threads, unroll=1):
+            token = (tile - sequence) * self.rows + i // parts
+            channel = slice_ * self.threads * CHANNELS + i % parts * _PREFETCHED
+            if (token < params.x.shape[0]) & (channel < self.dim):
+                offset = Int64(token) * params.x.stride[0] + self.column_of(channel)
+                size = cutlass.const_expr(params.x.element_type.width // 8)
+                ptx.prefetch_bytes(params.x.iterator.toint() + offset * size, Int32(_PREFETCHED * size))
 
     @cute.kernel
     def kernel(self, params: Conv1dParams, rows_made: Int64):
@@ -56,6 +75,8 @@ class RowMaker(PrefillConv, params=Conv1dParams):
             tile = unit // self.slices
             channel = (unit % self.slices * self.threads + thread % self.threads) * 8
             sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
+            if cutlass.const_expr(self.prefetches):
+                self.prefetch(params, unit + blocks * self.workers, sequence, thread % self.threads)
             if cutlass.const_expr(self.has_partial_slice):
                 if channel < self.dim:
                     self.run_tile(params, tile, sequence, channel)
