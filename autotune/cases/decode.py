@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -100,6 +101,11 @@ def _prefill(make: base.Maker, problem: GdnPrefillProblem, lengths: Sequence[int
     return base.Work("fused_gdn_prefill", arguments, params, (arguments["out"],), ("conv_states", "ssm_state"))
 
 
+def _prefill_arguments(shape: base.Shape, device: torch.device, seed: int) -> dict[str, Any]:
+    problem: Any = shape.problem
+    return _prefill(base.Maker(device, seed), problem, shape.lengths).arguments
+
+
 gdn_prefill = base.Tunable(
     partial(base.StepCase, _prefill, verdict="close", copied=("conv_states",), states=("ssm_state",), limit=_PREFILL_LIMIT),
     shapes=(
@@ -108,4 +114,5 @@ gdn_prefill = base.Tunable(
     ),
     small=lambda shape: base.resized(shape, (66, 3, 1)[: len(shape.lengths)], num_k_heads=2, num_v_heads=4, head_k_dim=32,
                                      head_v_dim=32),
+    peer_arguments=_prefill_arguments,
 )  # fmt: skip
