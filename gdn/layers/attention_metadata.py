@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gdn.layers.host_arrays import PersistentBuffers, as_array, as_lengths, refuse, to_device
+from gdn.layers.host_arrays import PersistentBuffers, as_array, as_lengths, at_least, refuse, to_device
 
 Ints = Sequence[int] | Tensor | NDArray[Any]
 Array = NDArray[Any]
@@ -98,8 +98,7 @@ class AttentionMetadataBuilder:
     ) -> None:
         sizes = {"block_size": block_size, "max_seq_len": max_seq_len, "index_ratio": index_ratio}
         for name, value in {**sizes, "max_num_sequences": max_num_sequences, "max_query_len": max_query_len}.items():
-            if value < 1:
-                refuse(name, "at least 1", value)
+            at_least(name, value, 1)
         self.device = torch.device(device)
         self.block_size, self.max_seq_len, self.index_ratio = block_size, max_seq_len, index_ratio
         self.max_num_sequences, self.max_query_len = max_num_sequences, max_query_len
@@ -185,6 +184,8 @@ class AttentionMetadataBuilder:
 
     def _padded(self, fields: dict[str, Array], longest: int, tokens: int, pad_to: int, query_len: int) -> AttentionMetadata:
         count = fields["seq_lens"].shape[0]
+        at_least("pad_to", pad_to, 0)
+        at_least("pad_query_len", query_len, 0)
         if not count <= pad_to <= self.max_num_sequences:
             refuse("pad_to", f"{count} (rows) to {self.max_num_sequences} (max_num_sequences)", pad_to)
         if not longest <= query_len <= self.max_query_len:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gdn.layers.config import HybridConfig
 from gdn.layers.gated_delta_net import GatedDeltaNet
+from gdn.layers.host_arrays import at_least, refuse
 from gdn.layers.hyper import HyperConnection
 from gdn.layers.mlp import MLP, MoE
 from gdn.layers.norm import RMSNorm
@@ -32,7 +33,7 @@ class DecoderLayer(nn.Module):
         Sums a tensor over the tensor-parallel ranks (``all_reduce``) and returns the sum; None = one rank. It gets the output of
         the mixer and that of the MLP.
     device, dtype : torch.device, torch.dtype
-        Of the parameters.
+        Device and dtype of the parameters.
 
     Attributes
     ----------
@@ -59,6 +60,8 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not 0 <= layer < config.num_hidden_layers:
+            refuse("layer", f"0 to {config.num_hidden_layers - 1} (num_hidden_layers)", layer)
         self.layer_type, self.place, self.reduce = config.layer_types[layer], config.place(layer), reduce
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
         if self.layer_type == "linear_attention":
@@ -69,6 +72,7 @@ class DecoderLayer(nn.Module):
         if config.is_moe(layer):
             self.mlp = MoE(config, **placed)
         else:
+            at_least("intermediate_size", config.intermediate_size, 1)  # of the layers without experts
             self.mlp = MLP(config.hidden_size, config.intermediate_size, **placed)
         self.is_hyper, self.has_scale, self.has_indexer = config.residual == "hyper", config.layer_scale, config.index_topk > 0
         if self.is_hyper:

@@ -27,7 +27,12 @@ class GatedDeltaNet(nn.Module):
     null_slot : int
         Largest slot index that means padding (vLLM's convention is 0).
     device, dtype : torch.device, torch.dtype
-        Of the parameters. `A_log` and `dt_bias` stay float32.
+        Device and dtype of the parameters. `A_log` and `dt_bias` stay float32.
+
+    Notes
+    -----
+    Which operators run depends on the rows of the batch, and they round in different places. ``GDN_BATCH_INVARIANT=1`` holds for
+    each operator by itself, not for a decode row that is alone in one step and next to a prompt in another.
 
     Attributes
     ----------

@@ -27,7 +27,7 @@ TENSORS = {
 
 
 class _Queries(NamedTuple):
-    """What the scores of a step need of its token rows."""
+    """Inputs of the scores of a step, by token row."""
 
     q: Tensor  # [tokens, H, D]
     weights: Tensor | None  # [tokens, H]
@@ -54,7 +54,7 @@ class Indexer(nn.Module):
     zero_centred : bool
         Whether the gain of the norms is 1 + weight (else weight).
     device, dtype : torch.device, torch.dtype
-        Of the parameters.
+        Device and dtype of the parameters.
 
     Notes
     -----

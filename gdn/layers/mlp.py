@@ -17,6 +17,8 @@ class MLP(nn.Module):
     ----------
     hidden_size, intermediate_size : int
         Width of the input and output, and of the gate (on a rank: its part).
+    device, dtype : torch.device, torch.dtype
+        Device and dtype of the parameters.
 
     Attributes
     ----------
@@ -42,6 +44,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Output [tokens, hidden] for hidden states [tokens, hidden]."""
         return linear(_gated(linear(hidden_states, self.gate_up_proj)), self.down_proj)
 
 
@@ -55,6 +58,8 @@ class MoE(nn.Module):
     ----------
     config : HybridConfig
         Sizes of this rank: its part of the width of every expert.
+    device, dtype : torch.device, torch.dtype
+        Device and dtype of the parameters.
 
     Attributes
     ----------

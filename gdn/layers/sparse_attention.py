@@ -42,7 +42,7 @@ class SparseAttention(nn.Module):
     use_fp8_indexer : bool, optional
         As `use_fp8` of `Indexer`.
     device, dtype : torch.device, torch.dtype
-        Of the parameters.
+        Device and dtype of the parameters.
 
     Notes
     -----

@@ -13,12 +13,13 @@ TILE = 16  # positions of a product, and of a stage
 COLUMNS = 8  # query heads of one product
 # Largest score of no position: the least number, not -inf, whose difference to itself is NaN. A score may be -inf.
 LOWEST = -3.4028234663852886e38
+ROLES_BARRIER = 1  # of all threads, which meet it from the code of their roles; barrier 0 has to be one instruction for all
 _PADDING = 16  # bytes of a row in shared memory: 8 rows of an ldmatrix are then in different banks
 _PART_PADDING = 4  # floats of a head's part of O
 
 
 class Work(NamedTuple):
-    """What a block does."""
+    """Work of a block."""
 
     token: Any  # Int32: the query token
     kv_set: Any  # Int32: which key heads
