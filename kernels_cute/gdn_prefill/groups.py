@@ -2,11 +2,19 @@
 
 A batch whose chunk kernel fills all SMs goes through these three launches group by group. The rows of q, k and v of every group
 are written to the same place, so that they stay in the L2 cache, as do the outputs until the norm reads them; what is read or
-written for good is the first to leave it. Row t of the
-workspace is token cu_seqlens[0] + t, where cu_seqlens is that of the group; all other tensors are those of the whole call.
+written for good is the first to leave it. Row t of the workspace is token cu_seqlens[0] + t, where cu_seqlens is that of the
+group; all other tensors are those of the whole call.
 
-A launch waits for the one before at its start (the norm when it has asked for its rows of z), and lets the next one begin after
-that: so whatever a launch waits for is complete, and so is all before it.
+Every launch is a programmatic dependent of the one before, and begins when all blocks of that have triggered:
+
+    launch          its blocks wait for all of the launch before            and trigger
+    convolution     of a call's first group at the start, else at the end   at the start, or after that wait
+    chunk kernel    before the first row is asked for (one warp)            at the start
+    norm            before the first output is asked for                    after that wait
+
+So the convolution of a group begins when the chunk kernel has read the rows of the group before, while the norm of that one still
+runs, and every launch has ended when the next one but one begins its work: each waits, at the latest at its end, and what follows
+in the stream waits for the last norm. Blocks that wait do so for blocks that have begun: no deadlock.
 """
 
 from typing import Any
@@ -36,8 +44,9 @@ class GroupConv(PrefillConv, params=Conv1dParams):
     x_policy = EVICT_FIRST
 
     @cute.kernel
-    def kernel(self, params: Conv1dParams):
-        cute.arch.griddepcontrol_wait()
+    def kernel(self, params: Conv1dParams, is_first: Int32):
+        if is_first != 0:
+            cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -56,6 +65,7 @@ class GroupConv(PrefillConv, params=Conv1dParams):
                     self.run_tile(shifted, tile, sequence, channel)
             else:
                 self.run_tile(shifted, tile, sequence, channel)
+        cute.arch.griddepcontrol_wait()
 
 
 class GroupChunk(fused.FusedChunk):
@@ -63,7 +73,6 @@ class GroupChunk(fused.FusedChunk):
 
     @cute.kernel
     def kernel(self, params: ChunkParams, copies: TokenCopies, split_if_longest_exceeds: Int32):
-        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         to_group = (-Int32(params.cu_seqlens[0]), 0, 0)
         q, k, v = [cute.domain_offset(to_group, x) for x in (copies.q, copies.k, copies.v)]
@@ -79,7 +88,6 @@ class GroupNorm(OutputNorm):
     def kernel(self, params: NormParams, outputs_done: Int64):
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        cute.arch.griddepcontrol_launch_dependents()
         sequences = params.cu_seqlens.shape[0] - 1
         before = Int32(params.cu_seqlens[0]) // CHUNK
         chunks = Int32(params.cu_seqlens[sequences]) // CHUNK + sequences - before
@@ -92,18 +100,19 @@ class GroupNorm(OutputNorm):
             if (first >= 0) & (valid > 0):
                 if Int64(params.state_indices[sequence]) > params.null_slot:
                     self.normalise(params, outputs_done, begin + first, valid, head)
-        # Blocks without rows, too: what follows in the stream waits for this launch alone.
-        cute.arch.griddepcontrol_wait()
+        # Blocks without rows, too.
+        self.await_outputs(outputs_done, block)
 
     def await_outputs(self, done: Int64, thread: Int32) -> None:
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
 
 class Groups:
     def __init__(self, problem: GdnPrefillProblem, conv_config: Any) -> None:
         self.problem = problem
         self.conv = GroupConv(problem, conv_config)
-        self.spec = ChunkSpec(parts.chunk_problem(problem), STAGES, 0, False, False, False)
+        self.spec = ChunkSpec(parts.chunk_problem(problem), STAGES, 0, False, False, False).changed(follows_rows=True)
         self.chunk = GroupChunk(self.spec)
         self.norm = GroupNorm(problem, 0)
 
@@ -125,7 +134,8 @@ class Groups:
             mean_tokens = (tokens + sequences - 1) // sequences * size
             # Rows after the last sequence belong to the last group.
             last = Int32(start + size == sequences)
-            self.launch_group(self.of_group(params, start, size), rows, copies, mean_tokens, last * tokens, stream)
+            given = self.of_group(params, start, size)
+            self.launch_group(given, rows, copies, mean_tokens, last * tokens, Int32(group == 0), stream)
 
     def of_group(self, params: GdnPrefillParams, start: Any, size: Any) -> GdnPrefillParams:
         """The arguments with the offsets, slots and checkpoints of some sequences."""
@@ -140,7 +150,7 @@ class Groups:
         return params._replace(**views)
 
     @cute.jit
-    def launch_group(self, params, rows, copies, mean_tokens, rest, stream):
+    def launch_group(self, params, rows, copies, mean_tokens, rest, is_first, stream):
         problem, tokens = self.problem, params.mixed_qkv.shape[0]
         sequences = params.cu_seqlens.shape[0] - 1
         conv = Conv1dParams(
@@ -148,7 +158,7 @@ class Groups:
             params.has_initial_state, params.checkpoint_offsets, params.checkpoint_slots, rows, params.null_slot,
         )  # fmt: skip
         tiles = mean_tokens // self.conv.rows + sequences
-        self.conv.kernel(conv).launch(
+        self.conv.kernel(conv, is_first).launch(
             grid=(tiles * self.conv.slices, 1, 1), block=(self.conv.threads, 1, 1), stream=stream, use_pdl=True,
             **self.conv.limits,
         )  # fmt: skip

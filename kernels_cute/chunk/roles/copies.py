@@ -16,6 +16,8 @@ from kernels_cute.common import ptx
 @cute.jit
 def copy_warp(spec, storage, copies, item, base):
     """K, Q and V into shared memory."""
+    if cutlass.const_expr(spec.follows_rows):
+        cute.arch.griddepcontrol_wait()
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, spec.stages, spec.key_stages)
     to_v, from_v = partition_tiles(
         spec, storage.v, copies.v_atom, copies.v, spec.columns, spec.stages, item.begin, item.head // spec.v_group, item.piece
