@@ -33,7 +33,6 @@ class TokenCopies(NamedTuple):
     # Addresses of words, see signals.py; None where no other kernel runs at the same time.
     rows_made: Any = None
     outputs_done: Any = None
-    z: Any = None  # [tokens, heads, D]: rows that the next launch reads; None where there is none
 
 
 def packed_params(values: tuple[Any, ...]) -> tuple[ChunkParams, tuple[Any, ...]]:

@@ -190,7 +190,7 @@ def run_block(spec, params, copies, segment):
                 tiles = ((storage.m, TILE_BYTES), (storage.vectors, VECTOR_BYTES), (storage.p, TILE_BYTES))
                 while going:
                     item = take_work_tile(storage, number, only)
-                    hand_over_warp(storage, tiles, own_chunks(spec, base, rank), item.live_length, rank, copies.z, item)
+                    hand_over_warp(storage, tiles, own_chunks(spec, base, rank), item.live_length, rank)
                     number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
     if cutlass.const_expr(spec.paired):
         # The other block may still write to this one's shared memory; a releasing arrival comes after its last ones.

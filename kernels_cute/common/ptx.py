@@ -59,6 +59,9 @@ store_global_word, store_global_pair, store_global_words = (_stores("st.global",
 # (target, source, bytes) from shared memory of this block, in the thread's bulk group.
 copy_to_global = instruction("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};")
 
+# (target, source, L2 policy): 16 bytes to shared memory, in the thread's group of such copies.
+copy_to_shared = instruction("cp.async.cg.shared.global.L2::cache_hint [{$r0}], [{$r1}], 16, {$r2};")
+
 # Other blocks of the cluster.
 in_block = instruction("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", Int32)  # (address, rank): the same address there
 load_from_block = _loads("ld.shared::cluster", "b32")  # a word there; address: of in_block
@@ -75,9 +78,6 @@ copy_from_global = instruction(f"cp.async.bulk.shared::cluster.global.{_COUNTED}
 copy_from_global_to_blocks = instruction(
     f"cp.async.bulk.shared::cluster.global.{_COUNTED}.multicast::cluster {_FROM_TO}, {{$r4}};"
 )
-
-# (address, bytes): asks the L2 cache for that many bytes, a multiple of 16.
-prefetch_bytes = instruction("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};")
 
 # Registers.
 exp2 = instruction("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32)

@@ -32,16 +32,20 @@ from kernels_cute.common.memory import CUTE_DTYPES, EVICT_FIRST
 from kernels_cute.conv1d.tiles import find_sequence
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.outputs import NormParams, OutputNorm
-from kernels_cute.gdn_prefill.steps import PrefillConv
+from kernels_cute.gdn_prefill.rows import is_plain
+from kernels_cute.gdn_prefill.staged import PART_BYTES, StagedConv
 from kernels_cute.gdn_prefill.views import chunk_views, norm_z
 
-_PREFETCHES_Z = True
+_CONV_THREADS_PER_SM = 640  # that registers must allow; they suffice, and the rows of ten blocks fit into shared memory
 
 
-class GroupConv(PrefillConv, params=Conv1dParams):
+class GroupConv(StagedConv, params=Conv1dParams):
     """The convolution of a group's sequences, to rows that are counted from its first token."""
 
-    x_policy = EVICT_FIRST
+    def __init__(self, problem: GdnPrefillProblem, config: Any) -> None:
+        super().__init__(problem, config)
+        threads = _CONV_THREADS_PER_SM if is_plain(problem) else 384
+        self.limits = {"min_blocks_per_mp": threads // self.threads, "preferred_smem_carveout": 100}
 
     @cute.kernel
     def kernel(self, params: Conv1dParams, is_first: Int32):
@@ -51,6 +55,7 @@ class GroupConv(PrefillConv, params=Conv1dParams):
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         thread, _, _ = cute.arch.thread_idx()
+        place = self.stage(1) + thread * PART_BYTES
         num_sequences = params.cu_seqlens.shape[0] - 1
         begin, end = Int32(params.cu_seqlens[0]), Int32(params.cu_seqlens[num_sequences])
         first = begin // self.rows
@@ -60,11 +65,9 @@ class GroupConv(PrefillConv, params=Conv1dParams):
             tile = first + unit // self.slices
             channel = (unit % self.slices * self.threads + thread) * 8
             sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
-            if cutlass.const_expr(self.has_partial_slice):
-                if channel < self.dim:
-                    self.run_tile(shifted, tile, sequence, channel)
-            else:
-                self.run_tile(shifted, tile, sequence, channel)
+            span = self.span(params, tile, sequence)
+            self.ask_for_tile(params, span, channel, place)
+            self.finish_tile(shifted, tile, sequence, span, channel, place)
         cute.arch.griddepcontrol_wait()
 
 
@@ -164,13 +167,12 @@ class Groups:
         )  # fmt: skip
         chunk = chunk_views(problem, params, rows.iterator, tokens)
         out = cute.make_tensor(params.out.iterator, cute.make_layout((rest, *params.out.shape[1:]), stride=params.out.stride))
-        z = norm_z(problem, params, tokens)
-        self.chunk.kernel(chunk._replace(out=out), copies._replace(z=z if _PREFETCHES_Z else None), Int32(0)).launch(
+        self.chunk.kernel(chunk._replace(out=out), copies, Int32(0)).launch(
             grid=(self.spec.sharers * sequences * self.spec.units, 1, 1), stream=stream, use_pdl=True,
             **fused.launch_shape(self.spec),
         )  # fmt: skip
         norm = NormParams(
-            z, params.norm_weight, params.state_indices, params.cu_seqlens, params.out,
+            norm_z(problem, params, tokens), params.norm_weight, params.state_indices, params.cu_seqlens, params.out,
             params.eps, params.null_slot,
         )  # fmt: skip
         options = self.norm.launch_options(norm)

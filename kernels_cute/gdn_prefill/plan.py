@@ -10,7 +10,7 @@ from kernels_cute.chunk.scheduler import max_scheduled_clusters
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.conv1d.convolution import THREADS, threads_fit
 from kernels_cute.gdn_prefill import parts
-from kernels_cute.gdn_prefill.rows import CLUSTER, block_threads
+from kernels_cute.gdn_prefill.rows import CLUSTER, block_threads, stage_bytes
 
 ALL_CLUSTERS = 2**31 - 1
 _GROUP_BYTES = 40 << 20  # rows of a group of sequences at most: the L2 cache has 50 MB
@@ -18,7 +18,7 @@ _DIM = 128
 _SMS = 132
 # SMs of the convolution, of _SMS: enough to stay ahead of the chunk kernel, few enough that its rows are still in the L2 cache.
 _CONV_SMS = (46, 28, 34, 40, 52, 64)  # the first is the default
-_CONV_ROWS = (16, 32, 8)
+_CONV_ROWS = (16, 8)
 # Microseconds, fitted to measured calls (LAB-NOTES.md): a chunk side by side; start, first rows, last outputs.
 _CHUNK, _ENDS = 1.78, 16.0
 _WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel, where a cluster takes several
@@ -37,6 +37,8 @@ def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpe
     if not 0 <= c.num_persistent_clusters <= min(max_scheduled_clusters(True), (device.num_sms - c.num_conv_blocks) // 2):
         return False
     tiles = block_threads(p) % c.conv_threads == 0 and c.conv_threads >= 64 and CHUNK % c.conv_rows == 0 and c.conv_rows >= 8
+    if stage_bytes(p, c.conv_rows) > device.shared_bytes_per_block:
+        return False
     return tiles and c.conv_batch in (2, 4) and threads_fit(parts.conv_problem(problem), c.conv_threads)
 
 

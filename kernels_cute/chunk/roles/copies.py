@@ -7,7 +7,6 @@ from cutlass import Int32, Int64
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.arguments import partition_keys, partition_tiles
 from kernels_cute.chunk.rings import chunks_in, ring_place
-from kernels_cute.chunk.roles.gates import head_offset
 from kernels_cute.chunk.shape import CHUNK, TILE_BYTES
 from kernels_cute.chunk.signals import announce_outputs, await_rows
 from kernels_cute.common import ptx
@@ -108,24 +107,12 @@ def zero_rows(out, item, column0, warp, lane, first, last, step, begin=0):
 
 
 @cute.jit
-def prefetch_rows(z, item, step):
-    """Asks the L2 cache for a head's rows of a chunk."""
-    size = z.element_type.width // 8
-    first = z.iterator.toint() + size * (Int64(item.begin + step * CHUNK) * z.stride[0] + head_offset(z, item.head))
-    for row in cutlass.range(cute.arch.lane_idx(), cutlass.min(item.live_length - step * CHUNK, CHUNK), 32, unroll=1):
-        ptx.prefetch_bytes(first + size * (Int64(row) * z.stride[0]), Int32(size * z.shape[2]))
-
-
-@cute.jit
-def hand_over_warp(storage, tiles, own, length, rank, z=None, item=None):
-    """M, the vectors and, where there is one, P of this block's chunks to the other block. tiles: (field, bytes of a buffer); z:
-    rows that the next launch reads, which the L2 cache is asked for, or None."""
+def hand_over_warp(storage, tiles, own, length, rank):
+    """M, the vectors and, where there is one, P of this block's chunks to the other block. tiles: (field, bytes of a buffer)."""
     other = rank ^ 1
     ready = storage.ready.data_ptr() + rank
     barrier = ptx.in_block(storage.ready.data_ptr().toint() + rank * 8, other)
     for step in cutlass.range(own.first, chunks_in(length), 2, unroll=1):
-        if cutlass.const_expr(z is not None):
-            prefetch_rows(z, item, step)
         cute.arch.mbarrier_wait(ready, (own.base + step) >> 1 & 1)
         with cute.arch.elect_one():
             ptx.expect_in_cluster(barrier, Int32(sum(size for _, size in tiles)))

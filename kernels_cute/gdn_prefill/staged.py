@@ -1,0 +1,128 @@
+"""The convolution of a tile whose rows are all asked for at once: they go through shared memory.
+
+With rows in registers a thread has at most a batch of them in flight, and memory is too far for that. Every thread copies its own
+channels and waits for its own copies: there is no barrier. Sums and their order are those of the convolution alone.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from gdn.problems import Conv1dParams, GdnPrefillProblem
+from kernels_cute.common import ptx
+from kernels_cute.common.memory import EVICT_FIRST
+from kernels_cute.conv1d.convolution import CHANNELS, Registers
+from kernels_cute.conv1d.prefill import Config
+from kernels_cute.gdn_prefill.steps import PrefillConv
+
+PART_BYTES = 16  # of a thread's part of a row
+
+
+class StagedConv(PrefillConv, params=Conv1dParams):
+    """16-bit rows, tiles of whole batches."""
+
+    x_policy = EVICT_FIRST
+
+    def __init__(self, problem: GdnPrefillProblem, config: Config) -> None:
+        super().__init__(problem, config)
+        assert self.rows % self.batch == 0
+        self.batches = self.rows // self.batch
+        self.pitch = self.threads * PART_BYTES  # of a row in shared memory
+        self.stage_bytes = (self.history + self.rows) * self.pitch  # of a tile
+
+    def stage(self, tiles: int) -> Any:
+        """Address of shared memory for this many tiles."""
+        layout = cute.make_layout(tiles * self.stage_bytes // 4)
+        return cutlass.utils.SmemAllocator().allocate_tensor(Int32, layout, 128).iterator.toint()
+
+    @cute.jit
+    def span(self, params: Conv1dParams, tile: Int32, sequence: Int32):
+        """First token of a tile's sequence, the tile's first and the one after its last; none where last is not after first."""
+        begin = Int32(params.cu_seqlens[sequence])
+        first = begin + (tile - begin // self.rows - sequence) * self.rows
+        stop = cutlass.min(first + self.rows, Int32(params.cu_seqlens[sequence + 1]))
+        if first < begin:
+            stop = first
+        return begin, first, stop
+
+    @cute.jit
+    def ask_for_tile(self, params: Conv1dParams, span, channel: Int32, place: Int32):
+        """Before anything is known of the slot, which is further loads away. place: this thread's part of the first row in shared
+        memory."""
+        begin, first, stop = span
+        if (first < stop) & (channel < self.dim):
+            self.ask_for_rows(params.x, begin, first, stop, channel, place)
+
+    @cute.jit
+    def finish_tile(self, params: Conv1dParams, tile: Int32, sequence: Int32, span, channel: Int32, place: Int32):
+        begin, first, stop = span
+        if (first < stop) & (channel < self.dim):
+            slot, is_live, is_continued = self.start_of(params, sequence)
+            if is_live:
+                self.convolve_rows(params, first, stop, channel, place, slot, is_continued & (first == begin), first != begin)
+                self.store_windows(params, tile, sequence, channel)
+            else:
+                cute.arch.cp_async_wait_group(0)
+                self.zero_rows(params.out, first, stop, Int32(1), channel)
+
+    @cute.jit
+    def ask_for_rows(self, gX: cute.Tensor, begin: Int32, first: Int32, stop: Int32, channel: Int32, place: Int32):
+        """A tile's rows, a group of copies for each batch; with the first one those before it, if they are of its sequence."""
+        history = cutlass.const_expr(self.history)
+        if first != begin:
+            for c in cutlass.range_constexpr(history):
+                self.ask_for_row(gX, first - history + c, channel, place + c * self.pitch)
+        for u in cutlass.range_constexpr(self.rows):
+            # After the last row that one again: no copy has a condition.
+            self.ask_for_row(gX, cutlass.min(first + u, stop - 1), channel, place + (history + u) * self.pitch)
+            if cutlass.const_expr(u % self.batch == self.batch - 1):
+                cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def convolve_rows(
+        self, params: Conv1dParams, first: Int32, stop: Int32, channel: Int32, place: Int32, slot: Int64, from_slot, from_rows
+    ):
+        """from_slot, from_rows: whether the inputs before the tile are the slot's window, or rows; else they are zero."""
+        history = cutlass.const_expr(self.history)
+        registers = Registers(
+            cute.make_rmem_tensor(CHANNELS * self.width, Float32),
+            cute.make_rmem_tensor(CHANNELS, Float32),
+            cute.make_rmem_tensor((history + self.batch) * CHANNELS, Float32),
+            cute.make_rmem_tensor(CHANNELS, Float32),
+        )
+        rLine = registers.line
+        rLine.fill(0.0)
+        self.load_filter(channel, params.weight, params.bias, registers)
+        if from_slot:
+            self.load_history(params.conv_states, slot, Int32(0), channel, rLine)
+        cute.arch.cp_async_wait_group(self.batches - 1)
+        if from_rows:
+            for c in cutlass.range_constexpr(history):
+                self.take_row(place + c * self.pitch, rLine, c)
+        for i in cutlass.range_constexpr(self.batches):
+            cute.arch.cp_async_wait_group(self.batches - 1 - i)
+            token = first + i * self.batch
+            if token < stop:
+                for u in cutlass.range_constexpr(self.batch):
+                    self.take_row(place + (history + i * self.batch + u) * self.pitch, rLine, history + u)
+                for u in cutlass.range_constexpr(self.batch):
+                    self.convolve(registers, u)
+                    if token + u < stop:
+                        self.store_row(registers.out, params.out, token + u, channel)
+                for e in cutlass.range_constexpr(history * CHANNELS):
+                    rLine[e] = rLine[self.batch * CHANNELS + e]
+
+    @cute.jit
+    def ask_for_row(self, gX: cute.Tensor, token: Int32, channel: Int32, place: Int32):
+        offset = Int64(token) * gX.stride[0] + self.column_of(channel)
+        ptx.copy_to_shared(place, gX.iterator.toint() + offset * (self.dtype.width // 8), Int64(self.x_policy))
+
+    @cute.jit
+    def take_row(self, place: Int32, rLine: cute.Tensor, row: cutlass.Constexpr):
+        words = ptx.load_words(place)
+        for i in cutlass.range_constexpr(CHANNELS // 2):
+            low, high = ptx.unpack(self.dtype, words[i])
+            rLine[row * CHANNELS + 2 * i] = low
+            rLine[row * CHANNELS + 2 * i + 1] = high
