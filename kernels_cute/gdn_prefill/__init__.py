@@ -80,7 +80,7 @@ def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool
     if config.num_conv_blocks:
         return plan.side_by_side_fits(problem, config, device)
     if config.num_group_sequences:
-        return plan.groups_fit(problem, config) and conv.fits(parts.conv_problem(problem), config.conv, device)
+        return plan.groups_fit(problem, config, device) and conv.fits(parts.conv_problem(problem), config.conv, device)
     return (
         conv.fits(parts.conv_problem(problem), config.conv, device)
         and norm.fits(parts.norm_problem(problem), config.norm, device)

@@ -11,6 +11,7 @@ from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.conv1d.convolution import THREADS, threads_fit
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.rows import CLUSTER, block_threads, stage_bytes
+from kernels_cute.gdn_prefill.staged import PART_BYTES
 
 ALL_CLUSTERS = 2**31 - 1
 _GROUP_BYTES = 40 << 20  # rows of a group of sequences at most: the L2 cache has 50 MB
@@ -58,9 +59,11 @@ def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dic
     return list(_candidates(problem, device)) if _serves(problem) else []
 
 
-def groups_fit(problem: GdnPrefillProblem, config: Any) -> bool:
+def groups_fit(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:
     """Whether a configuration with `num_group_sequences` serves the problem."""
     c = config
+    if (problem.width - 1 + c.conv_rows) * c.conv_threads * PART_BYTES > device.shared_bytes_per_block:
+        return False
     others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.num_persistent_clusters)
     return _serves(problem) and c.num_group_sequences > 0 and c.stages == STAGES and not any(others)
 

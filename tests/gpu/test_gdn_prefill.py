@@ -1,8 +1,9 @@
 """The fused prefill step on the GPU, against its reference in float64.
 
 Inputs and pools lie inside larger tensors full of NaN, as in test_gdn_decode: what must not be read poisons the result, what must
-not be written is compared bit for bit. The kernels run one after the other ("apart") or side by side ("beside"), where the two
-halves of a call wait for each other: every case runs in both forms, and what hangs is a failure too.
+not be written is compared bit for bit. The kernels run one after the other ("apart"), or so for a few sequences each ("groups"),
+or side by side ("beside"), where the parts of a call wait for each other: every case runs in all forms, and what hangs is a
+failure too.
 """
 
 import importlib
@@ -172,7 +173,10 @@ def run(case: Case, device: torch.device, seed: int = 0) -> Arguments:
 
 
 Configure = Callable[..., None]
-FORMS = pytest.mark.parametrize("form", ["apart", "beside", "beside, few clusters"])
+FORMS = pytest.mark.parametrize("form", ["apart", "beside", "beside, few clusters", "groups"])
+# One sequence after the other with two SMs a head, which is what the other forms have.
+PLAIN = {"stages": 4, "prefetch": 0, "num_four_sm_clusters": 0, "max_l2_ring_groups": 0, "split_chunks": 0,
+         "split_if_longest_exceeds": 0, "num_persistent_clusters": 0}  # fmt: skip
 
 
 @pytest.fixture
@@ -184,10 +188,11 @@ def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
     def set_form(form: str, **changes: int) -> None:
         def prepare(problem: Any, device: torch.device, backend: str) -> runtime.Prepared:
             space = module.configs(problem, H100)
-            found = [config for config in space if bool(config.num_conv_blocks) == (form != "apart")]
-            if not found:  # interleaved rows, other head dims
-                found = space
-            config = replace(found[0], **changes)
+            beside = [config for config in space if config.num_conv_blocks]
+            apart = [config for config in space if not config.num_conv_blocks and not config.num_group_sequences]
+            found = beside if "beside" in form and beside else apart  # other head dims have no form but apart
+            grouped = PLAIN | {"num_group_sequences": 2, "conv_rows": 16, "conv_threads": 64}
+            config = replace(found[0], **(grouped if form == "groups" and beside else {}) | changes)
             if config.num_conv_blocks:
                 config = replace(config, num_persistent_clusters=3 if "few" in form else 0)
             assert module.fits(problem, config, H100)
@@ -254,11 +259,18 @@ def test_lengths(shape: str, form: str, configure: Configure, device: torch.devi
 
 
 @pytest.mark.parametrize("form", ["beside", "beside, few clusters"])
-@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+@pytest.mark.parametrize("rows", [8, 16])
 @pytest.mark.parametrize("conv_blocks", [2, 20, 64])
 def test_tiles_of_the_convolution(form: str, rows: int, conv_blocks: int, configure: Configure, device: torch.device) -> None:
     configure(form, conv_rows=rows, num_conv_blocks=conv_blocks)
     run(Case(lengths=(200, 1, 64, 30, 700), heads=(4, 8)), device)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+@pytest.mark.parametrize("rows", [8, 32])
+def test_sizes_of_groups(count: int, rows: int, configure: Configure, device: torch.device) -> None:
+    configure("groups", conv_rows=rows, num_group_sequences=count)
+    run(Case(lengths=(200, 1, 64, 30, 700, 0, 3, 128), heads=(4, 8)), device)
 
 
 def same(first: Arguments, second: Arguments) -> bool:
@@ -269,9 +281,8 @@ def test_the_forms_give_the_same_bits(configure: Configure, device: torch.device
     """With two SMs a head everywhere: what runs at the same time changes nothing."""
     found = []
     for form, changes in (
-        ("apart", {"stages": 4, "prefetch": 0, "num_four_sm_clusters": 0, "max_l2_ring_groups": 0, "split_chunks": 0,
-                   "split_if_longest_exceeds": 0, "num_persistent_clusters": 0}),
-        ("beside", {}), ("beside, few clusters", {}), ("beside", {"conv_rows": 16, "num_conv_blocks": 20}),
+        ("apart", PLAIN), ("beside", {}), ("beside, few clusters", {}), ("beside", {"conv_rows": 16, "num_conv_blocks": 20}),
+        ("groups", {}), ("groups", {"num_group_sequences": 3, "conv_threads": 128}),
     ):  # fmt: skip
         configure(form, **changes)
         found.append(run(Case(lengths=(300, 1, 1000, 64, 70), heads=(4, 8)), device))
@@ -293,8 +304,7 @@ def test_repeated_calls_give_the_same_bits(form: str, configure: Configure, devi
 @FORMS
 def test_a_sequence_alone(form: str, configure: Configure, device: torch.device) -> None:
     """The same bits as in a batch, where both take the same form."""
-    configure(form, **({"stages": 4, "num_four_sm_clusters": 0, "max_l2_ring_groups": 0, "split_chunks": 0, "prefetch": 0,
-                        "split_if_longest_exceeds": 0, "num_persistent_clusters": 0} if form == "apart" else {}))  # fmt: skip
+    configure(form, **(PLAIN if form == "apart" else {}))
     case = Case(lengths=(200, 65, 700), padding=0, has_mask=False)
     arguments = make(case, device)
     before = copies(arguments)
