@@ -21,7 +21,6 @@ CUTE_DTYPES = _FLOATS | _INTEGERS | {"float8_e4m3fn": cutlass.Float8E4M3FN, "boo
 FLOAT_DTYPES = tuple(_FLOATS)
 HALF_DTYPES, INDEX_DTYPES = ("bfloat16", "float16"), ("int32", "int64")
 ACCESS_BYTES = 16  # the widest load and store
-EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # L2 policies: gone first, and last, when room is needed
 
 
 def unserved(tensors: Mapping[tuple[str, ...], Mapping[str, str | None]]) -> str | None:
@@ -76,24 +75,22 @@ def word_pointer(address: Int64, align: Constexpr):
 
 
 @cute.jit
-def load(source: cute.Pointer, width: Constexpr, rX: cute.Tensor, start: Constexpr, once: Constexpr, policy: Constexpr = None):
-    """rX[start : start + width] = the width elements at source, in the widest accesses; once: past L1; policy: of L2."""
+def load(source: cute.Pointer, width: Constexpr, rX: cute.Tensor, start: Constexpr, once: Constexpr):
+    """rX[start : start + width] = the width elements at source, in the widest accesses; once: past L1."""
     dtype = source.dtype
     step = cutlass.const_expr(min(width, ACCESS_BYTES * 8 // dtype.width))
     priority = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE if once else cute.nvgpu.CacheEvictionPriority.EVICT_NORMAL
     atom = cute.make_copy_atom(cute.nvgpu.CopyG2ROp(), dtype, num_bits_per_copy=step * dtype.width, l1c_evict_priority=priority)
     for first in cutlass.range_constexpr(0, width, step):
         rSlice = cute.make_rmem_tensor(step, dtype)
-        given = cutlass.const_expr({} if policy is None else {"cache_policy": Int64(policy)})
-        cute.copy(atom, cute.make_tensor(source + first, cute.make_layout(step)), rSlice, **given)
+        cute.copy(atom, cute.make_tensor(source + first, cute.make_layout(step)), rSlice)
         for e in cutlass.range_constexpr(step):
             rX[start + first + e] = rSlice[e].to(rX.element_type)
 
 
 @cute.jit
-def store(rX: cute.Tensor, start: Constexpr, width: Constexpr, target: cute.Pointer, policy: Constexpr = None):
-    """The width elements at target = rX[start : start + width], rounded to target's dtype, in the widest accesses; policy: of the
-    L2 cache."""
+def store(rX: cute.Tensor, start: Constexpr, width: Constexpr, target: cute.Pointer):
+    """The width elements at target = rX[start : start + width], rounded to target's dtype, in the widest accesses."""
     dtype = target.dtype
     step = cutlass.const_expr(min(width, ACCESS_BYTES * 8 // dtype.width))
     atom = cute.make_copy_atom(cute.nvgpu.CopyR2GOp(), dtype, num_bits_per_copy=step * dtype.width)
@@ -101,8 +98,7 @@ def store(rX: cute.Tensor, start: Constexpr, width: Constexpr, target: cute.Poin
         rSlice = cute.make_rmem_tensor(step, dtype)
         for e in cutlass.range_constexpr(step):
             rSlice[e] = rX[start + first + e].to(dtype)
-        given = cutlass.const_expr({} if policy is None else {"cache_policy": Int64(policy)})
-        cute.copy(atom, rSlice, cute.make_tensor(target + first, cute.make_layout(step)), **given)
+        cute.copy(atom, rSlice, cute.make_tensor(target + first, cute.make_layout(step)))
 
 
 @cute.jit

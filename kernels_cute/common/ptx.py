@@ -59,9 +59,6 @@ store_global_word, store_global_pair, store_global_words = (_stores("st.global",
 # (target, source, bytes) from shared memory of this block, in the thread's bulk group.
 copy_to_global = instruction("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};")
 
-# (target, source, L2 policy): 16 bytes to shared memory, in the thread's group of such copies.
-copy_to_shared = instruction("cp.async.cg.shared.global.L2::cache_hint [{$r0}], [{$r1}], 16, {$r2};")
-
 # Other blocks of the cluster.
 in_block = instruction("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", Int32)  # (address, rank): the same address there
 load_from_block = _loads("ld.shared::cluster", "b32")  # a word there; address: of in_block
@@ -149,7 +146,7 @@ def load_global_if(address: Any, size: int, positive: Any) -> Any:
 
 
 def number(dtype: Any, word: Any) -> Any:
-    """Value that load_global_if has loaded, as float32."""
+    """What load_global_if has loaded, as float32."""
     return word.bitcast(Float32) if dtype is Float32 else unpack(dtype, word)[0]
 
 

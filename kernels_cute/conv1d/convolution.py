@@ -72,9 +72,6 @@ class Convolution(Kernel):
 
     # No shared memory is used; without a value the DSL asks a device for its limit.
     limits = {"preferred_smem_carveout": 0}
-    # Of the L2 cache, for rows of x and of out.
-    x_policy: int | None = None
-    out_policy: int | None = None
 
     def __init__(self, problem: ConvolutionProblem, threads: int, batch: int) -> None:
         self.threads, self.batch = threads, batch
@@ -126,9 +123,9 @@ class Convolution(Kernel):
     def load_row(self, gX: cute.Tensor, token: Int32, channel: Int32, rLine: cute.Tensor, place: Constexpr):
         offset = Int64(token) * gX.stride[0] + self.column_of(channel)
         if cutlass.const_expr(rLine.element_type is Int32):
-            load(words(gX, offset, 16), WORDS, rLine, place * WORDS, True, self.x_policy)
+            load(words(gX, offset, 16), WORDS, rLine, place * WORDS, True)
         else:
-            load(pointer(gX, offset, 16), CHANNELS, rLine, place * CHANNELS, True, self.x_policy)
+            load(pointer(gX, offset, 16), CHANNELS, rLine, place * CHANNELS, True)
 
     @cute.jit
     def load_history(self, gStates: cute.Tensor, slot: Int64, first: Int32, channel: Int32, rLine: cute.Tensor):
@@ -192,4 +189,4 @@ class Convolution(Kernel):
 
     @cute.jit
     def store_row(self, rOut: cute.Tensor, gOut: cute.Tensor, token: Int32, channel: Int32):
-        store(rOut, 0, CHANNELS, pointer(gOut, Int64(token) * gOut.stride[0] + channel, 16), self.out_policy)
+        store(rOut, 0, CHANNELS, pointer(gOut, Int64(token) * gOut.stride[0] + channel, 16))

@@ -28,24 +28,17 @@ from kernels_cute.chunk import fused
 from kernels_cute.chunk.arguments import TokenCopies, token_copies
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
-from kernels_cute.common.memory import CUTE_DTYPES, EVICT_FIRST
+from kernels_cute.common.memory import CUTE_DTYPES
 from kernels_cute.conv1d.tiles import find_sequence
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.outputs import NormParams, OutputNorm
-from kernels_cute.gdn_prefill.rows import is_plain
-from kernels_cute.gdn_prefill.staged import PART_BYTES, StagedConv
+from kernels_cute.gdn_prefill.policies import EVICT_FIRST
+from kernels_cute.gdn_prefill.staged import PART_BYTES, StagedTiles
 from kernels_cute.gdn_prefill.views import chunk_views, norm_z
 
-_CONV_THREADS_PER_SM = 640  # that registers must allow; they suffice, and the rows of ten blocks fit into shared memory
 
-
-class GroupConv(StagedConv, params=Conv1dParams):
+class GroupConv(StagedTiles, params=Conv1dParams):
     """The convolution of a group's sequences, to rows that are counted from its first token."""
-
-    def __init__(self, problem: GdnPrefillProblem, config: Any) -> None:
-        super().__init__(problem, config)
-        threads = _CONV_THREADS_PER_SM if is_plain(problem) else 384
-        self.limits = {"min_blocks_per_mp": threads // self.threads, "preferred_smem_carveout": 100}
 
     @cute.kernel
     def kernel(self, params: Conv1dParams, is_first: Int32):

@@ -16,8 +16,10 @@ from gdn.problems import GdnPrefillProblem
 from kernels_cute.chunk import signals
 from kernels_cute.chunk.roles.gates import head_offset
 from kernels_cute.chunk.shape import CHUNK
-from kernels_cute.common.memory import load, pointer, sigmoid, store
+from kernels_cute.common.memory import load, pointer, sigmoid
 from kernels_cute.conv1d.tiles import find_sequence
+from kernels_cute.gdn_prefill import policies
+from kernels_cute.gdn_prefill.policies import NORMAL
 
 _VECTOR = 8  # elements of an access
 _THREADS = 256
@@ -38,7 +40,7 @@ class NormParams(NamedTuple):
 class OutputNorm:
     """dim: V; blocks_of_chunk: the chunk kernel's blocks that share a head."""
 
-    policy: int | None = None  # of the L2 cache, for z and the result
+    policy = NORMAL  # of the L2 cache, for z and the result
 
     def __init__(self, problem: GdnPrefillProblem, blocks_of_chunk: int) -> None:
         self.heads, self.dim, self.sigmoid = problem.num_v_heads, problem.head_v_dim, problem.gate_sigmoid
@@ -114,7 +116,7 @@ class OutputNorm:
                 rOut[i] = weighted
             if group + u * self.groups < valid:
                 place = self.place_of(params.out, token + group + u * self.groups, head, column)
-                store(rOut, 0, _VECTOR, pointer(params.out, place, 2 * _VECTOR), self.policy)
+                policies.store(rOut, 0, _VECTOR, pointer(params.out, place, 2 * _VECTOR), self.policy)
 
     @cute.jit
     def await_outputs(self, done: Int64, thread: Int32):
@@ -128,4 +130,4 @@ class OutputNorm:
     @cute.jit
     def load_row(self, x: cute.Tensor, row: Int32, head: Int32, column: Int32, rX: cute.Tensor, start: cutlass.Constexpr):
         align = cutlass.const_expr(min(16, _VECTOR * x.element_type.width // 8))
-        load(pointer(x, self.place_of(x, row, head, column), align), _VECTOR, rX, start, True, self.policy)
+        policies.load(pointer(x, self.place_of(x, row, head, column), align), _VECTOR, rX, start, self.policy)

@@ -15,14 +15,9 @@ from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.conv1d.convolution import CHANNELS
 from kernels_cute.conv1d.prefill import Config
 from kernels_cute.conv1d.tiles import find_sequence
-from kernels_cute.gdn_prefill.staged import PART_BYTES, StagedConv
+from kernels_cute.gdn_prefill.staged import PART_BYTES, StagedConv, is_plain
 
 CLUSTER = 2  # blocks: with pairs the SMs that are left are pairs, too, which the chunk kernel's clusters need
-
-
-def is_plain(problem: GdnPrefillProblem) -> bool:
-    """Whether the convolution takes the fewest registers."""
-    return problem.dtype == "bfloat16" and problem.bias_dtype is None and problem.silu and not problem.has_checkpoints
 
 
 def block_threads(problem: GdnPrefillProblem) -> int:

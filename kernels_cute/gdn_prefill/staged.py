@@ -12,12 +12,25 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import Conv1dParams, GdnPrefillProblem
 from kernels_cute.common import ptx
-from kernels_cute.common.memory import EVICT_FIRST
 from kernels_cute.conv1d.convolution import CHANNELS, Registers
 from kernels_cute.conv1d.prefill import Config
+from kernels_cute.conv1d.tiles import find_sequence
+from kernels_cute.gdn_prefill.policies import EVICT_FIRST
 from kernels_cute.gdn_prefill.steps import PrefillConv
 
 PART_BYTES = 16  # of a thread's part of a row
+# (target, source, bytes, L2 policy): 16 bytes to shared memory, zeros after the first `bytes`; in the thread's group of copies.
+_copy_part = ptx.instruction("cp.async.cg.shared.global.L2::cache_hint [{$r0}], [{$r1}], 16, {$r2}, {$r3};")
+
+
+def is_plain(problem: GdnPrefillProblem) -> bool:
+    """Whether the convolution takes the fewest registers."""
+    return problem.dtype == "bfloat16" and problem.bias_dtype is None and problem.silu and not problem.has_checkpoints
+
+
+def resident_threads(problem: GdnPrefillProblem) -> int:
+    """Of an SM, that registers must allow, in small blocks: as many as there are without spills."""
+    return 640 if is_plain(problem) else 384
 
 
 class StagedConv(PrefillConv, params=Conv1dParams):
@@ -73,10 +86,9 @@ class StagedConv(PrefillConv, params=Conv1dParams):
         history = cutlass.const_expr(self.history)
         if first != begin:
             for c in cutlass.range_constexpr(history):
-                self.ask_for_row(gX, first - history + c, channel, place + c * self.pitch)
+                self.ask_for_row(gX, first - history + c, stop, channel, place + c * self.pitch)
         for u in cutlass.range_constexpr(self.rows):
-            # After the last row that one again: no copy has a condition.
-            self.ask_for_row(gX, cutlass.min(first + u, stop - 1), channel, place + (history + u) * self.pitch)
+            self.ask_for_row(gX, first + u, stop, channel, place + (history + u) * self.pitch)
             if cutlass.const_expr(u % self.batch == self.batch - 1):
                 cute.arch.cp_async_commit_group()
 
@@ -115,9 +127,13 @@ class StagedConv(PrefillConv, params=Conv1dParams):
                     rLine[e] = rLine[self.batch * CHANNELS + e]
 
     @cute.jit
-    def ask_for_row(self, gX: cute.Tensor, token: Int32, channel: Int32, place: Int32):
+    def ask_for_row(self, gX: cute.Tensor, token: Int32, stop: Int32, channel: Int32, place: Int32):
+        """From `stop` on nothing is read, without a branch."""
         offset = Int64(token) * gX.stride[0] + self.column_of(channel)
-        ptx.copy_to_shared(place, gX.iterator.toint() + offset * (self.dtype.width // 8), Int64(self.x_policy))
+        size = Int32(PART_BYTES)
+        if token >= stop:
+            size = Int32(0)
+        _copy_part(place, gX.iterator.toint() + offset * (self.dtype.width // 8), size, Int64(self.x_policy))
 
     @cute.jit
     def take_row(self, place: Int32, rLine: cute.Tensor, row: cutlass.Constexpr):
@@ -126,3 +142,26 @@ class StagedConv(PrefillConv, params=Conv1dParams):
             low, high = ptx.unpack(self.dtype, words[i])
             rLine[row * CHANNELS + 2 * i] = low
             rLine[row * CHANNELS + 2 * i + 1] = high
+
+
+class StagedTiles(StagedConv, params=Conv1dParams):
+    """A tile a block, as the convolution alone."""
+
+    def __init__(self, problem: GdnPrefillProblem, config: Config) -> None:
+        super().__init__(problem, config)
+        self.limits = {"min_blocks_per_mp": resident_threads(problem) // self.threads, "preferred_smem_carveout": 100}
+
+    @cute.kernel
+    def kernel(self, params: Conv1dParams):
+        tile, channel, _ = self.assignment()
+        thread, _, _ = cute.arch.thread_idx()
+        place = self.stage(1) + thread * PART_BYTES
+        num_sequences = params.cu_seqlens.shape[0] - 1
+        sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
+        span = self.span(params, tile, sequence)
+        self.ask_for_tile(params, span, channel, place)
+        self.finish_tile(params, tile, sequence, span, channel, place)
+        if channel < self.dim:
+            # Rows after the last sequence are dealt to all blocks.
+            tiles = params.x.shape[0] // self.rows + num_sequences
+            self.zero_rows(params.out, Int32(params.cu_seqlens[num_sequences]) + tile, params.out.shape[0], tiles, channel)
