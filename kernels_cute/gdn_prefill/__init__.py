@@ -22,7 +22,7 @@ from kernels_cute import chunk
 from kernels_cute.chunk.kernel import Config as ChunkConfig
 from kernels_cute.common import build
 from kernels_cute.conv1d import prefill as conv
-from kernels_cute.gdn_prefill import groups, parts, plan, side_by_side, steps
+from kernels_cute.gdn_prefill import groups, parts, plan, side_by_side, staged, steps
 from kernels_cute.gdn_steps import rms_norm_gated as norm
 
 # As the chunk kernel, which takes half of the time: for other sizes another of its designs may be faster.
@@ -44,8 +44,8 @@ class Config(ChunkConfig):
     # Sequences that go through all three kernels before the next ones do; 0: each kernel serves the whole call.
     num_group_sequences: int = field(default=0, metadata={"compiled": bool})
 
-    conv_threads: int = 128
-    conv_rows: int = 32
+    conv_threads: int = 64
+    conv_rows: int = 16
     conv_batch: int = 4
     conv_min_threads_per_sm: int = 384
     norm_threads: int = 128
@@ -79,12 +79,12 @@ def note(problem: GdnPrefillProblem) -> str | None:
 def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool:
     if config.num_conv_blocks:
         return plan.side_by_side_fits(problem, config, device)
+    if not (conv.fits(parts.conv_problem(problem), config.conv, device) and plan.tiles_fit(problem, config, device)):
+        return False
     if config.num_group_sequences:
-        return plan.groups_fit(problem, config, device) and conv.fits(parts.conv_problem(problem), config.conv, device)
-    return (
-        conv.fits(parts.conv_problem(problem), config.conv, device)
-        and norm.fits(parts.norm_problem(problem), config.norm, device)
-        and chunk.fits(parts.chunk_problem(problem), config, device)
+        return plan.groups_fit(problem, config)
+    return norm.fits(parts.norm_problem(problem), config.norm, device) and chunk.fits(
+        parts.chunk_problem(problem), config, device
     )
 
 
@@ -103,7 +103,7 @@ def configs(problem: GdnPrefillProblem, device: DeviceSpec) -> list[Config]:
 
 
 def _with_steps(problem: GdnPrefillProblem, config: ChunkConfig, device: DeviceSpec) -> Config:
-    own = conv.default_config(parts.conv_problem(problem), device)
+    own = plan.tiles(problem, conv.default_config(parts.conv_problem(problem), device))
     last = norm.default_config(parts.norm_problem(problem), device)
     steps_of = {f"conv_{name}": value for name, value in vars(own).items()}
     return Config(**vars(config), **steps_of, norm_threads=last.threads, norm_rows=last.rows)
@@ -126,7 +126,7 @@ def compile(problem: GdnPrefillProblem, config: Config) -> dict[str, bytes]:
     if config.num_group_sequences:
         host = groups.Groups(problem, config.conv).launch
         return {_GROUPS: build.library(_GROUPS, host, *side_by_side.fakes(problem), cutlass.Int32(2))}
-    conv_kernel, norm_kernel = steps.PrefillConv(problem, config.conv), steps.PrefillNorm(problem, config.norm)
+    conv_kernel, norm_kernel = staged.StagedTiles(problem, config.conv), steps.PrefillNorm(problem, config.norm)
     return {
         **build.one_entry(_CONV, conv_kernel, steps.conv_fakes(problem)),
         **chunk.compile(parts.chunk_problem(problem), config),

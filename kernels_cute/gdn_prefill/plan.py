@@ -1,6 +1,7 @@
 """Whether the three kernels of a prefill step run side by side, and on how many SMs: a model of its time from sizes alone."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from gdn.device import DeviceSpec
@@ -9,6 +10,7 @@ from kernels_cute.chunk.plan import Model
 from kernels_cute.chunk.scheduler import max_scheduled_clusters
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.conv1d.convolution import THREADS, threads_fit
+from kernels_cute.conv1d.prefill import Config as ConvConfig
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.rows import CLUSTER, block_threads, stage_bytes
 from kernels_cute.gdn_prefill.staged import PART_BYTES
@@ -20,6 +22,7 @@ _SMS = 132
 # SMs of the convolution, of _SMS: enough to stay ahead of the chunk kernel, few enough that its rows are still in the L2 cache.
 _CONV_SMS = (46, 28, 34, 40, 52, 64)  # the first is the default
 _CONV_ROWS = (16, 8)
+_CONV_THREADS = 64
 # Microseconds, fitted to measured calls (LAB-NOTES.md): a chunk side by side; start, first rows, last outputs.
 _CHUNK, _ENDS = 1.78, 16.0
 _WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel, where a cluster takes several
@@ -59,11 +62,19 @@ def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dic
     return list(_candidates(problem, device)) if _serves(problem) else []
 
 
-def groups_fit(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:
+def tiles(problem: GdnPrefillProblem, alone: ConvConfig) -> ConvConfig:
+    """Tiles of the staged convolution, from those of the convolution alone: as many tokens as let ten blocks share an SM."""
+    return replace(alone, threads=min(alone.threads, _CONV_THREADS), rows=min(alone.rows, _CONV_ROWS[0]))
+
+
+def tiles_fit(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:
+    """Whether a block's tile has room in shared memory."""
+    return (problem.width - 1 + config.conv_rows) * config.conv_threads * PART_BYTES <= device.shared_bytes_per_block
+
+
+def groups_fit(problem: GdnPrefillProblem, config: Any) -> bool:
     """Whether a configuration with `num_group_sequences` serves the problem."""
     c = config
-    if (problem.width - 1 + c.conv_rows) * c.conv_threads * PART_BYTES > device.shared_bytes_per_block:
-        return False
     others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.num_persistent_clusters)
     return _serves(problem) and c.num_group_sequences > 0 and c.stages == STAGES and not any(others)
 
@@ -76,16 +87,19 @@ def all_groups(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict[
     if not _serves(problem) or not 0 < count < sequences or problem.num_tokens * count * row_bytes > _GROUP_BYTES * sequences:
         return
     names = ("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters", "num_persistent_clusters")
-    fixed = {"stages": STAGES, "num_group_sequences": count, "max_l2_ring_groups": 0, "conv_threads": 64} | dict.fromkeys(
-        names, 0
-    )
-    for rows in (32, 16):
-        yield fixed | {"conv_rows": rows, "conv_batch": 4, "conv_min_threads_per_sm": 512}
-        yield fixed | {"conv_rows": rows, "conv_batch": 2, "conv_min_threads_per_sm": 384}
+    fixed: dict[str, int] = {"stages": STAGES, "num_group_sequences": count, "max_l2_ring_groups": 0}
+    fixed |= {"conv_threads": _CONV_THREADS} | dict.fromkeys(names, 0)
+    batch = _batch(problem)
+    for rows in _CONV_ROWS:
+        yield fixed | {"conv_rows": rows, "conv_batch": batch, "conv_min_threads_per_sm": 384}
 
 
 def _serves(problem: GdnPrefillProblem) -> bool:
     return problem.head_v_dim == problem.head_k_dim == _DIM
+
+
+def _batch(problem: GdnPrefillProblem) -> int:
+    return 2 if problem.dtype == "float16" and problem.bias_dtype is not None else 4  # as conv1d
 
 
 def _conv_blocks(share: int, device: DeviceSpec) -> int:
@@ -95,8 +109,7 @@ def _conv_blocks(share: int, device: DeviceSpec) -> int:
 def _candidates(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict[str, int]]:
     conv, block = parts.conv_problem(problem), block_threads(problem)
     threads = max((one for one in THREADS if block % one == 0 and threads_fit(conv, one)), default=THREADS[0])
-    batch = 2 if problem.dtype == "float16" and problem.bias_dtype is not None else 4  # as conv1d
-    fixed = {"stages": STAGES, "conv_threads": threads, "conv_batch": batch}
+    fixed = {"stages": STAGES, "conv_threads": threads, "conv_batch": _batch(problem)}
     fixed |= dict.fromkeys(("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters"), 0)
     for rows in _CONV_ROWS:
         for share in _CONV_SMS:
