@@ -44,8 +44,10 @@ class Config(ChunkConfig):
     # Sequences that go through all three kernels before the next ones do; 0: each kernel serves the whole call.
     num_group_sequences: int = field(default=0, metadata={"compiled": bool})
 
-    conv_threads: int = 64
-    conv_rows: int = 16
+    # 1: the convolution's rows go through shared memory (staged.py); groups have no other.
+    conv_staged: int = 0
+    conv_threads: int = 128
+    conv_rows: int = 32
     conv_batch: int = 4
     conv_min_threads_per_sm: int = 384
     norm_threads: int = 128
@@ -79,7 +81,9 @@ def note(problem: GdnPrefillProblem) -> str | None:
 def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool:
     if config.num_conv_blocks:
         return plan.side_by_side_fits(problem, config, device)
-    if not (conv.fits(parts.conv_problem(problem), config.conv, device) and plan.tiles_fit(problem, config, device)):
+    if not conv.fits(parts.conv_problem(problem), config.conv, device):
+        return False
+    if config.conv_staged and not plan.tiles_fit(problem, config, device):
         return False
     if config.num_group_sequences:
         return plan.groups_fit(problem, config)
@@ -96,14 +100,15 @@ def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
 
 
 def configs(problem: GdnPrefillProblem, device: DeviceSpec) -> list[Config]:
-    """The chunk kernel's, with the default of the other two, and those of the kernels side by side."""
+    """The chunk kernel's, with the default of the other two, and those of the kernels side by side and in groups."""
     apart = [_with_steps(problem, config, device) for config in chunk.configs(parts.chunk_problem(problem), device)]
-    others = (*plan.all_side_by_side(problem, device), *plan.all_groups(problem, device))
+    own = plan.staged_tiles(conv.default_config(parts.conv_problem(problem), device))
+    others = (own, *plan.all_side_by_side(problem, device), *plan.all_groups(problem, device))
     return [config for config in (*apart, *(replace(apart[0], **changes) for changes in others)) if fits(problem, config, device)]
 
 
 def _with_steps(problem: GdnPrefillProblem, config: ChunkConfig, device: DeviceSpec) -> Config:
-    own = plan.tiles(problem, conv.default_config(parts.conv_problem(problem), device))
+    own = conv.default_config(parts.conv_problem(problem), device)
     last = norm.default_config(parts.norm_problem(problem), device)
     steps_of = {f"conv_{name}": value for name, value in vars(own).items()}
     return Config(**vars(config), **steps_of, norm_threads=last.threads, norm_rows=last.rows)
@@ -120,13 +125,15 @@ def workspace_bytes(problem: GdnPrefillProblem, config: Config) -> int:
 
 def compile(problem: GdnPrefillProblem, config: Config) -> dict[str, bytes]:
     if config.num_conv_blocks:
-        host = side_by_side.SideBySide(problem, config.conv, config.num_persistent_clusters > 0).launch
+        is_persistent, is_staged = config.num_persistent_clusters > 0, config.conv_staged > 0
+        host = side_by_side.SideBySide(problem, config.conv, is_persistent, is_staged).launch
         scalars = (cutlass.Int32(2), cutlass.Int32(1))
         return {_SIDE_BY_SIDE: build.library(_SIDE_BY_SIDE, host, *side_by_side.fakes(problem), *scalars)}
     if config.num_group_sequences:
         host = groups.Groups(problem, config.conv).launch
         return {_GROUPS: build.library(_GROUPS, host, *side_by_side.fakes(problem), cutlass.Int32(2))}
-    conv_kernel, norm_kernel = staged.StagedTiles(problem, config.conv), steps.PrefillNorm(problem, config.norm)
+    conv_kernel: Any = (staged.StagedTiles if config.conv_staged else steps.PrefillConv)(problem, config.conv)
+    norm_kernel = steps.PrefillNorm(problem, config.norm)
     return {
         **build.one_entry(_CONV, conv_kernel, steps.conv_fakes(problem)),
         **chunk.compile(parts.chunk_problem(problem), config),

@@ -30,8 +30,8 @@ from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common.memory import CUTE_DTYPES
 from kernels_cute.conv1d.tiles import find_sequence
-from kernels_cute.gdn_prefill import parts
-from kernels_cute.gdn_prefill.outputs import NormParams, OutputNorm
+from kernels_cute.gdn_prefill import parts, policies
+from kernels_cute.gdn_prefill.outputs import VECTOR, NormParams, OutputNorm
 from kernels_cute.gdn_prefill.policies import EVICT_FIRST
 from kernels_cute.gdn_prefill.staged import PART_BYTES, StagedTiles
 from kernels_cute.gdn_prefill.views import chunk_views, norm_z
@@ -78,8 +78,6 @@ class GroupChunk(fused.FusedChunk):
 class GroupNorm(OutputNorm):
     """The norm of a group's outputs, a chunk and head after the other."""
 
-    policy = EVICT_FIRST
-
     @cute.kernel
     def kernel(self, params: NormParams, outputs_done: Int64):
         block, _, _ = cute.arch.block_idx()
@@ -102,6 +100,14 @@ class GroupNorm(OutputNorm):
     def await_outputs(self, done: Int64, thread: Int32) -> None:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def load_part(self, source: cute.Pointer, rX: cute.Tensor, start: cutlass.Constexpr):
+        policies.load(source, VECTOR, rX, start, EVICT_FIRST)
+
+    @cute.jit
+    def store_part(self, rOut: cute.Tensor, target: cute.Pointer):
+        policies.store(rOut, 0, VECTOR, target, EVICT_FIRST)
 
 
 class Groups:

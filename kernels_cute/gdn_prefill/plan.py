@@ -1,7 +1,6 @@
 """Whether the three kernels of a prefill step run side by side, and on how many SMs: a model of its time from sizes alone."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from gdn.device import DeviceSpec
@@ -21,8 +20,8 @@ _DIM = 128
 _SMS = 132
 # SMs of the convolution, of _SMS: enough to stay ahead of the chunk kernel, few enough that its rows are still in the L2 cache.
 _CONV_SMS = (46, 28, 34, 40, 52, 64)  # the first is the default
-_CONV_ROWS = (16, 8)
-_CONV_THREADS = 64
+_CONV_ROWS = (16, 32, 8)
+_STAGED_ROWS, _STAGED_THREADS = (16, 8), 64
 # Microseconds, fitted to measured calls (LAB-NOTES.md): a chunk side by side; start, first rows, last outputs.
 _CHUNK, _ENDS = 1.78, 16.0
 _WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel, where a cluster takes several
@@ -41,7 +40,7 @@ def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpe
     if not 0 <= c.num_persistent_clusters <= min(max_scheduled_clusters(True), (device.num_sms - c.num_conv_blocks) // 2):
         return False
     tiles = block_threads(p) % c.conv_threads == 0 and c.conv_threads >= 64 and CHUNK % c.conv_rows == 0 and c.conv_rows >= 8
-    if stage_bytes(p, c.conv_rows) > device.shared_bytes_per_block:
+    if c.conv_staged and stage_bytes(p, c.conv_rows) > device.shared_bytes_per_block:
         return False
     return tiles and c.conv_batch in (2, 4) and threads_fit(parts.conv_problem(problem), c.conv_threads)
 
@@ -62,9 +61,9 @@ def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dic
     return list(_candidates(problem, device)) if _serves(problem) else []
 
 
-def tiles(problem: GdnPrefillProblem, alone: ConvConfig) -> ConvConfig:
-    """Tiles of the staged convolution, from those of the convolution alone: as many tokens as let ten blocks share an SM."""
-    return replace(alone, threads=min(alone.threads, _CONV_THREADS), rows=min(alone.rows, _CONV_ROWS[0]))
+def staged_tiles(alone: ConvConfig) -> dict[str, int]:
+    """Fields for the staged convolution, from its tiles alone: as many tokens as let ten blocks share an SM."""
+    return {"conv_staged": 1, "conv_threads": min(alone.threads, _STAGED_THREADS), "conv_rows": min(alone.rows, _STAGED_ROWS[0])}
 
 
 def tiles_fit(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:
@@ -76,7 +75,7 @@ def groups_fit(problem: GdnPrefillProblem, config: Any) -> bool:
     """Whether a configuration with `num_group_sequences` serves the problem."""
     c = config
     others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.num_persistent_clusters)
-    return _serves(problem) and c.num_group_sequences > 0 and c.stages == STAGES and not any(others)
+    return _serves(problem) and c.num_group_sequences > 0 and c.conv_staged > 0 and c.stages == STAGES and not any(others)
 
 
 def all_groups(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict[str, int]]:
@@ -88,9 +87,9 @@ def all_groups(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict[
         return
     names = ("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters", "num_persistent_clusters")
     fixed: dict[str, int] = {"stages": STAGES, "num_group_sequences": count, "max_l2_ring_groups": 0}
-    fixed |= {"conv_threads": _CONV_THREADS} | dict.fromkeys(names, 0)
+    fixed |= {"conv_threads": _STAGED_THREADS, "conv_staged": 1} | dict.fromkeys(names, 0)
     batch = _batch(problem)
-    for rows in _CONV_ROWS:
+    for rows in _STAGED_ROWS:
         yield fixed | {"conv_rows": rows, "conv_batch": batch, "conv_min_threads_per_sm": 384}
 
 
@@ -111,12 +110,13 @@ def _candidates(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict
     threads = max((one for one in THREADS if block % one == 0 and threads_fit(conv, one)), default=THREADS[0])
     fixed = {"stages": STAGES, "conv_threads": threads, "conv_batch": _batch(problem)}
     fixed |= dict.fromkeys(("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters"), 0)
-    for rows in _CONV_ROWS:
+    staged = {"conv_staged": 1, "conv_threads": _STAGED_THREADS}
+    for rows, more in (*((rows, {}) for rows in _CONV_ROWS), *((rows, staged) for rows in _STAGED_ROWS)):
         for share in _CONV_SMS:
             blocks = _conv_blocks(share, device)
             clusters = _clusters(problem, device, blocks)
             own = {"num_conv_blocks": blocks, "num_persistent_clusters": clusters, "conv_rows": rows, "max_l2_ring_groups": 0}
-            yield fixed | own
+            yield fixed | own | more
 
 
 def _clusters(problem: GdnPrefillProblem, device: DeviceSpec, conv_blocks: int) -> int:

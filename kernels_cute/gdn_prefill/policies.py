@@ -7,7 +7,6 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Int64
 
 EVICT_FIRST = 0x12F0000000000000  # gone first when room is needed
-NORMAL = 0x1000000000000000
 
 
 @cute.jit

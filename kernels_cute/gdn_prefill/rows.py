@@ -16,6 +16,7 @@ from kernels_cute.conv1d.convolution import CHANNELS
 from kernels_cute.conv1d.prefill import Config
 from kernels_cute.conv1d.tiles import find_sequence
 from kernels_cute.gdn_prefill.staged import PART_BYTES, StagedConv, is_plain
+from kernels_cute.gdn_prefill.steps import PrefillConv
 
 CLUSTER = 2  # blocks: with pairs the SMs that are left are pairs, too, which the chunk kernel's clusters need
 
@@ -30,7 +31,19 @@ def stage_bytes(problem: GdnPrefillProblem, rows: int) -> int:
     return (problem.width - 1 + rows) * block_threads(problem) * PART_BYTES
 
 
-class RowMaker(StagedConv, params=Conv1dParams):
+def launch_options(threads: int, blocks: int, carveout: int) -> dict[str, object]:
+    return {
+        "grid": (blocks, 1, 1),
+        "block": (threads, 1, 1),
+        "cluster": (CLUSTER, 1, 1),
+        "min_blocks_per_mp": 1,
+        "preferred_smem_carveout": carveout,
+    }
+
+
+class RowMaker(PrefillConv, params=Conv1dParams):
+    """With rows in registers."""
+
     def __init__(self, problem: GdnPrefillProblem, config: Config) -> None:
         super().__init__(problem, config)
         self.block = block_threads(problem)
@@ -38,13 +51,50 @@ class RowMaker(StagedConv, params=Conv1dParams):
         self.workers = self.block // self.threads
 
     def launch_options(self, blocks: int) -> dict[str, object]:
-        return {
-            "grid": (blocks, 1, 1),
-            "block": (self.block, 1, 1),
-            "cluster": (CLUSTER, 1, 1),
-            "min_blocks_per_mp": 1,
-            "preferred_smem_carveout": 100,
-        }
+        return launch_options(self.block, blocks, 0)
+
+    @cute.kernel
+    def kernel(self, params: Conv1dParams, rows_made: Int64):
+        # The words are cleared by the launch before; the chunk kernel may begin once all of these blocks have.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        thread, _, _ = cute.arch.thread_idx()
+        worker = cute.arch.make_warp_uniform(thread // self.threads)
+        num_sequences = params.cu_seqlens.shape[0] - 1
+        units = (params.x.shape[0] // self.rows + num_sequences) * self.slices
+        for unit in cutlass.range(block * self.workers + worker, units, blocks * self.workers, unroll=1):
+            tile = unit // self.slices
+            channel = (unit % self.slices * self.threads + thread % self.threads) * 8
+            sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
+            if cutlass.const_expr(self.has_partial_slice):
+                if channel < self.dim:
+                    self.run_tile(params, tile, sequence, channel)
+            else:
+                self.run_tile(params, tile, sequence, channel)
+            begin = Int32(params.cu_seqlens[sequence])
+            first = (tile - begin // self.rows - sequence) * self.rows
+            # The chunk kernel's copies of these rows are of the other proxy.
+            cute.arch.fence_proxy("async.global")
+            cute.arch.barrier(barrier_id=1 + worker, number_of_threads=self.threads)
+            if thread % self.threads == 0:
+                if (first >= 0) & (first < Int32(params.cu_seqlens[sequence + 1]) - begin):
+                    number = signals.chunk_number(begin, sequence, first // CHUNK)
+                    signals.count_release(signals.word_address(rows_made, number))
+
+
+class StagedRowMaker(StagedConv, params=Conv1dParams):
+    """With rows in shared memory."""
+
+    def __init__(self, problem: GdnPrefillProblem, config: Config) -> None:
+        super().__init__(problem, config)
+        self.block = block_threads(problem)
+        assert CHUNK % self.rows == 0 and self.block % self.threads == 0
+        self.workers = self.block // self.threads
+
+    def launch_options(self, blocks: int) -> dict[str, object]:
+        return launch_options(self.block, blocks, 100)
 
     @cute.kernel
     def kernel(self, params: Conv1dParams, rows_made: Int64):

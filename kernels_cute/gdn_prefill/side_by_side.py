@@ -29,7 +29,7 @@ from kernels_cute.common import ptx
 from kernels_cute.common.memory import CUTE_DTYPES, fake
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.outputs import NormParams, OutputNorm
-from kernels_cute.gdn_prefill.rows import RowMaker
+from kernels_cute.gdn_prefill.rows import RowMaker, StagedRowMaker
 from kernels_cute.gdn_prefill.views import chunk_views, norm_z
 
 _CLEAR_THREADS = 256
@@ -46,9 +46,9 @@ def words_bytes(num_words: Any) -> Any:
 
 
 class SideBySide:
-    def __init__(self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool) -> None:
+    def __init__(self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool, is_staged: bool) -> None:
         self.problem = problem
-        self.rows = RowMaker(problem, conv_config)
+        self.rows: Any = (StagedRowMaker if is_staged else RowMaker)(problem, conv_config)
         own = ChunkSpec(parts.chunk_problem(problem), STAGES, 0, is_persistent, False, False)
         self.spec = own.changed(row_tile=self.rows.rows, row_makers=self.rows.slices)
         self.chunk = fused.FusedChunk(self.spec)
