@@ -1,8 +1,8 @@
-"""What a compiled library would launch, without a GPU: the functions by which it reaches the driver are replaced by ones that print.
+"""What a compiled library would launch, without a GPU: the functions by which it reaches the driver are replaced.
 
-Run as a program of its own (python -m tests.compile.record_launches LIBRARY ENTRY COUNT ..., arguments pickled on stdin): in a
-process that has loaded the runtime, its functions would be taken. Each launch is a line of JSON: grid, block, bytes of shared memory,
-and of its first COUNT arguments the first 12 bytes (an address or a number, then a size). The counts are taken in turn.
+A program of its own (python -m tests.compile.record_launches LIBRARY ENTRY COUNT ..., arguments pickled on stdin): in a process
+that has loaded the runtime, the runtime's functions would be taken. A launch is a line of JSON: grid, block, bytes of shared
+memory, and of its first COUNT arguments the first 12 bytes (an address or a number, then a size). The counts are taken in turn.
 """
 
 import ctypes
@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import torch
 import tvm_ffi
 
 from gdn.runtime import compiled
@@ -46,6 +48,17 @@ int cuda_dialect_unload_library_once(void **library) { return 0; }
 """
 
 
+def _aligned(value: Any) -> Any:
+    """A tensor at an address such as a GPU's allocator gives."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    size = int(value.untyped_storage().nbytes()) - value.storage_offset() * value.element_size()
+    memory = fake_cuda.workspace(size)
+    assert memory is not None
+    whole = memory.view(value.dtype)
+    return whole.as_strided(value.shape, value.stride(), whole.storage_offset())
+
+
 def main() -> None:
     library, entry, *counts = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +71,7 @@ def main() -> None:
     ctypes.CDLL(str(compiled.runtime_library("cute")), mode=ctypes.RTLD_GLOBAL)
     function = tvm_ffi.load_module(library)[entry]
     values = pickle.loads(sys.stdin.buffer.read())
-    function(*map(fake_cuda.on_device, values))
+    function(*(fake_cuda.on_device(_aligned(value)) for value in values))
 
 
 if __name__ == "__main__":
