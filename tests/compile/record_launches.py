@@ -52,8 +52,8 @@ def _aligned(value: Any) -> Any:
     """A tensor at an address such as a GPU's allocator gives."""
     if not isinstance(value, torch.Tensor):
         return value
-    size = int(value.untyped_storage().nbytes()) - value.storage_offset() * value.element_size()
-    memory = fake_cuda.workspace(size)
+    size = value.untyped_storage().nbytes() - value.storage_offset() * value.element_size()
+    memory = fake_cuda.workspace(int(size))
     assert memory is not None
     whole = memory.view(value.dtype)
     return whole.as_strided(value.shape, value.stride(), whole.storage_offset())
