@@ -33,7 +33,7 @@ from kernels_cute.conv1d.tiles import find_sequence
 from kernels_cute.gdn_prefill import parts, policies
 from kernels_cute.gdn_prefill.outputs import VECTOR, NormParams, OutputNorm
 from kernels_cute.gdn_prefill.policies import EVICT_FIRST
-from kernels_cute.gdn_prefill.staged import PART_BYTES, StagedTiles
+from kernels_cute.gdn_prefill.staged import PART_BYTES, StagedTiles, ask_for_tile, finish_tile, span_of
 from kernels_cute.gdn_prefill.views import chunk_views, norm_z
 
 
@@ -58,9 +58,9 @@ class GroupConv(StagedTiles, params=Conv1dParams):
             tile = first + unit // self.slices
             channel = (unit % self.slices * self.threads + thread) * 8
             sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
-            span = self.span(params, tile, sequence)
-            self.ask_for_tile(params, span, channel, place)
-            self.finish_tile(shifted, tile, sequence, span, channel, place)
+            span = span_of(self, params, tile, sequence)
+            ask_for_tile(self, params, span, channel, place)
+            finish_tile(self, shifted, tile, sequence, span, channel, place)
         cute.arch.griddepcontrol_wait()
 
 

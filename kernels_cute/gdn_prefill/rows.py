@@ -15,7 +15,7 @@ from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.conv1d.convolution import CHANNELS
 from kernels_cute.conv1d.prefill import Config
 from kernels_cute.conv1d.tiles import find_sequence
-from kernels_cute.gdn_prefill.staged import PART_BYTES, StagedConv, is_plain
+from kernels_cute.gdn_prefill.staged import PART_BYTES, StagedConv, ask_for_tile, finish_tile, is_plain, span_of
 from kernels_cute.gdn_prefill.steps import PrefillConv
 
 CLUSTER = 2  # blocks: with pairs the SMs that are left are pairs, too, which the chunk kernel's clusters need
@@ -113,21 +113,23 @@ class StagedRowMaker(StagedConv, params=Conv1dParams):
             tile = unit // self.slices
             channel = (unit % self.slices * self.threads + thread % self.threads) * CHANNELS
             sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
-            span = self.span(params, tile, sequence)
-            self.ask_for_tile(params, span, channel, place)
+            span = span_of(self, params, tile, sequence)
+            ask_for_tile(self, params, span, channel, place)
             # Its stores are in memory by now, and what was asked for is on its way meanwhile.
-            self.announce(rows_made, number, valid, worker)
-            self.finish_tile(params, tile, sequence, span, channel, place)
+            _announce(self.threads, rows_made, number, valid, worker)
+            finish_tile(self, params, tile, sequence, span, channel, place)
             begin, first, stop = span
             number, valid = signals.chunk_number(begin, sequence, (first - begin) // CHUNK), stop - first
-        self.announce(rows_made, number, valid, worker)
+        _announce(self.threads, rows_made, number, valid, worker)
 
-    @cute.jit
-    def announce(self, rows_made: Int64, number: Int32, valid: Int32, worker: Int32):
-        if valid > 0:
-            # The chunk kernel's copies of these rows are of the other proxy.
-            cute.arch.fence_proxy("async.global")
-            cute.arch.barrier(barrier_id=1 + worker, number_of_threads=self.threads)
-            thread, _, _ = cute.arch.thread_idx()
-            if thread % self.threads == 0:
-                signals.count_release(signals.word_address(rows_made, number))
+
+@cute.jit
+def _announce(threads: cutlass.Constexpr, rows_made: Int64, number: Int32, valid: Int32, worker: Int32):
+    """Counts a tile of a worker in its chunk's word, once all of the worker's threads have written it."""
+    if valid > 0:
+        # The chunk kernel's copies of these rows are of the other proxy.
+        cute.arch.fence_proxy("async.global")
+        cute.arch.barrier(barrier_id=1 + worker, number_of_threads=threads)
+        thread, _, _ = cute.arch.thread_idx()
+        if thread % threads == 0:
+            signals.count_release(signals.word_address(rows_made, number))

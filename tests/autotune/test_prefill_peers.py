@@ -49,13 +49,15 @@ def _infer(
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, functions in {
+    modules: dict[str, dict[str, Any]] = {
         "fla.modules.causal_conv1d": {"causal_conv1d": _conv},
         "fla.modules.norm.fused_norm_gate": {"rms_norm_gated": _norm},
         "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": lambda *values, **named: None},
         "flashinfer.gdn_prefill": {"chunk_gated_delta_rule": _infer},
-    }.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))  # type: ignore[misc]
+    }
+    for name, functions in modules.items():
+        stand_in: Any = SimpleNamespace(**functions)
+        monkeypatch.setitem(sys.modules, name, stand_in)
 
 
 def _given(seed: int = 3) -> tuple[Any, dict[str, Any]]:
@@ -152,7 +154,12 @@ def test_turns() -> None:
 
     def sample(name: str, *values: float) -> Any:
         left = iter(values)
-        return lambda: (order.append(name), next(left))[1]
+
+        def sampled() -> float:
+            order.append(name)
+            return next(left)
+
+        return sampled
 
     first, second = timing.in_turns([sample("a", 1.0, 9.0, 2.0)], [sample("b", 5.0, 4.0, 6.0), sample("c", 0.0, 0.0, 1.0)])
     assert (first, second) == ([2.0], [5.0, 0.0]) and order == ["a", "b", "c"] * 3
