@@ -173,7 +173,7 @@ def run(case: Case, device: torch.device, seed: int = 0) -> Arguments:
 
 
 Configure = Callable[..., None]
-FORMS = pytest.mark.parametrize("form", ["apart", "beside", "beside, few clusters", "groups"])
+FORMS = pytest.mark.parametrize("form", ["apart", "apart, staged", "beside", "beside, few clusters", "beside, staged", "groups"])
 # One sequence after the other with two SMs a head, which is what the other forms have.
 PLAIN = {"stages": 4, "prefetch": 0, "num_four_sm_clusters": 0, "max_l2_ring_groups": 0, "split_chunks": 0,
          "split_if_longest_exceeds": 0, "num_persistent_clusters": 0}  # fmt: skip
@@ -191,8 +191,12 @@ def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
             beside = [config for config in space if config.num_conv_blocks]
             apart = [config for config in space if not config.num_conv_blocks and not config.num_group_sequences]
             found = beside if "beside" in form and beside else apart  # other head dims have no form but apart
-            grouped = PLAIN | {"num_group_sequences": 2, "conv_rows": 16, "conv_threads": 64}
-            config = replace(found[0], **(grouped if form == "groups" and beside else {}) | changes)
+            config = found[0]
+            if "staged" in form or form == "groups" and beside:
+                config = replace(config, conv_staged=1, conv_rows=16, conv_threads=64)
+            if form == "groups" and beside:
+                config = replace(config, num_group_sequences=2, **PLAIN)
+            config = replace(config, **changes)
             if config.num_conv_blocks:
                 config = replace(config, num_persistent_clusters=3 if "few" in form else 0)
             assert module.fits(problem, config, H100)
@@ -258,8 +262,10 @@ def test_lengths(shape: str, form: str, configure: Configure, device: torch.devi
     run(Case(lengths=SHAPES[shape], has_checkpoints=shape == "ragged"), device)
 
 
-@pytest.mark.parametrize("form", ["beside", "beside, few clusters"])
-@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    [("beside, staged", 8), *((form, rows) for form in ("beside", "beside, few clusters") for rows in (8, 16, 32, 64))],
+)
 @pytest.mark.parametrize("conv_blocks", [2, 20, 64])
 def test_tiles_of_the_convolution(form: str, rows: int, conv_blocks: int, configure: Configure, device: torch.device) -> None:
     configure(form, conv_rows=rows, num_conv_blocks=conv_blocks)
@@ -282,6 +288,7 @@ def test_the_forms_give_the_same_bits(configure: Configure, device: torch.device
     found = []
     for form, changes in (
         ("apart", PLAIN), ("beside", {}), ("beside, few clusters", {}), ("beside", {"conv_rows": 16, "num_conv_blocks": 20}),
+        ("apart, staged", PLAIN), ("beside, staged", {"conv_threads": 128}),
         ("groups", {}), ("groups", {"num_group_sequences": 3, "conv_threads": 128}),
     ):  # fmt: skip
         configure(form, **changes)
@@ -304,7 +311,7 @@ def test_repeated_calls_give_the_same_bits(form: str, configure: Configure, devi
 @FORMS
 def test_a_sequence_alone(form: str, configure: Configure, device: torch.device) -> None:
     """The same bits as in a batch, where both take the same form."""
-    configure(form, **(PLAIN if form == "apart" else {}))
+    configure(form, **(PLAIN if "apart" in form else {}))
     case = Case(lengths=(200, 65, 700), padding=0, has_mask=False)
     arguments = make(case, device)
     before = copies(arguments)
