@@ -35,7 +35,9 @@ MOST_PYTHON_LINES = {
         "kernels_cute/gdn_steps/add_rms_norm", "autotune/cases/attention", "autotune/crossing", "autotune/dense_attention",
         "autotune/host_cost", "autotune/launches", "autotune/layers", "autotune/stacks",
     ): 2_400,
-    ("gdn/ops/prefill", "gdn/problems/prefill", "gdn/reference/prefill", "kernels_cute/gdn_prefill/", "autotune/prefill_peers"): 2_000,
+    (
+        "gdn/ops/prefill", "gdn/problems/prefill", "gdn/reference/prefill", "kernels_cute/gdn_prefill/", "autotune/prefill_peers",
+    ): 2_000,
     ("",): 32_000,
 }  # fmt: skip
 
