@@ -80,8 +80,16 @@ class FusedChunk:
 
     @cute.kernel
     def kernel(self, params: ChunkParams, copies: TokenCopies, split_if_longest_exceeds: Int32):
+        if cutlass.const_expr(self.spec.row_makers > 0):
+            # What reads the outputs may begin once all blocks of this launch have.
+            cute.arch.griddepcontrol_launch_dependents()
         if works(self.spec, params.cu_seqlens, split_if_longest_exceeds):
             run_block(self.spec, params, copies, None)
+        if cutlass.const_expr(self.spec.row_makers > 0):
+            # The launch that makes the rows may end after them; what follows in the stream waits for this launch alone.
+            block, _, _ = cute.arch.block_idx()
+            if block == 0:
+                cute.arch.griddepcontrol_wait()
 
 
 @cute.jit

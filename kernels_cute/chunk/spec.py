@@ -42,6 +42,10 @@ class ChunkSpec:
         self.threads = 4 * WARPGROUP
         self.transition_tiles = 2 * dim // 64  # K tiles that the P of a summary takes
         self.parts = 1  # 16-bit summands of M in shared memory
+        # Where another kernel writes q, k and v at the same time, and a third reads the outputs (signals.py): rows of its tiles,
+        # and blocks that share a tile; else 0.
+        self.row_tile, self.row_makers = 0, 0
+        self.follows_rows = False  # a programmatic dependent of the launch that writes q, k and v
         self.key_bytes = CHUNK * dim * 2
         self.value_bytes = CHUNK * self.columns * 2
 

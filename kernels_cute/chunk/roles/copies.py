@@ -8,12 +8,15 @@ from kernels_cute.chunk import operands
 from kernels_cute.chunk.arguments import partition_keys, partition_tiles
 from kernels_cute.chunk.rings import chunks_in, ring_place
 from kernels_cute.chunk.shape import CHUNK, TILE_BYTES
+from kernels_cute.chunk.signals import announce_outputs, await_rows
 from kernels_cute.common import ptx
 
 
 @cute.jit
 def copy_warp(spec, storage, copies, item, base):
     """K, Q and V into shared memory."""
+    if cutlass.const_expr(spec.follows_rows):
+        cute.arch.griddepcontrol_wait()
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, spec.stages, spec.key_stages)
     to_v, from_v = partition_tiles(
         spec, storage.v, copies.v_atom, copies.v, spec.columns, spec.stages, item.begin, item.head // spec.v_group, item.piece
@@ -21,9 +24,13 @@ def copy_warp(spec, storage, copies, item, base):
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     num_chunks = chunks_in(item.live_length)
     if num_chunks > 0:
+        if cutlass.const_expr(spec.row_makers > 0):
+            await_rows(spec, copies, item, Int32(0))
         copy_keys(spec, storage, copies.k_atom, from_k, to_k, Int32(0), base)
     for step in cutlass.range(num_chunks, unroll=1):
         if step + 1 < num_chunks:
+            if cutlass.const_expr(spec.row_makers > 0):
+                await_rows(spec, copies, item, step + 1)
             copy_keys(spec, storage, copies.k_atom, from_k, to_k, step + 1, base)
         stage, parity = ring_place(spec.stages, base + step)
         cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
@@ -66,6 +73,13 @@ def store_warp(spec, storage, copies, out, item, base, empty):
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(getattr(storage, empty).data_ptr() + stage)
+        if cutlass.const_expr(spec.row_makers > 0):
+            # The chunk before: its stores are done by now, and this warp need not wait for them.
+            if step > 0:
+                announce_outputs(spec, copies, item, step - 1, 1)
+    if cutlass.const_expr(spec.row_makers > 0):
+        if item.live_length > 0:
+            announce_outputs(spec, copies, item, chunks_in(item.live_length) - 1, 0)
 
 
 @cute.jit

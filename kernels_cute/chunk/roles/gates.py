@@ -84,8 +84,16 @@ def ask_gates(spec: Any, params: Any, words: Any, begin: Any, offset: Any, lengt
         token = offset + 2 * lane + i
         for kind, x in enumerate((params.g, params.beta)):
             if x is not None:
-                place, size = Int64(begin + token) * x.stride[0] + Int64(head) * x.stride[1], x.element_type.width // 8
+                place, size = Int64(begin + token) * x.stride[0] + head_offset(x, head), x.element_type.width // 8
                 words[2 * kind + i] = ptx.load_global_if(x.iterator.toint() + place * size, size, length - token)
+
+
+def head_offset(x: Any, head: Any) -> Any:
+    """Elements before a head of g or beta, whose heads may be (heads of a group, groups)."""
+    if not isinstance(x.stride[1], tuple):
+        return Int64(head) * x.stride[1]
+    ratio, (inner, outer) = x.shape[1][0], x.stride[1]
+    return Int64(head // ratio) * outer + Int64(head % ratio) * inner
 
 
 @cute.jit
