@@ -4,13 +4,13 @@ answer and, if asked, other libraries' times.
 
 import datetime
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 import gdn
-from autotune import cases, peers, tuning
+from autotune import cases, peers, prefill_peers, tuning
 from autotune.shapes import Shape
 from gdn.device import DeviceSpec
 from gdn.runtime import prepare, registry
@@ -37,8 +37,8 @@ class Row:
         return self.floor_us / self.time_us
 
 
-def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str | None = None) -> Row | None:
-    """Row of a shape; None where no kernel serves it (the reference is not timed)."""
+def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str | None = None) -> tuple[Row, timing.Timed] | None:
+    """Row of a shape and its calls, to time them again; None where no kernel serves it (the reference is not timed)."""
     device = torch.device("cuda", torch.cuda.current_device())
     prepared = prepare(shape.problem, device, backend)
     if prepared.launch is None:
@@ -49,33 +49,48 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
     time_us = timed.sustained_us()  # as the limits are measured
     flops, num_bytes = cases.tunable(shape.op).useful_flops(shape), shape.problem.bytes_moved()
     dtype: str = shape.problem.static_fields().get("dtype", "float32")  # gates have one for each input, and no matmul
-    return Row(
+    row = Row(
         op=shape.op, shape=shape.name, backend=prepared.backend, config=asdict(prepared.config),
         config_source=prepared.choice.config_source, time_us=time_us, burst_us=timed.burst_us(),
         floor_us=limits.floor_us(flops, num_bytes, dtype), gbps=num_bytes / time_us / 1e3, tflops=flops / time_us / 1e6,
         captured=timed.captured, error=error,
     )  # fmt: skip
+    return row, timed
 
 
-def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> tuple[list[peers.PeerRow], list[str], list[str]]:
-    """Times of every way of every library, on inputs that rotate like ours; the failures; the ways that a library refused."""
-    if cases.tunable(shape.op).peer_arguments is None:
-        return [], [], []
+def with_time(row: Row, time_us: float) -> Row:
+    """The row with another time of the same calls."""
+    scale = row.time_us / time_us
+    return replace(row, time_us=time_us, gbps=row.gbps * scale, tflops=row.tflops * scale)
+
+
+def measure_peers(
+    shape: Shape, libraries: Sequence[str], spec: DeviceSpec, ours: Sequence[timing.Timed] = ()
+) -> tuple[list[peers.PeerRow], list[str], list[str], list[float]]:
+    """Times of every way of every library, on inputs that rotate like ours; the failures; the ways that a library refused; times
+    of `ours`, which take turns with them, so that the heat of one is nobody's advantage."""
+    if cases.tunable(shape.op).peer_arguments is None or not libraries:
+        return [], [], [], []
     device = torch.device("cuda", torch.cuda.current_device())
     ways_of = _ways(shape, timing.copies_beyond_l2(shape.problem.bytes_moved(), spec.l2_bytes), device)
-    rows, failures, refused = [], [], []
+    found: list[tuple[str, peers.Peer, Callable[[], float]]] = []
+    failures, refused = [], []
     for library in libraries:
         try:
             for same in ways_of(library):
-                way = same[0]
                 try:
-                    rows.append(peers.PeerRow(shape.op, shape.name, library, way.variant, way.norm, peers.time_us(same)))
+                    found.append((library, same[0], peers.timed(same)))
                 except peers.Refused as why:
-                    refused.append(f"{library} {way.variant}: {why}")
+                    refused.append(f"{library} {same[0].variant}: {why}")
                     torch.cuda.empty_cache()
         except Exception as failed:  # a library that is not there, or refuses the shape
             failures.append(f"{library}: {type(failed).__name__}: {failed}")
-    return rows, failures, refused
+    own, theirs = timing.in_turns([one.sustained_us for one in ours], [sample for _, _, sample in found])
+    rows = [
+        peers.PeerRow(shape.op, shape.name, library, way.variant, way.norm, time_us, way.step)
+        for (library, way, _), time_us in zip(found, theirs, strict=True)
+    ]
+    return rows, failures, refused, own
 
 
 def _ways(shape: Shape, copies: int, device: torch.device) -> Callable[[str], list[tuple[peers.Peer, ...]]]:
@@ -84,9 +99,10 @@ def _ways(shape: Shape, copies: int, device: torch.device) -> Callable[[str], li
     assert arguments is not None
     sets = [arguments(shape, device, 1 + copy) for copy in range(copies)]
     # Some libraries cache what they derive on the host from a few tensors of lengths, and derive nothing while capturing.
-    shared = {name: value.int() for name, value in sets[0].items() if name == "cu_seqlens"}
+    shared = {name: value.int() for name, value in sets[0].items() if name in ("cu_seqlens", "query_start_loc")}
     sets = [one | shared for one in sets]
-    return lambda library: list(zip(*(peers.ways(library, shape.problem, one) for one in sets), strict=True))
+    ways = prefill_peers.ways if shape.op == prefill_peers.OP else peers.ways
+    return lambda library: list(zip(*(ways(library, shape.problem, one) for one in sets), strict=True))
 
 
 def about_run(limits: timing.Limits) -> dict[str, Any]:
@@ -119,18 +135,22 @@ class Bench:
 
     def measure(self, shape: Shape) -> list[str]:
         """Times a shape; returns the failures, and the peers' ways that are left out, with their reasons."""
-        failures = []
+        failures, rows, ours = [], [], []
         for one in backends(shape.op, self._backend, self._every):
             try:
-                row = measure(shape, self._limits, self._spec, one)
+                measured = measure(shape, self._limits, self._spec, one)
             except Exception as failed:  # a broken kernel must not hide the others
                 failures.append((one or "auto", f"{type(failed).__name__}: {failed}"))
                 continue
             finally:
                 torch.cuda.empty_cache()
-            self._rows += [] if row is None else [row]
-            failures += [(one or "auto", "no kernel serves it")] if row is None else []
-        timed, failed_peers, refused = measure_peers(shape, self._libraries, self._spec)
+            if measured is None:
+                failures.append((one or "auto", "no kernel serves it"))
+                continue
+            rows.append(measured[0])
+            ours += [measured[1]] if self._libraries else []  # else their graphs are held in vain
+        timed, failed_peers, refused, times = measure_peers(shape, self._libraries, self._spec, ours)
+        self._rows += [with_time(row, time_us) for row, time_us in zip(rows, times, strict=True)] if times else rows
         self._peers += timed
         failures += [("peer", why) for why in failed_peers]
         self._left_out += [{"op": shape.op, "shape": shape.name, "why": why} for why in refused]

@@ -41,7 +41,10 @@ ShapePattern = Annotated[str, typer.Option("--shapes", help="Only shapes whose n
 
 Peers = Annotated[
     list[str] | None,
-    typer.Option("--peer", help="Another library, where installed: FlashInfer, FlashQLA, FLA; torch; may be repeated."),
+    typer.Option(
+        "--peer",
+        help="Another library, where installed: FlashInfer, FlashQLA, FLA; torch; gdn: separate operators; may be repeated.",
+    ),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")]
 Workers = Annotated[int, typer.Option(min=1, help="Compiling processes.")]

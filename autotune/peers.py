@@ -8,6 +8,7 @@ need) or without. Torch's dense attention does more than sparse prefill: it is w
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Peer:
     norm: bool  # the L2 norm of q and k inside the call; True where the operator has none
     call: Call
     captured: bool  # in a CUDA graph; else its kernels' time is summed
+    step: str = ""  # the part of the operator that the call is, "" = all of it
 
 
 class Refused(Exception):
@@ -44,6 +46,7 @@ class PeerRow:
     variant: str
     norm: bool
     time_us: float
+    step: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,18 +96,18 @@ def keys_first(chunk: Callable[..., Any], x: Operands, norm: bool, cu_seqlens: t
     return call
 
 
-def time_us(same: Sequence[Peer]) -> float:
-    """Microseconds of a call, measured like the calls of this project.
+def timed(same: Sequence[Peer]) -> Callable[[], float]:
+    """A function that measures microseconds of a call, like the calls of this project.
 
     same: one way of calling a library, on several sets of inputs that are taken in turn.
     """
     calls = [peer.call for peer in same]
     with torch.no_grad():
         if all(peer.captured for peer in same):
-            timed = timing.Timed(calls)
-            if timed.captured:
-                return timed.sustained_us()
-        return kernels_us(calls)
+            found = timing.Timed(calls)
+            if found.captured:
+                return found.sustained_us
+    return torch.no_grad()(partial(kernels_us, calls))
 
 
 def kernels_us(calls: Sequence[Callable[[], object]], repeats: int = 12) -> float:
@@ -218,18 +221,24 @@ def _decode_arguments(problem: RecurrentProblem, arguments: Mapping[str, Any]) -
 
 def _torch(problem: SparsePrefillProblem, arguments: Mapping[str, Any]) -> list[Peer]:
     """Dense attention over all positions, by each of torch's backends."""
-    return [Peer(variant, True, _refusable(call), True) for variant, call in dense_attention.ways(arguments)]
+    return [
+        Peer(variant, True, refusable(partial(_without_states, call)), True) for variant, call in dense_attention.ways(arguments)
+    ]
 
 
-def _refusable(call: Callable[[], torch.Tensor]) -> Call:
+def refusable(call: Call) -> Call:
     def tried() -> Outputs:
         try:
-            out = call()
-        except RuntimeError as error:  # no such kernel, or no memory for it
+            return call()
+        except (RuntimeError, ValueError) as error:  # no such kernel, or no memory for it
             raise Refused(f"{type(error).__name__}: {error}") from error
-        return out, out.new_empty(0)
 
     return tried
+
+
+def _without_states(call: Callable[[], torch.Tensor]) -> Outputs:
+    out = call()
+    return out, out.new_empty(0)
 
 
 # Library -> operator -> its ways to call the library, from the problem and the public operator's arguments.
@@ -239,10 +248,10 @@ _LIBRARIES: dict[str, dict[str, Callable[[Any, Mapping[str, Any]], list[Peer]]]]
     "FLA": {"chunk": _fla},
     "torch": {"sparse_attention_prefill": _torch},
 }
-LIBRARIES = tuple(_LIBRARIES)  # names for `--peer`
+LIBRARIES = (*_LIBRARIES, "gdn")  # names for `--peer`; gdn: this project's separate operators (autotune.prefill_peers)
 
 
 def ways(library: str, problem: Problem, arguments: Mapping[str, Any]) -> list[Peer]:
     """The ways to call a library, none where it has no kernel for the problem; ImportError where it is not installed."""
-    found = _LIBRARIES[library].get(problem.op)
+    found = _LIBRARIES.get(library, {}).get(problem.op)
     return [] if found is None else found(problem, arguments)

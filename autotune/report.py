@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune import prefill_peers
+
 _NEW_FILE = "# Measured times\n\nWritten by `python -m autotune bench --write`. Sustained microseconds of a call by itself.\n"
+_STEPS, _OURS = prefill_peers.STEPS, prefill_peers.OURS
 KERNEL = {"tilelang": "TileLang", "cute": "CuTe", "torch": "torch"}
 
 
@@ -52,11 +55,28 @@ def by_operator(found: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
 def best_peer(found: Mapping[str, Any], row: Mapping[str, Any], norm: bool) -> tuple[str, float] | None:
     """Fastest library on a row's shape, and its time. norm: with the L2 norm of q and k.
 
-    Torch's name comes with its backend, which has a kernel of its own.
+    Torch's name comes with its backend, which has a kernel of its own. Where libraries have single steps of the operator, their
+    sum with the fastest one for each step.
     """
-    same = [peer for peer in found["peers"] if all(peer[field] == row[field] for field in ("op", "shape"))]
+    same = [peer for peer in _peers_of(found, row) if peer["library"] != _OURS and not peer.get("step")]
+    steps = best_steps(found, row)
+    if steps:
+        return ("sum of steps", sum(time_us for _, _, time_us in steps)) if norm else None
     times = [(peer["time_us"], _named(peer)) for peer in same if peer["norm"] == norm]
     return (min(times)[1], min(times)[0]) if times else None
+
+
+def _peers_of(found: Mapping[str, Any], row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [peer for peer in found["peers"] if all(peer[field] == row[field] for field in ("op", "shape"))]
+
+
+def best_steps(found: Mapping[str, Any], row: Mapping[str, Any]) -> list[tuple[str, str, float]]:
+    """(step, fastest library, its time) where libraries have single steps; empty unless every step was measured."""
+    best = {}
+    for peer in sorted(_peers_of(found, row), key=lambda peer: -peer["time_us"]):
+        if peer.get("step"):
+            best[peer["step"]] = (peer["step"], str(peer["library"]), float(peer["time_us"]))
+    return [best[step] for step in _STEPS] if set(best) == set(_STEPS) else []
 
 
 def _named(peer: Mapping[str, Any]) -> str:
@@ -65,7 +85,10 @@ def _named(peer: Mapping[str, Any]) -> str:
 
 def _peers(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     both = ((best_peer(found, row, norm), remark) for norm, remark in ((True, ""), (False, " without the norm")))
-    return ", ".join(f"{best[0]} {time_text(best[1])}{remark}" for best, remark in both if best is not None)
+    cells = [f"{best[0]} {time_text(best[1])}{remark}" for best, remark in both if best is not None]
+    cells += [f"{step}: {library} {time_text(time_us)}" for step, library, time_us in best_steps(found, row)]
+    cells += [f"{peer['variant']} {time_text(peer['time_us'])}" for peer in _peers_of(found, row) if peer["library"] == _OURS]
+    return ", ".join(cells)
 
 
 def time_text(value: float) -> str:

@@ -26,6 +26,7 @@ from gdn.ops.norm import rms_norm_gated as rms_norm_gated
 from gdn.ops.paged_mqa_logits import fp8_paged_mqa_logits as fp8_paged_mqa_logits
 from gdn.ops.paged_mqa_logits import get_paged_mqa_logits_metadata as get_paged_mqa_logits_metadata
 from gdn.ops.paged_mqa_logits import paged_mqa_logits as paged_mqa_logits
+from gdn.ops.prefill import fused_gdn_prefill as fused_gdn_prefill
 from gdn.ops.recurrent import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
 from gdn.ops.sparse_attention import sparse_attention as sparse_attention
 from gdn.ops.split import fused_qkvzba_split_reshape_cat as fused_qkvzba_split_reshape_cat

@@ -66,6 +66,22 @@ def gdn_decode(model: ModelShape, fp8: bool = False) -> problems.GdnDecodeProble
     )
 
 
+def gdn_prefill(model: ModelShape, fp8: bool = False) -> problems.GdnPrefillProblem:
+    """The whole prefill step of a layer for four prompts, some of which continue from cached states: flat projections."""
+    return problems.GdnPrefillProblem(
+        **_heads(model),
+        width=model.conv_width,
+        **_all(_BF16, "dtype", "z_dtype", "a_dtype", "b_dtype", "weight_dtype", "norm_dtype", "conv_dtype"),
+        bias_dtype=None,
+        state_dtype="float32",
+        **_all("int32", "index_dtype", "cu_seqlens_dtype"),
+        **_all(True, "conv_channels_contiguous", "state_v_first", "silu", "has_mask"),
+        **_all(False, "interleaved", "gate_sigmoid", "has_checkpoints"),
+        num_tokens=_TOKENS,
+        num_sequences=4,
+    )
+
+
 def conv1d(model: ModelShape, fp8: bool = False) -> problems.Conv1dProblem:
     """Four prompts, some of which continue from a cached window."""
     sizes: dict[str, Any] = {"num_tokens": _TOKENS, "num_sequences": 4}

@@ -196,17 +196,18 @@ class StepCase(SeededCase):
     """Case of an operator whose inputs `make` makes.
 
     verdict: "bits" (copies and integers: the reference's bits), "close" (the reference in float64, within the roundings of the
-    output's dtype) or "rounded" (the reference's bits, but for a few values that round the other way). What the operator updates
-    in place without computing, named in `copied`, is compared bit for bit. Pools of states, named in `states`, are compared head
-    by head, and bit for bit in the slots that the reference leaves alone.
+    output's dtype, or within `limit`) or "rounded" (the reference's bits, but for a few values that round the other way). What
+    the operator updates in place without computing, named in `copied`, is compared bit for bit. Pools of states, named in
+    `states`, are compared head by head, and bit for bit in the slots that the reference leaves alone.
     """
 
     def __init__(
         self, make: Callable[[Maker, Any, Sequence[int]], Work], shape: Shape, device: torch.device, copies: int, *, verdict: str,
-        copied: tuple[str, ...] = (), states: tuple[str, ...] = (),
+        copied: tuple[str, ...] = (), states: tuple[str, ...] = (), limit: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__(shape, device, copies)
         self._make, self._verdict, self._copied, self._states = make, verdict, copied, states
+        self._limit = limit
 
     def _work(self, seed: int) -> Work:
         return self._make(Maker(self._device, seed), self._problem, self._shape.lengths)
@@ -243,7 +244,7 @@ class StepCase(SeededCase):
             count = int((output.double() != exact.double()).sum())
             raise WrongResult(f"{name} is not the reference's: {count} of {output.numel()} values differ")
         if self._verdict == "close":
-            limit = ROUNDINGS[str(output.dtype).removeprefix("torch.")]
+            limit = self._limit or ROUNDINGS[str(output.dtype).removeprefix("torch.")]
             if before is None:
                 return limited(name, compare.error(output, exact, groups=1), limit)
             written = [slot for slot in range(len(before)) if not compare.same_bits(exact[slot], before[slot])]

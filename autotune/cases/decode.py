@@ -1,4 +1,4 @@
-"""The fused decode step as a case: outputs of projections as slices of wide rows, pools whose slots have no order."""
+"""The fused decode and prefill step as cases: outputs of projections as slices of wide rows, pools whose slots have no order."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autotune.cases import base
-from gdn.problems import GdnDecodeParams, GdnDecodeProblem
+from gdn.problems import GdnDecodeParams, GdnDecodeProblem, GdnPrefillParams, GdnPrefillProblem
 
 
 def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -> base.Work:
@@ -78,3 +78,55 @@ gdn_decode = base.Tunable(
     measured_only=tuple(replace(shape, name=f"{shape.name}, concatenated") for shape in _CONCATENATED),
     small=lambda shape: base.resized(shape, shape.lengths[:3], num_k_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=32),
 )
+
+
+# Largest accepted relative error: that of the chunk form (autotune.cases.delta_rule), and of q, k and v in 16 bits before it.
+_PREFILL_LIMIT = 1e-2
+
+
+def _prefill(make: base.Maker, problem: GdnPrefillProblem, lengths: Sequence[int]) -> base.Work:
+    """One prefill step of a layer; two sequences of three continue from their slots."""
+    if problem.interleaved or problem.has_checkpoints or not (problem.has_mask and problem.conv_channels_contiguous):
+        raise ValueError(f"problem: expected flat rows, a mask and windows with channels together, got {problem.static_key()}")
+    heads, K, V, dim = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim, problem.dim
+    rows, count = sum(lengths), len(lengths)
+    wide = make.normal(rows, dim + heads * V, dtype=problem.dtype)
+    window = make.normal(count + 3, problem.width - 1, dim, dtype=problem.dtype)
+    inner = (V, K) if problem.state_v_first else (K, V)
+    arguments = {
+        "mixed_qkv": wide[:, :dim], "z": wide[:, dim:].to(getattr(torch, str(problem.z_dtype))).unflatten(1, (heads, V)),
+        "b": make.normal(rows, 2 * heads, dtype=problem.b_dtype)[:, :heads],
+        "a": make.normal(rows, 2 * heads, dtype=problem.a_dtype)[:, heads:],
+        "conv_states": window.to(getattr(torch, problem.conv_dtype)).mT,
+        "conv_weight": make.normal(dim, problem.width, dtype=problem.weight_dtype),
+        "conv_bias": None if problem.bias_dtype is None else make.normal(dim, dtype=problem.bias_dtype),
+        "A_log": make.normal(heads, dtype="float32"), "dt_bias": make.normal(heads, dtype="float32"),
+        "norm_weight": make.normal(V, dtype=problem.norm_dtype),
+        "ssm_state": make.normal(count + 3, heads, *inner, dtype=problem.state_dtype),
+        "state_indices": make.order(count, count + 3, problem.index_dtype),
+        "query_start_loc": make.integers([0, *accumulate(lengths)], problem.cu_seqlens_dtype),
+        "has_initial_state": make.integers([n % 3 != 1 for n in range(count)], "bool"), "num_k_heads": problem.num_k_heads,
+        "head_k_dim": K, "head_v_dim": V, "activation": "silu" if problem.silu else None,
+        "gate_activation": "sigmoid" if problem.gate_sigmoid else "silu", "state_v_first": problem.state_v_first,
+        "out": make.poisoned(rows, heads * V, dtype=problem.dtype),
+    }  # fmt: skip
+    own = {"cu_seqlens": arguments["query_start_loc"], "out": arguments["out"].view(-1, heads, V)}
+    params = base.params_of(GdnPrefillParams, arguments, **own, scale=K**-0.5, eps=1e-6, null_slot=-1)
+    return base.Work("fused_gdn_prefill", arguments, params, (arguments["out"],), ("conv_states", "ssm_state"))
+
+
+def _prefill_arguments(shape: base.Shape, device: torch.device, seed: int) -> dict[str, Any]:
+    problem: Any = shape.problem
+    return _prefill(base.Maker(device, seed), problem, shape.lengths).arguments
+
+
+gdn_prefill = base.Tunable(
+    partial(base.StepCase, _prefill, verdict="close", copied=("conv_states",), states=("ssm_state",), limit=_PREFILL_LIMIT),
+    shapes=(
+        *(base.packed("gdn_prefill", "16/32 {}", lengths, base.heads_of(16, 32)) for lengths in ((8192,), (1024,) * 8, (1024,))),
+        *(base.packed("gdn_prefill", "4/8 {}", lengths, base.heads_of(4, 8)) for lengths in ((8192,), (1024,) * 8)),
+    ),
+    small=lambda shape: base.resized(shape, (66, 3, 1)[: len(shape.lengths)], num_k_heads=2, num_v_heads=4, head_k_dim=32,
+                                     head_v_dim=32),
+    peer_arguments=_prefill_arguments,
+)  # fmt: skip

@@ -104,6 +104,11 @@ chunk = base.Tunable(
         _prompts((16, 64), [32768]),
         *(_prompts((16, 32), [tokens], "short {}") for tokens in (1, 16, 64, 128, 256, 512)),
         *(_prompts((16, 32), [tokens] * 64, "short {}") for tokens in (16, 64, 128)),
+        # Chunked prefill as engines fill it: all SMs are busy.
+        _prompts((16, 32), [8192] * 8, "saturated {}"), _prompts((16, 32), [2048] * 32, "saturated {}"),
+        _prompts((16, 64), [8192] * 4, "saturated {}"), _prompts((4, 8), [2048] * 32, "saturated {}"),
+        _prompts((8, 32), [93] * 128, "saturated {}"), _prompts((16, 32), [128] * 64, "saturated {}"),
+        _prompts((16, 32), [1024] * 8, "saturated {}"),
         _padded(1, 63, 1, 64), _padded(2, 500, 3, 60), _padded(2, 1000, 3, 64), _padded(3, 1024, 4, 100),
         _padded(4, 1024, 4, 128), _padded(2, 1500, 4, 128), _padded(4, 2048, 8, 64), _padded(8, 512, 8, 64),
         _padded(16, 512, 8, 64), _padded(32, 256, 8, 64), _padded(64, 128, 8, 64), _padded(8, 512, 8, 128),

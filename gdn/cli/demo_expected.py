@@ -5,6 +5,7 @@ takes a call that has run, with its arguments from before, and returns pairs: a 
 expected content.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -83,34 +84,53 @@ def _convolve(line: Tensor, weight: Tensor) -> Tensor:
     return _silu((line.unfold(1, weight.shape[1], 1) @ weight.double()[:, :, None])[..., 0]).T
 
 
-def _convolution(call: Call, before: Arguments) -> Pairs:
-    """A part of a prompt of each sequence."""
-    x, weight, states, slots = before["x"], before["weight"], before["conv_states"].double(), before["cache_indices"].tolist()
-    bounds, window = before["query_start_loc"].tolist(), weight.shape[1] - 1
-    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+def _prefill_step(call: Call, before: Arguments) -> Pairs:
+    """Convolution, token recurrence and gated norm of a part of a prompt of each sequence."""
+    x, weight, windows = before["mixed_qkv"], before["conv_weight"], before["conv_states"].double()
+    slots, bounds, width = before["state_indices"].tolist(), before["query_start_loc"].tolist(), weight.shape[1] - 1
+    mixed = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
         if start == end or slots[n] <= before["null_slot"]:
             continue
-        own = states[slots[n], :, :window]
+        own = windows[slots[n], :, :width]
         history = own.clone() if bool(before["has_initial_state"][n]) else torch.zeros_like(own)
         line = torch.cat([history, x[start:end].double().T], dim=1)
-        out[start:end] = _convolve(line, weight)
-        own.copy_(line[:, -window:])
-    return [Pair(call.result, out, _once(x)), Pair(call.after["conv_states"].double(), states, 0.0)]
+        mixed[start:end] = _convolve(line, weight)
+        own.copy_(line[:, -width:])
+    names = ("has_initial_state", "state_indices", "checkpoint_offsets", "checkpoint_slots")
+    given = {"cu_seqlens": before["query_start_loc"], **{name: before[name] for name in names}}
+    out, states = _after_convolution(mixed, before["z"].flatten(1), before["b"], before["a"], before, given)
+    found = [Pair(call.result, out, _often(x)), Pair(call.after["conv_states"].double(), windows, 0.0)]
+    return [*found, Pair(call.after["ssm_state"], states, _often(x))]
 
 
-def _delta_rule(call: Call, before: Arguments) -> Pairs:
-    """The token recurrence."""
-    exact = oracle_delta_rule(**before)
+def _after_convolution(
+    mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, before: Arguments, slots: Arguments
+) -> tuple[Tensor, Tensor]:
+    """Token recurrence and gated norm: the result of a fused step, and the states. slots: arguments of the recurrence."""
+    keys, dims = before["num_k_heads"], (before["head_k_dim"], before["head_v_dim"])
+    q, k, v = mixed.split([keys * dims[0], keys * dims[0], mixed.shape[1] - 2 * keys * dims[0]], dim=1)
+    exact = oracle_delta_rule(
+        q.unflatten(1, (keys, -1))[None], k.unflatten(1, (keys, -1))[None], v.unflatten(1, (-1, dims[1]))[None],
+        a[None], b[None], scale=before["scale"], initial_state=before["ssm_state"],
+        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=before["A_log"], dt_bias=before["dt_bias"],
+        use_beta_sigmoid_in_kernel=True, null_slot=before["null_slot"], state_v_first=before["state_v_first"], **slots,
+    )  # fmt: skip
     assert exact.state is not None
-    # o [1, tokens, heads, V] is compared head by head.
-    output = Pair(call.result[0][0].transpose(0, 1), exact.o[0].transpose(0, 1), _often(before["q"]))
-    return [output, Pair(call.after["initial_state"], exact.state, _often(before["q"]))]
+    normed = functional.rms_norm(exact.o[0], dims[1:], before["norm_weight"].double(), before["eps"])
+    return normed.flatten(1) * _gate(z.double(), before["gate_activation"]), exact.state
+
+
+def _ends(*sizes: int) -> list[int]:
+    """Ends of columns of the given numbers, one after the other."""
+    return list(itertools.accumulate(sizes))
 
 
 def _decode_step(call: Call, before: Arguments) -> Pairs:
-    """Convolution, token recurrence and gated norm of one or some tokens of each sequence."""
-    x, weight, windows = before["mixed_qkv"], before["conv_weight"], before["conv_state"].double()
+    """Convolution, token recurrence and gated norm of one or some tokens of each sequence; concatenated projections."""
+    weight, windows = before["conv_weight"], before["conv_state"].double()
+    heads = len(before["A_log"])
+    x, z, b, a, _ = before["mixed_qkv"].tensor_split(_ends(len(weight), heads * before["head_v_dim"], heads, heads), dim=1)
     slots, offsets, accepted = before["state_indices"], before["query_start_loc"], before["num_accepted_tokens"]
     if offsets is None:
         offsets = torch.arange(x.shape[0] + 1, device=x.device)
@@ -125,26 +145,10 @@ def _decode_step(call: Call, before: Arguments) -> Pairs:
         mixed[start:end] = _convolve(line, weight)
         kept = line[:, 1:] if slots.dim() == 2 else line[:, -width:]
         own[:, : kept.shape[1]] = kept[:, : own.shape[1]]
-    keys, dims = before["num_k_heads"], (before["head_k_dim"], before["head_v_dim"])
-    q, k, v = mixed.split([keys * dims[0], keys * dims[0], x.shape[1] - 2 * keys * dims[0]], dim=1)
-    exact = oracle_delta_rule(
-        q.unflatten(1, (keys, -1))[None], k.unflatten(1, (keys, -1))[None], v.unflatten(1, (-1, dims[1]))[None],
-        before["a"][None], before["b"][None], scale=before["scale"], initial_state=before["ssm_state"], cu_seqlens=offsets,
-        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=before["A_log"], dt_bias=before["dt_bias"],
-        use_beta_sigmoid_in_kernel=True, ssm_state_indices=slots, num_accepted_tokens=accepted, null_slot=before["null_slot"],
-        state_v_first=before["state_v_first"],
-    )  # fmt: skip
-    assert exact.state is not None
-    normed = functional.rms_norm(exact.o[0], dims[1:], before["norm_weight"].double(), before["eps"])
-    out = (normed * _gate(before["z"].double(), before["gate_activation"])).flatten(1)
-    states = Pair(call.after["ssm_state"], exact.state, _often(x))
+    given = {"cu_seqlens": offsets, "ssm_state_indices": slots, "num_accepted_tokens": accepted}
+    out, exact = _after_convolution(mixed, z, b, a, before, given)
+    states = Pair(call.after["ssm_state"], exact, _often(x))
     return [Pair(call.result, out, _often(x)), Pair(call.after["conv_state"].double(), windows, 0.0), states]
-
-
-def _gated_norm(call: Call, before: Arguments) -> Pairs:
-    x, z, weight = (before[name].double() for name in ("x", "z", "weight"))
-    normed = functional.rms_norm(x, x.shape[-1:], weight, before["eps"])
-    return [Pair(call.result, normed * _gate(z, before["activation"]), _once(before["x"]))]
 
 
 def _add_norm(call: Call, before: Arguments) -> Pairs:
@@ -351,8 +355,8 @@ def _attention(call: Call, before: Arguments) -> Pairs:
 
 
 _EXPECTED: dict[str, Callable[[Call, Arguments], Pairs]] = {
-    "causal_conv1d_fn": _convolution, "chunk_gated_delta_rule": _delta_rule, "fused_gdn_decode": _decode_step,
-    "rms_norm_gated": _gated_norm, "add_rms_norm": _add_norm, "prepare_indexer": _prepared,
+    "fused_gdn_prefill": _prefill_step, "fused_gdn_decode": _decode_step, "add_rms_norm": _add_norm,
+    "prepare_indexer": _prepared,
     "compress_indexer_keys": _compressed, "expand_topk_groups": _expanded, "gather_indexer_cache": _gathered,
     "indexer_topk": _ragged_selection, "paged_indexer_topk": _paged_selection, "sparse_attention": _attention,
     "attention": _attention,

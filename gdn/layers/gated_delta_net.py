@@ -17,8 +17,8 @@ class GatedDeltaNet(nn.Module):
     """Gated DeltaNet token mixer, with its states in pools.
 
     One call serves decode, prefill and speculative rows in any mixture that `GDNMetadata` describes. Batches of decode rows
-    alone, and of speculative rows alone, run `gdn.fused_gdn_decode` between the two projections; other rows run
-    `gdn.causal_conv1d_fn`, `gdn.chunk_gated_delta_rule` and `gdn.rms_norm_gated`.
+    alone, and of speculative rows alone, run `gdn.fused_gdn_decode` between the two projections, other rows
+    `gdn.fused_gdn_prefill`, or where that has no kernel for the head dims, one operator for each of its steps.
 
     Parameters
     ----------
@@ -60,6 +60,8 @@ class GatedDeltaNet(nn.Module):
         self.head_k_dim, self.head_v_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.null_slot, self.eps, self.gate_activation = null_slot, config.rms_norm_eps, config.gdn_gate_activation
         self.hidden_size, self.conv_dim, self.value_dim = config.hidden_size, config.conv_dim, config.linear_value_dim
+        # The head dims that the fused prefill step has a kernel for.
+        self.has_fused_prefill = self.head_k_dim == self.head_v_dim <= 128 and self.head_k_dim % 8 == 0
         used = self.conv_dim + self.value_dim + 2 * self.num_v_heads
         self._sizes = [self.conv_dim, self.value_dim, self.num_v_heads, self.num_v_heads]
         if used % ROW_MULTIPLE:
@@ -153,6 +155,23 @@ class GatedDeltaNet(nn.Module):
 
     def _prefill(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
         """Prompt chunks, with or without a state to continue, and the decode rows before them."""
+        if not self.has_fused_prefill:
+            return self._prefill_apart(projected, metadata, conv_states, ssm_states)
+        parameters: dict[str, Any] = self._parameters
+        mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
+        core: Tensor = gdn.fused_gdn_prefill(
+            mixed_qkv, z.view(-1, self.num_v_heads, self.head_v_dim), b, a, conv_states, parameters["conv_weight"],
+            parameters["A_log"], parameters["dt_bias"], parameters["norm_weight"], ssm_states,
+            metadata.non_spec_state_indices_tensor, query_start_loc=metadata.non_spec_query_start_loc,
+            has_initial_state=metadata.has_initial_state, num_k_heads=self.num_k_heads, head_k_dim=self.head_k_dim,
+            head_v_dim=self.head_v_dim, eps=self.eps, gate_activation=self.gate_activation,
+            checkpoint_offsets=getattr(metadata, "checkpoint_offsets", None),
+            checkpoint_slots=getattr(metadata, "checkpoint_slots", None), state_v_first=True, null_slot=self.null_slot,
+        )  # fmt: skip
+        return core
+
+    def _prefill_apart(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
+        """The same by one operator after the other, which have kernels for more head dims."""
         slots, offsets = metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc
         shared: dict[str, Any] = {
             "has_initial_state": metadata.has_initial_state, "null_slot": self.null_slot,

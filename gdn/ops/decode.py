@@ -6,8 +6,9 @@ from torch import Tensor
 from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, validates
-from gdn.ops._check import CONV_ACTIVATIONS, FLOAT_DTYPES, GATE_ACTIVATIONS, INDEX_DTYPES, bad_value, dtype_name
+from gdn.ops._check import INDEX_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty
+from gdn.ops._projections import Layer, check_layer, check_projections
 from gdn.ops._tensors import aligned, as_int32, constant, dtypes_of, is_aligned, optional
 from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 
@@ -124,18 +125,12 @@ def fused_gdn_decode(
     ----------
     .. [1] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layer's steps and projections).
     """
-    heads = _check_projections(mixed_qkv, z, b, a, A_log, (num_k_heads, head_k_dim, head_v_dim), projection_layout)
-    device, length, floats = mixed_qkv.device, mixed_qkv.shape[0], FLOAT_DTYPES
-    check.tensor("dt_bias", dt_bias, shape=(heads,), dtypes=floats, device=device)
-    check.tensor("norm_weight", norm_weight, shape=(head_v_dim,), dtypes=floats, device=device)
-    channels = 2 * num_k_heads * head_k_dim + heads * head_v_dim
-    check.tensor("conv_weight", conv_weight, shape=(channels, "w >= 2"), dtypes=floats, device=device)
-    if conv_weight.shape[1] < 2:
-        bad_value("conv_weight", f"shape [{channels}, w >= 2]", f"shape {list(conv_weight.shape)}")
-    check.optional("conv_bias", conv_bias, shape=(channels,), dtypes=floats, device=device)
-    check.one_of("activation", activation, CONV_ACTIVATIONS)
-    check.one_of("gate_activation", gate_activation, GATE_ACTIVATIONS)
-    check.not_negative("eps", eps)
+    dims = (num_k_heads, head_k_dim, head_v_dim)
+    layouts = ("flat", "interleaved", "concatenated")
+    heads = check_projections(mixed_qkv, z, b, a, A_log, dims, projection_layout, layouts)
+    layer = Layer(conv_weight, conv_bias, dt_bias, norm_weight, activation, gate_activation, eps)
+    channels = check_layer(layer, mixed_qkv, heads, dims)
+    device, length = mixed_qkv.device, mixed_qkv.shape[0]
     check.null_slot(null_slot)
 
     count = check.offsets("query_start_loc", query_start_loc, device, otherwise=length)
@@ -191,44 +186,3 @@ def fused_gdn_decode(
     channels_last = conv_state if problem.conv_channels_contiguous else None
     launch(prepared, params, (o,), aligned=(mixed_qkv, conv_weight, conv_bias, channels_last, ssm_state))
     return o
-
-
-def _check_projections(
-    mixed_qkv: Tensor,
-    z: Tensor | None,
-    b: Tensor | None,
-    a: Tensor | None,
-    A_log: Tensor,
-    dims: tuple[int, int, int],
-    layout: str,
-) -> int:
-    """Checks the projections; returns the number of value heads. dims: H, K and V."""
-    num_k_heads, head_k_dim, head_v_dim = dims
-    for name, value in {"num_k_heads": num_k_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim}.items():
-        check.at_least(name, value, 1)
-    check.one_of("projection_layout", layout, ("flat", "interleaved", "concatenated"))
-    check.tensor("mixed_qkv", mixed_qkv, dtypes=_delta_rule.TOKEN_DTYPES)
-    device, dtypes = mixed_qkv.device, FLOAT_DTYPES
-    check.tensor("A_log", A_log, shape=("HV",), dtypes=dtypes, device=device)
-    heads = A_log.shape[0]
-    if heads == 0 or heads % num_k_heads:
-        bad_value("A_log", f"shape [HV] with HV a multiple of num_k_heads = {num_k_heads}", f"shape {list(A_log.shape)}")
-    values = heads * head_v_dim
-    channels = 2 * num_k_heads * head_k_dim + values
-    width = {"flat": channels, "interleaved": channels + values, "concatenated": channels + values + 2 * heads}[layout]
-    is_whole = layout == "concatenated"
-    check.tensor("mixed_qkv", mixed_qkv, shape=("tokens", f">= {width}" if is_whole else width))
-    if is_whole and check.is_less(mixed_qkv.shape[1], width):
-        bad_value("mixed_qkv", f"shape [tokens, >= {width}]", f"shape {list(mixed_qkv.shape)}")
-    length = mixed_qkv.shape[0]
-    separate: dict[str, tuple[int, ...]] = {}
-    if layout == "flat":
-        separate = {"z": (length, heads, head_v_dim), "b": (length, heads), "a": (length, heads)}
-    elif layout == "interleaved":
-        separate = {"b": (length, 2 * heads)}
-    for name, tensor in (("z", z), ("b", b), ("a", a)):
-        if name in separate:
-            check.tensor(name, tensor, shape=separate[name], dtypes=dtypes, device=device)
-        elif tensor is not None:
-            bad_value(name, f"None with projection_layout={layout!r}", "a tensor")
-    return heads

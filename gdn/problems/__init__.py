@@ -38,6 +38,8 @@ from gdn.problems.logits import PagedMqaLogitsParams as PagedMqaLogitsParams
 from gdn.problems.logits import PagedMqaLogitsProblem as PagedMqaLogitsProblem
 from gdn.problems.logits import TopkParams as TopkParams
 from gdn.problems.logits import TopkProblem as TopkProblem
+from gdn.problems.prefill import GdnPrefillParams as GdnPrefillParams
+from gdn.problems.prefill import GdnPrefillProblem as GdnPrefillProblem
 from gdn.problems.steps import AddRmsNormParams as AddRmsNormParams
 from gdn.problems.steps import AddRmsNormProblem as AddRmsNormProblem
 from gdn.problems.steps import Conv1dParams as Conv1dParams

@@ -14,6 +14,7 @@ from gdn.reference.indexer import quantize_fp8 as quantize_fp8
 from gdn.reference.indexer import write_indexer_cache as write_indexer_cache
 from gdn.reference.logits import mqa_logits as mqa_logits
 from gdn.reference.logits import paged_mqa_logits as paged_mqa_logits
+from gdn.reference.prefill import fused_gdn_prefill as fused_gdn_prefill
 from gdn.reference.steps import add_rms_norm as add_rms_norm
 from gdn.reference.steps import fused_gdn_decode as fused_gdn_decode
 from gdn.reference.steps import fused_gdn_gating as fused_gdn_gating

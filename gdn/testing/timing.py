@@ -149,6 +149,13 @@ def interleaved_us(candidates: Sequence[Sequence[Call]], samples: int = 21) -> l
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
+def in_turns(*groups: Sequence[Callable[[], float]], rounds: int = 3) -> list[list[float]]:
+    """Medians of measurements that are taken one after the other, round by round; in the groups that they came in."""
+    rows = [[sample() for group in groups for sample in group] for _ in range(rounds)]
+    medians = iter([statistics.median(column) for column in zip(*rows, strict=True)])
+    return [[next(medians) for _ in group] for group in groups]
+
+
 def copies_beyond_l2(bytes_each: int, l2_bytes: int, most: int = 48) -> int:
     """Number of sets of inputs that exceed three times the L2 cache, so that a call finds none of its own data there."""
     return max(1, min(most, -(-3 * l2_bytes // max(bytes_each, 1))))

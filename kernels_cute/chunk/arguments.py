@@ -30,6 +30,9 @@ class TokenCopies(NamedTuple):
     v: Any
     out_atom: Any = None  # None where the kernel writes no outputs
     out: Any = None
+    # Addresses of words, see signals.py; None where no other kernel runs at the same time.
+    rows_made: Any = None
+    outputs_done: Any = None
 
 
 def packed_params(values: tuple[Any, ...]) -> tuple[ChunkParams, tuple[Any, ...]]:

@@ -7,6 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from kernels_cute.chunk.four_sm.shape import CHAINS, SET_KEY_STAGES, SETS, SLOTS
+from kernels_cute.chunk.key_head.shape import SCRATCH_BYTES as HEAD_SCRATCH_BYTES
+from kernels_cute.chunk.key_head.shape import TRIANGLE_BYTES
 from kernels_cute.chunk.scheduler import RECORD_BYTES, RECORDS, SORTED
 from kernels_cute.chunk.shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, START_BUFFERS, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
@@ -51,12 +53,49 @@ def block_barriers(spec: ChunkSpec, is_complete: bool = False) -> BarrierTable:
             Barrier("used", START_BUFFERS, _each_warp("state", "P read"), ("load",)),
             Barrier("composed", 1, _each_warp("state", "all P read"), ("load",)),
         ]
-    if spec.is_persistent or is_complete:  # records of work tiles; empty: a warp is done with the record
-        barriers += [
-            Barrier("work_full", RECORDS, _one("gates"), tuple(warps)),
-            Barrier("work_empty", RECORDS, tuple(Arrivals(role, "warp") for role in warps), ("gates",)),
-        ]
+    if spec.is_persistent or is_complete:
+        barriers += _records(warps)
     return BarrierTable(warps, barriers)
+
+
+def _records(warps: dict[str, int]) -> list[Barrier]:
+    """Records of work tiles; empty: a warp is done with the record."""
+    return [
+        Barrier("work_full", RECORDS, _one("gates"), tuple(warps)),
+        Barrier("work_empty", RECORDS, tuple(Arrivals(role, "warp") for role in warps), ("gates",)),
+    ]
+
+
+def key_head_barriers(spec: ChunkSpec) -> BarrierTable:
+    """Barriers of a block of the form with several state heads a cluster; `state` is the warpgroup of one of them. V of the heads
+    takes turns in one ring."""
+    heads, stages = spec.state_heads, spec.stages
+    warps = {"state": 4, "maker": 4, "load": 1, "gates": 1, "store": 1, "hand_over": 1}
+    records = _records(warps)
+    done = (*_each_warp("state", blocks=heads), *(Arrivals(role, "warp") for role in warps if role != "state"))
+    records[1] = Barrier("work_empty", RECORDS, done, ("gates",))
+    # A stage of Q has chunks of one parity, as a buffer of M and P has: the maker reads those of its own.
+    assert stages == BUFFERS
+    queries_read = _each_warp("state", "Q S done", heads)
+    return BarrierTable(
+        warps,
+        [
+            Barrier("k_full", spec.key_stages, _one("load", "with the bytes of K"), ("state", "maker")),
+            Barrier("k_empty", spec.key_stages, _each_warp("state", "S done", heads), ("load",)),
+            Barrier("q_full", stages, _one("load", "with the bytes of Q"), ("state", "maker")),
+            Barrier("q_empty", stages, queries_read + _each_warp("maker"), ("load",), queries_read),
+            Barrier("v_full", spec.value_stages, _one("load", "with the bytes of V"), ("state",)),
+            Barrier("v_empty", spec.value_stages, _one("store", "O read"), ("load",)),
+            Barrier("stored", spec.value_stages, _each_warp("state", "O where V was"), ("store",)),
+            Barrier("ready", BUFFERS, (Arrivals("maker", "thread"),), ("state", "hand_over"), _peer(spec)),
+            Barrier("m_taken", BUFFERS, _each_warp("state", "M done", heads * spec.sharers), ("maker",)),
+            Barrier("taken", BUFFERS, _each_warp("state", "P done", heads * spec.sharers), ("maker",)),
+            Barrier("turn", heads, _each_warp("state", "of the other head, past its turn"), ("state",)),
+            Barrier("gates_full", 2, (Arrivals("gates", "thread"),), ("maker",)),
+            Barrier("gates_free", 2, _each_warp("maker"), ("gates",)),
+            *records,
+        ],
+    )
 
 
 def summary_barriers(spec: ChunkSpec) -> BarrierTable:
@@ -121,9 +160,19 @@ def maker_barriers(form: Any) -> BarrierTable:
 def block_storage(spec: ChunkSpec) -> Any:
     """Shared memory of a block of the fused kernel."""
     pieces, stages = spec.dim // 64, spec.stages
-    records = {"records": _array(Int32, RECORDS * RECORD_BYTES // 4, 16), "order": _array(cutlass.Uint8, SORTED, 16)}
     tiles = _tiles(spec, k=pieces * spec.key_stages, q=pieces * stages, v=stages, m=BUFFERS, p=BUFFERS, lower=1)
-    return _struct(_barriers(block_barriers(spec, is_complete=True)), records, _rows(BUFFERS, 1), tiles)
+    return _struct(_barriers(block_barriers(spec, is_complete=True)), _work(), _rows(BUFFERS, 1), tiles)
+
+
+def key_head_storage(spec: ChunkSpec) -> Any:
+    """Shared memory of a block of the form with several state heads a cluster; heads side by side."""
+    pieces, heads = spec.dim // 64, spec.state_heads
+    tiles = BUFFERS * heads
+    rings = _tiles(spec, k=pieces * spec.key_stages, q=pieces * spec.stages, v=spec.value_stages, m=tiles, p=tiles)
+    lower = {"lower": _array(cutlass.Float16, heads * TRIANGLE_BYTES // 2, 1024)}
+    sizes = {"vectors": BUFFERS * heads * VECTOR_BYTES, "rows": 2 * heads * AUX_BYTES, "scratch": 4 * heads * HEAD_SCRATCH_BYTES}
+    rows = {name: _array(Float32, size // 4, 128) for name, size in sizes.items()}
+    return _struct(_barriers(key_head_barriers(spec)), _work(), rows, lower, rings)
 
 
 def summary_storage(spec: ChunkSpec) -> Any:
@@ -154,6 +203,10 @@ _TICKET = {"ticket": _array(Int32, 4, 4)}  # of a pair of the L2 ring, in the sa
 
 def _barriers(table: BarrierTable) -> dict[str, Any]:
     return {name: _array(Int64, barrier.stages, 8) for name, barrier in table.barriers.items()}
+
+
+def _work() -> dict[str, Any]:
+    return {"records": _array(Int32, RECORDS * RECORD_BYTES // 4, 16), "order": _array(cutlass.Uint8, SORTED, 16)}
 
 
 def _rows(buffers: int, sets: int) -> dict[str, Any]:

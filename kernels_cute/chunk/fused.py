@@ -80,8 +80,16 @@ class FusedChunk:
 
     @cute.kernel
     def kernel(self, params: ChunkParams, copies: TokenCopies, split_if_longest_exceeds: Int32):
+        if cutlass.const_expr(self.spec.row_makers > 0):
+            # What reads the outputs may begin once all blocks of this launch have.
+            cute.arch.griddepcontrol_launch_dependents()
         if works(self.spec, params.cu_seqlens, split_if_longest_exceeds):
             run_block(self.spec, params, copies, None)
+        if cutlass.const_expr(self.spec.row_makers > 0):
+            # The launch that makes the rows may end after them; what follows in the stream waits for this launch alone.
+            block, _, _ = cute.arch.block_idx()
+            if block == 0:
+                cute.arch.griddepcontrol_wait()
 
 
 @cute.jit
@@ -175,7 +183,7 @@ def run_block(spec, params, copies, segment):
         if copier == 2:
             while going:
                 item = take_work_tile(storage, number, only)
-                store_warp(spec, storage, copies, params.out, item, base)
+                store_warp(spec, storage, copies, params.out, item, base, "empty")
                 number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
         if cutlass.const_expr(spec.paired):
             if copier == 3:

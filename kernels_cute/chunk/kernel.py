@@ -24,10 +24,12 @@ import cutlass.cute as cute
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkParams, ChunkProblem, unserved_dtypes
-from kernels_cute.chunk.barriers import block_storage, summary_storage
+from kernels_cute.chunk.barriers import block_storage, key_head_storage, summary_storage
 from kernels_cute.chunk.four_sm.kernel import FourSmChunk
 from kernels_cute.chunk.four_sm.shape import DIM, SCALED_PARTS, chain_bytes, maker_bytes, ring_bytes
 from kernels_cute.chunk.fused import FusedChunk
+from kernels_cute.chunk.key_head import shape as key_head_shape
+from kernels_cute.chunk.key_head.kernel import KeyHeadChunk
 from kernels_cute.chunk.plan import Model, four_sm_clusters
 from kernels_cute.chunk.scheduler import max_scheduled_clusters
 from kernels_cute.chunk.shape import CHUNK, STAGES
@@ -43,9 +45,10 @@ _ALL_CLUSTERS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Config:
-    """All fields but the first two are scalars of the launch."""
+    """All fields but `stages`, `prefetch` and `state_heads` are scalars of the launch."""
 
-    # Chunks of Q and V in shared memory: 4, and 5 of K; with four SMs a head 2 or 3, and as many of K.
+    # Chunks of Q and V in shared memory: 4, and 5 of K; with four SMs a head 2 or 3, and as many of K; with two state heads a
+    # work tile 2 of Q (key_head/shape.py).
     stages: int
     prefetch: int  # chunks ahead of a copy that are prefetched into the L2 cache: 0 or 2
     # Chunks per segment: longer sequences are split into segments, which run side by side; 0 = sequences are whole.
@@ -61,6 +64,8 @@ class Config:
     # With four SMs a head: number of (sequence, head) groups that may use the L2 ring, next to those in clusters of four. If more
     # are left over, none does and all of them are queued on clusters of four.
     max_l2_ring_groups: int = field(default=0, metadata={"compiled": lambda value: None})
+    # State heads of a work tile: 1, or 2 that share K and Q, in clusters of two SMs; needs num_persistent_clusters.
+    state_heads: int = 1
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -83,7 +88,9 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         shared = max(chain_bytes(config.stages), maker_bytes(SCALED_PARTS[problem.dtype]))
         is_whole = config.split_chunks == 0 and config.num_persistent_clusters == 0
         is_served = problem.head_v_dim == DIM and config.stages in (2, 3) and config.max_l2_ring_groups >= 0
-        return is_whole and is_served and shared <= device.shared_bytes_per_block
+        return is_whole and is_served and config.state_heads == 1 and shared <= device.shared_bytes_per_block
+    if config.state_heads != 1:
+        return _fits_key_heads(problem, config, device)
     if config.stages != STAGES or config.max_l2_ring_groups:
         return False
     kernel = _kernel(problem, config)
@@ -93,6 +100,23 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     shared = max(one.size_in_bytes() for one in storages)
     is_dealt = config.num_persistent_clusters <= max_scheduled_clusters(problem.head_v_dim == 128)
     return is_dealt and shared <= device.shared_bytes_per_block
+
+
+def _fits_key_heads(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
+    """Whether clusters take two state heads at a time."""
+    if config.state_heads != key_head_shape.STATE_HEADS or problem.head_v_dim != DIM or config.stages != key_head_shape.STAGES:
+        return False
+    is_shared = all(
+        problem.num_state_heads // heads % config.state_heads == 0 for heads in (problem.num_q_heads, problem.num_k_heads)
+    )
+    is_dealt = 0 < config.num_persistent_clusters <= max_scheduled_clusters(True)
+    is_whole = config.split_chunks == 0 and config.max_l2_ring_groups == 0
+    shared = key_head_storage(_key_heads(problem, config).spec).size_in_bytes()
+    return is_shared and is_dealt and is_whole and shared <= device.shared_bytes_per_block
+
+
+def _key_heads(problem: ChunkProblem, config: Config) -> KeyHeadChunk:
+    return KeyHeadChunk(ChunkSpec(problem, config.stages, config.prefetch, True, False, False))
 
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
@@ -134,6 +158,9 @@ def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
         narrow = replace(narrow, split_chunks=0)
     for prefetch, clusters in product((0, 2), sorted({0, model.clusters()})):
         yield replace(narrow, prefetch=prefetch, num_persistent_clusters=clusters)
+    if model.clusters():
+        pairs = {"stages": key_head_shape.STAGES, "state_heads": key_head_shape.STATE_HEADS}
+        yield replace(narrow, prefetch=0, num_persistent_clusters=model.clusters(), **pairs)
     if problem.head_v_dim == DIM:
         for stages, prefetch in product((2, 3), (0, 2)):
             yield replace(_four_sm(narrow, device), stages=stages, prefetch=prefetch)
@@ -178,7 +205,9 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     return libraries
 
 
-def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk | SplitChunk | FourSmChunk:
+def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk | SplitChunk | FourSmChunk | KeyHeadChunk:
+    if config.state_heads > 1:
+        return _key_heads(problem, config)
     is_split = config.split_chunks > 0  # a block has one segment, whatever num_persistent_clusters says
     is_persistent = config.num_persistent_clusters > 0 and not is_split
     spec = ChunkSpec(problem, config.stages, config.prefetch, is_persistent, config.split_if_longest_exceeds > 0, is_split)

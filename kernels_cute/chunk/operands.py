@@ -38,6 +38,19 @@ def tiled_mma(dtype: Any, columns: int, by_columns: bool = False) -> Any:
     return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, Float32, (64, columns, 16), source, OperandMajorMode.K, major))
 
 
+def smem_mma(dtype: Any, columns: int) -> Any:
+    """The same with A, too, in shared memory, by rows."""
+    major = OperandMajorMode.K
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, columns, 16), warpgroup.OperandSource.SMEM, major, major)
+    return cute.make_tiled_mma(op)
+
+
+def smem_operand_a(mma: Any, field: Any, layout: Any) -> Any:
+    """A shared-memory A operand of smem_mma, (MMA, rows, k steps, *outer)."""
+    thread = mma.get_slice(0)
+    return mma.make_fragment_A(thread.partition_A(field.get_tensor(layout.outer, swizzle=layout.inner)))
+
+
 def smem_operand_b(mma: Any, field: Any, layout: Any) -> Any:
     """A shared-memory B operand, (MMA, columns, k steps, *outer)."""
     thread = mma.get_slice(0)

@@ -180,6 +180,8 @@ def describe(spec, params, sequence, unit, rank):
         begin, length, live_length, read_slot = sequence_of(spec, params, sequence)
         starts = starts_from_initial(spec, params.has_initial_state, sequence, live_length)
         head, piece = unit, rank
+        if cutlass.const_expr(spec.state_heads > 1):
+            head = unit * spec.state_heads
         if cutlass.const_expr(not spec.paired):
             head, piece = unit // spec.slices, unit % spec.slices
     return WorkTile(sequence, head, piece, starts, begin, length, live_length, read_slot)

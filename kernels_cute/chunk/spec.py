@@ -30,7 +30,9 @@ class ChunkSpec:
         self.has_final, self.has_final_indices = problem.has_final_state, problem.has_final_indices
         self.has_checkpoints = problem.has_checkpoints
         self.stages, self.key_stages, self.prefetch = stages, KEY_STAGES if stages == STAGES else stages, prefetch
+        self.value_stages = stages  # tiles of V
         self.is_persistent, self.has_both_variants, self.is_split = is_persistent, has_both_variants, is_split
+        self.state_heads = 1  # of a work tile
         self.columns = 64  # of V, a block
         self.slices = dim // self.columns
         self.paired = dim == 128  # the two blocks of a head are a cluster
@@ -40,6 +42,10 @@ class ChunkSpec:
         self.threads = 4 * WARPGROUP
         self.transition_tiles = 2 * dim // 64  # K tiles that the P of a summary takes
         self.parts = 1  # 16-bit summands of M in shared memory
+        # Where another kernel writes q, k and v at the same time, and a third reads the outputs (signals.py): rows of its tiles,
+        # and blocks that share a tile; else 0.
+        self.row_tile, self.row_makers = 0, 0
+        self.follows_rows = False  # a programmatic dependent of the launch that writes q, k and v
         self.key_bytes = CHUNK * dim * 2
         self.value_bytes = CHUNK * self.columns * 2
 

@@ -115,9 +115,13 @@ class Convolution(Kernel):
         if cutlass.const_expr(gBias is not None):
             load(pointer(gBias, Int64(channel), 16), CHANNELS, rBias, 0, False)
 
+    def column_of(self, channel: Int32) -> Int32:
+        """Column of x that has a thread's first channel."""
+        return channel
+
     @cute.jit
     def load_row(self, gX: cute.Tensor, token: Int32, channel: Int32, rLine: cute.Tensor, place: Constexpr):
-        offset = Int64(token) * gX.stride[0] + channel
+        offset = Int64(token) * gX.stride[0] + self.column_of(channel)
         if cutlass.const_expr(rLine.element_type is Int32):
             load(words(gX, offset, 16), WORDS, rLine, place * WORDS, True)
         else:

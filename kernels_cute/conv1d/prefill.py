@@ -17,8 +17,12 @@ from gdn.problems import Conv1dParams, Conv1dProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution, fake_common, refusal, slices, threads_fit
+from kernels_cute.conv1d.tiles import find_sequence
 
-__all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
+__all__ = [
+    "TUNED_WITHIN", "Config", "Conv1d", "compile", "configs", "default_config", "fakes", "fits", "launch", "refusal",
+    "workspace_bytes",
+]  # fmt: skip
 
 
 # How close a tuned entry's sizes must be (see gdn.runtime.tuned). A thread walks its rows one batch after the other: with the
@@ -54,7 +58,7 @@ def default_config(problem: Conv1dProblem, device: DeviceSpec) -> Config:
     return Config(min(threads, 64), 8, batch)
 
 
-def _fakes(problem: Conv1dProblem) -> Conv1dParams:
+def fakes(problem: Conv1dProblem) -> Conv1dParams:
     offsets, slots = [fake(problem.checkpoint_dtype, None, None) for _ in range(2)]
     return Conv1dParams(
         **fake_common(problem, "conv_states"),
@@ -65,7 +69,7 @@ def _fakes(problem: Conv1dProblem) -> Conv1dParams:
     )
 
 
-class _Conv1d(Convolution, params=Conv1dParams):
+class Conv1d(Convolution, params=Conv1dParams):
     def __init__(self, problem: Conv1dProblem, config: Config) -> None:
         super().__init__(problem, config.threads, config.batch)
         self.rows = config.rows
@@ -81,34 +85,13 @@ class _Conv1d(Convolution, params=Conv1dParams):
     def kernel(self, params: Conv1dParams):
         tile, channel, is_live = self.assignment()
         num_sequences = params.cu_seqlens.shape[0] - 1
-        sequence = self.find_sequence(tile, num_sequences, params.cu_seqlens)
+        sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
         if is_live:
             self.run_tile(params, tile, sequence, channel)
             tiles = params.x.shape[0] // self.rows + num_sequences
             # Rows after the last sequence are dealt to all blocks.
             first = Int32(params.cu_seqlens[num_sequences]) + tile
             self.zero_rows(params.out, first, params.out.shape[0], tiles, channel)
-
-    @cute.jit
-    def find_sequence(self, tile: Int32, num_sequences: Int32, cu_seqlens: cute.Tensor):
-        """The last sequence whose first tile is numbered at most `tile`: all lanes of a warp search together."""
-        lane = cute.arch.lane_idx()
-        low = Int32(0)
-        size = Int32(num_sequences)
-        while size > 1:
-            step = (size + 31) // 32
-            is_before = Boolean(False)
-            if lane * step < size:
-                probe = low + lane * step
-                is_before = Int32(cu_seqlens[probe]) // self.rows + probe <= tile
-            passed = cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) - 1
-            if passed < 0:
-                passed = Int32(0)
-            low += passed * step
-            size -= passed * step
-            if size > step:
-                size = step
-        return low
 
     @cute.jit
     def start_of(self, params: Conv1dParams, sequence: Int32):
@@ -207,5 +190,5 @@ class _Conv1d(Convolution, params=Conv1dParams):
 
 
 fits, configs, compile, launch, workspace_bytes = build.step(
-    _Conv1d, _fakes, Config, _allows, threads=THREADS, rows=(8, 16, 32, 64, 128), batch=(2, 4), min_threads_per_sm=(384, 512)
+    Conv1d, fakes, Config, _allows, threads=THREADS, rows=(8, 16, 32, 64, 128), batch=(2, 4), min_threads_per_sm=(384, 512)
 )

@@ -53,7 +53,7 @@ def _fakes(problem: RmsNormGatedProblem) -> RmsNormGatedParams:
     return RmsNormGatedParams(x, z, fake(problem.weight_dtype, problem.head_dim, last=1), out, eps=Float32(1e-6))
 
 
-class _RmsNormGated(build.Kernel, params=RmsNormGatedParams):
+class RmsNormGated(build.Kernel, params=RmsNormGatedParams):
     def __init__(self, problem: RmsNormGatedProblem, config: Config) -> None:
         self.threads, self.rows = config.threads, config.rows
         self.heads, self.dim, self.sigmoid = problem.num_heads, problem.head_dim, problem.sigmoid
@@ -109,19 +109,30 @@ class _RmsNormGated(build.Kernel, params=RmsNormGatedParams):
                 weighted = value * factor * rWeight[i] * sigmoid(gate)
                 if cutlass.const_expr(not self.sigmoid):
                     weighted = weighted * gate
-                rOut[i] = weighted
+                rOut[i] = self.finish(weighted, rSums[u])
             row = first + u * groups
             if row < count:
                 for c in cutlass.range_constexpr(self.chunks):
                     place = (c * self.lanes + lane) * self.vector
                     if place < self.dim:
-                        target = pointer(params.out, row * self.dim + place, 2 * self.vector)
+                        target = pointer(params.out, self.place_in_out(params.out, row) + place, 2 * self.vector)
                         store(rOut, c * self.vector, self.vector, target)
+
+    def place_of(self, gX: cute.Tensor, row: Int64) -> Int64:
+        """Number of elements before a row of x or z."""
+        token = row // self.heads
+        return token * gX.stride[0] + (row - token * self.heads) * gX.stride[1]
+
+    def place_in_out(self, gOut: cute.Tensor, row: Int64) -> Int64:
+        return row * self.dim
+
+    def finish(self, value: Float32, squares: Float32) -> Float32:
+        """The result, from the formula's value and the sum of squares of the row."""
+        return value
 
     @cute.jit
     def load_row(self, gX: cute.Tensor, row: Int64, lane: Int32, rX: cute.Tensor, start: Constexpr):
-        token = row // self.heads
-        offset = token * gX.stride[0] + (row - token * self.heads) * gX.stride[1]
+        offset = self.place_of(gX, row)
         for c in cutlass.range_constexpr(self.chunks):
             place = (c * self.lanes + lane) * self.vector
             is_live = Boolean(True)
@@ -138,7 +149,7 @@ class _RmsNormGated(build.Kernel, params=RmsNormGatedParams):
 
 
 fits, configs, compile, launch, workspace_bytes = build.step(
-    _RmsNormGated,
+    RmsNormGated,
     _fakes,
     Config,
     lambda p, config: config.rows * _parts(p)[2] <= _MOST_ELEMENTS,

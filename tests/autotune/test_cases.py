@@ -145,6 +145,20 @@ def _gdn_decode(tensors: tuple[Any, ...], problem: Any) -> None:
     out.copy_(o.view(out.shape))
 
 
+def _gdn_prefill(tensors: tuple[Any, ...], problem: Any) -> None:
+    *given, slots, mask, offsets, _, _, out, _, scale, eps, null_slot = tensors
+    # As the kernels, but for the rows between them: nothing between the steps is rounded.
+    qkv, z, b, a, windows, weight, bias, *rest = [
+        given[i] if i in (4, 10) or given[i] is None else given[i].double() for i in range(len(given))
+    ]
+    o = reference.fused_gdn_prefill(
+        qkv, z, b, a, windows, weight, *rest, slots, conv_bias=bias, query_start_loc=offsets, has_initial_state=mask,
+        num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=scale, eps=eps,
+        state_v_first=problem.state_v_first, null_slot=null_slot,
+    )  # fmt: skip
+    out.copy_(o.view(out.shape))
+
+
 def _stand_in(op: str) -> Callable[[tuple[Any, ...], Any], None]:
     """The reference in a kernel's place: a function of this module, or of the indexer's stand-ins, under the operator's name."""
     of_indexer = getattr(indexer_kernels, op, None)

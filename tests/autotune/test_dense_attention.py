@@ -76,7 +76,7 @@ def test_backends_that_refuse_are_left_out_by_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr(bench.torch, "device", lambda *_: CPU)
     shape = _shape()
-    rows, failures, refused = bench.measure_peers(shape, ["torch"], H100)
+    rows, failures, refused, _ = bench.measure_peers(shape, ["torch"], H100)
     assert not failures
     assert {row.variant.split(", ")[0] for row in rows} >= {"math"} and len(rows) + len(refused) == 16
     assert any(why.startswith("torch cudnn, explicit mask: RuntimeError: ") for why in refused)

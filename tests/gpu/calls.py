@@ -11,6 +11,7 @@ from tests.gpu import (
     cases,
     chunk,
     test_gdn_decode,
+    test_gdn_prefill,
     test_indexer_steps,
     test_mqa_logits,
     test_paged_mqa_logits,
@@ -169,6 +170,10 @@ CALLS = {
     "decode, float32": Call("fused_gdn_decode", "gdn_decode", fused_decode(WIDE_DECODE), _POOLS, _DECODE),
     "decode, bfloat16": Call(
         "fused_gdn_decode", "gdn_decode", fused_decode(test_gdn_decode.Case(), A_log=BF16), _POOLS, _DECODE
+    ),
+    "prefill": Call(
+        "fused_gdn_prefill", "gdn_prefill", lambda device: test_gdn_prefill.make(test_gdn_prefill.Case(), device),
+        test_gdn_prefill.POOLS, _DECODE,
     ),
     "conv": Call(
         "causal_conv1d_fn", "conv1d", lambda device: test_steps.prefill(test_steps.Case(), device), ("conv_states",), _CONV

@@ -67,7 +67,7 @@ def test_the_80b_shapes(device: torch.device, demo: Demo, backend: str, tensor_p
     """Each backend is preferred for everything; what it does not have, the other runs."""
     ran = demo("--tp", tensor_parallel, "--steps", "4", GDN_BACKEND=backend, VLLM_QSA_USE_FP8_INDEXER="1")
     functions = {
-        "chunk": CHUNK, "gdn_decode": "fused_gdn_decode", "mqa_logits": RAGGED, "paged_mqa_logits": PAGED,
+        "gdn_prefill": PREFILL, "gdn_decode": "fused_gdn_decode", "mqa_logits": RAGGED, "paged_mqa_logits": PAGED,
         "sparse_attention_decode": "sparse_attention",
     }  # fmt: skip
     for name, function in functions.items():
@@ -78,27 +78,27 @@ def test_the_80b_shapes(device: torch.device, demo: Demo, backend: str, tensor_p
         assert ran[function] <= {wanted, *others}
 
 
-CHUNK, RAGGED, PAGED = "chunk_gated_delta_rule", "indexer_topk", "paged_indexer_topk"
+PREFILL, RAGGED, PAGED = "fused_gdn_prefill", "indexer_topk", "paged_indexer_topk"
 # What else a function runs: an indexer its top-k, sparse attention its prefill.
 PARTS = {"mqa_logits": "topk", "paged_mqa_logits": "topk", "sparse_attention_decode": "sparse_attention_prefill"}
 SWITCHES = [
     # Switches that do not touch each other's operators, and what then runs.
     (
         {"VLLM_GDN_USE_BLADNN": "1", "VLLM_QSA_PREFILL_USE_TL_INDEXER": "1", "VLLM_QSA_USE_FP8_INDEXER": "0"},
-        {CHUNK: {"cute"}, RAGGED: {"tilelang", "cute"}},
+        {PREFILL: {"cute"}, RAGGED: {"tilelang", "cute"}},
     ),
     (
         {"VLLM_GDN_USE_BLADNN": "0", "VLLM_QSA_PREFILL_USE_TL_INDEXER": "0", "VLLM_QSA_DECODE_USE_TL_INDEXER": "1"},
-        {CHUNK: {"tilelang"}, RAGGED: {"cute"}, PAGED: {"tilelang", "cute"}},
+        {PREFILL: {"cute"}, RAGGED: {"cute"}, PAGED: {"tilelang", "cute"}},
     ),
     # The operator's own switch is an order, above the serving stack's; GDN_BACKEND is below it.
     (
         {"GDN_BACKEND": "reference", "GDN_BACKEND_MQA_LOGITS": "cute", "VLLM_QSA_PREFILL_USE_TL_INDEXER": "1"},
-        {CHUNK: {"reference"}, "fused_gdn_decode": {"reference"}, RAGGED: {"cute", "reference"}, PAGED: {"reference"}},
+        {PREFILL: {"reference"}, "fused_gdn_decode": {"reference"}, RAGGED: {"cute", "reference"}, PAGED: {"reference"}},
     ),
     (
-        {"GDN_BACKEND_CHUNK": "reference", "GDN_BACKEND": "tilelang", "VLLM_GDN_USE_BLADNN": "1"},
-        {CHUNK: {"reference"}, "fused_gdn_decode": {"cute"}, RAGGED: {"tilelang", "cute"}},
+        {"GDN_BACKEND_GDN_PREFILL": "reference", "GDN_BACKEND": "tilelang", "VLLM_GDN_USE_BLADNN": "1"},
+        {PREFILL: {"reference"}, "fused_gdn_decode": {"cute"}, RAGGED: {"tilelang", "cute"}},
     ),
 ]
 

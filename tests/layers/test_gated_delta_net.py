@@ -78,6 +78,20 @@ def test_a_checkpoint_continues_in_another_slot() -> None:
         close(found, whole[offset:])
 
 
+def test_head_dims_without_a_fused_prefill_run_its_steps() -> None:
+    layer, apart = layer_of(), layer_of()
+    assert layer.has_fused_prefill
+    apart.has_fused_prefill = False
+    both = pools(layer, 1), pools(layer, 1)
+    builder = GDNMetadataBuilder("cpu", num_spec=1)
+    arguments = [[2, 7, 1, 70], [22, 27, 1, 90], [[0, 4], [1, 5], [2, 6], [3, 7]]]
+    metadata = builder.build(*arguments, num_draft_tokens=[1, -1, -1, -1])
+    hidden = inputs(layer, 80)
+    close(layer(hidden, metadata, *both[0]), apart(hidden, metadata, *both[1]))
+    for one_pool, other in zip(*both, strict=True):
+        close(one_pool, other)
+
+
 @pytest.mark.parametrize("kind", ["decode", "spec", "prefill", "mixed", "empty"])
 def test_rows_of_padding_change_nothing(kind: str) -> None:
     layer = layer_of()

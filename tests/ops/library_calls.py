@@ -12,6 +12,7 @@ from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, re
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.calls import OPERATORS, good_call
 from tests.ops.test_decode_launch import arguments_of
+from tests.ops.test_prefill_launch import prefill_arguments
 
 Arguments = dict[str, Any]
 INT32 = torch.int32
@@ -97,6 +98,7 @@ BY_TOKENS: dict[str, Callable[[int], Arguments]] = {
     "fused_recurrent_gated_delta_rule": lambda n: recurrent_inputs(recurrent_problem(index_dtype="int32"), lengths=[n, 2]),
     "gated_delta_rule": lambda n: chunk_inputs(chunk_problem(index_dtype="int32"), lengths=[n, 2]),
     "fused_gdn_decode": arguments_of,
+    "fused_gdn_prefill": prefill_arguments,
     "fused_gdn_gating": lambda n: {"A_log": _random(4), "a": _random(n, 4), "b": _random(n, 4), "dt_bias": _random(4)},
     "fused_qkvzba_split_reshape_cat": _split,
     "causal_conv1d_fn": _conv_fn,

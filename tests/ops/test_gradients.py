@@ -14,6 +14,7 @@ from tests.ops.indexer_kernels import StandIn
 from tests.ops.library_calls import BY_TOKENS, REGISTERED, of_schema
 from tests.ops.test_decode_launch import Kernel
 from tests.ops.test_memory import arguments as pooled
+from tests.ops.test_prefill_launch import Kernel as PrefillKernel
 
 Arguments = dict[str, Any]
 Way = Callable[[str, Arguments], Any]
@@ -104,6 +105,7 @@ def test_autocast(name: str, way: str, dtype: torch.dtype) -> None:
         ("chunk_gated_delta_rule", lambda: pooled("chunk_gated_delta_rule"), ContractKernel),
         ("fused_recurrent_gated_delta_rule", lambda: pooled("fused_recurrent_gated_delta_rule"), ContractKernel),
         ("fused_gdn_decode", lambda: BY_TOKENS["fused_gdn_decode"](TOKENS), Kernel),
+        ("fused_gdn_prefill", lambda: BY_TOKENS["fused_gdn_prefill"](TOKENS), PrefillKernel),
         ("quantize_fp8", lambda: BY_TOKENS["quantize_fp8"](TOKENS), StandIn),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 import gdn
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
+from tests.ops.test_prefill_launch import prefill_arguments
 from tests.ops.test_steps_args import add_norm, conv_fn, conv_update, decode, gating, norm, split
 
 Arguments = dict[str, Any]
@@ -70,6 +71,7 @@ def test_recurrent(fields: dict[str, Any], extra: Arguments, backend: str) -> No
     [
         ("causal_conv1d_fn", conv_fn), ("causal_conv1d_update", conv_update), ("fused_gdn_gating", gating),
         ("fused_qkvzba_split_reshape_cat", split), ("rms_norm_gated", norm), ("fused_gdn_decode", decode),
+        ("fused_gdn_prefill", lambda: prefill_arguments(5)),
         ("add_rms_norm", add_norm), ("add_rms_norm", lambda: add_norm() | {"residual": None}),
         ("add_rms_norm", lambda: add_norm() | {"layer_scale": torch.randn(8)}),
     ],

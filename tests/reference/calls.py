@@ -66,6 +66,17 @@ def _decode() -> Arguments:
     }  # fmt: skip
 
 
+def _prefill() -> Arguments:
+    one = _decode()
+    del one["conv_state"], one["state_indices"]
+    channels, (heads, v_dim) = one["mixed_qkv"].shape[1], one["z"].shape[1:]
+    return one | {
+        "mixed_qkv": randn(9, channels), "z": randn(9, heads, v_dim, seed=1), "b": randn(9, heads, seed=2),
+        "a": randn(9, heads, seed=3), "conv_states": randn(5, channels, 3, seed=4), "state_indices": torch.tensor([4, -1, 2]),
+        "query_start_loc": torch.tensor([0, 3, 4, 9]), "has_initial_state": torch.tensor([True, True, False]),
+    }  # fmt: skip
+
+
 def _prepare() -> Arguments:
     return {
         "q": randn(4, 3, 32), "k": randn(4, 32, seed=1), "weights": randn(4, 3, seed=2), "positions": torch.arange(4),
@@ -112,6 +123,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "causal_conv1d_fn": _conv,
     "causal_conv1d_update": _conv_update,
     "fused_gdn_decode": _decode,
+    "fused_gdn_prefill": _prefill,
     "fused_gdn_gating": lambda: {"A_log": randn(4), "a": randn(3, 4, seed=1), "b": randn(3, 4, seed=2), "dt_bias": randn(4)},
     "fused_qkvzba_split_reshape_cat": lambda: {
         "mixed_qkvz": randn(3, 88), "mixed_ba": randn(3, 8, seed=1), "num_heads_qk": 2, "num_heads_v": 4, "head_qk": 6,

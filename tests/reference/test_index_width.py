@@ -47,6 +47,7 @@ def check_same(name: str, arguments: dict[str, Any], plain: dict[str, Any]) -> N
         ("causal_conv1d_fn", "cache_indices", True),
         ("causal_conv1d_update", "conv_state_indices", True),
         ("fused_gdn_decode", "state_indices", True),
+        ("fused_gdn_prefill", "state_indices", True),
     ],
 )
 def test_null_slots(name: str, key: str, seen: bool, slot: int) -> None:
@@ -94,14 +95,15 @@ def test_accepted_counts(name: str, accepted: int) -> None:
 
 
 @pytest.mark.parametrize("offset", [2**32 + 64, -(2**32) + 64, -(2**63)])
-@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "causal_conv1d_fn"])
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "causal_conv1d_fn", "fused_gdn_prefill"])
 def test_checkpoint_offsets(name: str, offset: int) -> None:
     """Beyond the sequence: no checkpoint."""
     arguments = CALLS[name]()
     if name == "causal_conv1d_fn":
         arguments |= {"x": randn(70, 6), "query_start_loc": torch.tensor([0, 66, 70])}
-    arguments["checkpoint_slots"] = torch.tensor([[0], [2]])
-    none = torch.zeros(2, 1, dtype=torch.int64)
+    count = 3 if name == "fused_gdn_prefill" else 2
+    arguments["checkpoint_slots"] = torch.tensor([[0], [1], [3]])[:count]
+    none = torch.zeros(count, 1, dtype=torch.int64)
     spoilt = none.clone()
     spoilt[0] = offset
     check_same(name, arguments | {"checkpoint_offsets": spoilt}, {"checkpoint_offsets": none})

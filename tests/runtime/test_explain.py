@@ -82,6 +82,12 @@ def decode() -> dict[str, Any]:
     }
 
 
+def prefill() -> dict[str, Any]:
+    one = decode()
+    one["conv_states"] = one.pop("conv_state")
+    return {**one, "query_start_loc": arange(3)}
+
+
 def indexer() -> dict[str, Any]:
     return {
         "positions": arange(T),
@@ -111,6 +117,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         **delta_rule(), "state_indices": arange(2), "lengths_host": (2, T - 2), "has_initial_state": arange(2) > 0,
     },
     "fused_gdn_decode": decode,
+    "fused_gdn_prefill": prefill,
     "fused_gdn_gating": lambda: {"A_log": ones(HV), "a": ones(T, HV), "b": ones(T, HV), "dt_bias": ones(HV)},
     "fused_qkvzba_split_reshape_cat": lambda: {
         "mixed_qkvz": ones(T, 2 * H * D + 2 * HV * D),

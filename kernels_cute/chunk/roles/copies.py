@@ -8,12 +8,15 @@ from kernels_cute.chunk import operands
 from kernels_cute.chunk.arguments import partition_keys, partition_tiles
 from kernels_cute.chunk.rings import chunks_in, ring_place
 from kernels_cute.chunk.shape import CHUNK, TILE_BYTES
+from kernels_cute.chunk.signals import announce_outputs, await_rows
 from kernels_cute.common import ptx
 
 
 @cute.jit
 def copy_warp(spec, storage, copies, item, base):
     """K, Q and V into shared memory."""
+    if cutlass.const_expr(spec.follows_rows):
+        cute.arch.griddepcontrol_wait()
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, spec.stages, spec.key_stages)
     to_v, from_v = partition_tiles(
         spec, storage.v, copies.v_atom, copies.v, spec.columns, spec.stages, item.begin, item.head // spec.v_group, item.piece
@@ -21,9 +24,13 @@ def copy_warp(spec, storage, copies, item, base):
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     num_chunks = chunks_in(item.live_length)
     if num_chunks > 0:
+        if cutlass.const_expr(spec.row_makers > 0):
+            await_rows(spec, copies, item, Int32(0))
         copy_keys(spec, storage, copies.k_atom, from_k, to_k, Int32(0), base)
     for step in cutlass.range(num_chunks, unroll=1):
         if step + 1 < num_chunks:
+            if cutlass.const_expr(spec.row_makers > 0):
+                await_rows(spec, copies, item, step + 1)
             copy_keys(spec, storage, copies.k_atom, from_k, to_k, step + 1, base)
         stage, parity = ring_place(spec.stages, base + step)
         cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
@@ -48,19 +55,31 @@ def copy_keys(spec, storage, k_atom, from_k, to_k, step, base):
 
 
 @cute.jit
-def store_warp(spec, storage, copies, out, item, base):
-    """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read."""
-    from_o, to_o = partition_tiles(
-        spec, storage.v, copies.out_atom, copies.out, 64, spec.stages, item.begin, item.head, item.piece
-    )
+def store_warp(spec, storage, copies, out, item, base, empty):
+    """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read. empty: name
+    of its barriers. The heads of a work tile take turns."""
+    owners = [item if i == 0 else item._replace(head=item.head + i) for i in range(spec.state_heads)]
+    sides = [
+        partition_tiles(spec, storage.v, copies.out_atom, copies.out, 64, spec.value_stages, one.begin, one.head, one.piece)
+        for one in owners
+    ]
     for step in cutlass.range(chunks_in(item.live_length), unroll=1):
-        stage, parity = ring_place(spec.stages, base + step)
-        cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
-        store_outputs(spec, storage, copies.out_atom, from_o[None, stage], to_o[None, step], out, item, step, stage)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage)
+        for i in cutlass.range_constexpr(spec.state_heads):
+            from_o, to_o = sides[i]
+            stage, parity = ring_place(spec.value_stages, (base + step) * spec.state_heads + i)
+            cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
+            store_outputs(spec, storage, copies.out_atom, from_o[None, stage], to_o[None, step], out, owners[i], step, stage)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(getattr(storage, empty).data_ptr() + stage)
+        if cutlass.const_expr(spec.row_makers > 0):
+            # The chunk before: its stores are done by now, and this warp need not wait for them.
+            if step > 0:
+                announce_outputs(spec, copies, item, step - 1, 1)
+    if cutlass.const_expr(spec.row_makers > 0):
+        if item.live_length > 0:
+            announce_outputs(spec, copies, item, chunks_in(item.live_length) - 1, 0)
 
 
 @cute.jit

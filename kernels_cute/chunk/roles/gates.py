@@ -20,17 +20,21 @@ def gate_warp(spec, storage, params, item, own, asked=None):
     lane = cute.arch.lane_idx()
     if cutlass.const_expr(asked is None):
         asked = ask_item(spec, params, item, own.first, lane)
-    words, log_rate, bias = asked
-    minus_rate = -cute.math.exp(log_rate) if cutlass.const_expr(spec.raw_gate) else log_rate  # of softplus
+    heads = []
+    for words, log_rate, bias in asked:
+        minus_rate = -cute.math.exp(log_rate) if cutlass.const_expr(spec.raw_gate) else log_rate  # of softplus
+        heads.append((words, minus_rate, bias))
     gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
     for step in cutlass.range(own.first, chunks_in(length), own.stride, unroll=1):
         half, half_turn = half_place(own, step)
-        rows = storage.rows.data_ptr().toint() + half * AUX_BYTES
-        values = make_gates(spec, params, words, minus_rate, bias, length - step * CHUNK, lane)
-        ask_gates(spec, params, words, begin, (step + own.stride) * CHUNK, length, head, lane)
-        cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
-        ptx.store_pair(rows + CUM + lane * 8, values[0], values[1])
-        ptx.store_pair(rows + KEY_BETA + lane * 8, values[2], values[3])
+        for i, (words, minus_rate, bias) in enumerate(heads):
+            rows = storage.rows.data_ptr().toint() + (half * spec.state_heads + i) * AUX_BYTES
+            values = make_gates(spec, params, words, minus_rate, bias, length - step * CHUNK, lane)
+            ask_gates(spec, params, words, begin, (step + own.stride) * CHUNK, length, head + i, lane)
+            if cutlass.const_expr(i == 0):
+                cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
+            ptx.store_pair(rows + CUM + lane * 8, values[0], values[1])
+            ptx.store_pair(rows + KEY_BETA + lane * 8, values[2], values[3])
         cute.arch.mbarrier_arrive(gates_full + half)
 
 
@@ -63,11 +67,13 @@ def schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, item):
 
 
 def ask_item(spec: Any, params: Any, item: Any, first: Any, lane: Any) -> Any:
-    """ask_gates of an item's chunk `first`, and its head's constants: (words, A_log, dt_bias)."""
-    words = cute.make_rmem_tensor(cute.make_layout(4), Int32)
-    ask_gates(spec, params, words, item.begin, first * CHUNK, item.live_length, item.head, lane)
-    rate_and_bias = (params.A_log[item.head], params.dt_bias[item.head]) if spec.raw_gate else (Float32(0.0),) * 2
-    return words, *rate_and_bias
+    """ask_gates of an item's chunk `first`, and constants of its heads: for each (words, A_log, dt_bias)."""
+    asked = []
+    for i in range(spec.state_heads):
+        words, head = cute.make_rmem_tensor(cute.make_layout(4), Int32), item.head + i
+        ask_gates(spec, params, words, item.begin, first * CHUNK, item.live_length, head, lane)
+        asked.append((words, *((params.A_log[head], params.dt_bias[head]) if spec.raw_gate else (Float32(0.0),) * 2)))
+    return tuple(asked)
 
 
 # Loaded values stay as they are in memory until they are used: a conversion, or a branch around the load, would
@@ -78,8 +84,16 @@ def ask_gates(spec: Any, params: Any, words: Any, begin: Any, offset: Any, lengt
         token = offset + 2 * lane + i
         for kind, x in enumerate((params.g, params.beta)):
             if x is not None:
-                place, size = Int64(begin + token) * x.stride[0] + Int64(head) * x.stride[1], x.element_type.width // 8
+                place, size = Int64(begin + token) * x.stride[0] + head_offset(x, head), x.element_type.width // 8
                 words[2 * kind + i] = ptx.load_global_if(x.iterator.toint() + place * size, size, length - token)
+
+
+def head_offset(x: Any, head: Any) -> Any:
+    """Elements before a head of g or beta, whose heads may be (heads of a group, groups)."""
+    if not isinstance(x.stride[1], tuple):
+        return Int64(head) * x.stride[1]
+    ratio, (inner, outer) = x.shape[1][0], x.stride[1]
+    return Int64(head // ratio) * outer + Int64(head % ratio) * inner
 
 
 @cute.jit

@@ -121,15 +121,18 @@ def inverse_warpgroup(spec, storage, own, length, warp):
 
 @cute.jit
 def key_factors(spec, at, diagonal, rows):
-    """1 / |k| from the diagonal of K K^T, by the lanes that hold it; and that times beta, where beta was."""
+    """1 / |k| from the diagonal of K K^T, by the lanes that hold it; and that times beta, where beta was. rows: of a head; a list
+    of several has 1 / |k| in the first head's."""
+    heads = rows if isinstance(rows, list) else [rows]
     first, second = Float32(1.0), Float32(1.0)
     if cutlass.const_expr(spec.normalize):
         first = cute.math.rsqrt(operands.select(at.row % 2 == 1, diagonal[1], diagonal[0]) + shape.NORM_EPS)
         second = cute.math.rsqrt(operands.select(at.row % 2 == 1, diagonal[7], diagonal[6]) + shape.NORM_EPS)
     if at.pair == at.row // 2:
-        blocks.store_row_values(rows + KEY_FACTOR, at.row0, first, second)
-        betas = blocks.row_values(rows + KEY_BETA, at.row0)
-        blocks.store_row_values(rows + KEY_BETA, at.row0, first * betas[0], second * betas[1])
+        blocks.store_row_values(heads[0] + KEY_FACTOR, at.row0, first, second)
+        for i in cutlass.range_constexpr(len(heads)):
+            betas = blocks.row_values(heads[i] + KEY_BETA, at.row0)
+            blocks.store_row_values(heads[i] + KEY_BETA, at.row0, first * betas[0], second * betas[1])
 
 
 @cute.jit
@@ -162,16 +165,7 @@ def invert_block(at, diagonal, inverse, row_scale, columns, lower, scratch, lane
                 below[odd] = diagonal[2 + odd] * (row_scale[1] * keys_of[odd])
     cute.arch.sync_warp()
     half = lane // _HALF % 2
-    x = cute.make_rmem_tensor(cute.make_layout(_HALF), Float32)
-    for i in cutlass.range_constexpr(_HALF):
-        x[i] = ptx.is_equal(lane_column, Float32(i))
-    first_column = scratch + half * (_HALF * _COLUMN_PITCH + _HALF * 4)
-    for step in cutlass.range_constexpr(_HALF - 1):
-        for part in cutlass.range_constexpr((step + 1) // 4, _HALF // 4):
-            factors = ptx.load_four(first_column + step * _COLUMN_PITCH + part * 16)
-            for i in cutlass.range_constexpr(4):
-                if cutlass.const_expr(4 * part + i > step):
-                    x[4 * part + i] = x[4 * part + i] + factors[i] * x[step]
+    x = substitute(scratch + half * (_HALF * _COLUMN_PITCH + _HALF * 4), _COLUMN_PITCH, lane_column)
     cute.arch.sync_warp()
     if lane < _BLOCK:
         for i in cutlass.range_constexpr(_HALF):
@@ -179,17 +173,35 @@ def invert_block(at, diagonal, inverse, row_scale, columns, lower, scratch, lane
     cute.arch.sync_warp()
     upper = ptx.load_pair(scratch + row * shape.ROW_PITCH + 2 * pair * 4)
     last = ptx.load_pair(scratch + (row + _HALF) * shape.ROW_PITCH + (_HALF + 2 * pair) * 4)
+    values = join_halves(upper, last, below)
+    for i in cutlass.range_constexpr(8):
+        inverse[i] = values[i]
+    blocks.store_block(lower, at, at.warp, blocks.half_words(values))
+    cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
+
+
+def substitute(first_column: Any, pitch: int, lane_column: Any) -> Any:
+    """A column of the inverse of a unit lower triangular 8 x 8 matrix, by forward substitution. first_column: address of the
+    negated matrix by columns, `pitch` bytes apart; lane_column: which column, as float32."""
+    x = [ptx.is_equal(lane_column, Float32(i)) for i in range(_HALF)]
+    for step in range(_HALF - 1):
+        for part in range((step + 1) // 4, _HALF // 4):
+            factors = ptx.load_four(first_column + step * pitch + part * 16)
+            for i in range(4):
+                if 4 * part + i > step:
+                    x[4 * part + i] = x[4 * part + i] + factors[i] * x[step]
+    return x
+
+
+def join_halves(upper: Any, last: Any, below: Any) -> list[Any]:
+    """[[B, 0], [-C^-1 N B^-1, C]]^-1's entries of this lane from those of B^-1, C^-1 and N, negated."""
     upper_words, below_words = blocks.half_words(upper), blocks.half_words(below)
     none, zero = Int32(0), (Float32(0.0),) * 4
     operand = [upper_words[0], none, none, blocks.half_words(last)[0]]
     product = ptx.multiply_small(cutlass.Float16, zero, operand, none, ptx.transpose(below_words[0]))
     operand = [none, blocks.half_words(product)[1], none, none]
     product = ptx.multiply_small(cutlass.Float16, zero, operand, ptx.transpose(upper_words[0]), none)
-    values = [upper[0], upper[1], product[2], product[3], Float32(0.0), Float32(0.0), last[0], last[1]]
-    for i in cutlass.range_constexpr(8):
-        inverse[i] = values[i]
-    blocks.store_block(lower, at, at.warp, blocks.half_words(values))
-    cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
+    return [upper[0], upper[1], product[2], product[3], Float32(0.0), Float32(0.0), last[0], last[1]]
 
 
 @cute.jit

@@ -94,34 +94,46 @@ def make_p(spec, at, qk, diagonal, p_words, rows, row_query, keeps):
     blocks.diagonal_block(qk, diagonal, warp)
     for u in cutlass.range_constexpr(3):
         if u < warp:
-            values = [None] * 8
-            for m in cutlass.range_constexpr(2):
-                n = 2 * u + m
-                keys_of = ptx.load_pair(columns + KEY_BETA + n * 32)
-                cums = ptx.load_pair(columns + CUM + n * 32)
-                for odd in cutlass.range_constexpr(2):
-                    column_part = keys_of[odd] * ptx.exp2(reference - cums[odd])
-                    for side in cutlass.range_constexpr(2):
-                        values[4 * m + 2 * side + odd] = qk[4 * n + 2 * side + odd] * (row_part[side] * column_part)
-            blocks.set_words(p_words, u, blocks.packed(spec.dtype, values))
-    values = [None] * 8
-    for m in cutlass.range_constexpr(2):
-        keys_of = ptx.load_pair(columns + KEY_BETA + warp * 64 + m * 32)
-        cums = ptx.load_pair(columns + CUM + warp * 64 + m * 32)
-        for i in cutlass.range_constexpr(4):
+            blocks.set_words(p_words, u, blocks.packed(spec.dtype, left_scores(qk, u, columns, reference, row_part)))
+    blocks.set_words(p_words, 3, blocks.packed(spec.dtype, last_scores(at, diagonal, columns, row_cum, row_query, keeps)))
+
+
+def left_scores(qk: Any, u: int, columns: Any, reference: Any, row_part: Any) -> list[Any]:
+    """Block u of P, left of the diagonal block, of the warp's rows. columns: this lane's of the rows of factors; row_part: those
+    of its two rows down to `reference`, which is that of tile_blocks.row_decays."""
+    values: list[Any] = [None] * 8
+    for m in range(2):
+        n = 2 * u + m
+        keys_of = ptx.load_pair(columns + KEY_BETA + n * 32)
+        cums = ptx.load_pair(columns + CUM + n * 32)
+        for odd in range(2):
+            column_part = keys_of[odd] * ptx.exp2(reference - cums[odd])
+            for side in range(2):
+                values[4 * m + 2 * side + odd] = qk[4 * n + 2 * side + odd] * (row_part[side] * column_part)
+    return values
+
+
+def last_scores(at: Any, diagonal: Any, columns: Any, row_cum: Any, row_query: Any, keeps: Any) -> list[Any]:
+    """The diagonal block of P of the warp's rows."""
+    values: list[Any] = [None] * 8
+    for m in range(2):
+        keys_of = ptx.load_pair(columns + KEY_BETA + at.warp * 64 + m * 32)
+        cums = ptx.load_pair(columns + CUM + at.warp * 64 + m * 32)
+        for i in range(4):
             gap = blocks.block_decay(row_cum, cums, keeps, m, i)
             value = diagonal[4 * m + i] * (row_query[i // 2] * keys_of[i % 2]) * gap
             # Selected, not multiplied by 0: keys past the end may be NaN, and they are above the diagonal.
-            if cutlass.const_expr(m == 1 and i < 2):
+            if m == 1 and i < 2:
                 value = Float32(0.0)
-            if cutlass.const_expr(m == i // 2):
+            if m == i // 2:
                 value = operands.select(keeps[i % 2], value, Float32(0.0))
             values[4 * m + i] = value
-    blocks.set_words(p_words, 3, blocks.packed(spec.dtype, values))
+    return values
 
 
 def query_factors(spec: Any, words: Any, scale: Any, squares: Any) -> tuple[Any, Any]:
-    """scale / |q| of this lane's two rows, whose columns four lanes share. squares: makes |q|^2 of them."""
+    """scale / |q| of this lane's two rows, whose columns four lanes share. squares: makes |q|^2 of
+    what it is given as words."""
     if not spec.normalize:
         return scale, scale
     first, second = squares(spec, words)
@@ -143,6 +155,19 @@ def query_squares(spec: Any, words: Any) -> list[Any]:
         own = operands.select(row % 2 == 1, sums[2 * side + 1], sums[2 * side])
         squares.append(cute.arch.shuffle_sync(own, holder))
     return squares
+
+
+def row_squares(spec: Any, place: Any) -> list[Any]:
+    """The same from the tile of Q in shared memory, of which few words are in registers at a time. place: (Lane, tile)."""
+    at, tile = place
+    holder = at.row * 4 + at.row // 2
+    sums = [(Float32(0.0),) * 4 for _ in range(2)]
+    for step in range(spec.dim // 16):
+        operand = blocks.load_words(at, tile, step)
+        for side in range(2):
+            sums[side] = ptx.multiply_small(spec.dtype, sums[side], operand, operand[side], operand[side + 2])
+    own = [operands.select(at.row % 2 == 1, sums[side][2 * side + 1], sums[side][2 * side]) for side in range(2)]
+    return [cute.arch.shuffle_sync(one, holder) for one in own]
 
 
 def query_squares_by_elements(spec: Any, words: Any) -> list[Any]:

@@ -32,26 +32,45 @@ def state_registers(spec: Any, by_key: Any, by_token: Any) -> tuple[Any, ...]:
     )
 
 
+def token_operands(spec: Any, storage: Any, by_key: Any, by_token: Any) -> tuple[Any, ...]:
+    """K and Q as the operands of U and Q S, and K as that of the state's update."""
+    dim = spec.dim
+    return (
+        operands.smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, spec.key_stages)),
+        operands.smem_operand_b(by_key, storage.q, operands.by_rows(spec.dtype, CHUNK, dim, spec.stages)),
+        operands.smem_operand_b(by_token, storage.k, operands.by_columns(spec.dtype, CHUNK, dim, spec.key_stages)),
+    )
+
+
+def state_sources(spec: Any, storage: Any, by_key: Any, by_token: Any, at: Any, head: Any) -> tuple[Any, ...]:
+    """Operands and addresses of state_chunks."""
+    of_tokens, square = token_operands(spec, storage, by_key, by_token), operands.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS)
+    m_operand, p_operand = (operands.smem_operand_b(by_key, field, square) for field in (storage.m, storage.p))
+    value_lane = value_address(storage.v.data_ptr().toint(), at.warp, at.lane)
+    vectors = storage.vectors.data_ptr().toint() + at.pair * 8
+    return by_key, by_token, *of_tokens, m_operand, p_operand, value_lane, vectors
+
+
+def of_head(item: Any, head: Any) -> Any:
+    """A work tile as the warpgroup of its state head number `head` sees it; None = it has one."""
+    return item if head is None else item._replace(head=item.head + head)
+
+
 @cute.jit
-def state_warpgroup(spec, storage, params, warp, segment, only):
-    """All work tiles of a block; only: the one there is, None = they come in records."""
+def state_warpgroup(spec, storage, params, warp, segment, only, form=None, head=None):
+    """All work tiles of a block; only: the one there is, None = they come in records. form: what makes the sources and what
+    takes the state through the chunks of a work tile, None = state_sources and state_chunks; head: of_head."""
     at = lane_of(warp)
     lane, pair, dim = at.lane, at.pair, spec.dim
+    make_sources, go_through = (state_sources, state_chunks) if cutlass.const_expr(form is None) else form
     by_key, by_token = operands.tiled_mma(spec.dtype, CHUNK), operands.tiled_mma(spec.dtype, dim, True)
-    square = operands.by_rows(spec.dtype, CHUNK, CHUNK, BUFFERS)
-    keys = operands.smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, spec.key_stages))
-    queries = operands.smem_operand_b(by_key, storage.q, operands.by_rows(spec.dtype, CHUNK, dim, spec.stages))
-    tokens = operands.smem_operand_b(by_token, storage.k, operands.by_columns(spec.dtype, CHUNK, dim, spec.key_stages))
-    m_operand, p_operand = (operands.smem_operand_b(by_key, field, square) for field in (storage.m, storage.p))
+    sources = make_sources(spec, storage, by_key, by_token, at, head)
     registers = state_registers(spec, by_key, by_token)
     state, initial = registers[0], params.initial_state
-    value_lane = value_address(storage.v.data_ptr().toint(), warp, lane)
-    vectors = storage.vectors.data_ptr().toint() + pair * 8
-    sources = (by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors)
     block_row = warp * 16 + at.row  # this lane's first V row of the block's
     if cutlass.const_expr(segment is None):
         fetched = cute.make_rmem_tensor(state.layout, Float32)
-        first = read_record(storage, Int32(0)) if cutlass.const_expr(only is None) else only
+        first = of_head(read_record(storage, Int32(0)) if cutlass.const_expr(only is None) else only, head)
         first_row = first.piece * spec.columns + block_row
         fetch_state(spec, initial, fetched, first.starts, first.read_slot, first.head, first_row, pair)
         settle_state(spec, initial, fetched, state, pair)
@@ -65,15 +84,20 @@ def state_warpgroup(spec, storage, params, warp, segment, only):
 
     number, base, going = Int32(0), Int32(0), Boolean(True)
     while going:
-        item = read_record(storage, number) if cutlass.const_expr(only is None) else only
+        item = of_head(read_record(storage, number) if cutlass.const_expr(only is None) else only, head)
         num_chunks = chunks_in(item.live_length)
         column0 = item.piece * spec.columns  # of the warpgroup
         row0 = item.piece * spec.columns + block_row  # of this lane
-        state_chunks(spec, storage, params, sources, registers, at, item, base, segment)
+        go_through(spec, storage, params, sources, registers, at, item, base, segment)
+        if cutlass.const_expr(form is not None):
+            # Not kept in registers meanwhile.
+            item, at = of_head(read_record(storage, number), head), lane_of(warp, ptx.opaque(cute.arch.lane_idx()))
+            lane, pair, block_row = at.lane, at.pair, warp * 16 + at.row
+            row0, column0 = item.piece * spec.columns + block_row, item.piece * spec.columns
         is_first, is_last = Boolean(True), Boolean(True)
         if cutlass.const_expr(only is None):
             # The next item's state is on its way while this one's goes.
-            next_item = read_record(storage, number + 1)
+            next_item = of_head(read_record(storage, number + 1), head)
             going = next_item.sequence >= 0
             next_row = next_item.piece * spec.columns + block_row
             fetch_state(spec, initial, fetched, next_item.starts, next_item.read_slot, next_item.head, next_row, pair)
@@ -133,14 +157,7 @@ def state_chunks(spec, storage, params, sources, registers, at, item, base, segm
         factors = operands.load_factors(vector + shape.STATE_KEY)
 
         # W and M; W itself is the accumulator of the product
-        for i in cutlass.range_constexpr(CHUNK // 16):
-            for m in cutlass.range_constexpr(2):
-                n = 2 * i + m
-                for side in cutlass.range_constexpr(2):
-                    value0, value1 = ptx.unpack(spec.dtype, values[i][2 * m + side])
-                    place = 4 * n + 2 * side
-                    sums[place] = value0 - factors[n][0] * sums[place]
-                    sums[place + 1] = value1 - factors[n][1] * sums[place + 1]
+        subtract_keys(spec, sums, values, factors)
         if valid < CHUNK:
             mask_sums(sums, valid, pair)
         for i in cutlass.range_constexpr(CHUNK // 4):
@@ -230,6 +247,18 @@ def add_values(spec: Any, by_token: Any, registers: Any, tokens: Any, stage: Any
         warpgroup.fence()
         operands.multiply_step(by_token, state, decayed, tokens[None, None, None, stage], i, False)
     warpgroup.commit_group()
+
+
+def subtract_keys(spec: Any, sums: Any, values: Any, factors: Any) -> None:
+    """W^T = V^T - factors U^T, in U's registers; values: of each 16 tokens, as loaded."""
+    for i in range(CHUNK // 16):
+        for m in range(2):
+            n = 2 * i + m
+            for side in range(2):
+                value0, value1 = ptx.unpack(spec.dtype, values[i][2 * m + side])
+                place = 4 * n + 2 * side
+                sums[place] = value0 - factors[n][0] * sums[place]
+                sums[place + 1] = value1 - factors[n][1] * sums[place + 1]
 
 
 def scale_columns(sums: Any, factors: Any) -> None:

@@ -25,8 +25,9 @@ class Lane(NamedTuple):
     row0: Any  # `row` among the tile's
 
 
-def lane_of(warp: Any) -> Lane:
-    lane = cute.arch.lane_idx()
+def lane_of(warp: Any, lane: Any = None) -> Lane:
+    """lane: this one's number, where the caller has it."""
+    lane = cute.arch.lane_idx() if lane is None else lane
     row = lane // 4
     return Lane(warp, lane, warp * 32 + lane, row, lane % 4, warp * 16 + lane % 16, lane // 16, warp * 16 + row)
 
@@ -60,8 +61,13 @@ def block_decay(row_cum: Any, cums: Any, keeps: Any, m: int, i: int) -> Any:
 def load_rows(spec: Any, at: Lane, tile: Any, words: Any) -> None:
     """The warp's 16 rows of Q or K as an operand in registers."""
     for step in range(spec.dim // 16):
-        place = operands.address(tile + step // 4 * TILE_BYTES, at.tile_row, step % 4 * 2 + at.unit)
-        set_words(words, step, ptx.load_matrices(place, False))
+        set_words(words, step, load_words(at, tile, step))
+
+
+def load_words(at: Lane, tile: Any, step: int) -> Any:
+    """The operand of one k step."""
+    place = operands.address(tile + step // 4 * TILE_BYTES, at.tile_row, step % 4 * 2 + at.unit)
+    return ptx.load_matrices(place, False)
 
 
 def set_words(words: Any, number: int, values: Any) -> None:
@@ -95,15 +101,20 @@ def half_words(values: Any) -> list[Any]:
     return packed(cutlass.Float16, values)
 
 
-def store_block(tile: Any, at: Lane, u: Any, words: Any) -> None:
+def square_address(tile: Any, row: Any, u: Any, unit: Any) -> Any:
+    """Where the 16 bytes `unit` (0 or 1) of a row of column block u are in a square tile."""
+    return operands.address(tile, row, 2 * u + unit)
+
+
+def store_block(tile: Any, at: Lane, u: Any, words: Any, address: Any = square_address) -> None:
     """Words of the 16 x 16 block of columns 16 u .. of the warp's rows."""
-    ptx.store_matrices(operands.address(tile, at.tile_row, 2 * u + at.unit), words, False)
+    ptx.store_matrices(address(tile, at.tile_row, u, at.unit), words, False)
 
 
 @cute.jit
-def store_blocks(tile, at, words):
+def store_blocks(tile, at, words, address=square_address):
     """A warp's blocks: number u of words is column block u, the last one the diagonal block."""
     for u in cutlass.range_constexpr(3):
         if u < at.warp:
-            store_block(tile, at, u, [words[4 * u + i] for i in range(4)])
-    store_block(tile, at, at.warp, [words[12 + i] for i in range(4)])
+            store_block(tile, at, u, [words[4 * u + i] for i in range(4)], address)
+    store_block(tile, at, at.warp, [words[12 + i] for i in range(4)], address)

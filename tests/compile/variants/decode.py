@@ -1,8 +1,8 @@
-"""Variants of the fused decode step."""
+"""Variants of the fused decode and prefill steps."""
 
 from collections.abc import Collection
 
-from gdn.problems import GdnDecodeProblem, Problem
+from gdn.problems import GdnDecodeProblem, GdnPrefillProblem, Problem
 from tests.compile.expectations import TENSOR_CORES, Expectation
 from tests.compile.variants.base import CONVOLUTION_POOLS, Axes, Row, Variants, example
 
@@ -66,3 +66,57 @@ def _code(problem: GdnDecodeProblem, backend: str, entries: Collection[str]) -> 
 
 
 gdn_decode = Variants(_AXES, _problem, _code)
+
+
+_PREFILL_AXES: Axes = {
+    "heads": [(16, 32), (4, 4), (2, 6), (16, 64)],
+    "head_dim": [128, 64, 96],
+    "width": [4, 3, 2],
+    "dtypes": [("bfloat16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")],  # of rows; of z and the gates
+    "norm_dtype": ["float32", "bfloat16"],
+    "weight_dtype": ["bfloat16", "float32"],
+    "bias_dtype": [None, "float32", "bfloat16"],
+    "silu": [True, False],
+    "gate_sigmoid": [False, True],
+    "interleaved": [False, True],
+    "pool": CONVOLUTION_POOLS,
+    "state_dtype": ["float32", "bfloat16"],
+    "state_v_first": [True, False],
+    "index_dtype": ["int32", "int64"],
+    "cu_seqlens_dtype": ["int32", "int64"],
+    "has_mask": [True, False],
+    "has_checkpoints": [False, True],
+    "lengths": [(8192, 8), (8192, 1), (1024, 1), (32768, 1)],  # tokens, sequences: they choose the configuration
+}
+
+
+def _prefill_problem(row: Row) -> Problem | None:
+    same = (
+        "width", "weight_dtype", "bias_dtype", "silu", "gate_sigmoid", "interleaved", "state_dtype", "state_v_first",
+        "index_dtype", "cu_seqlens_dtype", "has_mask", "has_checkpoints", "norm_dtype",
+    )  # fmt: skip
+    dtype, other = row["dtypes"]
+    problem: Problem = example(
+        "gdn_prefill",
+        num_k_heads=row["heads"][0],
+        num_v_heads=row["heads"][1],
+        head_k_dim=row["head_dim"],
+        head_v_dim=row["head_dim"],
+        dtype=dtype,
+        z_dtype=None if row["interleaved"] else other,
+        a_dtype=None if row["interleaved"] else other,
+        b_dtype=other,
+        conv_dtype=row["pool"][0],
+        conv_channels_contiguous=row["pool"][1],
+        num_tokens=row["lengths"][0],
+        num_sequences=row["lengths"][1],
+        **{name: row[name] for name in same},
+    )
+    return problem
+
+
+def _prefill_code(problem: GdnPrefillProblem, backend: str, entries: Collection[str]) -> Expectation:
+    return Expectation({"HGMMA": 1, "UTMALDG": 1})
+
+
+gdn_prefill = Variants(_PREFILL_AXES, _prefill_problem, _prefill_code)

@@ -60,6 +60,8 @@ _WIDE_AXES: Axes = _CHUNK_AXES | {
     "stages": [3, 2],
     "prefetch": [0, 2],
 }
+# Two state heads a cluster.
+_KEY_HEAD_AXES: Axes = {**_CHUNK_AXES, "heads": [(16, 16, 32), (2, 2, 8)], "head_dim": [128], "prefetch": [0, 2]}
 _RECURRENT_AXES: Axes = _DELTA_AXES | {
     "state": [
         _state(False, True, write_every_token=False, has_accepted=False, has_parent=False),
@@ -161,19 +163,27 @@ def _recurrent_code(problem: RecurrentProblem, backend: str, entries: Collection
 @functools.cache
 def wide_cover(module: Any) -> list[Variant]:
     """Cover of the wide form of the CuTe chunk kernel, as far as it serves the rows."""
-    fields = ("stages", "prefetch")
+    return _form_cover(module, _WIDE_AXES, num_persistent_clusters=0, num_four_sm_clusters=30, max_l2_ring_groups=3)
 
+
+@functools.cache
+def key_head_cover(module: Any) -> list[Variant]:
+    """The same of its form with two state heads a cluster."""
+    form = {"num_four_sm_clusters": 0, "max_l2_ring_groups": 0, "num_persistent_clusters": 3, "stages": 2, "state_heads": 2}
+    return _form_cover(module, _KEY_HEAD_AXES, **form)
+
+
+def _form_cover(module: Any, axes: Axes, **form: int) -> list[Variant]:
     def allowed(row: Row) -> bool:
         return _chunk_problem(row) is not None
 
     found: list[Variant] = []
-    for row in least(_WIDE_AXES, allowed):
+    for row in least(axes, allowed):
         made = _chunk_problem(row)
         assert made is not None
-        changes = {name: row[name] for name in fields}
-        form = {"split_chunks": 0, "split_if_longest_exceeds": 0, "num_persistent_clusters": 0, **changes}
-        form |= {"num_four_sm_clusters": 30, "max_l2_ring_groups": 3}
-        found.append((made, dataclasses.replace(module.default_config(made, H100), **form)))
+        changes: Row = {name: row[name] for name in ("stages", "prefetch") if name in row}
+        whole: Row = {"split_chunks": 0, "split_if_longest_exceeds": 0, **form, **changes}
+        found.append((made, dataclasses.replace(module.default_config(made, H100), **whole)))
     return found
 
 

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 
-from tests.ops.spoiling import calls_delta_rule, calls_indexer, calls_steps
+from tests.ops.spoiling import calls_delta_rule, calls_indexer, calls_projections, calls_steps
 from tests.ops.spoiling.call import Call, Draw
 
 OPERATORS: dict[str, Callable[[Draw], Call]] = {
     "chunk_gated_delta_rule": calls_delta_rule.chunk,
     "fused_recurrent_gated_delta_rule": calls_delta_rule.recurrent,
     "gated_delta_rule": calls_delta_rule.step,
-    "fused_gdn_decode": calls_delta_rule.decode,
+    "fused_gdn_decode": calls_projections.decode,
+    "fused_gdn_prefill": calls_projections.prefill,
     "fused_gdn_gating": calls_steps.gating,
     "fused_qkvzba_split_reshape_cat": calls_steps.split,
     "causal_conv1d_fn": calls_steps.conv_fn,

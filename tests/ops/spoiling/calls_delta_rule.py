@@ -1,4 +1,4 @@
-"""Good calls of the recurrence: chunk, recurrent and the fused decode step."""
+"""Good calls of the recurrence: chunk, recurrent, and a step dealt to both."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def _shape(draw: Draw, call: Call, lengths: list[int], most_padding: int = 2) ->
     return batch, max(lengths), batch
 
 
-def _state(draw: Draw, call: Call, name: str, slots: int, inner: tuple[int, ...], *, is_pool: bool) -> torch.Tensor:
+def state_of(draw: Draw, call: Call, name: str, slots: int, inner: tuple[int, ...], *, is_pool: bool) -> torch.Tensor:
     heads, k_dim, v_dim = inner
     v_first = draw.maybe()
     shape = (heads, v_dim, k_dim) if v_first else (heads, k_dim, v_dim)
@@ -72,7 +72,7 @@ def _state(draw: Draw, call: Call, name: str, slots: int, inner: tuple[int, ...]
     return state
 
 
-def _slots(draw: Draw, call: Call, count: int, columns: int = 1) -> tuple[list[int], int]:
+def slots_of(draw: Draw, call: Call, count: int, columns: int = 1) -> tuple[list[int], int]:
     """Distinct live slots, some sequences null, and the size of a pool with some to spare. Sets null_slot."""
     null_slot = draw.pick(-1, 0)
     if null_slot == 0 or draw.maybe(0.3):
@@ -94,7 +94,7 @@ def chunk(draw: Draw) -> Call:
         call.arguments["output_final_state"] = True
     kind = "pool" if has_checkpoints else draw.pick("none", "states", "pool", "pool")
     if kind == "states":
-        _state(draw, call, "initial_state", count, inner, is_pool=False)
+        state_of(draw, call, "initial_state", count, inner, is_pool=False)
     if kind == "pool":
         _prefill_pool(draw, call, inner, count, has_checkpoints)
     if kind != "none" and draw.maybe(0.4):
@@ -111,11 +111,11 @@ def recurrent(draw: Draw) -> Call:
         call.arguments["output_final_state"] = draw.maybe()
     kind = draw.pick("none", "states", "in place", "1-D", "2-D", "2-D", "tree")
     if kind == "states":
-        _state(draw, call, "initial_state", count, inner, is_pool=False)
+        state_of(draw, call, "initial_state", count, inner, is_pool=False)
         if draw.maybe(0.3):
             call.arguments["inplace_final_state"] = False
     if kind == "in place":
-        state = _state(draw, call, "initial_state", count, inner, is_pool=True)
+        state = state_of(draw, call, "initial_state", count, inner, is_pool=True)
         call.dims["initial_state"] = ("N", *call.dims["initial_state"][1:])
         call.arguments["inplace_final_state"] = True
         if state.dtype == torch.bfloat16 and draw.maybe():
@@ -149,9 +149,9 @@ def step(draw: Draw) -> Call:
     if draw.maybe():
         call.arguments["output_final_state"] = True
     if kind == "states":
-        _state(draw, call, "initial_state", count, inner, is_pool=False)
+        state_of(draw, call, "initial_state", count, inner, is_pool=False)
     if kind == "in place":
-        _state(draw, call, "initial_state", count, inner, is_pool=True)
+        state_of(draw, call, "initial_state", count, inner, is_pool=True)
         call.dims["initial_state"] = ("N", *call.dims["initial_state"][1:])
         call.arguments["inplace_final_state"] = True
     if kind in ("2-D", "tree"):
@@ -172,9 +172,9 @@ def _prefill_pool(
     draw: Draw, call: Call, inner: tuple[int, ...], count: int, has_checkpoints: bool, name: str = "state_indices"
 ) -> None:
     """A pool with the slots of prefill."""
-    slots, size = _slots(draw, call, count, columns=4)
+    slots, size = slots_of(draw, call, count, columns=4)
     null_slot = call.arguments.get("null_slot", -1)
-    _state(draw, call, "initial_state", size, inner, is_pool=True)
+    state_of(draw, call, "initial_state", size, inner, is_pool=True)
     extra = draw.pick(0, 2)
     dtype = draw.pick(torch.int32, torch.int64)
     reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
@@ -193,9 +193,9 @@ def _prefill_pool(
 def _pooled(draw: Draw, call: Call, kind: str, inner: tuple[int, ...], num_tokens: int, count: int, length: int) -> None:
     """State indices of a recurrent call, with drafts where they are 2-D."""
     columns = 1 if kind == "1-D" else 4
-    slots, size = _slots(draw, call, count, columns=2 * columns)
+    slots, size = slots_of(draw, call, count, columns=2 * columns)
     null_slot = call.arguments.get("null_slot", -1)
-    state = _state(draw, call, "initial_state", size, inner, is_pool=True)
+    state = state_of(draw, call, "initial_state", size, inner, is_pool=True)
     dtype = draw.pick(torch.int32, torch.int64)
 
     def table(first: int) -> list[Any]:
@@ -231,84 +231,3 @@ def _parents(draw: Draw, call: Call, num_tokens: int, length: int) -> list[int]:
         for node in range(end - start):
             parents[start + node] = draw.random.randint(-1, node - 1)
     return parents
-
-
-def decode(draw: Draw) -> Call:
-    """fused_gdn_decode, flat, interleaved or concatenated projections."""
-    call = Call("fused_gdn_decode")
-    heads, ratio = 2, draw.pick(1, 2)
-    value_heads, k_dim, v_dim = heads * ratio, draw.pick(4, 8), draw.pick(4, 8)
-    is_packed = draw.maybe(0.6)
-    lengths = draw.lengths(3) if is_packed else [1] * draw.pick(1, 2, 3)
-    offsets = draw.offsets(lengths)
-    tokens, count = offsets[-1] + (draw.pick(0, 1) if is_packed else 0), len(lengths)
-    if is_packed:
-        call.give("query_start_loc", draw.indices(offsets), "~")
-    dtype = draw.any_float()
-    channels = 2 * heads * k_dim + value_heads * v_dim
-    call.sizes["N"] = count
-    call.ties |= {
-        "N": ("query_start_loc", "mixed_qkv"),
-        "T": ("mixed_qkv",),
-        "C": ("num_k_heads", "head_k_dim", "head_v_dim", "A_log"),
-        "width": ("num_k_heads", "head_k_dim", "head_v_dim", "A_log"),
-        "H": ("num_k_heads", "A_log", "mixed_qkv"),
-        "V": ("head_v_dim",),
-        "K": ("head_k_dim",),
-        "gates": ("A_log",),
-    }
-
-    def rows(*shape: int) -> torch.Tensor:
-        return draw.rows(draw.floats(tokens, *shape, dtype=dtype), lead=1)
-
-    layout = draw.pick("flat", "flat", "interleaved", "concatenated")
-    if layout == "flat":
-        call.give("mixed_qkv", rows(channels), "T width")
-        call.give("z", rows(value_heads, v_dim), "T H V")
-        call.give("b", rows(value_heads), "T H")
-        call.give("a", rows(value_heads), "T H")
-        if draw.maybe(0.3):
-            call.arguments["projection_layout"] = "flat"
-    elif layout == "concatenated":
-        call.arguments |= {"projection_layout": layout, "z": None, "b": None, "a": None}
-        call.give("mixed_qkv", rows(channels + value_heads * (v_dim + 2)), "~ width+")
-    else:
-        call.arguments |= {"projection_layout": layout, "z": None, "a": None}
-        call.give("mixed_qkv", rows(channels + value_heads * v_dim), "T width")
-        call.give("b", rows(2 * value_heads), "T gates")
-    kind = draw.pick("1-D", "2-D", "2-D accepted")
-    columns = 1 if kind == "1-D" else 3
-    num_spec, width = columns - 1, draw.pick(2, 4)
-    slots, size = _slots(draw, call, count, columns=columns)
-    null_slot = call.arguments.get("null_slot", -1)
-    conv = draw.floats(size, channels, width - 1 + num_spec + draw.pick(0, 1), dtype=draw.any_float())
-    call.give("conv_state", draw.pool(conv) if draw.maybe() else conv.mT.contiguous().mT, "~ C ~")
-    call.sizes["columns+"] = width - 1 + num_spec
-    call.give("conv_weight", draw.floats(channels, width, dtype=draw.any_float()), "C ~")
-    if draw.maybe():
-        call.give("conv_bias", draw.floats(channels, dtype=draw.any_float()), "C")
-    call.give("A_log", draw.floats(value_heads, dtype=draw.any_float()), "H")
-    call.give("dt_bias", draw.floats(value_heads, dtype=draw.any_float()), "H")
-    call.give("norm_weight", draw.floats(v_dim, dtype=draw.any_float()), "V")
-    state = _state(draw, call, "ssm_state", size, (value_heads, k_dim, v_dim), is_pool=True)
-    reads = [slots[n * columns :][:columns] for n in range(count)]
-    reads = [[null_slot] * columns if draw.maybe(0.15) else row for row in reads]
-    extra = [reads[0]] * draw.pick(0, 1)
-    indices = reads + extra
-    call.give(
-        "state_indices", draw.indices([row[0] for row in indices] if kind == "1-D" else indices),
-        "N+" if kind == "1-D" else "N+ columns",
-    )  # fmt: skip
-    if kind == "2-D accepted":
-        accepted = [draw.random.randint(1, columns) for _ in range(count)]
-        call.give("num_accepted_tokens", draw.indices(accepted), "N+")
-    if state.dtype == torch.bfloat16 and draw.maybe():
-        call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
-        call.ties["one"] = ("rounding_seed",)
-    call.arguments |= {"num_k_heads": heads, "head_k_dim": k_dim, "head_v_dim": v_dim}
-    if draw.maybe(0.3):
-        call.arguments |= {"gate_activation": draw.pick("silu", "sigmoid", "swish"), "activation": draw.pick(None, "swish")}
-    if draw.maybe(0.4):
-        call.give("out", draw.rows(draw.floats(tokens, value_heads * v_dim, dtype=dtype), lead=1), "T HV")
-        call.ties["HV"] = ("out",)
-    return call

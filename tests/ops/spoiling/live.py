@@ -122,6 +122,14 @@ def _decode(call: Call) -> dict[str, Tensor]:
     return {"conv_state": _slots_mask(conv, windows), "ssm_state": _slots_mask(state, slots)}
 
 
+def _prefill(call: Call) -> dict[str, Tensor]:
+    slots = _written_slots(call, "state_indices", None)
+    windows, state = call.get("conv_states"), call.get("ssm_state")
+    mask = _slots_mask(windows, slots)
+    mask[:, :, call.get("conv_weight").shape[1] - 1 :] = False
+    return {"conv_states": mask, "ssm_state": _slots_mask(state, slots)}
+
+
 def _conv_fn(call: Call) -> dict[str, Tensor]:
     pool = call.get("conv_states")
     if not isinstance(pool, Tensor):
@@ -180,6 +188,7 @@ _POOLS = {
     "fused_recurrent_gated_delta_rule": _delta_rule,
     "gated_delta_rule": _delta_rule,
     "fused_gdn_decode": _decode,
+    "fused_gdn_prefill": _prefill,
     "causal_conv1d_fn": _conv_fn,
     "causal_conv1d_update": _conv_update,
     "write_indexer_cache": _write,

@@ -78,8 +78,9 @@ def _interleaved(call: Call, path: str, rng: random.Random) -> Spoiled | None:
 
 @spoiling("one page buffer for both pools")
 def _one_page(call: Call, path: str, _: random.Random) -> Spoiled | None:
-    """conv_state and ssm_state as the two parts of a page, as engines keep them."""
-    other = {"ssm_state": "conv_state", "conv_state": "ssm_state"}[path]
+    """Windows and states as the two parts of a page, as engines keep them."""
+    windows = "conv_state" if "conv_state" in call.arguments else "conv_states"
+    other = windows if path == "ssm_state" else "ssm_state"
     first, second = call.get(other), call.get(path)
     if first.shape[0] != second.shape[0]:
         return None

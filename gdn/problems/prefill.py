@@ -1,0 +1,87 @@
+"""Gated delta rule: the fused prefill step."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
+
+
+@dataclass(frozen=True)
+class GdnPrefillProblem(Problem, op="gdn_prefill"):
+    """`gdn.fused_gdn_prefill`: the whole prefill step between the projections; launched with GdnPrefillParams.
+
+    Rules of slots, windows and states as in Conv1dProblem and ChunkProblem. Every row of out is written: rows of padding
+    sequences and rows at or beyond cu_seqlens[N] are zero, whatever mixed_qkv, z, b and a hold there. A launch has at least one
+    token and one sequence.
+    """
+
+    num_k_heads: int = field(metadata=TUNES)
+    num_v_heads: int = field(metadata=TUNES)
+    head_k_dim: int = field(metadata=TUNES)
+    head_v_dim: int = field(metadata=TUNES)
+    width: int = field(metadata=TUNES)  # of the convolution
+    dtype: str = field(metadata=TUNES)  # of mixed_qkv and out: bfloat16 | float16
+    z_dtype: str | None = field(metadata=COMPILES)  # None = interleaved
+    a_dtype: str | None = field(metadata=COMPILES)  # None = interleaved
+    b_dtype: str = field(metadata=COMPILES)
+    weight_dtype: str = field(metadata=COMPILES)
+    bias_dtype: str | None = field(metadata=COMPILES)
+    norm_dtype: str = field(metadata=COMPILES)
+    conv_dtype: str = field(metadata=COMPILES)  # of the windows
+    conv_channels_contiguous: bool = field(metadata=TUNES)  # as ConvolutionProblem.state_channels_contiguous
+    state_dtype: str = field(metadata=TUNES)  # float32 | bfloat16
+    state_v_first: bool = field(metadata=TUNES)
+    index_dtype: str = field(metadata=COMPILES)  # of all slots
+    cu_seqlens_dtype: str = field(metadata=COMPILES)
+    interleaved: bool = field(metadata=TUNES)
+    silu: bool = field(metadata=COMPILES)  # after the convolution
+    gate_sigmoid: bool = field(metadata=COMPILES)  # the norm's gate: sigmoid(z), else silu(z)
+    has_mask: bool = field(metadata=COMPILES)  # has_initial_state given
+    has_checkpoints: bool = field(metadata=COMPILES)  # checkpoint_offsets / checkpoint_slots given
+    num_tokens: int = size()
+    num_sequences: int = size()
+
+    @property
+    def dim(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+    def flops(self) -> int:
+        # The chunk form at 64 tokens, as ChunkProblem counts it.
+        k, v = self.head_k_dim, self.head_v_dim
+        return self.num_tokens * self.num_v_heads * (2 * 64 * (2 * k + 2 * v) + 2 * 3 * k * v)
+
+    def bytes_moved(self) -> int:
+        values = self.num_v_heads * self.head_v_dim
+        gates = self.num_v_heads * (DTYPE_BYTES[self.b_dtype] + DTYPE_BYTES[self.a_dtype or self.b_dtype])
+        row = (self.dim + values) * DTYPE_BYTES[self.dtype] + values * DTYPE_BYTES[self.z_dtype or self.dtype] + gates
+        filters = self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + dtype_bytes(self.bias_dtype))
+        window = (self.width - 1) * self.dim * DTYPE_BYTES[self.conv_dtype]
+        state = values * self.head_k_dim * DTYPE_BYTES[self.state_dtype]
+        return self.num_tokens * row + filters + 2 * self.num_sequences * (window + state)
+
+
+class GdnPrefillParams(NamedTuple):
+    """Arguments of a launch of the fused prefill step: L tokens in N sequences, H key heads, HV value heads, r = HV / H."""
+
+    mixed_qkv: Tensor  # [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)]: contiguous rows, 16-byte aligned
+    z: Tensor  # [L, HV, V], last dim contiguous, rows at multiples of 16 bytes; None: interleaved, part of mixed_qkv
+    b: Tensor  # [L, HV], or interleaved [L, 2 * HV], which holds a too; any strides
+    a: Tensor  # [L, HV], any strides; None: interleaved, part of b
+    conv_states: Tensor  # [slots, 2 * H * K + HV * V, columns], updated in place
+    conv_weight: Tensor  # [2 * H * K + HV * V, width] contiguous, base a multiple of 16 bytes
+    conv_bias: Tensor  # [2 * H * K + HV * V] contiguous, base a multiple of 16 bytes; None: no bias
+    A_log: Tensor  # [HV] float32 contiguous
+    dt_bias: Tensor  # [HV] float32 contiguous
+    norm_weight: Tensor  # [V] contiguous, base a multiple of 16 bytes
+    ssm_state: Tensor  # [slots, HV, K, V] (or V first), updated in place; slot stride any multiple of 16 bytes
+    state_indices: Tensor  # [>= N], any stride
+    has_initial_state: Tensor  # [>= N] bool contiguous; None: all True
+    cu_seqlens: Tensor  # [N + 1] contiguous
+    checkpoint_offsets: Tensor  # [>= N, C] int32 contiguous: tokens after which states are stored, 0 = none; None: no checkpoints
+    checkpoint_slots: Tensor  # [>= N, C] contiguous, dtype of state_indices; None: no checkpoints
+    out: Tensor  # [L, HV, V], heads of a row next to each other, rows at multiples of 16 bytes; every row is written
+    workspace: Tensor  # uint8 [workspace_bytes(problem, config)], 256-byte aligned, contents undefined
+    scale: float
+    eps: float
+    null_slot: int

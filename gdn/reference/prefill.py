@@ -1,0 +1,74 @@
+"""The whole prefill step of a Gated DeltaNet layer between its projections, in plain torch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.reference.conv import causal_conv1d_fn
+from gdn.reference.delta_rule import chunk_gated_delta_rule
+from gdn.reference.modes import inference_only, ranges
+from gdn.reference.steps import fused_gdn_gating, fused_qkvzba_split_reshape_cat, rms_norm_gated
+
+
+@inference_only
+def fused_gdn_prefill(
+    mixed_qkv: Tensor,
+    z: Tensor | None,
+    b: Tensor,
+    a: Tensor | None,
+    conv_states: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    ssm_state: Tensor,
+    state_indices: Tensor,
+    *,
+    query_start_loc: Tensor,
+    has_initial_state: Tensor | None = None,
+    conv_bias: Tensor | None = None,
+    num_k_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    activation: str | None = "silu",
+    gate_activation: str = "silu",
+    projection_layout: str = "flat",
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    state_v_first: bool = False,
+    null_slot: int = -1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`gdn.fused_gdn_prefill`, as the composition of its steps; intermediate results have the dtype of mixed_qkv."""
+    num_v_heads = A_log.shape[0]
+    if projection_layout == "interleaved":
+        mixed_qkv, z, b, a = fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    assert z is not None and a is not None  # checked by the operator
+    length = mixed_qkv.shape[0]
+    both: dict[str, Any] = {
+        "has_initial_state": has_initial_state, "checkpoint_offsets": checkpoint_offsets, "checkpoint_slots": checkpoint_slots,
+        "null_slot": null_slot,
+    }  # fmt: skip
+    x = causal_conv1d_fn(
+        mixed_qkv, conv_weight, conv_bias, conv_states=conv_states, query_start_loc=query_start_loc,
+        cache_indices=state_indices, activation=activation, **both,
+    )  # fmt: skip
+    keys = num_k_heads * head_k_dim
+    parts = x.split([keys, keys, num_v_heads * head_v_dim], dim=1)
+    shapes = ((num_k_heads, head_k_dim), (num_k_heads, head_k_dim), (num_v_heads, head_v_dim))
+    q, k, v = (part.reshape(1, length, *shape) for part, shape in zip(parts, shapes, strict=True))
+    g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
+    o, _ = chunk_gated_delta_rule(
+        q, k, v, g[None], beta[None], scale, ssm_state, use_qk_l2norm_in_kernel=True, cu_seqlens=query_start_loc,
+        state_v_first=state_v_first, state_indices=state_indices, **both,
+    )  # fmt: skip
+    is_live = torch.zeros(length, dtype=torch.bool)
+    for (start, end), slot in zip(ranges(query_start_loc), state_indices.tolist(), strict=False):
+        is_live[start:end] = slot > null_slot
+    # Rows of padding: z may hold anything there.
+    normed = rms_norm_gated(o[0], z, norm_weight, eps, gate_activation).flatten(1)
+    normed[~is_live.to(normed.device)] = 0
+    return normed if out is None else out.copy_(normed)

@@ -1,0 +1,53 @@
+"""The warp that copies K, Q and the V of several state heads in."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from kernels_cute.chunk.arguments import partition_keys, partition_tiles
+from kernels_cute.chunk.rings import chunks_in, ring_place
+from kernels_cute.chunk.roles.copies import copy_keys
+
+
+@cute.jit
+def copy_warp(spec, storage, copies, item, base):
+    """K a chunk ahead of Q, and of the V of every head."""
+    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, spec.stages, spec.key_stages)
+    sides = []
+    for i in cutlass.range_constexpr(spec.state_heads):
+        head = (item.head + i) // spec.v_group
+        sides.append(
+            partition_tiles(spec, storage.v, copies.v_atom, copies.v, 64, spec.value_stages, item.begin, head, item.piece)
+        )
+    q_full, q_empty, v_full, v_empty = (
+        field.data_ptr() for field in (storage.q_full, storage.q_empty, storage.v_full, storage.v_empty)
+    )
+    num_chunks = chunks_in(item.live_length)
+    if num_chunks > 0:
+        copy_keys(spec, storage, copies.k_atom, from_k, to_k, Int32(0), base)
+    for step in cutlass.range(num_chunks, unroll=1):
+        if step + 1 < num_chunks:
+            copy_keys(spec, storage, copies.k_atom, from_k, to_k, step + 1, base)
+        stage, parity = ring_place(spec.stages, base + step)
+        copy_tile(q_full, q_empty, copies.q_atom, from_q[None, step], to_q, stage, parity, spec.key_bytes)
+        for i in cutlass.range_constexpr(spec.state_heads):
+            to_v, from_v = sides[i]
+            place, turn = ring_place(spec.value_stages, (base + step) * spec.state_heads + i)
+            copy_tile(v_full, v_empty, copies.v_atom, from_v[None, step], to_v, place, turn, spec.value_bytes)
+        if cutlass.const_expr(spec.prefetch > 0):
+            if step + spec.prefetch < num_chunks:
+                for atom, source in (
+                    (copies.k_atom, from_k),
+                    (copies.q_atom, from_q),
+                    *((copies.v_atom, one[1]) for one in sides),
+                ):
+                    cute.prefetch(atom, source[None, step + spec.prefetch])
+
+
+@cute.jit
+def copy_tile(full, empty, atom, source, targets, stage, parity, size: cutlass.Constexpr):
+    """One tile into its stage, as soon as it is free."""
+    cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, size)
+    cute.copy(atom, source, targets[None, stage], tma_bar_ptr=full + stage)

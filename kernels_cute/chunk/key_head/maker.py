@@ -1,0 +1,291 @@
+"""The maker role: M, P and the row vectors of a chunk for all state heads of a work tile. None of it depends on the state.
+
+The formulas: fused.py. K K^T and Q K^T are those of the key head; what follows from them is made for the heads side by side.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from kernels_cute.chunk import operands, shape
+from kernels_cute.chunk.key_head import shape as head_shape
+from kernels_cute.chunk.key_head.tiles import block_address
+from kernels_cute.chunk.rings import chunks_in, half_place, key_place, ring_place
+from kernels_cute.chunk.roles import inverse, score
+from kernels_cute.chunk.roles import tile_blocks as blocks
+from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, CUM, KEY_BETA, KEY_FACTOR, LAST_CUM, QUERY_FACTOR, TILE_BYTES, VECTOR_BYTES
+from kernels_cute.common import ptx
+
+_HALF = 8
+_TRIANGLE = head_shape.TRIANGLE_BYTES
+
+
+@cute.jit
+def maker_warpgroup(spec, storage, scale, own, length, warp):
+    """Tiles of a block's own chunks. Rows 16 warp .. of a tile are this warp's."""
+    heads = spec.state_heads
+    lane = cute.arch.lane_idx()
+    # Both operands from shared memory: it has the bandwidth every second chunk, this warpgroup no registers.
+    mma = operands.smem_mma(spec.dtype, CHUNK)
+    key_layout, query_layout = (operands.by_rows(spec.dtype, CHUNK, spec.dim, count) for count in (spec.key_stages, spec.stages))
+    keys = operands.smem_operand_b(mma, storage.k, key_layout)
+    left_keys = operands.smem_operand_a(mma, storage.k, key_layout)
+    left_queries = operands.smem_operand_a(mma, storage.q, query_layout)
+    sums = operands.accumulators(mma, CHUNK)
+    diagonal = cute.make_rmem_tensor(cute.make_layout(8), Float32)
+    row_words = [cute.make_rmem_tensor(cute.make_layout(16), Int32) for _ in range(heads)]  # each head's blocks of P
+    last_words = [cute.make_rmem_tensor(cute.make_layout(4), Int32) for _ in range(heads)]  # diagonal blocks of M
+    k_base, q_base = storage.k.data_ptr().toint(), storage.q.data_ptr().toint()
+    lowers = [storage.lower.data_ptr().toint() + i * _TRIANGLE for i in range(heads)]
+    scratch = storage.scratch.data_ptr().toint() + warp * (heads * head_shape.SCRATCH_BYTES)
+
+    for step in cutlass.range(own.first, chunks_in(length), own.stride, unroll=1):
+        key_stage, key_parity = key_place(spec, own, step)
+        stage, parity = ring_place(spec.stages, own.base + step)
+        half, half_turn = half_place(own, step)
+        buffer, turn = (own.base + step) & 1, (own.base + step) >> 1 & 1
+        rows = [storage.rows.data_ptr().toint() + (half * heads + i) * AUX_BYTES for i in range(heads)]
+        m_tiles, p_tiles = (
+            [field.data_ptr().toint() + (buffer * heads + i) * TILE_BYTES for i in range(heads)]
+            for field in (storage.m, storage.p)
+        )
+        valid = length - step * CHUNK
+        # Addresses of a part are made where it begins: kept from before the loop, they would be too many.
+        at = blocks.lane_of(warp, ptx.opaque(lane))
+        cute.arch.mbarrier_wait(storage.k_full.data_ptr() + key_stage, key_parity)
+        if valid < CHUNK:
+            # The tile ends with the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
+            blocks.zero_keys(spec, k_base + key_stage * spec.key_bytes, valid, at.thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+        warpgroup.fence()
+        operands.multiply(mma, sums, left_keys[None, None, None, key_stage], keys[None, None, None, key_stage], True)
+        warpgroup.commit_group()
+        cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)
+        warpgroup.wait_group(0)
+        blocks.diagonal_block(sums, diagonal, warp)
+        inverse.key_factors(spec, at, diagonal, rows)
+        operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+
+        at = blocks.lane_of(warp, ptx.opaque(lane))
+        is_below = (at.row > 2 * at.pair, at.row > 2 * at.pair + 1)
+        invert(spec, at, sums, diagonal, rows, lowers, scratch, last_words, is_below)
+        parts = column_parts(at, rows, scratch)
+        operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+        # Block by block to where it goes: all of M does not fit into registers. While one head waits, the other runs.
+        at = blocks.lane_of(warp, ptx.opaque(lane))
+        cute.arch.mbarrier_wait(storage.m_taken.data_ptr() + buffer, turn ^ 1)
+        store_m(spec, at, rows, lowers, last_words, storage.scratch.data_ptr().toint(), m_tiles)
+
+        at = blocks.lane_of(warp, ptx.opaque(lane))
+        cute.arch.mbarrier_wait(storage.q_full.data_ptr() + stage, parity)
+        warpgroup.fence()
+        operands.multiply(mma, sums, left_queries[None, None, None, stage], keys[None, None, None, key_stage], True)
+        warpgroup.commit_group()
+        row_query = score.query_factors(spec, (at, q_base + stage * spec.key_bytes), scale, score.row_squares)
+        if at.pair == 0:
+            blocks.store_row_values(rows[0] + QUERY_FACTOR, at.row0, row_query[0], row_query[1])
+        operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+        vectors = vector_values(rows[0], rows[0] + at.thread // CHUNK * AUX_BYTES, at.thread % CHUNK)
+        warpgroup.wait_group(0)
+        cute.arch.sync_warp()
+        if at.lane == 0:
+            cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + stage)
+        at = blocks.lane_of(warp, ptx.opaque(lane))
+        is_not_above = (at.row >= 2 * at.pair, at.row >= 2 * at.pair + 1)
+        make_p(spec, at, sums, diagonal, rows, row_query, is_not_above, (row_words, parts))
+        at = blocks.lane_of(warp, ptx.opaque(lane))
+        cute.arch.sync_warp()
+        if at.lane == 0:
+            cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
+        cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
+        for tile, words in zip(p_tiles, row_words, strict=True):
+            blocks.store_blocks(tile, at, words)
+        publish(spec, storage, vectors, buffer, at)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.mbarrier_arrive(storage.ready.data_ptr() + buffer)
+
+
+@cute.jit
+def invert(spec, at, kk, diagonal, rows, lowers, scratch, last_words, keeps):
+    """Makes, for each head, the warp's blocks of L, negated, and its inverted diagonal block, to the head's `lower`, the latter
+    as a block of M to last_words, too. diagonal: of K K^T.
+
+    A diagonal block [[B, 0], [N, C]] by forward substitution of its halves in float32, a lane per column: lanes 16 i .. have the
+    block of head i.
+    """
+    row, pair, lane = at.row, at.pair, at.lane
+    columns = [own + pair * 8 for own in rows]
+    row_key = blocks.row_values(rows[0] + KEY_FACTOR, at.row0)
+    row_scale = (-row_key[0], -row_key[1])  # of every head
+    for u in cutlass.range_constexpr(3):
+        if u < at.warp:
+            scaled = [kk[8 * u + i] * row_scale[i // 2 % 2] for i in range(8)]
+            store_all(at, u, lowers, [lower_words(scaled, own + 64 * u) for own in columns], block_address)
+    # All loads first: ptxas takes none past a store.
+    keys_of = [[ptx.load_pair(own + at.warp * 64 + KEY_BETA + m * 32) for m in range(2)] for own in columns]
+    belows = []
+    scaled = [diagonal[i] * row_scale[i // 2 % 2] for i in range(8)]
+    for i in cutlass.range_constexpr(len(rows)):
+        for m in cutlass.range_constexpr(2):
+            for odd in cutlass.range_constexpr(2):
+                # The part above the diagonal is stored with the rest, and never read.
+                place = scratch + i * head_shape.SCRATCH_BYTES + m * head_shape.COLUMN_HALF
+                place = place + (2 * pair + odd) * head_shape.COLUMN_PITCH + row * 4
+                ptx.store_one(place, scaled[6 * m + odd] * keys_of[i][m][odd])
+        belows.append([scaled[2 + odd] * keys_of[i][0][odd] for odd in range(2)])
+    cute.arch.sync_warp()
+    column, half, head = lane % _HALF, lane // _HALF % 2, lane // (2 * _HALF)
+    own = scratch + head * head_shape.SCRATCH_BYTES
+    x = inverse.substitute(own + half * head_shape.COLUMN_HALF, head_shape.COLUMN_PITCH, Float32(column))
+    cute.arch.sync_warp()
+    for i in cutlass.range_constexpr(_HALF):
+        ptx.store_one(own + half * head_shape.INVERSE_HALF + i * head_shape.INVERSE_PITCH + column * 4, x[i])
+    cute.arch.sync_warp()
+    places = [scratch + i * head_shape.SCRATCH_BYTES + row * head_shape.INVERSE_PITCH + pair * 8 for i in range(len(rows))]
+    halves = [(ptx.load_pair(place), ptx.load_pair(place + head_shape.INVERSE_HALF)) for place in places]
+    joined = [inverse.join_halves(*both, below) for both, below in zip(halves, belows, strict=True)]
+    for i in cutlass.range_constexpr(len(rows)):
+        row_cum = blocks.row_values(rows[i] + CUM, at.row0)
+        values = inverse.decayed_diagonal(joined[i], columns[i], row_cum, keeps, at.warp)
+        blocks.set_words(last_words[i], 0, blocks.packed(spec.dtype, values))
+    store_all(at, at.warp, lowers, [blocks.half_words(values) for values in joined], block_address)
+    cute.arch.sync_warp()  # the next chunk's stores into scratch come after these loads
+
+
+def lower_words(scaled: Any, columns: Any) -> list[Any]:
+    """A block of L, negated, left of the diagonal block, from that of K K^T with its rows scaled."""
+    keys_of = [ptx.load_pair(columns + KEY_BETA + m * 32) for m in range(2)]
+    return blocks.half_words([scaled[i] * keys_of[i // 4][i % 2] for i in range(8)])
+
+
+@cute.jit
+def column_parts(at, rows, scratch):
+    """For each head the decays from the last token before the warp's diagonal block to each column left of it, and those times
+    the columns' factors of P: by a lane a column instead of by all that have its elements. Returns where this lane's begin."""
+    references = [ptx.load_one(own + CUM + cutlass.max(at.warp * 16 - 1, 0) * 4) for own in rows]
+    places = [(i, (half * 32 + at.lane) * 4) for i in range(len(rows)) for half in range(2)]
+    loaded = [(ptx.load_one(rows[i] + CUM + column), ptx.load_one(rows[i] + KEY_BETA + column)) for i, column in places]
+    for (i, column), (cum, key_beta) in zip(places, loaded, strict=True):
+        decay, own = ptx.exp2(references[i] - cum), scratch + i * head_shape.SCRATCH_BYTES + column
+        ptx.store_one(own, decay)
+        ptx.store_one(own + head_shape.PART_BYTES, decay * key_beta)
+    cute.arch.sync_warp()
+    return [scratch + i * head_shape.SCRATCH_BYTES + at.pair * 8 for i in range(len(rows))]
+
+
+@cute.jit
+def store_m(spec, at, rows, lowers, last_words, scratch, tiles):
+    """Every head's M. A warp has its own rows' diagonal blocks, and three blocks left of them, whose rows may be others: row 3 of
+    blocks of one head, or row 2 of one head and row 1 of the other. scratch: the first warp's."""
+    for i in cutlass.range_constexpr(len(rows)):
+        blocks.store_block(tiles[i], at, at.warp, [last_words[i][k] for k in range(4)])
+    head = 1 - at.warp // 2
+    if (at.warp == 0) | (at.warp == 3):
+        store_left(spec, at, [(3, head)], rows, lowers, scratch, tiles)
+    else:
+        store_left(spec, at, [(2, head), (1, 1 - head)], rows, lowers, scratch, tiles)
+
+
+def store_left(spec: Any, at: Any, which: Any, rows: Any, lowers: Any, scratch: Any, tiles: Any) -> None:
+    """The blocks of M left of the diagonal of rows of blocks; which: (number of the row, head)."""
+    found = []
+    for number, head in which:
+        parts = scratch + (number * len(rows) + head) * head_shape.SCRATCH_BYTES + at.pair * 8
+        own = rows[0] + head * (rows[1] - rows[0])
+        found.append(left_blocks(spec, at, number, lowers[0] + head * _TRIANGLE, own, parts))
+    for (number, head), words in zip(which, found, strict=True):
+        for u, own in enumerate(words):
+            place = blocks.square_address(tiles[0] + head * TILE_BYTES, number * 16 + at.lane % 16, u, at.unit)
+            ptx.store_matrices(place, own, False)
+
+
+def left_blocks(spec: Any, at: Any, number: int, lower: Any, rows: Any, parts: Any) -> list[Any]:
+    """Words of a row of blocks of M left of the diagonal: A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu, with decays. A row is
+    a chain of products: what does not wait for the block before comes first. parts: column_parts of the row."""
+
+    def load(row: int, u: int, turned: bool) -> Any:
+        return ptx.load_matrices(block_address(lower, row * 16 + at.lane % 16, u, at.unit), turned)
+
+    def add(sums: Any, left: Any, right: Any) -> Any:
+        return [ptx.multiply_small(cutlass.Float16, sums[side], left, right[2 * side], right[2 * side + 1]) for side in range(2)]
+
+    zero = [(Float32(0.0),) * 4] * 2
+    left = load(number, number, False)
+    sums = [add(zero, left, load(number, u, True)) for u in range(number)]
+    row_cum = blocks.row_values(rows + CUM, number * 16 + at.row)
+    reference = ptx.load_one(rows + CUM + (number * 16 - 1) * 4)
+    row_decay = [ptx.exp2(one - reference) for one in row_cum]
+    words: list[Any] = [None] * number
+    for u in range(number - 1, -1, -1):
+        product = add(zero, blocks.half_words([*sums[u][0], *sums[u][1]]), load(u, u, True))
+        if u > 0:
+            left = blocks.half_words([*product[0], *product[1]])
+            for t in range(u - 1, -1, -1):
+                sums[t] = add(sums[t], left, load(u, t, True))
+        decays = [ptx.load_pair(parts + (2 * u + m) * 32) for m in range(2)]
+        words[u] = blocks.packed(
+            spec.dtype, [product[m][i] * (decays[m][i % 2] * row_decay[i // 2]) for m in range(2) for i in range(4)]
+        )
+    return words
+
+
+@cute.jit
+def make_p(spec, at, qk, diagonal, rows, row_query, keeps, to_words):
+    """Every head's blocks of P, of the warp's rows."""
+    row_words, column_parts = to_words
+    blocks.diagonal_block(qk, diagonal, at.warp)
+    columns, row_cums = [own + at.pair * 8 for own in rows], [blocks.row_values(own + CUM, at.row0) for own in rows]
+    decays = [blocks.row_decays(own, row_cum, at.warp) for own, row_cum in zip(rows, row_cums, strict=True)]
+    for words in row_words:
+        words.fill(0)  # or what a warp does not set would be kept from chunk to chunk
+    parts = [(reference, (row_query[0] * of_rows[0], row_query[1] * of_rows[1])) for reference, of_rows in decays]
+    for u in cutlass.range_constexpr(3):
+        if u < at.warp:
+            found = [left_scores(qk, u, own, row_part) for own, (_, row_part) in zip(column_parts, parts, strict=True)]
+            for words, values in zip(row_words, found, strict=True):
+                blocks.set_words(words, u, blocks.packed(spec.dtype, values))
+    last = [
+        score.last_scores(at, diagonal, own, row_cum, row_query, keeps) for own, row_cum in zip(columns, row_cums, strict=True)
+    ]
+    for words, values in zip(row_words, last, strict=True):
+        blocks.set_words(words, 3, blocks.packed(spec.dtype, values))
+
+
+def left_scores(qk: Any, u: int, columns: Any, row_part: Any) -> list[Any]:
+    """Block u of P, left of the diagonal block, of the warp's rows. columns: column_parts of this lane."""
+    values: list[Any] = []
+    for m in range(2):
+        parts = ptx.load_pair(columns + head_shape.PART_BYTES + (2 * u + m) * 32)
+        values += [qk[8 * u + 4 * m + i] * (row_part[i // 2] * parts[i % 2]) for i in range(4)]
+    return values
+
+
+def store_all(at: Any, u: Any, tiles: Any, words: Any, address: Any = blocks.square_address) -> None:
+    """Column block u of every head: loads for all of them come first."""
+    for tile, own in zip(tiles, words, strict=True):
+        blocks.store_block(tile, at, u, own, address)
+
+
+@cute.jit
+def vector_values(shared, rows, token):
+    """A token's elements of the row vectors, and the chunk's whole decay. shared: rows with the norms."""
+    cum, total = ptx.load_one(rows + CUM + token * 4), ptx.load_one(rows + LAST_CUM)
+    key_beta = ptx.load_one(rows + KEY_BETA + token * 4)
+    key, query = ptx.load_one(shared + KEY_FACTOR + token * 4), ptx.load_one(shared + QUERY_FACTOR + token * 4)
+    grown = cute.math.exp2(cum, fastmath=True)
+    return grown * key, operands.exp2_clamped(total - cum) * key_beta, grown * query, cute.math.exp2(total, fastmath=True)
+
+
+@cute.jit
+def publish(spec, storage, values, buffer, at):
+    """The row vectors of each head, by 64 threads each."""
+    head, token = at.thread // CHUNK, at.thread % CHUNK
+    vectors = storage.vectors.data_ptr().toint() + (buffer * spec.state_heads + head) * VECTOR_BYTES
+    for kind, value in zip((shape.STATE_KEY, shape.KEY_TO_LAST, shape.STATE_QUERY), values[:3], strict=True):
+        ptx.store_one(vectors + kind + token * 4, value)
+    if token == 0:
+        ptx.store_one(vectors + shape.LAST_DECAY, values[3])

@@ -1,0 +1,162 @@
+"""One prefill step of a GDN layer: from the projections' outputs to the input of out_proj.
+
+    [q | k | v] = silu(conv(mixed_qkv))        with its window of width - 1 inputs in a slot
+    o, S = the chunk form of the gated delta rule on q, k, v, a, b    (kernels_cute.chunk), S of a slot
+    out = o / sqrt(mean(o * o) + eps) * norm_weight * silu(z)
+
+Two forms: launches of the kernels of the three operators one after the other, on one workspace (parts.py), or side by side, each
+some chunks behind the one before (side_by_side.py). DESIGN.md says when which one runs. `GdnPrefillParams` has the contract of
+each tensor.
+"""
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import cutlass
+import torch
+
+from gdn.device import DeviceSpec
+from gdn.problems import DTYPE_BYTES, GdnPrefillParams, GdnPrefillProblem
+from kernels_cute import chunk
+from kernels_cute.chunk.kernel import Config as ChunkConfig
+from kernels_cute.common import build
+from kernels_cute.conv1d import prefill as conv
+from kernels_cute.gdn_prefill import groups, parts, plan, side_by_side, staged, steps
+from kernels_cute.gdn_steps import rms_norm_gated as norm
+
+# As the chunk kernel, which takes half of the time: for other sizes another of its designs may be faster.
+TUNED_WITHIN = chunk.TUNED_WITHIN
+
+_CONV, _NORM = "gdn_cute_prefill_conv", "gdn_cute_prefill_norm"  # entries; the others are the chunk kernel's
+_SIDE_BY_SIDE = "gdn_cute_prefill"  # the only entry of that form
+_GROUPS = "gdn_cute_prefill_groups"  # the only entry of that form
+_LARGEST = 128  # head dim: above it the chunk operator has tiles of another kind
+
+
+@dataclass(frozen=True)
+class Config(ChunkConfig):
+    """The chunk kernel's, and those of the other two kernels under their names."""
+
+    # Blocks of the convolution, an SM each, next to the chunk kernel with two SMs a head; 0: one kernel after the other.
+    num_conv_blocks: int = field(default=0, metadata={"compiled": bool})
+
+    # Sequences that go through all three kernels before the next ones do; 0: each kernel serves the whole call.
+    num_group_sequences: int = field(default=0, metadata={"compiled": bool})
+
+    # 1: the convolution's rows go through shared memory (staged.py); groups have no other.
+    conv_staged: int = 0
+    conv_threads: int = 128
+    conv_rows: int = 32
+    conv_batch: int = 4
+    conv_min_threads_per_sm: int = 384
+    norm_threads: int = 128
+    norm_rows: int = 4
+
+    @property
+    def conv(self) -> conv.Config:
+        return conv.Config(self.conv_threads, self.conv_rows, self.conv_batch, self.conv_min_threads_per_sm)
+
+    @property
+    def norm(self) -> norm.Config:
+        return norm.Config(self.norm_threads, self.norm_rows)
+
+
+def refusal(problem: GdnPrefillProblem) -> str | None:
+    """None where the kernels of all three steps serve the problem, else why not."""
+    k, v = problem.head_k_dim, problem.head_v_dim
+    if k != v or k % 8 or not 8 <= k <= _LARGEST:
+        return f"requires K = V, a multiple of 8 up to {_LARGEST}, got K={k}, V={v}"
+    return (
+        conv.refusal(parts.conv_problem(problem))
+        or chunk.refusal(parts.chunk_problem(problem))
+        or norm.refusal(parts.norm_problem(problem))
+    )
+
+
+def note(problem: GdnPrefillProblem) -> str | None:
+    return chunk.note(parts.chunk_problem(problem))
+
+
+def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool:
+    if config.num_conv_blocks:
+        return plan.side_by_side_fits(problem, config, device)
+    if not conv.fits(parts.conv_problem(problem), config.conv, device):
+        return False
+    if config.conv_staged and not plan.tiles_fit(problem, config, device):
+        return False
+    if config.num_group_sequences:
+        return plan.groups_fit(problem, config)
+    return norm.fits(parts.norm_problem(problem), config.norm, device) and chunk.fits(
+        parts.chunk_problem(problem), config, device
+    )
+
+
+def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
+    """Side by side where that is faster by the model, else the default of each kernel."""
+    apart = _with_steps(problem, chunk.default_config(parts.chunk_problem(problem), device), device)
+    beside = plan.side_by_side(problem, device)
+    return apart if beside is None else replace(apart, **beside)
+
+
+def configs(problem: GdnPrefillProblem, device: DeviceSpec) -> list[Config]:
+    """The chunk kernel's, with the default of the other two, and those of the kernels side by side and in groups."""
+    apart = [_with_steps(problem, config, device) for config in chunk.configs(parts.chunk_problem(problem), device)]
+    own = plan.staged_tiles(conv.default_config(parts.conv_problem(problem), device))
+    others = (own, *plan.all_side_by_side(problem, device), *plan.all_groups(problem, device))
+    return [config for config in (*apart, *(replace(apart[0], **changes) for changes in others)) if fits(problem, config, device)]
+
+
+def _with_steps(problem: GdnPrefillProblem, config: ChunkConfig, device: DeviceSpec) -> Config:
+    own = conv.default_config(parts.conv_problem(problem), device)
+    last = norm.default_config(parts.norm_problem(problem), device)
+    steps_of = {f"conv_{name}": value for name, value in vars(own).items()}
+    return Config(**vars(config), **steps_of, norm_threads=last.threads, norm_rows=last.rows)
+
+
+def workspace_bytes(problem: GdnPrefillProblem, config: Config) -> int:
+    if config.num_conv_blocks:
+        words = side_by_side.words(problem.num_tokens, problem.num_sequences, problem.num_v_heads)
+        return int(side_by_side.words_bytes(words)) + parts.rows_bytes(problem)
+    if config.num_group_sequences:
+        return parts.rows_bytes(problem)
+    return parts.rows_bytes(problem) + chunk.workspace_bytes(parts.chunk_problem(problem), config)
+
+
+def compile(problem: GdnPrefillProblem, config: Config) -> dict[str, bytes]:
+    if config.num_conv_blocks:
+        is_persistent, is_staged = config.num_persistent_clusters > 0, config.conv_staged > 0
+        host = side_by_side.SideBySide(problem, config.conv, is_persistent, is_staged).launch
+        scalars = (cutlass.Int32(2), cutlass.Int32(1))
+        return {_SIDE_BY_SIDE: build.library(_SIDE_BY_SIDE, host, *side_by_side.fakes(problem), *scalars)}
+    if config.num_group_sequences:
+        host = groups.Groups(problem, config.conv).launch
+        return {_GROUPS: build.library(_GROUPS, host, *side_by_side.fakes(problem), cutlass.Int32(2))}
+    conv_kernel: Any = (staged.StagedTiles if config.conv_staged else steps.PrefillConv)(problem, config.conv)
+    norm_kernel = steps.PrefillNorm(problem, config.norm)
+    return {
+        **build.one_entry(_CONV, conv_kernel, steps.conv_fakes(problem)),
+        **chunk.compile(parts.chunk_problem(problem), config),
+        **build.one_entry(_NORM, norm_kernel, steps.norm_fakes(problem)),
+    }
+
+
+def launch(compiled: Any, params: GdnPrefillParams) -> None:
+    problem, functions, config = compiled.problem, compiled.functions, compiled.config
+    if config.num_conv_blocks:
+        functions[_SIDE_BY_SIDE](*params, config.num_conv_blocks, config.num_persistent_clusters or plan.ALL_CLUSTERS)
+        return
+    if config.num_group_sequences:
+        functions[_GROUPS](*params, config.num_group_sequences)
+        return
+    length = params.mixed_qkv.shape[0]
+    size = length * problem.dim * DTYPE_BYTES[problem.dtype]
+    rows = params.workspace[:size].view(getattr(torch, problem.dtype)).view(length, problem.dim)
+    # The problem's static fields are those of every call, its sizes are not.
+    sized = replace(parts.chunk_problem(problem), num_tokens=length, num_sequences=params.cu_seqlens.shape[0] - 1)
+    rest = params.workspace[parts.whole(size) :] if params.workspace.shape[0] > parts.whole(size) else None
+    functions[_CONV](*parts.conv_params(params, rows))
+    own = {name: function for name, function in functions.items() if name not in (_CONV, _NORM)}
+    compiled_chunk = SimpleNamespace(functions=own, problem=sized, config=config)
+    chunk.launch(compiled_chunk, parts.chunk_params(problem, params, rows, rest))
+    functions[_NORM](*parts.norm_params(problem, params))

@@ -1,0 +1,108 @@
+"""The operators that a prefill step is made of: their problems, and the arguments of their launches.
+
+The convolution writes its rows [L, 2 * H * K + HV * V] to the start of the workspace, of which q, k and v are slices; the chunk
+kernel writes `out`, and the norm replaces it in place. Interleaved projections are read where they are: the convolution finds its
+channels by their key-head group (`steps.py`), z, b and a are views [L, H, r, ...] of the wide rows.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from gdn.problems import (
+    DTYPE_BYTES,
+    ChunkParams,
+    ChunkProblem,
+    Conv1dParams,
+    Conv1dProblem,
+    GdnPrefillParams,
+    GdnPrefillProblem,
+    RmsNormGatedParams,
+    RmsNormGatedProblem,
+)
+
+_ALIGNMENT = 256  # bytes
+
+
+@functools.lru_cache(maxsize=256)
+def conv_problem(problem: GdnPrefillProblem) -> Conv1dProblem:
+    p = problem
+    return Conv1dProblem(
+        dim=p.dim, width=p.width, dtype=p.dtype, weight_dtype=p.weight_dtype, bias_dtype=p.bias_dtype, silu=p.silu,
+        state_dtype=p.conv_dtype, state_channels_contiguous=p.conv_channels_contiguous, cu_seqlens_dtype=p.cu_seqlens_dtype,
+        index_dtype=p.index_dtype, has_mask=p.has_mask, checkpoint_dtype=p.index_dtype if p.has_checkpoints else None,
+        num_tokens=p.num_tokens, num_sequences=p.num_sequences,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def chunk_problem(problem: GdnPrefillProblem) -> ChunkProblem:
+    p = problem
+    return ChunkProblem(
+        num_q_heads=p.num_k_heads, num_k_heads=p.num_k_heads, num_v_heads=p.num_v_heads, head_k_dim=p.head_k_dim,
+        head_v_dim=p.head_v_dim, dtype=p.dtype, state_dtype=p.state_dtype, gate_dtype=p.a_dtype or p.b_dtype,
+        beta_dtype=p.b_dtype, cu_seqlens_dtype=p.cu_seqlens_dtype, index_dtype=p.index_dtype, state_v_first=p.state_v_first,
+        use_qk_l2norm=True, use_gate=True, use_beta_sigmoid=True, has_initial_state=True, has_final_state=True,
+        has_final_indices=False, has_mask=p.has_mask, has_checkpoints=p.has_checkpoints, num_tokens=p.num_tokens,
+        num_sequences=p.num_sequences,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def norm_problem(problem: GdnPrefillProblem) -> RmsNormGatedProblem:
+    p = problem
+    return RmsNormGatedProblem(
+        num_heads=p.num_v_heads, head_dim=p.head_v_dim, dtype=p.dtype, z_dtype=p.z_dtype or p.dtype, weight_dtype=p.norm_dtype,
+        sigmoid=p.gate_sigmoid, num_tokens=p.num_tokens,
+    )  # fmt: skip
+
+
+def rows_bytes(problem: GdnPrefillProblem) -> int:
+    """Bytes of the convolution's rows in the workspace."""
+    return whole(problem.num_tokens * problem.dim * DTYPE_BYTES[problem.dtype])
+
+
+def whole(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def conv_params(params: GdnPrefillParams, rows: Any) -> Conv1dParams:
+    """rows: the convolution's output [L, dim]."""
+    p = params
+    mask = None if p.has_initial_state is None else p.has_initial_state.view(torch.uint8)
+    return Conv1dParams(
+        p.mixed_qkv, p.conv_weight, p.conv_bias, p.conv_states, p.cu_seqlens, p.state_indices, mask, p.checkpoint_offsets,
+        p.checkpoint_slots, rows, p.null_slot,
+    )  # fmt: skip
+
+
+def chunk_params(problem: GdnPrefillProblem, params: GdnPrefillParams, rows: Any, workspace: Any) -> ChunkParams:
+    """workspace: what follows the rows, or None where the chunk kernel needs none."""
+    p, (H, HV, K, V) = params, (problem.num_k_heads, problem.num_v_heads, problem.head_k_dim, problem.head_v_dim)
+    length, width = rows.shape
+    strides = (length * width, width)
+    q = rows.as_strided((1, length, H, K), (*strides, K, 1), rows.storage_offset())
+    k = rows.as_strided((1, length, H, K), (*strides, K, 1), rows.storage_offset() + H * K)
+    v = rows.as_strided((1, length, HV, V), (*strides, V, 1), rows.storage_offset() + 2 * H * K)
+    a, b = (p.a, p.b) if p.a is not None else _gates(p.b, H, HV // H)
+    return ChunkParams(
+        q, k, v, a[None], b[None], p.A_log, p.dt_bias, p.ssm_state, p.state_indices, p.has_initial_state, p.ssm_state, None,
+        p.cu_seqlens, p.checkpoint_offsets, p.checkpoint_slots, p.out[None], workspace, p.scale, p.null_slot,
+    )  # fmt: skip
+
+
+def norm_params(problem: GdnPrefillProblem, params: GdnPrefillParams) -> RmsNormGatedParams:
+    """The norm of `out`, in place."""
+    p, H, V = params, problem.num_k_heads, problem.head_v_dim
+    z = p.z
+    if z is None:  # [L, H, r, V]
+        ratio = problem.num_v_heads // H
+        z = p.mixed_qkv.unflatten(1, (H, -1))[:, :, 2 * problem.head_k_dim + ratio * V :].unflatten(2, (ratio, V))
+    return RmsNormGatedParams(p.out, z, p.norm_weight, p.out, p.eps)
+
+
+def _gates(b: Any, groups: int, ratio: int) -> tuple[Any, Any]:
+    """a and b [L, HV] from interleaved rows [L, 2 * HV]: copies, of a few bytes a token."""
+    grouped = b.unflatten(1, (groups, 2 * ratio))
+    return grouped[:, :, ratio:].flatten(1), grouped[:, :, :ratio].flatten(1)

@@ -1,0 +1,148 @@
+"""Whether the three kernels of a prefill step run side by side, and on how many SMs: a model of its time from sizes alone."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from gdn.device import DeviceSpec
+from gdn.problems import DTYPE_BYTES, GdnPrefillProblem
+from kernels_cute.chunk.plan import Model
+from kernels_cute.chunk.scheduler import max_scheduled_clusters
+from kernels_cute.chunk.shape import CHUNK, STAGES
+from kernels_cute.conv1d.convolution import THREADS, threads_fit
+from kernels_cute.conv1d.prefill import Config as ConvConfig
+from kernels_cute.gdn_prefill import parts
+from kernels_cute.gdn_prefill.rows import CLUSTER, block_threads, stage_bytes
+from kernels_cute.gdn_prefill.staged import PART_BYTES
+
+ALL_CLUSTERS = 2**31 - 1
+_GROUP_BYTES = 40 << 20  # rows of a group of sequences at most: the L2 cache has 50 MB
+_DIM = 128
+_SMS = 132
+# SMs of the convolution, of _SMS: enough to stay ahead of the chunk kernel, few enough that its rows are still in the L2 cache.
+_CONV_SMS = (46, 28, 34, 40, 52, 64)  # the first is the default
+_CONV_ROWS = (16, 32, 8)
+_STAGED_ROWS, _STAGED_THREADS = (16, 8), 64
+# Microseconds, fitted to measured calls (LAB-NOTES.md): a chunk side by side; start, first rows, last outputs.
+_CHUNK, _ENDS = 1.78, 16.0
+_WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel, where a cluster takes several
+_GBPS_CONV, _GBPS_NORM = 2500.0, 2850.0  # of the kernels alone, measured
+
+
+def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:
+    """Whether a configuration with `num_conv_blocks` serves the problem."""
+    p, c = problem, config
+    if not _serves(p):
+        return False
+    if c.stages != STAGES or c.prefetch or c.split_chunks or c.split_if_longest_exceeds or c.num_four_sm_clusters:
+        return False
+    if c.num_conv_blocks < CLUSTER or c.num_conv_blocks % CLUSTER or c.num_conv_blocks > device.num_sms - 2:
+        return False
+    if not 0 <= c.num_persistent_clusters <= min(max_scheduled_clusters(True), (device.num_sms - c.num_conv_blocks) // 2):
+        return False
+    tiles = block_threads(p) % c.conv_threads == 0 and c.conv_threads >= 64 and CHUNK % c.conv_rows == 0 and c.conv_rows >= 8
+    if c.conv_staged and stage_bytes(p, c.conv_rows) > device.shared_bytes_per_block:
+        return False
+    return tiles and c.conv_batch in (2, 4) and threads_fit(parts.conv_problem(problem), c.conv_threads)
+
+
+def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | None:
+    """Fields of the configuration; None where the kernels are faster one after the other."""
+    if not _serves(problem):
+        return None
+    blocks = _conv_blocks(_CONV_SMS[0], device)
+    if _clusters(problem, device, blocks) or _time(problem) >= _time_apart(problem, device):
+        # Where work tiles take turns the chunk kernel leaves no SM idle: the convolution's are missing there (measured).
+        return None
+    return next(_candidates(problem, device))
+
+
+def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
+    """Those worth measuring."""
+    return list(_candidates(problem, device)) if _serves(problem) else []
+
+
+def staged_tiles(alone: ConvConfig) -> dict[str, int]:
+    """Fields for the staged convolution, from its tiles alone: as many tokens as let ten blocks share an SM."""
+    return {"conv_staged": 1, "conv_threads": min(alone.threads, _STAGED_THREADS), "conv_rows": min(alone.rows, _STAGED_ROWS[0])}
+
+
+def tiles_fit(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:
+    """Whether a block's tile has room in shared memory."""
+    return (problem.width - 1 + config.conv_rows) * config.conv_threads * PART_BYTES <= device.shared_bytes_per_block
+
+
+def groups_fit(problem: GdnPrefillProblem, config: Any) -> bool:
+    """Whether a configuration with `num_group_sequences` serves the problem."""
+    c = config
+    others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.num_persistent_clusters)
+    return _serves(problem) and c.num_group_sequences > 0 and c.conv_staged > 0 and c.stages == STAGES and not any(others)
+
+
+def all_groups(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict[str, int]]:
+    """Those worth measuring: as many sequences as take all SMs once, if the rows that they have stay in the L2 cache."""
+    sequences = max(problem.num_sequences, 1)
+    count = device.num_sms // 2 // problem.num_v_heads
+    row_bytes = problem.dim * DTYPE_BYTES[problem.dtype]
+    if not _serves(problem) or not 0 < count < sequences or problem.num_tokens * count * row_bytes > _GROUP_BYTES * sequences:
+        return
+    names = ("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters", "num_persistent_clusters")
+    fixed: dict[str, int] = {"stages": STAGES, "num_group_sequences": count, "max_l2_ring_groups": 0}
+    fixed |= {"conv_threads": _STAGED_THREADS, "conv_staged": 1} | dict.fromkeys(names, 0)
+    batch = _batch(problem)
+    for rows in _STAGED_ROWS:
+        yield fixed | {"conv_rows": rows, "conv_batch": batch, "conv_min_threads_per_sm": 384}
+
+
+def _serves(problem: GdnPrefillProblem) -> bool:
+    return problem.head_v_dim == problem.head_k_dim == _DIM
+
+
+def _batch(problem: GdnPrefillProblem) -> int:
+    return 2 if problem.dtype == "float16" and problem.bias_dtype is not None else 4  # as conv1d
+
+
+def _conv_blocks(share: int, device: DeviceSpec) -> int:
+    return device.num_sms * share // _SMS // CLUSTER * CLUSTER
+
+
+def _candidates(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict[str, int]]:
+    conv, block = parts.conv_problem(problem), block_threads(problem)
+    threads = max((one for one in THREADS if block % one == 0 and threads_fit(conv, one)), default=THREADS[0])
+    fixed = {"stages": STAGES, "conv_threads": threads, "conv_batch": _batch(problem)}
+    fixed |= dict.fromkeys(("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters"), 0)
+    staged = {"conv_staged": 1, "conv_threads": _STAGED_THREADS}
+    for rows, more in (*((rows, {}) for rows in _CONV_ROWS), *((rows, staged) for rows in _STAGED_ROWS)):
+        for share in _CONV_SMS:
+            blocks = _conv_blocks(share, device)
+            clusters = _clusters(problem, device, blocks)
+            own = {"num_conv_blocks": blocks, "num_persistent_clusters": clusters, "conv_rows": rows, "max_l2_ring_groups": 0}
+            yield fixed | own | more
+
+
+def _clusters(problem: GdnPrefillProblem, device: DeviceSpec, conv_blocks: int) -> int:
+    """Clusters that take work tiles one after the other; 0 where all run at once."""
+    places = min((device.num_sms - conv_blocks) // 2, max_scheduled_clusters(True))
+    work_tiles = problem.num_sequences * problem.num_v_heads
+    if work_tiles <= places:
+        return 0
+    # Of one sequence they are equal: with fewer clusters in as many rounds, SMs are left for the norm.
+    return -(-work_tiles // -(-work_tiles // places)) if problem.num_sequences == 1 else places
+
+
+def _time(problem: GdnPrefillProblem) -> float:
+    """Microseconds side by side, where all work tiles run at once."""
+    return -(-problem.num_tokens // (CHUNK * max(problem.num_sequences, 1))) * _CHUNK + _ENDS
+
+
+def _time_apart(problem: GdnPrefillProblem, device: DeviceSpec) -> float:
+    model = Model(parts.chunk_problem(problem), device)
+    chunk = min(model.whole_time, model.four_sm_time)
+    if model.split()[0]:
+        # Segments fill the SMs that the convolution would take.
+        return 0.0
+    places = device.num_sms // 2
+    if model.sequences * problem.num_v_heads > places:  # persistent: less than a start and an end for each work tile
+        chunk = -(-model.sequences * problem.num_v_heads // places) * (model.chunks * model.times.chunk + _WORK_TILE) + 8.0
+    rows = parts.conv_problem(problem).bytes_moved() / _GBPS_CONV
+    outputs = parts.norm_problem(problem).bytes_moved() / _GBPS_NORM
+    return chunk + (rows + outputs) / 1e3 + 4.0

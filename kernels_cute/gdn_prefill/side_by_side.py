@@ -1,0 +1,132 @@
+"""A prefill step as three launches that run side by side, each some chunks behind the one before.
+
+    rows.py       the convolution, on `num_conv_blocks` SMs of its own
+    chunk         the chunk kernel with two SMs a head, on the SMs that are left: it waits for the rows of each chunk
+    outputs.py    the gated norm, on what the convolution's SMs have left: it waits for the outputs of each chunk and head
+
+The convolution and the norm are bound by memory, the chunk kernel is not, and what one writes the next one reads from the L2
+cache. Each is a programmatic dependent of the one before, whose blocks trigger as they begin: so a launch begins when all blocks
+of the one before have. These have their SMs, and wait at most for blocks that began before them: no deadlock, whatever else runs
+on the device. A launch that finds no room begins later, with all words there. The words (kernels_cute.chunk.signals) are cleared
+by a launch of its own, the first. The last block of the norm waits for the end of the chunk kernel, and a block of the chunk
+kernel for that of the convolution, so what follows in the stream sees all of them.
+
+Workspace: the words `rows_made` and `outputs_done`, then the rows of q, k and v.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from gdn.problems import Conv1dParams, GdnPrefillParams, GdnPrefillProblem
+from kernels_cute.chunk import fused
+from kernels_cute.chunk.arguments import token_copies
+from kernels_cute.chunk.shape import CHUNK, STAGES
+from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.common import ptx
+from kernels_cute.common.memory import CUTE_DTYPES, fake
+from kernels_cute.gdn_prefill import parts
+from kernels_cute.gdn_prefill.outputs import NormParams, OutputNorm
+from kernels_cute.gdn_prefill.rows import RowMaker, StagedRowMaker
+from kernels_cute.gdn_prefill.views import chunk_views, norm_z
+
+_CLEAR_THREADS = 256
+
+
+def words(num_tokens: Any, num_sequences: Any, heads: int) -> Any:
+    """Number of words: one a chunk, and one a chunk and head."""
+    return (num_tokens // CHUNK + num_sequences) * (1 + heads)
+
+
+def words_bytes(num_words: Any) -> Any:
+    """Their bytes, in whole lines."""
+    return (num_words * 4 + 255) // 256 * 256
+
+
+class SideBySide:
+    def __init__(self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool, is_staged: bool) -> None:
+        self.problem = problem
+        self.rows: Any = (StagedRowMaker if is_staged else RowMaker)(problem, conv_config)
+        own = ChunkSpec(parts.chunk_problem(problem), STAGES, 0, is_persistent, False, False)
+        self.spec = own.changed(row_tile=self.rows.rows, row_makers=self.rows.slices)
+        self.chunk = fused.FusedChunk(self.spec)
+        self.norm = OutputNorm(problem, self.spec.slices)
+
+    @cute.jit
+    def launch(self, *values):
+        """values: GdnPrefillParams, blocks of the convolution, clusters of the chunk kernel at most, stream."""
+        params = GdnPrefillParams(*values[: len(GdnPrefillParams._fields)])
+        conv_blocks, max_clusters, stream = values[len(GdnPrefillParams._fields) :]
+        problem, tokens = self.problem, params.mixed_qkv.shape[0]
+        sequences = params.cu_seqlens.shape[0] - 1
+        size = words_bytes(words(tokens, sequences, problem.num_v_heads))
+        rows_made = params.workspace.iterator.toint()
+        outputs_done = rows_made + Int64(tokens // CHUNK + sequences) * 4
+        dtype = CUTE_DTYPES[problem.dtype]
+        first = cute.make_ptr(dtype, rows_made + Int64(size), cute.AddressSpace.gmem, assumed_align=256)
+        cleared = 16 * _CLEAR_THREADS  # by a block
+        self.clear(rows_made, size).launch(
+            grid=((size + (cleared - 1)) // cleared, 1, 1), block=(_CLEAR_THREADS, 1, 1), stream=stream
+        )
+        rows = cute.make_tensor(first, cute.make_layout((tokens, problem.dim), stride=(problem.dim, 1)))
+        conv = Conv1dParams(
+            params.mixed_qkv, params.conv_weight, params.conv_bias, params.conv_states, params.cu_seqlens, params.state_indices,
+            params.has_initial_state, params.checkpoint_offsets, params.checkpoint_slots, rows, params.null_slot,
+        )  # fmt: skip
+        self.rows.kernel(conv, rows_made).launch(stream=stream, use_pdl=True, **self.rows.launch_options(conv_blocks))
+        chunk = chunk_views(problem, params, first, tokens)
+        copies = token_copies(self.spec, chunk)._replace(rows_made=rows_made, outputs_done=outputs_done)
+        clusters = cutlass.min(sequences * self.spec.units, max_clusters)
+        self.chunk.kernel(chunk, copies, Int32(0)).launch(
+            grid=(self.spec.sharers * clusters, 1, 1), stream=stream, use_pdl=True, **fused.launch_shape(self.spec)
+        )
+        z = norm_z(problem, params, tokens)
+        norm = NormParams(
+            z, params.norm_weight, params.state_indices, params.cu_seqlens, params.out, params.eps, params.null_slot
+        )
+        self.norm.kernel(norm, outputs_done).launch(stream=stream, use_pdl=True, **self.norm.launch_options(norm))
+
+    @cute.kernel
+    def clear(self, first: Int64, num_bytes: Int32):
+        cute.arch.griddepcontrol_launch_dependents()
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        place = (block * _CLEAR_THREADS + thread) * 16
+        if place < num_bytes:
+            ptx.store_global_words(first + place, [Int32(0)] * 4)
+
+
+def fakes(problem: GdnPrefillProblem) -> GdnPrefillParams:
+    """Arguments to compile for."""
+    p, HV, V = problem, problem.num_v_heads, problem.head_v_dim
+    tokens, columns, slots = cute.sym_int(), cute.sym_int(), cute.sym_int64()
+
+    def given(dtype: str | None, *shape: Any, last: Any = None, present: bool = True, align: int | None = None) -> Any:
+        return fake(dtype, *shape, last=last, align=align) if present else None
+
+    channel_stride = 1 if p.conv_channels_contiguous else None
+    return GdnPrefillParams(
+        mixed_qkv=given(p.dtype, tokens, p.dim + (HV * V if p.interleaved else 0), last=1),
+        z=given(p.z_dtype, tokens, HV, V, last=1),
+        b=given(p.b_dtype, tokens, 2 * HV if p.interleaved else HV),
+        a=given(p.a_dtype, tokens, HV),
+        conv_states=given(p.conv_dtype, cute.sym_int64(), p.dim, cute.sym_int64(), last=(channel_stride, None)),
+        conv_weight=given(p.weight_dtype, p.dim, p.width, last=(p.width, 1)),
+        conv_bias=given(p.bias_dtype, p.dim, last=1),
+        A_log=given("float32", HV, last=1),
+        dt_bias=given("float32", HV, last=1),
+        norm_weight=given(p.norm_dtype, V, last=1),
+        ssm_state=given(p.state_dtype, slots, HV, V, V, last=1),
+        state_indices=given(p.index_dtype, None),
+        has_initial_state=given("bool", None, last=1, present=p.has_mask),
+        cu_seqlens=given(p.cu_seqlens_dtype, None, last=1),
+        checkpoint_offsets=given("int32", cute.sym_int(), columns, last=1, present=p.has_checkpoints),
+        checkpoint_slots=given(p.index_dtype, cute.sym_int(), columns, last=1, present=p.has_checkpoints),
+        out=given(p.dtype, tokens, HV, V, last=(V, 1), align=16),
+        workspace=fake("uint8", cute.sym_int64(), last=1, align=256),
+        scale=cutlass.Float32(1.0),
+        eps=cutlass.Float32(1e-6),
+        null_slot=Int64(-1),
+    )

@@ -1,0 +1,176 @@
+"""The convolution of a tile whose rows are all asked for at once: they go through shared memory.
+
+With rows in registers a thread has at most a batch of them in flight, and memory is too far for that. Every thread copies its own
+channels and waits for its own copies: there is no barrier. Sums and their order are those of the convolution alone.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from gdn.problems import Conv1dParams, GdnPrefillProblem
+from kernels_cute.common import ptx
+from kernels_cute.conv1d.convolution import CHANNELS, Registers
+from kernels_cute.conv1d.prefill import Config
+from kernels_cute.conv1d.tiles import find_sequence
+from kernels_cute.gdn_prefill.policies import EVICT_FIRST
+from kernels_cute.gdn_prefill.steps import PrefillConv
+
+PART_BYTES = 16  # of a thread's part of a row
+# (target, source, bytes, L2 policy): 16 bytes to shared memory, zeros after the first `bytes`; in the thread's group of copies.
+_copy_part = ptx.instruction("cp.async.cg.shared.global.L2::cache_hint [{$r0}], [{$r1}], 16, {$r2}, {$r3};")
+
+
+def is_plain(problem: GdnPrefillProblem) -> bool:
+    """Whether the convolution takes the fewest registers."""
+    return problem.dtype == "bfloat16" and problem.bias_dtype is None and problem.silu and not problem.has_checkpoints
+
+
+def resident_threads(problem: GdnPrefillProblem) -> int:
+    """Of an SM, that registers must allow, in small blocks: as many as there are without spills."""
+    return 640 if is_plain(problem) else 384
+
+
+class StagedConv(PrefillConv, params=Conv1dParams):
+    """16-bit rows, tiles of whole batches."""
+
+    x_policy = EVICT_FIRST
+
+    def __init__(self, problem: GdnPrefillProblem, config: Config) -> None:
+        super().__init__(problem, config)
+        assert self.rows % self.batch == 0
+        self.batches = self.rows // self.batch
+        self.pitch = self.threads * PART_BYTES  # of a row in shared memory
+        self.stage_bytes = (self.history + self.rows) * self.pitch  # of a tile
+
+    def stage(self, tiles: int) -> Any:
+        """Address of shared memory for this many tiles."""
+        layout = cute.make_layout(tiles * self.stage_bytes // 4)
+        return cutlass.utils.SmemAllocator().allocate_tensor(Int32, layout, 128).iterator.toint()
+
+
+@cute.jit
+def span_of(conv, params: Conv1dParams, tile: Int32, sequence: Int32):
+    """First token of a tile's sequence, the tile's first and the one after its last; none where last is not after first."""
+    begin = Int32(params.cu_seqlens[sequence])
+    first = begin + (tile - begin // conv.rows - sequence) * conv.rows
+    stop = cutlass.min(first + conv.rows, Int32(params.cu_seqlens[sequence + 1]))
+    if first < begin:
+        stop = first
+    return begin, first, stop
+
+
+@cute.jit
+def ask_for_tile(conv, params: Conv1dParams, span, channel: Int32, place: Int32):
+    """Before anything is known of the slot, which is further loads away. place: this thread's part of the first row in shared
+    memory."""
+    begin, first, stop = span
+    if (first < stop) & (channel < conv.dim):
+        _ask_for_rows(conv, params.x, begin, first, stop, channel, place)
+
+
+@cute.jit
+def finish_tile(conv, params: Conv1dParams, tile: Int32, sequence: Int32, span, channel: Int32, place: Int32):
+    begin, first, stop = span
+    start_of, store_windows, zero_rows = conv.start_of, conv.store_windows, conv.zero_rows
+    if (first < stop) & (channel < conv.dim):
+        slot, is_live, is_continued = start_of(params, sequence)
+        if is_live:
+            _convolve_rows(conv, params, first, stop, channel, place, slot, is_continued & (first == begin), first != begin)
+            store_windows(params, tile, sequence, channel)
+        else:
+            cute.arch.cp_async_wait_group(0)
+            zero_rows(params.out, first, stop, Int32(1), channel)
+
+
+@cute.jit
+def _ask_for_rows(conv, gX: cute.Tensor, begin: Int32, first: Int32, stop: Int32, channel: Int32, place: Int32):
+    """A tile's rows, a group of copies for each batch; with the first one those before it, if they are of its sequence."""
+    history = cutlass.const_expr(conv.history)
+    if first != begin:
+        for c in cutlass.range_constexpr(history):
+            _ask_for_row(conv, gX, first - history + c, stop, channel, place + c * conv.pitch)
+    for u in cutlass.range_constexpr(conv.rows):
+        _ask_for_row(conv, gX, first + u, stop, channel, place + (history + u) * conv.pitch)
+        if cutlass.const_expr(u % conv.batch == conv.batch - 1):
+            cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def _convolve_rows(
+    conv, params: Conv1dParams, first: Int32, stop: Int32, channel: Int32, place: Int32, slot: Int64, from_slot, from_rows
+):
+    """from_slot, from_rows: whether the inputs before the tile are the slot's window, or rows; else they are zero."""
+    history = cutlass.const_expr(conv.history)
+    load_history, convolve, store_row = conv.load_history, conv.convolve, conv.store_row
+    registers = Registers(
+        cute.make_rmem_tensor(CHANNELS * conv.width, Float32),
+        cute.make_rmem_tensor(CHANNELS, Float32),
+        cute.make_rmem_tensor((history + conv.batch) * CHANNELS, Float32),
+        cute.make_rmem_tensor(CHANNELS, Float32),
+    )
+    rLine = registers.line
+    rLine.fill(0.0)
+    conv.load_filter(channel, params.weight, params.bias, registers)
+    if from_slot:
+        load_history(params.conv_states, slot, Int32(0), channel, rLine)
+    cute.arch.cp_async_wait_group(conv.batches - 1)
+    if from_rows:
+        for c in cutlass.range_constexpr(history):
+            _take_row(conv, place + c * conv.pitch, rLine, c)
+    for i in cutlass.range_constexpr(conv.batches):
+        cute.arch.cp_async_wait_group(conv.batches - 1 - i)
+        token = first + i * conv.batch
+        if token < stop:
+            for u in cutlass.range_constexpr(conv.batch):
+                _take_row(conv, place + (history + i * conv.batch + u) * conv.pitch, rLine, history + u)
+            for u in cutlass.range_constexpr(conv.batch):
+                convolve(registers, u)
+                if token + u < stop:
+                    store_row(registers.out, params.out, token + u, channel)
+            for e in cutlass.range_constexpr(history * CHANNELS):
+                rLine[e] = rLine[conv.batch * CHANNELS + e]
+
+
+@cute.jit
+def _ask_for_row(conv, gX: cute.Tensor, token: Int32, stop: Int32, channel: Int32, place: Int32):
+    """From `stop` on nothing is read, without a branch."""
+    offset = Int64(token) * gX.stride[0] + conv.column_of(channel)
+    size = Int32(PART_BYTES)
+    if token >= stop:
+        size = Int32(0)
+    _copy_part(place, gX.iterator.toint() + offset * (conv.dtype.width // 8), size, Int64(conv.x_policy))
+
+
+@cute.jit
+def _take_row(conv, place: Int32, rLine: cute.Tensor, row: cutlass.Constexpr):
+    words = ptx.load_words(place)
+    for i in cutlass.range_constexpr(CHANNELS // 2):
+        low, high = ptx.unpack(conv.dtype, words[i])
+        rLine[row * CHANNELS + 2 * i] = low
+        rLine[row * CHANNELS + 2 * i + 1] = high
+
+
+class StagedTiles(StagedConv, params=Conv1dParams):
+    """A tile a block, as the convolution alone."""
+
+    def __init__(self, problem: GdnPrefillProblem, config: Config) -> None:
+        super().__init__(problem, config)
+        self.limits = {"min_blocks_per_mp": resident_threads(problem) // self.threads, "preferred_smem_carveout": 100}
+
+    @cute.kernel
+    def kernel(self, params: Conv1dParams):
+        tile, channel, _ = self.assignment()
+        thread, _, _ = cute.arch.thread_idx()
+        place = self.stage(1) + thread * PART_BYTES
+        num_sequences = params.cu_seqlens.shape[0] - 1
+        sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
+        span = span_of(self, params, tile, sequence)
+        ask_for_tile(self, params, span, channel, place)
+        finish_tile(self, params, tile, sequence, span, channel, place)
+        if channel < self.dim:
+            # Rows after the last sequence are dealt to all blocks.
+            tiles = params.x.shape[0] // self.rows + num_sequences
+            self.zero_rows(params.out, Int32(params.cu_seqlens[num_sequences]) + tile, params.out.shape[0], tiles, channel)

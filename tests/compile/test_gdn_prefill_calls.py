@@ -1,0 +1,163 @@
+"""The compiled kernels of the fused prefill step take what its launch hands them, as far as they can be called without a GPU; and
+which form of it is chosen."""
+
+import ctypes
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tvm_ffi
+
+from gdn.device import H100
+from gdn.problems import GdnPrefillParams, GdnPrefillProblem
+from gdn.runtime import compiled
+from tests.compile import fake_cuda
+from tests.compile.variants.base import example
+from tests.ops.test_prefill_launch import prefill_arguments
+
+module: Any = pytest.importorskip("kernels_cute.gdn_prefill", reason="needs the CuTe DSL")
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels would start, on addresses of the CPU")
+H, HV, D, ROWS = 2, 4, 128, 70
+SMALL = {"num_k_heads": H, "num_v_heads": HV, "head_k_dim": D, "head_v_dim": D, "num_tokens": ROWS, "num_sequences": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "interleaved": {"interleaved": True, "z_dtype": None, "a_dtype": None},
+    "flat, checkpoints": {"has_checkpoints": True, "index_dtype": "int64", "has_mask": False},
+}
+
+
+def params_of(problem: GdnPrefillProblem, num_bytes: int) -> GdnPrefillParams:
+    """A call of 70 tokens in two sequences, as the operator hands it over."""
+    dim, wide = problem.dim, torch.randn(ROWS, problem.dim + HV * D).bfloat16()
+    ba, indices = torch.randn(ROWS, 2 * HV).bfloat16(), getattr(torch, problem.index_dtype)
+    own: dict[str, Any] = prefill_arguments(ROWS) | {
+        "mixed_qkv": wide[:, :dim], "z": wide[:, dim:].unflatten(1, (HV, D)), "b": ba[:, :HV], "a": ba[:, HV:],
+        "conv_states": torch.randn(9, 3, dim).bfloat16().mT, "conv_weight": torch.randn(dim, 4).bfloat16(),
+        "dt_bias": torch.randn(HV), "norm_weight": torch.randn(D).bfloat16(), "ssm_state": torch.randn(9, HV, D, D),
+        "state_indices": torch.tensor([5, 2]).to(indices), "cu_seqlens": torch.tensor([0, 2, ROWS], dtype=torch.int32),
+        "has_initial_state": torch.ones(2, dtype=torch.bool) if problem.has_mask else None,
+        "out": torch.zeros(ROWS, HV, D).bfloat16(), "workspace": fake_cuda.workspace(num_bytes), "scale": 0.1, "eps": 1e-6,
+        "null_slot": -1,
+    }  # fmt: skip
+    if problem.interleaved:
+        own |= {"mixed_qkv": wide, "z": None, "b": ba, "a": None}
+    if problem.has_checkpoints:
+        own["checkpoint_offsets"] = torch.zeros(2, 3, dtype=torch.int32)
+        own["checkpoint_slots"] = torch.zeros(2, 3, dtype=indices)
+    return GdnPrefillParams(**{name: own.get(name) for name in GdnPrefillParams._fields})
+
+
+def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
+    """Entries whose arguments were taken: each asks the driver for a launch, and there is none."""
+    assert module.fits(problem, config, H100)
+    ctypes.CDLL(str(compiled.runtime_library("cute")), mode=ctypes.RTLD_GLOBAL)
+    functions, found = {}, []
+
+    def recorded(name: str, function: Any) -> Any:
+        def call(*values: Any) -> None:
+            with pytest.raises(RuntimeError, match="(?i)cuda"):
+                function(*map(fake_cuda.on_device, values))
+            found.append(name)
+
+        return call
+
+    for name, library in module.compile(problem, config).items():
+        (folder / f"{name}.so").write_bytes(library)
+        functions[name] = recorded(name, tvm_ffi.load_module(str(folder / f"{name}.so"))[name])
+    params = params_of(problem, module.workspace_bytes(problem, config))
+    module.launch(compiled.Compiled(functions, problem, config), params)
+    assert set(found) == set(functions)
+    return found
+
+
+@NO_GPU
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    [
+        ("beside", "flat"), ("beside", "interleaved"), ("groups", "flat"),
+        *(pytest.param(form, layout, marks=pytest.mark.cover) for form, layout in (
+            ("beside", "flat, checkpoints"), ("groups", "interleaved"), ("groups", "flat, checkpoints"),
+            *(("apart", layout) for layout in LAYOUTS),
+        )),
+    ],
+)  # fmt: skip
+def test_every_entry_takes_its_arguments(form: str, layout: str, tmp_path: Path) -> None:
+    problem = example("gdn_prefill", **SMALL | LAYOUTS[layout])
+    config = next(one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == (form == "beside"))
+    config = dataclasses.replace(config, split_if_longest_exceeds=0, split_chunks=0)
+    if form == "groups":  # of a sequence each
+        config = dataclasses.replace(config, num_group_sequences=1, stages=4, prefetch=0, num_four_sm_clusters=0)
+    entries = reached(problem, config, tmp_path)
+    assert entries[0].startswith("gdn_cute_prefill") and len(entries) == (3 if form == "apart" else 1)
+
+
+def chosen(heads: tuple[int, int], tokens: int, sequences: int, **changes: Any) -> Any:
+    sizes = {"num_k_heads": heads[0], "num_v_heads": heads[1], "num_tokens": tokens, "num_sequences": sequences}
+    problem = example("gdn_prefill", **sizes | changes)
+    config = module.default_config(problem, H100)
+    assert module.fits(problem, config, H100)
+    return config
+
+
+@pytest.mark.parametrize("tokens", [1024, 8192])
+def test_side_by_side_where_the_chunk_kernel_leaves_sms_idle(tokens: int) -> None:
+    config = chosen((16, 32), tokens, 1)
+    assert (config.num_conv_blocks, config.conv_rows, config.num_persistent_clusters) == (46, 16, 0)
+    assert config.num_conv_blocks + 2 * 32 <= H100.num_sms
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "sequences", "changes"),
+    [
+        ((4, 8), 8192, 1, {}),  # segments are faster, and take all SMs
+        ((2, 4), 200, 1, {}),  # short
+        *(((16, 32), tokens, count, {}) for tokens, count in ((8192, 8), (65536, 32))),  # all SMs are busy
+        ((16, 64), 8192, 1, {}),
+        ((16, 32), 8192, 1, {"head_k_dim": 64, "head_v_dim": 64}),
+        ((16, 32), 8192, 1, {"head_k_dim": 96, "head_v_dim": 96}),
+    ],
+)
+def test_apart_elsewhere(heads: tuple[int, int], tokens: int, sequences: int, changes: dict[str, Any]) -> None:
+    assert chosen(heads, tokens, sequences, **changes).num_conv_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_conv_blocks": 45}, {"num_conv_blocks": 132}, {"num_persistent_clusters": 44}, {"stages": 3}, {"prefetch": 2},
+        {"conv_rows": 24}, {"conv_rows": 128}, {"conv_threads": 32}, {"split_chunks": 16}, {"num_four_sm_clusters": 28},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_does_not_fit_side_by_side(change: dict[str, int]) -> None:
+    """Half a cluster, no SM left, more clusters than SMs are left, forms without words, tiles that are no part of a chunk."""
+    problem = example("gdn_prefill", num_tokens=8192, num_sequences=1)
+    config = module.default_config(problem, H100)
+    assert module.fits(problem, config, H100) and config.num_conv_blocks == 46
+    assert not module.fits(problem, dataclasses.replace(config, **change), H100)
+
+
+def test_words_of_a_call_fit_into_its_workspace() -> None:
+    """For ragged lengths: the highest number of a chunk is below the count, and the rows follow the words."""
+    from kernels_cute.gdn_prefill import parts, side_by_side
+
+    for lengths in ((1,) * 9, (64, 0, 64), (63, 65, 1), (8192,), (5, 4000, 0, 77)):
+        starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+        chunks = [(start, n, j) for n, start in enumerate(starts[:-1]) for j in range(-(-lengths[n] // 64))]
+        numbers = [start // 64 + n + j for start, n, j in chunks]
+        count = side_by_side.words(sum(lengths), len(lengths), 0)
+        assert len(set(numbers)) == len(numbers) and max(numbers) < count
+    problem = example("gdn_prefill", num_tokens=8192, num_sequences=1)
+    config = module.default_config(problem, H100)
+    words = side_by_side.words_bytes(side_by_side.words(8192, 1, 32))
+    assert words % 256 == 0 and module.workspace_bytes(problem, config) == words + parts.rows_bytes(problem)
+
+
+def test_groups_are_for_batches_whose_rows_stay_in_the_cache() -> None:
+    for tokens, sequences, wanted in ((8192, 8, {2}), (65536, 32, set()), (8192, 1, set()), (8192, 2, set()), (8192, 16, {2})):
+        problem = example("gdn_prefill", num_k_heads=16, num_v_heads=32, num_tokens=tokens, num_sequences=sequences)
+        found = {config.num_group_sequences for config in module.configs(problem, H100)} - {0}
+        assert found == wanted

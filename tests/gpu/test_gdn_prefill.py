@@ -1,0 +1,378 @@
+"""The fused prefill step on the GPU, against its reference in float64.
+
+Inputs and pools lie inside larger tensors full of NaN, as in test_gdn_decode: what must not be read poisons the result, what must
+not be written is compared bit for bit. The kernels run one after the other ("apart"), or so for a few sequences each ("groups"),
+or side by side ("beside"), where the parts of a call wait for each other: every case runs in all forms, and what hangs is a
+failure too.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+
+import gdn
+from gdn import reference, runtime
+from gdn.device import H100
+from gdn.runtime import env
+from gdn.testing.compare import same_bits
+from tests.compile.pairwise import pairwise
+from tests.gpu.test_gdn_decode import copy_of, framed, on_cpu, states, whole, windows
+
+pytestmark = pytest.mark.gpu
+
+Tensor = torch.Tensor
+Arguments = dict[str, Any]
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+NULL = 0
+POOLS = ("conv_states", "ssm_state")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call; everything else follows from the seed."""
+
+    lengths: tuple[int, ...] = (70, 1, 0, 200, 5, 64, 129, 2)  # the fourth is padding
+    heads: tuple[int, int] = (2, 4)  # key, value
+    dims: tuple[int, int] = (128, 128)  # K, V
+    dtype: torch.dtype = BF16
+    other_dtype: torch.dtype = BF16  # of z, a, b, dt_bias and the norm's weight
+    weight_dtype: torch.dtype = BF16
+    bias_dtype: torch.dtype | None = None
+    width: int = 4
+    activation: str | None = "silu"
+    gate_activation: str = "silu"
+    layout: str = "flat"
+    conv_dtype: torch.dtype = BF16
+    order: str = "channels"  # as in test_gdn_decode
+    state_dtype: torch.dtype = F32
+    v_first: bool = True
+    index_dtype: torch.dtype = torch.int32
+    offsets_dtype: torch.dtype = torch.int32
+    has_mask: bool = True
+    has_checkpoints: bool = False
+    padding: int = 3  # rows after the last sequence
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.heads[0] * self.dims[0] + self.heads[1] * self.dims[1]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) + self.padding
+
+    def starts(self) -> list[int]:
+        return [0, *accumulate(self.lengths)]
+
+    def dead(self) -> list[int]:
+        return [3] if len(self.lengths) > 3 else []
+
+    def ignored(self) -> list[int]:
+        """Rows of padding."""
+        starts = self.starts()
+        return [row for n in self.dead() for row in range(starts[n], starts[n + 1])] + list(range(starts[-1], self.tokens))
+
+
+def make(case: Case, device: torch.device, seed: int = 0) -> Arguments:
+    source = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, generator=source).to(dtype).to(device)
+
+    (H, HV), (K, V), count = case.heads, case.dims, len(case.lengths)
+    total = 3 * count + 4
+    order = (torch.randperm(total - 1, generator=source)[: 3 * count] + 1).view(3, count)
+    indices = order[0].clone()
+    indices[case.dead()] = NULL
+    conv, ssm = windows(case, total, case.width - 1, device), states(case, total, device)  # type: ignore[arg-type]
+    mask = torch.arange(count) % 3 != 1
+    for n in range(count):
+        if n not in case.dead() and case.lengths[n] and (mask[n] or not case.has_mask):  # others may hold NaN
+            conv[int(indices[n])] = normal(case.channels, case.width - 1, dtype=case.dtype).to(case.conv_dtype)
+            ssm[int(indices[n])] = 0.3 * normal(*ssm.shape[1:], dtype=case.state_dtype)
+    rows = case.tokens
+    mixed, z = normal(rows, case.channels, dtype=case.dtype), normal(rows, HV * V, dtype=case.other_dtype)
+    b, a = normal(rows, HV, dtype=case.other_dtype), 3 * normal(rows, HV, dtype=case.other_dtype)
+    for tensor in (mixed, z, b, a):
+        tensor[case.ignored()] = torch.nan
+    projections = {"mixed_qkv": framed(mixed), "z": framed(z, 8, 8).unflatten(1, (HV, V)), "b": framed(b), "a": framed(a, 1, 1)}
+    if case.layout == "interleaved":
+        q, k, v = mixed.split([H * K, H * K, HV * V], dim=1)
+        groups = [part.unflatten(1, (H, -1)) for part in (q, k, v, z.to(case.dtype))]
+        gates = torch.cat([part.unflatten(1, (H, -1)) for part in (b, a)], dim=2).flatten(1)
+        projections = {"mixed_qkv": framed(torch.cat(groups, dim=2).flatten(1)), "z": None, "b": framed(gates, 1, 1), "a": None}
+    checkpoints: Arguments = {}
+    if case.has_checkpoints:
+        reach = torch.tensor([length // 64 * 64 for length in case.lengths])
+        offsets = torch.stack([reach.clamp(max=64), torch.where(reach > 64, reach, 0)], dim=1)
+        checkpoints = {"checkpoint_offsets": offsets.to(device), "checkpoint_slots": order[1:].T.to(case.index_dtype).to(device)}
+    given = torch.stack([indices, torch.full_like(indices, 9999)], -1).to(case.index_dtype).to(device)
+    return {
+        **projections, **checkpoints, "conv_states": conv,
+        "conv_weight": normal(case.channels, case.width, dtype=case.weight_dtype),
+        "conv_bias": None if case.bias_dtype is None else normal(case.channels, dtype=case.bias_dtype),
+        "A_log": normal(HV, dtype=F32), "dt_bias": normal(HV, dtype=case.other_dtype),
+        "norm_weight": normal(V, dtype=case.other_dtype), "ssm_state": ssm, "state_indices": given[..., 0],
+        "query_start_loc": torch.tensor(case.starts(), dtype=case.offsets_dtype, device=device),
+        "has_initial_state": mask.to(device) if case.has_mask else None, "num_k_heads": H, "head_k_dim": K, "head_v_dim": V,
+        "activation": case.activation, "gate_activation": case.gate_activation, "projection_layout": case.layout,
+        "state_v_first": case.v_first, "null_slot": NULL,
+        "out": framed(torch.full((rows, HV * V), torch.nan, dtype=case.dtype, device=device)),
+    }  # fmt: skip
+
+
+def heads_error(got: Tensor, exact: Tensor) -> Tensor:
+    """Relative error of each head, [tokens, HV, V]."""
+    return (got.double() - exact).pow(2).sum((0, 2)).sqrt() / exact.pow(2).sum((0, 2)).sqrt().clamp(min=1e-9)
+
+
+def judge(case: Case, before: Arguments, arguments: Arguments) -> None:
+    """arguments: as the kernel left them; before: the same before it ran."""
+    exact, narrow = on_cpu(before, wide=True), on_cpu(before, wide=False)
+    expected, rounded = reference.fused_gdn_prefill(**exact), reference.fused_gdn_prefill(**narrow)
+    out, (_, heads), (_, v_dim), starts = arguments["out"], case.heads, case.dims, case.starts()
+    assert bool((out[case.ignored()] == 0).all()), "padding is not zero"
+    for n, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        if n in case.dead() or start == end:
+            continue
+        parts = [x[start:end].cpu().unflatten(1, (heads, v_dim)) for x in (out, expected, rounded)]
+        error, own = heads_error(parts[0], parts[1]), heads_error(parts[2].double(), parts[1])
+        assert bool((error <= 2 * own + 3e-3).all()), f"sequence {n}: {error.max():.1e}, torch's {own.max():.1e}"
+    rest = copy_of(out)
+    rest.fill_(torch.nan)
+    assert bool(whole(rest).isnan().all()), "written outside of out"
+
+    frame = copy_of(before["conv_states"])
+    frame.copy_(narrow["conv_states"].to(frame.device))
+    assert same_bits(whole(frame), whole(arguments["conv_states"])), "a window is not what it should be"
+    pool, wanted = arguments["ssm_state"], exact["ssm_state"]
+    written = [slot for slot in range(len(wanted)) if not same_bits(wanted[slot], before["ssm_state"][slot].cpu().double())]
+    for slot in written:  # per head
+        difference = (pool[slot].double().cpu() - wanted[slot]).flatten(1).norm(dim=1)
+        assert bool((difference <= 1e-2 * wanted[slot].flatten(1).norm(dim=1)).all()), f"state of slot {slot}"
+    rest = copy_of(pool)
+    rest[written] = before["ssm_state"][written]
+    assert same_bits(whole(rest), whole(before["ssm_state"])), "a slot was written that is nobody's"
+
+
+def copies(arguments: Arguments) -> Arguments:
+    return {name: copy_of(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def run(case: Case, device: torch.device, seed: int = 0) -> Arguments:
+    arguments = make(case, device, seed)
+    before = copies(arguments)
+    assert gdn.fused_gdn_prefill(**arguments, backend="cute") is arguments["out"]
+    torch.cuda.synchronize()
+    judge(case, before, arguments)
+    return arguments
+
+
+Configure = Callable[..., None]
+FORMS = pytest.mark.parametrize("form", ["apart", "apart, staged", "beside", "beside, few clusters", "beside, staged", "groups"])
+# One sequence after the other with two SMs a head, which is what the other forms have.
+PLAIN = {"stages": 4, "prefetch": 0, "num_four_sm_clusters": 0, "max_l2_ring_groups": 0, "split_chunks": 0,
+         "split_if_longest_exceeds": 0, "num_persistent_clusters": 0}  # fmt: skip
+
+
+@pytest.fixture
+def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
+    """configure(form, **changes): the operator runs in that form, and remembers no call."""
+    operator = importlib.import_module("gdn.ops.prefill")
+    module = importlib.import_module("kernels_cute.gdn_prefill")
+
+    def set_form(form: str, **changes: int) -> None:
+        def prepare(problem: Any, device: torch.device, backend: str) -> runtime.Prepared:
+            space = module.configs(problem, H100)
+            beside = [config for config in space if config.num_conv_blocks]
+            apart = [config for config in space if not config.num_conv_blocks and not config.num_group_sequences]
+            found = beside if "beside" in form and beside else apart  # other head dims have no form but apart
+            config = found[0]
+            if "staged" in form or form == "groups" and beside:
+                config = replace(config, conv_staged=1, conv_rows=16, conv_threads=64)
+            if form == "groups" and beside:
+                config = replace(config, num_group_sequences=2, **PLAIN)
+            config = replace(config, **changes)
+            if config.num_conv_blocks:
+                config = replace(config, num_persistent_clusters=3 if "few" in form else 0)
+            assert module.fits(problem, config, H100)
+            return runtime.prepare(problem, device, backend, config=config)
+
+        monkeypatch.setattr(operator, "prepare", prepare)
+        env.reload()  # forgets calls seen before
+
+    return set_form
+
+
+AXES: dict[str, Any] = {
+    "heads": [(2, 4), (1, 1), (2, 6), (1, 4)],
+    "dims": [(128, 128), (64, 64), (96, 96)],
+    "dtype": [BF16, F16],
+    "other_dtype": [BF16, F32],
+    "weight_dtype": [BF16, F32],
+    "bias_dtype": [None, F32, BF16],
+    "width": [4, 3, 2],
+    "activation": ["silu", None],
+    "gate_activation": ["silu", "sigmoid"],
+    "layout": ["flat", "interleaved"],
+    "conv_dtype": [BF16, F32],
+    "order": ["channels", "columns", "neither"],
+    "state_dtype": [F32, BF16],
+    "v_first": [True, False],
+    "index_dtype": [torch.int32, torch.int64],
+    "offsets_dtype": [torch.int32, torch.int64],
+    "has_mask": [True, False],
+    "has_checkpoints": [False, True],
+}
+CASES = [Case(**row) for row in pairwise(AXES, lambda row: True)]
+
+
+def name(case: Case) -> str:
+    values = [getattr(case, field) for field in AXES]
+    return "-".join(str(value).removeprefix("torch.").replace(" ", "") for value in values)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_variants(case: Case, device: torch.device) -> None:
+    run(case, device)
+
+
+@FORMS
+@pytest.mark.parametrize("case", [replace(case, dims=(128, 128), layout="flat") for case in CASES[::3]], ids=name)
+def test_forms(case: Case, form: str, configure: Configure, device: torch.device) -> None:
+    configure(form)
+    run(case, device)
+
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "one token": (1,), "two tokens": (2,), "a chunk": (64,), "more than one": (65,), "nothing first": (0, 0, 3),
+    "decode rows, then prompts": (1,) * 9 + (300, 1, 64), "all of one token": (1,) * 40, "long": (3000,), "many": (37,) * 60,
+    "ragged": (1000, 3, 64, 63, 128, 500, 1, 0, 77),
+}  # fmt: skip
+
+
+@FORMS
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lengths(shape: str, form: str, configure: Configure, device: torch.device) -> None:
+    configure(form)
+    run(Case(lengths=SHAPES[shape], has_checkpoints=shape == "ragged"), device)
+
+
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    [("beside, staged", 8), *((form, rows) for form in ("beside", "beside, few clusters") for rows in (8, 16, 32, 64))],
+)
+@pytest.mark.parametrize("conv_blocks", [2, 20, 64])
+def test_tiles_of_the_convolution(form: str, rows: int, conv_blocks: int, configure: Configure, device: torch.device) -> None:
+    configure(form, conv_rows=rows, num_conv_blocks=conv_blocks)
+    run(Case(lengths=(200, 1, 64, 30, 700), heads=(4, 8)), device)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+@pytest.mark.parametrize("rows", [8, 32])
+def test_sizes_of_groups(count: int, rows: int, configure: Configure, device: torch.device) -> None:
+    configure("groups", conv_rows=rows, num_group_sequences=count)
+    run(Case(lengths=(200, 1, 64, 30, 700, 0, 3, 128), heads=(4, 8)), device)
+
+
+def same(first: Arguments, second: Arguments) -> bool:
+    return all(same_bits(first[name], second[name]) for name in ("out", *POOLS))
+
+
+def test_the_forms_give_the_same_bits(configure: Configure, device: torch.device) -> None:
+    """With two SMs a head everywhere: what runs at the same time changes nothing."""
+    found = []
+    for form, changes in (
+        ("apart", PLAIN), ("beside", {}), ("beside, few clusters", {}), ("beside", {"conv_rows": 16, "num_conv_blocks": 20}),
+        ("apart, staged", PLAIN), ("beside, staged", {"conv_threads": 128}),
+        ("groups", {}), ("groups", {"num_group_sequences": 3, "conv_threads": 128}),
+    ):  # fmt: skip
+        configure(form, **changes)
+        found.append(run(Case(lengths=(300, 1, 1000, 64, 70), heads=(4, 8)), device))
+    assert all(same(found[0], other) for other in found[1:])
+
+
+@FORMS
+def test_repeated_calls_give_the_same_bits(form: str, configure: Configure, device: torch.device) -> None:
+    """Thirty calls in a row, without a pause between them: their launches overlap as far as they may."""
+    configure(form)
+    arguments = make(Case(lengths=(500, 1, 64, 3, 1200), heads=(4, 8)), device)
+    sets = [copies(arguments) for _ in range(30)]
+    for one in sets:
+        gdn.fused_gdn_prefill(**one, backend="cute")
+    torch.cuda.synchronize()
+    assert all(same(sets[0], other) for other in sets[1:])
+
+
+@FORMS
+def test_a_sequence_alone(form: str, configure: Configure, device: torch.device) -> None:
+    """The same bits as in a batch, where both take the same form."""
+    configure(form, **(PLAIN if "apart" in form else {}))
+    case = Case(lengths=(200, 65, 700), padding=0, has_mask=False)
+    arguments = make(case, device)
+    before = copies(arguments)
+    gdn.fused_gdn_prefill(**arguments, backend="cute")
+    starts = case.starts()
+    for n in range(3):
+        rows, alone = slice(starts[n], starts[n + 1]), copies(before)
+        for name_of in ("mixed_qkv", "z", "b", "a"):
+            alone[name_of] = alone[name_of][rows]
+        alone |= {"state_indices": before["state_indices"][n : n + 1], "out": None}
+        alone["query_start_loc"] = torch.tensor([0, case.lengths[n]], dtype=torch.int32, device=device)
+        o = gdn.fused_gdn_prefill(**alone, backend="cute")
+        slot = int(before["state_indices"][n])
+        assert same_bits(o, arguments["out"][rows])
+        assert all(same_bits(alone[pool][slot], arguments[pool][slot]) for pool in POOLS)
+
+
+@FORMS
+def test_graphs(form: str, configure: Configure, device: torch.device) -> None:
+    """A captured step, replayed with other inputs and lengths, back to back with itself."""
+    configure(form)
+    case = Case(lengths=(300, 64, 1, 0, 500), heads=(4, 8))
+    static = make(case, device)
+    kept = copies(static)
+    gdn.fused_gdn_prefill(**static, backend="cute")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gdn.fused_gdn_prefill(**static, backend="cute")
+    for seed, lengths in enumerate(((300, 64, 1, 0, 500), (1, 1, 700, 0, 163), (865, 0, 0, 0, 0))):
+        other = make(replace(case, lengths=lengths), device, seed=seed)
+        before = copies(other)
+        for name_of, x in static.items():
+            if isinstance(x, Tensor):
+                whole(x).copy_(whole(other[name_of]))
+        for _ in range(5):
+            for pool in POOLS:
+                whole(static[pool]).copy_(whole(before[pool]))
+            graph.replay()
+        torch.cuda.synchronize()
+        judge(replace(case, lengths=lengths), before, static)
+    assert kept.keys() == static.keys()
+
+
+@FORMS
+def test_other_work_on_the_device(form: str, configure: Configure, device: torch.device) -> None:
+    """Two streams run the step at once, next to products that take all SMs in turns."""
+    configure(form)
+    sets = [make(Case(lengths=(400, 1, 900), heads=(4, 8)), device, seed) for seed in (0, 1)]
+    wanted = [copies(one) for one in sets]
+    for one in wanted:
+        gdn.fused_gdn_prefill(**one, backend="cute")
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    matrix = torch.randn(4096, 4096, device=device, dtype=BF16)
+    trials = [[copies(one) for one in sets] for _ in range(10)]
+    torch.cuda.synchronize()
+    for trial in trials:
+        for stream, one in zip(streams, trial, strict=False):
+            with torch.cuda.stream(stream):
+                gdn.fused_gdn_prefill(**one, backend="cute")
+        with torch.cuda.stream(streams[2]):
+            matrix = (matrix @ matrix).clamp(-1, 1)
+    torch.cuda.synchronize()
+    assert all(same(one, want) for trial in trials for one, want in zip(trial, wanted, strict=True))

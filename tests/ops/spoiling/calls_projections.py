@@ -1,0 +1,149 @@
+"""Good calls of the fused steps between a layer's projections: decode and prefill."""
+
+import torch
+
+from tests.ops.spoiling.call import Call, Draw
+from tests.ops.spoiling.calls_delta_rule import slots_of, state_of
+
+_HEADS = 2  # key heads
+_TIES = {
+    "T": ("mixed_qkv",),
+    "C": ("num_k_heads", "head_k_dim", "head_v_dim", "A_log"),
+    "width": ("num_k_heads", "head_k_dim", "head_v_dim", "A_log"),
+    "H": ("num_k_heads", "A_log", "mixed_qkv"),
+    "V": ("head_v_dim",),
+    "K": ("head_k_dim",),
+    "gates": ("A_log",),
+}
+
+
+def decode(draw: Draw) -> Call:
+    """fused_gdn_decode, flat, interleaved or concatenated projections."""
+    call = Call("fused_gdn_decode")
+    inner = _inner(draw)
+    is_packed = draw.maybe(0.6)
+    lengths = draw.lengths(3) if is_packed else [1] * draw.pick(1, 2, 3)
+    offsets = draw.offsets(lengths)
+    tokens, count = offsets[-1] + (draw.pick(0, 1) if is_packed else 0), len(lengths)
+    if is_packed:
+        call.give("query_start_loc", draw.indices(offsets), "~")
+    dtype = draw.any_float()
+    call.sizes["N"] = count
+    call.ties |= _TIES | {"N": ("query_start_loc", "mixed_qkv")}
+    _projections(draw, call, tokens, inner, dtype, ("flat", "interleaved", "concatenated"))
+    kind = draw.pick("1-D", "2-D", "2-D accepted")
+    columns = 1 if kind == "1-D" else 3
+    num_spec, width = columns - 1, draw.pick(2, 4)
+    slots, size = slots_of(draw, call, count, columns=columns)
+    null_slot = call.arguments.get("null_slot", -1)
+    state = _parameters(draw, call, "conv_state", inner, size, width, num_spec)
+    reads = [slots[n * columns :][:columns] for n in range(count)]
+    reads = [[null_slot] * columns if draw.maybe(0.15) else row for row in reads]
+    extra = [reads[0]] * draw.pick(0, 1)
+    indices = reads + extra
+    call.give(
+        "state_indices", draw.indices([row[0] for row in indices] if kind == "1-D" else indices),
+        "N+" if kind == "1-D" else "N+ columns",
+    )  # fmt: skip
+    if kind == "2-D accepted":
+        accepted = [draw.random.randint(1, columns) for _ in range(count)]
+        call.give("num_accepted_tokens", draw.indices(accepted), "N+")
+    if state.dtype == torch.bfloat16 and draw.maybe():
+        call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
+        call.ties["one"] = ("rounding_seed",)
+    _options(draw, call, tokens, inner, dtype)
+    return call
+
+
+def prefill(draw: Draw) -> Call:
+    """fused_gdn_prefill, flat or interleaved projections, with and without checkpoints."""
+    call = Call("fused_gdn_prefill")
+    inner, has_checkpoints = _inner(draw), draw.maybe(0.3)
+    lengths = draw.lengths(5)
+    if has_checkpoints:
+        lengths[0] = draw.pick(64, 65, 130)
+    offsets = draw.offsets(lengths)
+    tokens, count = offsets[-1] + draw.pick(0, 2), len(lengths)
+    call.give("query_start_loc", draw.indices(offsets), "~")
+    dtype = draw.any_float()
+    call.sizes["N"] = count
+    call.ties |= _TIES | {"N": ("query_start_loc",)}
+    _projections(draw, call, tokens, inner, dtype, ("interleaved",))
+    slots, size = slots_of(draw, call, count, columns=3)
+    null_slot = call.arguments.get("null_slot", -1)
+    _parameters(draw, call, "conv_states", inner, size, draw.pick(2, 4), 0)
+    reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
+    call.give("state_indices", draw.indices(reads + [1] * draw.pick(0, 1)), "N+")
+    if has_checkpoints:
+        wanted = [[draw.pick(0, 64, 128), 0] for _ in range(count)]
+        wanted[0][0] = 64
+        call.give("checkpoint_offsets", draw.indices(wanted), "N+ columns")
+        call.give("checkpoint_slots", draw.indices([list(slots[count + 2 * n :][:2]) for n in range(count)]), "N+ columns")
+    if draw.maybe():
+        call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), "N+")
+    _options(draw, call, tokens, inner, dtype)
+    return call
+
+
+def _inner(draw: Draw) -> tuple[int, int, int]:
+    """Value heads, K and V."""
+    ratio = draw.pick(1, 2)
+    return _HEADS * ratio, draw.pick(4, 8), draw.pick(4, 8)
+
+
+def _channels(inner: tuple[int, int, int]) -> int:
+    value_heads, k_dim, v_dim = inner
+    return 2 * _HEADS * k_dim + value_heads * v_dim
+
+
+def _projections(
+    draw: Draw, call: Call, tokens: int, inner: tuple[int, int, int], dtype: torch.dtype, layouts: tuple[str, ...]
+) -> None:
+    value_heads, _, v_dim = inner
+    layout = draw.pick("flat", *layouts)
+
+    def rows(*shape: int) -> torch.Tensor:
+        return draw.rows(draw.floats(tokens, *shape, dtype=dtype), lead=1)
+
+    if layout == "flat":
+        call.give("mixed_qkv", rows(_channels(inner)), "T width")
+        call.give("z", rows(value_heads, v_dim), "T H V")
+        call.give("b", rows(value_heads), "T H")
+        call.give("a", rows(value_heads), "T H")
+        if draw.maybe(0.3):
+            call.arguments["projection_layout"] = layout
+    elif layout == "concatenated":
+        call.arguments |= {"projection_layout": layout, "z": None, "b": None, "a": None}
+        call.give("mixed_qkv", rows(_channels(inner) + value_heads * (v_dim + 2)), "~ width+")
+    else:
+        call.arguments |= {"projection_layout": layout, "z": None, "a": None}
+        call.give("mixed_qkv", rows(_channels(inner) + value_heads * v_dim), "T width")
+        call.give("b", rows(2 * value_heads), "T gates")
+
+
+def _parameters(
+    draw: Draw, call: Call, windows: str, inner: tuple[int, int, int], size: int, width: int, num_spec: int
+) -> torch.Tensor:
+    """Both pools and the parameters; returns the states. windows: name of the convolution's pool."""
+    value_heads, _, v_dim = inner
+    channels = _channels(inner)
+    conv = draw.floats(size, channels, width - 1 + num_spec + draw.pick(0, 1), dtype=draw.any_float())
+    call.give(windows, draw.pool(conv) if draw.maybe() else conv.mT.contiguous().mT, "~ C ~")
+    call.sizes["columns+"] = width - 1 + num_spec
+    call.give("conv_weight", draw.floats(channels, width, dtype=draw.any_float()), "C ~")
+    if draw.maybe():
+        call.give("conv_bias", draw.floats(channels, dtype=draw.any_float()), "C")
+    call.give("A_log", draw.floats(value_heads, dtype=draw.any_float()), "H")
+    call.give("dt_bias", draw.floats(value_heads, dtype=draw.any_float()), "H")
+    call.give("norm_weight", draw.floats(v_dim, dtype=draw.any_float()), "V")
+    return state_of(draw, call, "ssm_state", size, inner, is_pool=True)
+
+
+def _options(draw: Draw, call: Call, tokens: int, inner: tuple[int, int, int], dtype: torch.dtype) -> None:
+    value_heads, k_dim, v_dim = inner
+    call.arguments |= {"num_k_heads": _HEADS, "head_k_dim": k_dim, "head_v_dim": v_dim}
+    if draw.maybe(0.3):
+        call.arguments |= {"gate_activation": draw.pick("silu", "sigmoid", "swish"), "activation": draw.pick(None, "swish")}
+    if draw.maybe(0.4):
+        call.give("out", draw.rows(draw.floats(tokens, value_heads * v_dim, dtype=dtype), lead=1), "T HV")
+        call.ties["HV"] = ("out",)
