@@ -33,6 +33,9 @@ class TokenCopies(NamedTuple):
     # Addresses of words, see signals.py; None where no other kernel runs at the same time.
     rows_made: Any = None
     outputs_done: Any = None
+    # Input of the output gate, where the kernel has the gated norm.
+    z_atom: Any = None
+    z: Any = None
 
 
 def packed_params(values: tuple[Any, ...]) -> tuple[ChunkParams, tuple[Any, ...]]:

@@ -71,6 +71,25 @@ def tiles_fit(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bo
     return (problem.width - 1 + config.conv_rows) * config.conv_threads * PART_BYTES <= device.shared_bytes_per_block
 
 
+def normed_fits(problem: GdnPrefillProblem, config: Any) -> bool:
+    """Whether a configuration with `norm_in_chunk` serves the problem: z goes through shared memory as V does."""
+    c = config
+    others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.max_l2_ring_groups)
+    is_served = _serves(problem) and (problem.z_dtype or problem.dtype) == problem.dtype and c.stages == STAGES
+    return is_served and not any(others) and 0 <= c.num_persistent_clusters <= max_scheduled_clusters(True)
+
+
+def all_normed(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
+    """Those worth measuring."""
+    if not _serves(problem):
+        return []
+    none = dict.fromkeys(
+        ("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters", "max_l2_ring_groups"), 0
+    )
+    clusters = Model(parts.chunk_problem(problem), device).clusters()
+    return [none | {"norm_in_chunk": 1, "stages": STAGES, "num_persistent_clusters": clusters}]
+
+
 def groups_fit(problem: GdnPrefillProblem, config: Any) -> bool:
     """Whether a configuration with `num_group_sequences` serves the problem."""
     c = config
