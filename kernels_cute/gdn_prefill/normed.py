@@ -1,7 +1,8 @@
-"""A prefill step in two launches: the convolution, and the chunk kernel with the gated norm in it (kernels_cute.chunk.roles.norm).
+"""A prefill step in two launches: the convolution, and the chunk kernel with the gated norm in it (chunk/roles/norm.py).
 
 The chunk kernel is a programmatic dependent of the convolution: its blocks take SMs as that leaves them, and their loading warps
-wait for its end before the first row is asked for, so what follows in the stream, which waits for the chunk kernel, waits for both.
+wait for its end before the first row is asked for. So what follows in the stream, which waits for the chunk kernel, waits for
+both.
 
 Workspace: the rows of q, k and v.
 """

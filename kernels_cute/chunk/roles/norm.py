@@ -2,7 +2,7 @@
 
     result = o / sqrt(mean(o * o) + eps) * weight * gate(z)
 
-A block has 64 of the 128 V columns of a row, so the two blocks of a head exchange the rows' sums of squares. Chunk n has two parts:
+A block has 64 of the 128 V columns of a row, so the two blocks of a head exchange sums of squares. Chunk n has two parts:
 
     A(n)    sums of squares of O, which the state has left where V was, to the other block
     B(n)    with z and the other block's sums there: the result in O's place, for the storing warp
@@ -50,23 +50,22 @@ def place_of(at: Any, rank: Any) -> Place:
     return Place(at.warp, at.warp * 16 + at.lane // _LANES, at.lane % _LANES, rank ^ 1)
 
 
-def sums_address(storage: Any, place: Place, count: Any) -> Any:
-    """Of a lane's sum of chunk `count`: in the half right of the diagonal of the tile of L, which nobody else touches (rows up to
-    31 have blocks in its left half alone)."""
-    row = count % SUM_BUFFERS * 4 + place.warp
+def sums_address(storage: Any, place: Place, count: Any, is_own: bool) -> Any:
+    """Of a lane's sum of chunk `count`, this block's or the other's: right of the diagonal of the tile of L, where nobody else
+    has anything (rows up to 31 have blocks in the left half alone)."""
+    row = count % SUM_BUFFERS * 4 + place.warp + (16 if is_own else 0)
     unit = 4 + place.unit % 4
     return operands.address(storage.lower.data_ptr().toint(), row, unit) + place.row % 4 * 4
 
 
 @cute.jit
-def norm_chunks(spec, storage, terms, place, first, last, chunks, carried):
-    """A(n) and B(n - 1) for n from first up to last; chunks: those with outputs, of all; carried: this block's sums of the last A."""
+def norm_chunks(spec, storage, terms, place, first, last, chunks):
+    """A(n) and B(n - 1) for n from first up to last; chunks: those with outputs, of all."""
     for count in cutlass.range(first, last, unroll=1):
-        own = carried[0]
         if count < chunks:
-            carried[0] = send_sums(spec, storage, place, count)
+            send_sums(spec, storage, place, count)
         if count > 0:
-            apply_norm(spec, storage, terms, place, count - 1, own)
+            apply_norm(spec, storage, terms, place, count - 1)
 
 
 def unfinished(chunks: Any, rank: Any) -> Any:
@@ -77,7 +76,7 @@ def unfinished(chunks: Any, rank: Any) -> Any:
 
 @cute.jit
 def send_sums(spec, storage, place, count):
-    """A: returns this block's sum of the lane's row."""
+    """A."""
     stage, parity = ring_place(spec.stages, count)
     cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
     tile = storage.v.data_ptr().toint() + stage * TILE_BYTES
@@ -94,13 +93,14 @@ def send_sums(spec, storage, place, count):
     barrier = storage.sums_full.data_ptr() + count % SUM_BUFFERS
     if (place.warp == 0) & (cute.arch.lane_idx() == 0):
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, SUM_BYTES)
-    target = ptx.in_block(sums_address(storage, place, count), place.other)
+    target = ptx.in_block(sums_address(storage, place, count, False), place.other)
     ptx.send(target, own, ptx.in_block(barrier.toint(), place.other), _STEPS - place.unit)
-    return own
+    ptx.store_where(sums_address(storage, place, count, True), [own], _STEPS - place.unit)
+    cute.arch.sync_warp()
 
 
 @cute.jit
-def apply_norm(spec, storage, terms, place, count, own):
+def apply_norm(spec, storage, terms, place, count):
     """B."""
     column = (place.other ^ 1) * 64 + place.unit * _VECTOR
     rWeight = cute.make_rmem_tensor(_VECTOR, Float32)
@@ -112,7 +112,8 @@ def apply_norm(spec, storage, terms, place, count, own):
     tile, gates = (field.data_ptr().toint() for field in (storage.v, storage.z))
     cute.arch.mbarrier_wait(storage.z_full.data_ptr() + buffer, parity)
     cute.arch.mbarrier_wait(storage.sums_full.data_ptr() + sums, sums_parity)
-    squares = own + ptx.load_one(sums_address(storage, place, count))
+    own, other = (ptx.load_one(sums_address(storage, place, count, is_own)) for is_own in (True, False))
+    squares = own + other
     factor = cute.math.rsqrt(squares * (1.0 / spec.dim) + terms.eps)
     lane = cute.arch.lane_idx()
     for i in cutlass.range_constexpr(_STEPS):
@@ -141,14 +142,6 @@ def apply_norm(spec, storage, terms, place, count, own):
         cute.arch.mbarrier_arrive(storage.normed.data_ptr() + stage)
 
 
-def carried_sums() -> Any:
-    """Of `norm_chunks`, before the first."""
-    carried = cute.make_rmem_tensor(1, Float32)
-    carried.fill(0.0)
-    return carried
-
-
-@cute.jit
-def norm_rest(spec, storage, terms, place, rank, chunks, carried):
+def norm_rest(spec, storage, terms, place, rank, chunks):
     """What is left when P of the block's last own chunk is made."""
-    norm_chunks(spec, storage, terms, place, unfinished(chunks, rank), Int32(chunks) + 1, chunks, carried)
+    norm_chunks(spec, storage, terms, place, unfinished(chunks, rank), Int32(chunks) + 1, chunks)

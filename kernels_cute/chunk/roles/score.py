@@ -23,7 +23,7 @@ from kernels_cute.common import ptx
 @cute.jit
 def score_warpgroup(spec, storage, scale, own, length, warp, norm=None):
     """P and the vectors of the same chunks, rows and blocks as inverse_warpgroup's; in a maker block, Z and P M instead of P.
-    norm: what norm_chunks takes after the storage, and last; with it the outputs of the two chunks before one of these."""
+    norm: what norm_chunks takes after the storage; with it the outputs of the two chunks before one of these."""
     is_set = own.group is not None
     group = own.group if cutlass.const_expr(is_set) else 0
     at = blocks.lane_of(warp)
@@ -86,9 +86,9 @@ def score_warpgroup(spec, storage, scale, own, length, warp, norm=None):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive((storage.made if cutlass.const_expr(is_set) else storage.ready).data_ptr() + buffer)
         if cutlass.const_expr(norm is not None):
-            terms, place, carried = norm
+            terms, place = norm
             count = own.base + step
-            norm_chunks(spec, storage, terms, place, cutlass.max(count - 2, 0), count, count, carried)
+            norm_chunks(spec, storage, terms, place, cutlass.max(count - 2, 0), count, count)
 
 
 @cute.jit
