@@ -11,19 +11,17 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync
 
-from gdn.problems import ChunkParams, Conv1dParams, GdnPrefillParams, GdnPrefillProblem
-from kernels_cute.chunk import fused, operands
-from kernels_cute.chunk.arguments import TokenCopies, token_copies
+from gdn.problems import ChunkParams, GdnPrefillParams, GdnPrefillProblem
+from kernels_cute.chunk import fused
+from kernels_cute.chunk.arguments import TokenCopies, token_copies, z_copy
 from kernels_cute.chunk.roles.norm import NormTerms
-from kernels_cute.chunk.shape import CHUNK, NORM_QUERY_STAGES, STAGES
+from kernels_cute.chunk.shape import NORM_QUERY_STAGES, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
-from kernels_cute.common.memory import CUTE_DTYPES
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.staged import StagedTiles
 from kernels_cute.gdn_prefill.steps import PrefillConv
-from kernels_cute.gdn_prefill.views import chunk_views, norm_z
+from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
 
 
 class NormedChunk:
@@ -57,35 +55,15 @@ class Normed:
         params = GdnPrefillParams(*values[: len(GdnPrefillParams._fields)])
         max_clusters, stream = values[len(GdnPrefillParams._fields) :]
         problem, tokens = self.problem, params.mixed_qkv.shape[0]
-        dtype = CUTE_DTYPES[problem.dtype]
-        first = cute.make_ptr(dtype, params.workspace.iterator.toint(), cute.AddressSpace.gmem, assumed_align=256)
-        rows = cute.make_tensor(first, cute.make_layout((tokens, problem.dim), stride=(problem.dim, 1)))
-        conv = Conv1dParams(
-            params.mixed_qkv, params.conv_weight, params.conv_bias, params.conv_states, params.cu_seqlens, params.state_indices,
-            params.has_initial_state, params.checkpoint_offsets, params.checkpoint_slots, rows, params.null_slot,
-        )  # fmt: skip
+        rows = rows_view(problem, params.workspace.iterator.toint(), tokens)
+        conv = conv_views(params, rows)
         self.conv.kernel(conv).launch(
             grid=(self.conv.blocks(conv), 1, 1), block=(self.conv.threads, 1, 1), stream=stream, **self.conv.limits
         )
-        chunk = chunk_views(problem, params, first, tokens)
-        z_atom, z = z_copy(self.spec, problem, params, tokens)
+        chunk = chunk_views(problem, params, rows.iterator, tokens)
+        z_atom, z = z_copy(self.spec, norm_z(problem, params, tokens), problem.interleaved)
         copies = token_copies(self.spec, chunk)._replace(z_atom=z_atom, z=z)
         clusters = cutlass.min((params.cu_seqlens.shape[0] - 1) * self.spec.units, max_clusters)
         self.chunk.kernel(chunk, copies, NormTerms(params.norm_weight, params.eps)).launch(
             grid=(self.spec.sharers * clusters, 1, 1), stream=stream, use_pdl=True, **fused.launch_shape(self.spec)
         )
-
-
-@cute.jit
-def z_copy(spec, problem, params, tokens):
-    """The bulk copy of z's tiles: its atom, and its tensor [tokens, V, heads]."""
-    z = norm_z(problem, params, tokens)
-    head_strides = z.stride[1]
-    if cutlass.const_expr(not problem.interleaved):
-        # The stride of a single head is never used and may be anything.
-        head_strides = cute.assume(head_strides, divby=8) if cutlass.const_expr(spec.heads > 1) else spec.dim
-    strides = (cute.assume(z.stride[0], divby=8), 1, head_strides)
-    first = cute.make_ptr(spec.dtype, z.iterator.toint(), cute.AddressSpace.gmem, assumed_align=16)
-    by_head = cute.make_tensor(first, cute.make_layout((z.shape[0], spec.dim, z.shape[1]), stride=strides))
-    layout = operands.by_rows(spec.dtype, CHUNK, spec.columns)
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), by_head, layout, (CHUNK, spec.columns))

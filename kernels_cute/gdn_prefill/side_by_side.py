@@ -20,17 +20,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from gdn.problems import Conv1dParams, GdnPrefillParams, GdnPrefillProblem
+from gdn.problems import GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.chunk import fused
 from kernels_cute.chunk.arguments import token_copies
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
-from kernels_cute.common.memory import CUTE_DTYPES, fake
+from kernels_cute.common.memory import fake
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.outputs import NormParams, OutputNorm
 from kernels_cute.gdn_prefill.rows import RowMaker, StagedRowMaker
-from kernels_cute.gdn_prefill.views import chunk_views, norm_z
+from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
 
 _CLEAR_THREADS = 256
 
@@ -64,19 +64,15 @@ class SideBySide:
         size = words_bytes(words(tokens, sequences, problem.num_v_heads))
         rows_made = params.workspace.iterator.toint()
         outputs_done = rows_made + Int64(tokens // CHUNK + sequences) * 4
-        dtype = CUTE_DTYPES[problem.dtype]
-        first = cute.make_ptr(dtype, rows_made + Int64(size), cute.AddressSpace.gmem, assumed_align=256)
         cleared = 16 * _CLEAR_THREADS  # by a block
         self.clear(rows_made, size).launch(
             grid=((size + (cleared - 1)) // cleared, 1, 1), block=(_CLEAR_THREADS, 1, 1), stream=stream
         )
-        rows = cute.make_tensor(first, cute.make_layout((tokens, problem.dim), stride=(problem.dim, 1)))
-        conv = Conv1dParams(
-            params.mixed_qkv, params.conv_weight, params.conv_bias, params.conv_states, params.cu_seqlens, params.state_indices,
-            params.has_initial_state, params.checkpoint_offsets, params.checkpoint_slots, rows, params.null_slot,
-        )  # fmt: skip
-        self.rows.kernel(conv, rows_made).launch(stream=stream, use_pdl=True, **self.rows.launch_options(conv_blocks))
-        chunk = chunk_views(problem, params, first, tokens)
+        rows = rows_view(problem, rows_made + Int64(size), tokens)
+        self.rows.kernel(conv_views(params, rows), rows_made).launch(
+            stream=stream, use_pdl=True, **self.rows.launch_options(conv_blocks)
+        )
+        chunk = chunk_views(problem, params, rows.iterator, tokens)
         copies = token_copies(self.spec, chunk)._replace(rows_made=rows_made, outputs_done=outputs_done)
         clusters = cutlass.min(sequences * self.spec.units, max_clusters)
         self.chunk.kernel(chunk, copies, Int32(0)).launch(

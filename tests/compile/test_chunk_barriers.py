@@ -224,7 +224,8 @@ class NormBlock(Block):
         yield from self.wait("score", "stored", stage, turn)
         for part in self.values[stage]:
             yield from self.sim.read(part, ("O", chunk), 0.1)
-        place, other = chunk % shape.SUM_BUFFERS, self.peers[self.rank ^ 1]
+        place = chunk % shape.SUM_BUFFERS
+        other: Any = self.peers[self.rank ^ 1]
         self.bars["sums_full"][place].arrive("score", copies=1)
         self.sim.copy(other.bars["sums_full"][place], other.sums[place], ("sums", chunk))
 
