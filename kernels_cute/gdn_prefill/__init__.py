@@ -139,7 +139,8 @@ def workspace_bytes(problem: GdnPrefillProblem, config: Config) -> int:
 def compile(problem: GdnPrefillProblem, config: Config) -> dict[str, bytes]:
     if config.num_conv_blocks:
         is_persistent, is_staged = config.num_persistent_clusters > 0, config.conv_staged > 0
-        host = side_by_side.SideBySide(problem, config.conv, is_persistent, is_staged).launch
+        forms = (is_persistent, is_staged, config.norm_in_chunk > 0)
+        host = side_by_side.SideBySide(problem, config.conv, *forms).launch
         scalars = (cutlass.Int32(2), cutlass.Int32(1))
         return {_SIDE_BY_SIDE: build.library(_SIDE_BY_SIDE, host, *side_by_side.fakes(problem), *scalars)}
     if config.num_group_sequences:

@@ -25,7 +25,7 @@ from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows
 
 
 class NormedChunk:
-    """Two SMs a head, and the step's result instead of the outputs."""
+    """Two SMs a head, and the step's result instead of the outputs; after the convolution, or side by side with it."""
 
     def __init__(self, spec: ChunkSpec) -> None:
         self.spec = spec
@@ -33,6 +33,11 @@ class NormedChunk:
     @cute.kernel
     def kernel(self, params: ChunkParams, copies: TokenCopies, terms: NormTerms):
         fused.run_block(self.spec, params, copies, None, terms)
+        if cutlass.const_expr(self.spec.row_makers > 0):
+            # Side by side: what follows in the stream waits for this launch alone, which has not waited for the rows' yet.
+            block, _, _ = cute.arch.block_idx()
+            if block == 0:
+                cute.arch.griddepcontrol_wait()
 
 
 def normed_spec(problem: GdnPrefillProblem, is_persistent: bool) -> ChunkSpec:

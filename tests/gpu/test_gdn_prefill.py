@@ -173,19 +173,10 @@ def run(case: Case, device: torch.device, seed: int = 0) -> Arguments:
 
 
 Configure = Callable[..., None]
-FORMS = pytest.mark.parametrize(
-    "form",
-    [
-        "apart",
-        "apart, staged",
-        "beside",
-        "beside, few clusters",
-        "beside, staged",
-        "groups",
-        "normed",
-        "normed, few clusters, staged",
-    ],
-)
+FORMS = pytest.mark.parametrize("form", [
+    "apart", "apart, staged", "beside", "beside, few clusters", "beside, staged", "groups", "normed",
+    "normed, few clusters, staged", "beside, few clusters, staged, normed",
+])  # fmt: skip
 # One sequence after the other with two SMs a head, which is what the other forms have.
 PLAIN = {"stages": 4, "prefetch": 0, "num_four_sm_clusters": 0, "max_l2_ring_groups": 0, "split_chunks": 0,
          "split_if_longest_exceeds": 0, "num_persistent_clusters": 0}  # fmt: skip
@@ -210,7 +201,9 @@ def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
                 config = replace(config, conv_staged=1, conv_rows=16, conv_threads=64)
             if form == "groups" and beside:
                 config = replace(config, num_group_sequences=2, **PLAIN)
-            if "normed" in form and normed:
+            if "normed" in form and "beside" in form and normed:
+                config = replace(config, norm_in_chunk=1)
+            elif "normed" in form and normed:
                 clusters = 3 if "few" in form else 0
                 config = replace(config, norm_in_chunk=1, **PLAIN | {"num_persistent_clusters": clusters})
             config = replace(config, **changes)
@@ -306,7 +299,7 @@ def test_the_forms_give_the_same_bits(configure: Configure, device: torch.device
     for form, changes in (
         ("apart", PLAIN), ("beside", {}), ("beside, few clusters", {}), ("beside", {"conv_rows": 16, "num_conv_blocks": 20}),
         ("apart, staged", PLAIN), ("beside, staged", {"conv_threads": 128}),
-        ("normed", {}), ("normed, few clusters, staged", {}),
+        ("normed", {}), ("normed, few clusters, staged", {}), ("beside, staged, normed", {}),
         ("groups", {}), ("groups", {"num_group_sequences": 3, "conv_threads": 128}),
     ):  # fmt: skip
         configure(form, **changes)
