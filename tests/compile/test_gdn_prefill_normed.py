@@ -26,7 +26,13 @@ def _normed(problem: Any, is_staged: bool) -> Any:
 
 
 _HALF = {"dtype": "float16", "z_dtype": "float16", "norm_dtype": "bfloat16"}
-_OTHERS = {"gate_sigmoid": True, "state_dtype": "bfloat16", "state_v_first": False, "bias_dtype": "float32"}
+_OTHERS = {
+    "conv_dtype": "float32",
+    "gate_sigmoid": True,
+    "state_dtype": "bfloat16",
+    "state_v_first": False,
+    "bias_dtype": "float32",
+}
 _VARIANTS = [
     (8192, 8, True, {}),
     *(pytest.param(*one, marks=pytest.mark.cover) for one in (

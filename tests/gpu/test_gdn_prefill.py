@@ -92,7 +92,7 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Arguments:
     mask = torch.arange(count) % 3 != 1
     for n in range(count):
         if n not in case.dead() and case.lengths[n] and (mask[n] or not case.has_mask):  # others may hold NaN
-            conv[int(indices[n])] = normal(case.channels, case.width - 1, dtype=case.dtype).to(case.conv_dtype)
+            conv[int(indices[n])] = normal(case.channels, case.width - 1, dtype=case.conv_dtype)
             ssm[int(indices[n])] = 0.3 * normal(*ssm.shape[1:], dtype=case.state_dtype)
     rows = case.tokens
     mixed, z = normal(rows, case.channels, dtype=case.dtype), normal(rows, HV * V, dtype=case.other_dtype)
