@@ -96,6 +96,8 @@ def groups_fit(problem: GdnPrefillProblem, config: Any) -> bool:
     """Whether a configuration with `num_group_sequences` serves the problem."""
     c = config
     others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.num_persistent_clusters)
+    if c.norm_in_chunk:
+        return False
     return _serves(problem) and c.num_group_sequences > 0 and c.conv_staged > 0 and c.stages == STAGES and not any(others)
 
 

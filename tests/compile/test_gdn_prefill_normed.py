@@ -70,7 +70,14 @@ def test_shared_memory_is_full() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"stages": 3}, {"prefetch": 2}, {"split_chunks": 16}, {"num_four_sm_clusters": 28}, {"num_persistent_clusters": 1000}],
+    [
+        {"stages": 3},
+        {"prefetch": 2},
+        {"split_chunks": 16},
+        {"num_four_sm_clusters": 28},
+        {"num_group_sequences": 2},
+        {"num_persistent_clusters": 1000},
+    ],
     ids=str,
 )
 def test_what_does_not_fit(change: dict[str, int]) -> None:
