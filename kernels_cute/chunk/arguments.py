@@ -33,6 +33,9 @@ class TokenCopies(NamedTuple):
     # Addresses of words, see signals.py; None where no other kernel runs at the same time.
     rows_made: Any = None
     outputs_done: Any = None
+    # Input of the output gate, where the kernel has the gated norm.
+    z_atom: Any = None
+    z: Any = None
 
 
 def packed_params(values: tuple[Any, ...]) -> tuple[ChunkParams, tuple[Any, ...]]:
@@ -65,6 +68,20 @@ def token_tensor(x):
     # The stride of a single head is never used and may be anything.
     head_stride = cute.assume(x.stride[1], divby=8) if cutlass.const_expr(heads > 1) else dim
     return cute.make_tensor(x.iterator, cute.make_layout((tokens, dim, heads), stride=(token_stride, 1, head_stride)))
+
+
+@cute.jit
+def z_copy(spec, z, is_grouped):
+    """The bulk copy of tiles of z [tokens, heads, V], or with heads in groups: its atom, and its tensor [tokens, V, heads]."""
+    head_strides = z.stride[1]
+    if cutlass.const_expr(not is_grouped):
+        # As in token_tensor.
+        head_strides = cute.assume(head_strides, divby=8) if cutlass.const_expr(spec.heads > 1) else spec.dim
+    strides = (cute.assume(z.stride[0], divby=8), 1, head_strides)
+    first = cute.make_ptr(spec.dtype, z.iterator.toint(), cute.AddressSpace.gmem, assumed_align=16)
+    by_head = cute.make_tensor(first, cute.make_layout((z.shape[0], spec.dim, z.shape[1]), stride=strides))
+    layout = operands.by_rows(spec.dtype, CHUNK, spec.columns)
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), by_head, layout, (CHUNK, spec.columns))
 
 
 def partition_tiles(spec: Any, field: Any, atom: Any, x: Any, width: int, stages: int, begin: Any, head: Any, piece: Any) -> Any:

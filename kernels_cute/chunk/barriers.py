@@ -10,7 +10,7 @@ from kernels_cute.chunk.four_sm.shape import CHAINS, SET_KEY_STAGES, SETS, SLOTS
 from kernels_cute.chunk.key_head.shape import SCRATCH_BYTES as HEAD_SCRATCH_BYTES
 from kernels_cute.chunk.key_head.shape import TRIANGLE_BYTES
 from kernels_cute.chunk.scheduler import RECORD_BYTES, RECORDS, SORTED
-from kernels_cute.chunk.shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, START_BUFFERS, VECTOR_BYTES
+from kernels_cute.chunk.shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, START_BUFFERS, SUM_BUFFERS, VECTOR_BYTES, Z_BUFFERS
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 
@@ -47,6 +47,8 @@ def block_barriers(spec: ChunkSpec, is_complete: bool = False) -> BarrierTable:
         Barrier("factors_full", 2, _FACTORS, ("score",)),
         Barrier("gates_free", 2, _each_warp("inverse") + _each_warp("score"), ("gates",)),
     ]
+    if spec.has_norm:
+        barriers = [one for one in barriers if one.name not in ("full", "stored")] + _norm_barriers(spec)
     if spec.is_split or is_complete:  # the start of a segment
         barriers += [
             Barrier("brought", START_BUFFERS, _one("load", "with the bytes of P"), ("state",)),
@@ -96,6 +98,20 @@ def key_head_barriers(spec: ChunkSpec) -> BarrierTable:
             *records,
         ],
     )
+
+
+def _norm_barriers(spec: ChunkSpec) -> list[Barrier]:
+    """Those that differ where score norms the outputs, and Q has a ring of its own."""
+    sums = (Arrivals("score", "role", what="with the bytes of the other block"),)
+    return [
+        Barrier("full", spec.stages, _one("load", "with the bytes of V"), ("state",)),
+        Barrier("q_full", spec.query_stages, _one("load", "with those of Q"), ("state", "score")),
+        Barrier("q_empty", spec.query_stages, _each_warp("state", "Q S done"), ("load",)),
+        Barrier("stored", spec.stages, _each_warp("state", "O where V was"), ("score",)),
+        Barrier("z_full", Z_BUFFERS, _one("store", "with the bytes of z"), ("score",)),
+        Barrier("sums_full", SUM_BUFFERS, sums, ("score",)),
+        Barrier("normed", spec.stages, _each_warp("score", "the result where O was, z read"), ("store",)),
+    ]
 
 
 def summary_barriers(spec: ChunkSpec) -> BarrierTable:
@@ -160,8 +176,13 @@ def maker_barriers(form: Any) -> BarrierTable:
 def block_storage(spec: ChunkSpec) -> Any:
     """Shared memory of a block of the fused kernel."""
     pieces, stages = spec.dim // 64, spec.stages
-    tiles = _tiles(spec, k=pieces * spec.key_stages, q=pieces * stages, v=stages, m=BUFFERS, p=BUFFERS, lower=1)
-    return _struct(_barriers(block_barriers(spec, is_complete=True)), _work(), _rows(BUFFERS, 1), tiles)
+    norm = {"z": Z_BUFFERS} if spec.has_norm else {}
+    tiles = _tiles(
+        spec, k=pieces * spec.key_stages, q=pieces * spec.query_stages, v=stages, **norm, m=BUFFERS, p=BUFFERS, lower=1
+    )
+    # With the norm there is no room for barriers that nobody waits for.
+    table = block_barriers(spec, is_complete=not spec.has_norm)
+    return _struct(_barriers(table), _work(), _rows(BUFFERS, 1), tiles)
 
 
 def key_head_storage(spec: ChunkSpec) -> Any:

@@ -44,11 +44,13 @@ from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copie
 from kernels_cute.chunk.barriers import block_barriers, block_storage
 from kernels_cute.chunk.operands import set_registers
 from kernels_cute.chunk.rings import chunks_in, own_chunks
-from kernels_cute.chunk.roles.copies import copy_warp, hand_over_warp, store_warp
+from kernels_cute.chunk.roles.copies import copy_warp, hand_over_warp, store_normed_warp, store_warp
 from kernels_cute.chunk.roles.gates import gate_warp, schedule_and_gate
 from kernels_cute.chunk.roles.inverse import inverse_warpgroup
+from kernels_cute.chunk.roles.norm import norm_rest, place_of
 from kernels_cute.chunk.roles.score import score_warpgroup
 from kernels_cute.chunk.roles.state import state_warpgroup
+from kernels_cute.chunk.roles.tile_blocks import lane_of
 from kernels_cute.chunk.scheduler import goes_on, take_work_tile
 from kernels_cute.chunk.shape import BUFFERS, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
@@ -93,8 +95,8 @@ class FusedChunk:
 
 
 @cute.jit
-def run_block(spec, params, copies, segment):
-    """The whole of a block; segment: what a block of a split call works on, None = a sequence."""
+def run_block(spec, params, copies, segment, terms=None):
+    """The whole of a block; segment: what a block of a split call works on, None = a sequence; terms: of the norm."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = cutlass.utils.SmemAllocator().allocate(block_storage(spec))
     block, _, _ = cute.arch.block_idx()
@@ -103,8 +105,9 @@ def run_block(spec, params, copies, segment):
     first_copier = 12
     starts_early = spec.paired and segment is None
     if warp == first_copier:
-        for atom in (copies.q_atom, copies.k_atom, copies.v_atom, copies.out_atom):
-            cpasync.prefetch_descriptor(atom)
+        for atom in (copies.q_atom, copies.k_atom, copies.v_atom, copies.out_atom, copies.z_atom):
+            if cutlass.const_expr(atom is not None):
+                cpasync.prefetch_descriptor(atom)
         with cute.arch.elect_one():
             init_barriers(block_barriers(spec), storage, rank)
         cute.arch.sync_warp()
@@ -155,10 +158,15 @@ def run_block(spec, params, copies, segment):
             number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
     elif warp < 12:
         set_registers(spec, shape.SCORE_REGISTERS)
+        norm = None
+        if cutlass.const_expr(terms is not None):
+            norm = (terms, place_of(lane_of(warp % 4), rank))
         while going:
             item = take_work_tile(storage, number, only)
-            score_warpgroup(spec, storage, params.scale, own_chunks(spec, base, rank), item.live_length, warp % 4)
+            score_warpgroup(spec, storage, params.scale, own_chunks(spec, base, rank), item.live_length, warp % 4, norm)
             number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
+        if cutlass.const_expr(terms is not None):
+            norm_rest(spec, storage, norm[0], norm[1], rank, base)
     else:
         set_registers(spec, shape.COPY_REGISTERS)
         copier = warp % 4
@@ -183,7 +191,10 @@ def run_block(spec, params, copies, segment):
         if copier == 2:
             while going:
                 item = take_work_tile(storage, number, only)
-                store_warp(spec, storage, copies, params.out, item, base, "empty")
+                if cutlass.const_expr(terms is not None):
+                    store_normed_warp(spec, storage, copies, params.out, item, base)
+                else:
+                    store_warp(spec, storage, copies, params.out, item, base, "empty")
                 number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
         if cutlass.const_expr(spec.paired):
             if copier == 3:

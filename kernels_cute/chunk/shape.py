@@ -32,3 +32,5 @@ LOWEST_LOG_DECAY = -128.0
 # that.
 STAGES = 4
 KEY_STAGES = STAGES + 1
+# With the gated norm in the kernel: chunks of Q, which has a ring of its own; of z; and of the other block's sums of squares.
+NORM_QUERY_STAGES, Z_BUFFERS, SUM_BUFFERS = 3, 2, 4

@@ -45,6 +45,9 @@ class ChunkSpec:
         # Where another kernel writes q, k and v at the same time, and a third reads the outputs (signals.py): rows of its tiles,
         # and blocks that share a tile; else 0.
         self.row_tile, self.row_makers = 0, 0
+        # The outputs leave through the gated norm (roles/norm.py), with a sigmoid or SiLU of z.
+        self.has_norm, self.norm_sigmoid = False, False
+        self.query_stages = stages
         self.follows_rows = False  # a programmatic dependent of the launch that writes q, k and v
         self.key_bytes = CHUNK * dim * 2
         self.value_bytes = CHUNK * self.columns * 2

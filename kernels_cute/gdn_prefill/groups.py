@@ -28,13 +28,12 @@ from kernels_cute.chunk import fused
 from kernels_cute.chunk.arguments import TokenCopies, token_copies
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
-from kernels_cute.common.memory import CUTE_DTYPES
 from kernels_cute.conv1d.tiles import find_sequence
 from kernels_cute.gdn_prefill import parts, policies
 from kernels_cute.gdn_prefill.outputs import VECTOR, NormParams, OutputNorm
 from kernels_cute.gdn_prefill.policies import EVICT_FIRST
 from kernels_cute.gdn_prefill.staged import PART_BYTES, StagedTiles, ask_for_tile, finish_tile, span_of
-from kernels_cute.gdn_prefill.views import chunk_views, norm_z
+from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
 
 
 class GroupConv(StagedTiles, params=Conv1dParams):
@@ -125,10 +124,8 @@ class Groups:
         count, stream = values[len(GdnPrefillParams._fields) :]
         problem, tokens = self.problem, params.mixed_qkv.shape[0]
         sequences = params.cu_seqlens.shape[0] - 1
-        dtype = CUTE_DTYPES[problem.dtype]
-        first = cute.make_ptr(dtype, params.workspace.iterator.toint(), cute.AddressSpace.gmem, assumed_align=256)
-        rows = cute.make_tensor(first, cute.make_layout((tokens, problem.dim), stride=(problem.dim, 1)))
-        copies = token_copies(self.spec, chunk_views(problem, params, first, tokens))
+        rows = rows_view(problem, params.workspace.iterator.toint(), tokens)
+        copies = token_copies(self.spec, chunk_views(problem, params, rows.iterator, tokens))
         for group in cutlass.range((sequences + count - 1) // count, unroll=1):
             start = group * count
             size = cutlass.min(count, sequences - start)
@@ -155,12 +152,8 @@ class Groups:
     def launch_group(self, params, rows, copies, mean_tokens, rest, is_first, stream):
         problem, tokens = self.problem, params.mixed_qkv.shape[0]
         sequences = params.cu_seqlens.shape[0] - 1
-        conv = Conv1dParams(
-            params.mixed_qkv, params.conv_weight, params.conv_bias, params.conv_states, params.cu_seqlens, params.state_indices,
-            params.has_initial_state, params.checkpoint_offsets, params.checkpoint_slots, rows, params.null_slot,
-        )  # fmt: skip
         tiles = mean_tokens // self.conv.rows + sequences
-        self.conv.kernel(conv, is_first).launch(
+        self.conv.kernel(conv_views(params, rows), is_first).launch(
             grid=(tiles * self.conv.slices, 1, 1), block=(self.conv.threads, 1, 1), stream=stream, use_pdl=True,
             **self.conv.limits,
         )  # fmt: skip

@@ -40,6 +40,8 @@ def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpe
     if not 0 <= c.num_persistent_clusters <= min(max_scheduled_clusters(True), (device.num_sms - c.num_conv_blocks) // 2):
         return False
     tiles = block_threads(p) % c.conv_threads == 0 and c.conv_threads >= 64 and CHUNK % c.conv_rows == 0 and c.conv_rows >= 8
+    if c.norm_in_chunk and not _has_narrow_z(p):
+        return False
     if c.conv_staged and stage_bytes(p, c.conv_rows) > device.shared_bytes_per_block:
         return False
     return tiles and c.conv_batch in (2, 4) and threads_fit(parts.conv_problem(problem), c.conv_threads)
@@ -71,10 +73,31 @@ def tiles_fit(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bo
     return (problem.width - 1 + config.conv_rows) * config.conv_threads * PART_BYTES <= device.shared_bytes_per_block
 
 
+def normed_fits(problem: GdnPrefillProblem, config: Any) -> bool:
+    """Whether a configuration with `norm_in_chunk` serves the problem: z goes through shared memory as V does."""
+    c = config
+    others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.max_l2_ring_groups)
+    is_served = _serves(problem) and _has_narrow_z(problem) and c.stages == STAGES
+    return is_served and not any(others) and 0 <= c.num_persistent_clusters <= max_scheduled_clusters(True)
+
+
+def all_normed(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
+    """Those worth measuring."""
+    if not _serves(problem):
+        return []
+    none = dict.fromkeys(
+        ("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters", "max_l2_ring_groups"), 0
+    )
+    clusters = Model(parts.chunk_problem(problem), device).clusters()
+    return [none | {"norm_in_chunk": 1, "stages": STAGES, "num_persistent_clusters": clusters}]
+
+
 def groups_fit(problem: GdnPrefillProblem, config: Any) -> bool:
     """Whether a configuration with `num_group_sequences` serves the problem."""
     c = config
     others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.num_persistent_clusters)
+    if c.norm_in_chunk:
+        return False
     return _serves(problem) and c.num_group_sequences > 0 and c.conv_staged > 0 and c.stages == STAGES and not any(others)
 
 
@@ -97,6 +120,11 @@ def _serves(problem: GdnPrefillProblem) -> bool:
     return problem.head_v_dim == problem.head_k_dim == _DIM
 
 
+def _has_narrow_z(problem: GdnPrefillProblem) -> bool:
+    """Whether its tiles have room in the chunk kernel."""
+    return (problem.z_dtype or problem.dtype) == problem.dtype
+
+
 def _batch(problem: GdnPrefillProblem) -> int:
     return 2 if problem.dtype == "float16" and problem.bias_dtype is not None else 4  # as conv1d
 
@@ -111,7 +139,8 @@ def _candidates(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict
     fixed = {"stages": STAGES, "conv_threads": threads, "conv_batch": _batch(problem)}
     fixed |= dict.fromkeys(("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters"), 0)
     staged = {"conv_staged": 1, "conv_threads": _STAGED_THREADS}
-    for rows, more in (*((rows, {}) for rows in _CONV_ROWS), *((rows, staged) for rows in _STAGED_ROWS)):
+    others = (*((rows, staged) for rows in _STAGED_ROWS), (_STAGED_ROWS[0], staged | {"norm_in_chunk": 1}))
+    for rows, more in (*((rows, {}) for rows in _CONV_ROWS), *others):
         for share in _CONV_SMS:
             blocks = _conv_blocks(share, device)
             clusters = _clusters(problem, device, blocks)

@@ -20,17 +20,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from gdn.problems import Conv1dParams, GdnPrefillParams, GdnPrefillProblem
+from gdn.problems import GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.chunk import fused
-from kernels_cute.chunk.arguments import token_copies
+from kernels_cute.chunk.arguments import token_copies, z_copy
+from kernels_cute.chunk.roles.norm import NormTerms
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
-from kernels_cute.common.memory import CUTE_DTYPES, fake
+from kernels_cute.common.memory import fake
 from kernels_cute.gdn_prefill import parts
+from kernels_cute.gdn_prefill.normed import NormedChunk, normed_spec
 from kernels_cute.gdn_prefill.outputs import NormParams, OutputNorm
 from kernels_cute.gdn_prefill.rows import RowMaker, StagedRowMaker
-from kernels_cute.gdn_prefill.views import chunk_views, norm_z
+from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
 
 _CLEAR_THREADS = 256
 
@@ -46,12 +48,15 @@ def words_bytes(num_words: Any) -> Any:
 
 
 class SideBySide:
-    def __init__(self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool, is_staged: bool) -> None:
+    def __init__(
+        self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool, is_staged: bool, has_norm: bool
+    ) -> None:
         self.problem = problem
         self.rows: Any = (StagedRowMaker if is_staged else RowMaker)(problem, conv_config)
-        own = ChunkSpec(parts.chunk_problem(problem), STAGES, 0, is_persistent, False, False)
+        plain = ChunkSpec(parts.chunk_problem(problem), STAGES, 0, is_persistent, False, False)
+        own = normed_spec(problem, is_persistent).changed(follows_rows=False) if has_norm else plain
         self.spec = own.changed(row_tile=self.rows.rows, row_makers=self.rows.slices)
-        self.chunk = fused.FusedChunk(self.spec)
+        self.chunk: Any = (NormedChunk if has_norm else fused.FusedChunk)(self.spec)
         self.norm = OutputNorm(problem, self.spec.slices)
 
     @cute.jit
@@ -64,29 +69,29 @@ class SideBySide:
         size = words_bytes(words(tokens, sequences, problem.num_v_heads))
         rows_made = params.workspace.iterator.toint()
         outputs_done = rows_made + Int64(tokens // CHUNK + sequences) * 4
-        dtype = CUTE_DTYPES[problem.dtype]
-        first = cute.make_ptr(dtype, rows_made + Int64(size), cute.AddressSpace.gmem, assumed_align=256)
         cleared = 16 * _CLEAR_THREADS  # by a block
         self.clear(rows_made, size).launch(
             grid=((size + (cleared - 1)) // cleared, 1, 1), block=(_CLEAR_THREADS, 1, 1), stream=stream
         )
-        rows = cute.make_tensor(first, cute.make_layout((tokens, problem.dim), stride=(problem.dim, 1)))
-        conv = Conv1dParams(
-            params.mixed_qkv, params.conv_weight, params.conv_bias, params.conv_states, params.cu_seqlens, params.state_indices,
-            params.has_initial_state, params.checkpoint_offsets, params.checkpoint_slots, rows, params.null_slot,
-        )  # fmt: skip
-        self.rows.kernel(conv, rows_made).launch(stream=stream, use_pdl=True, **self.rows.launch_options(conv_blocks))
-        chunk = chunk_views(problem, params, first, tokens)
+        rows = rows_view(problem, rows_made + Int64(size), tokens)
+        self.rows.kernel(conv_views(params, rows), rows_made).launch(
+            stream=stream, use_pdl=True, **self.rows.launch_options(conv_blocks)
+        )
+        chunk = chunk_views(problem, params, rows.iterator, tokens)
         copies = token_copies(self.spec, chunk)._replace(rows_made=rows_made, outputs_done=outputs_done)
         clusters = cutlass.min(sequences * self.spec.units, max_clusters)
-        self.chunk.kernel(chunk, copies, Int32(0)).launch(
-            grid=(self.spec.sharers * clusters, 1, 1), stream=stream, use_pdl=True, **fused.launch_shape(self.spec)
-        )
+        options = {"grid": (self.spec.sharers * clusters, 1, 1), **fused.launch_shape(self.spec)}
         z = norm_z(problem, params, tokens)
-        norm = NormParams(
-            z, params.norm_weight, params.state_indices, params.cu_seqlens, params.out, params.eps, params.null_slot
-        )
-        self.norm.kernel(norm, outputs_done).launch(stream=stream, use_pdl=True, **self.norm.launch_options(norm))
+        if cutlass.const_expr(self.spec.has_norm):
+            z_atom, z_tiles = z_copy(self.spec, z, problem.interleaved)
+            copies, terms = copies._replace(z_atom=z_atom, z=z_tiles), NormTerms(params.norm_weight, params.eps)
+            self.chunk.kernel(chunk, copies, terms).launch(stream=stream, use_pdl=True, **options)
+        else:
+            self.chunk.kernel(chunk, copies, Int32(0)).launch(stream=stream, use_pdl=True, **options)
+            norm = NormParams(
+                z, params.norm_weight, params.state_indices, params.cu_seqlens, params.out, params.eps, params.null_slot
+            )
+            self.norm.kernel(norm, outputs_done).launch(stream=stream, use_pdl=True, **self.norm.launch_options(norm))
 
     @cute.kernel
     def clear(self, first: Int64, num_bytes: Int32):

@@ -116,6 +116,10 @@ def _convolve_rows(
     conv.load_filter(channel, params.weight, params.bias, registers)
     if from_slot:
         load_history(params.conv_states, slot, Int32(0), channel, rLine)
+        if cutlass.const_expr(params.conv_states.element_type is not conv.dtype):
+            # The window has the values that it would have as rows.
+            for e in cutlass.range_constexpr(history * CHANNELS):
+                rLine[e] = rLine[e].to(conv.dtype).to(Float32)
     cute.arch.cp_async_wait_group(conv.batches - 1)
     if from_rows:
         for c in cutlass.range_constexpr(history):

@@ -1,10 +1,25 @@
-"""Arguments of the chunk kernel and the norm as tensors inside those of a prefill step."""
+"""Arguments of the three kernels as tensors inside those of a prefill step."""
 
 from typing import Any
 
 import cutlass.cute as cute
 
-from gdn.problems import ChunkParams, GdnPrefillParams, GdnPrefillProblem
+from gdn.problems import ChunkParams, Conv1dParams, GdnPrefillParams, GdnPrefillProblem
+from kernels_cute.common.memory import CUTE_DTYPES
+
+
+def rows_view(problem: GdnPrefillProblem, address: Any, tokens: Any) -> Any:
+    """The convolution's rows [tokens, dim] at an address of the workspace."""
+    first = cute.make_ptr(CUTE_DTYPES[problem.dtype], address, cute.AddressSpace.gmem, assumed_align=256)
+    return cute.make_tensor(first, cute.make_layout((tokens, problem.dim), stride=(problem.dim, 1)))
+
+
+def conv_views(p: GdnPrefillParams, rows: Any) -> Conv1dParams:
+    """rows: the convolution's output [tokens, dim]."""
+    return Conv1dParams(
+        p.mixed_qkv, p.conv_weight, p.conv_bias, p.conv_states, p.cu_seqlens, p.state_indices, p.has_initial_state,
+        p.checkpoint_offsets, p.checkpoint_slots, rows, p.null_slot,
+    )  # fmt: skip
 
 
 def chunk_views(problem: GdnPrefillProblem, p: GdnPrefillParams, first: Any, tokens: Any) -> ChunkParams:

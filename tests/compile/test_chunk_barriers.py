@@ -10,6 +10,7 @@ from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
 barriers = pytest.importorskip("kernels_cute.chunk.barriers", reason="needs the CuTe DSL")
 common = pytest.importorskip("kernels_cute.common.barriers", reason="needs the CuTe DSL")
 shape = pytest.importorskip("kernels_cute.chunk.shape", reason="needs the CuTe DSL")
+norm = pytest.importorskip("kernels_cute.chunk.roles.norm", reason="needs the CuTe DSL")
 specs = pytest.importorskip("kernels_cute.chunk.spec", reason="needs the CuTe DSL")
 
 
@@ -136,16 +137,21 @@ class Block:
         for chunk in range(self.num_chunks):
             key_stage, key_turn = self.place(self.spec.key_stages, chunk)
             stage, turn = self.place(self.spec.stages, chunk)
+            query_stage, query_turn = self.place(self.spec.query_stages, chunk)
             buffer, buffer_turn = self.place(2, chunk)
             yield from self.wait("state", "k_full", key_stage, key_turn)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
             yield from self.wait("state", "full", stage, turn)
             yield from self.sim.read(self.values[stage][warp], ("V", chunk), 0.2)
-            yield from self.sim.read(self.queries[stage], ("Q", chunk), 0.2)
+            if self.spec.has_norm:
+                yield from self.wait("state", "q_full", query_stage, query_turn)
+            yield from self.sim.read(self.queries[query_stage], ("Q", chunk), 0.2)
             yield from self.wait("state", "ready", buffer, buffer_turn)
             yield from self.sim.read(self.m[buffer], ("M", chunk), 0.3)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
             self.bars["k_empty"][key_stage].arrive("state")
+            if self.spec.has_norm:
+                self.bars["q_empty"][query_stage].arrive("state")
             yield from self.sim.read(self.p[buffer], ("P", chunk), 0.3)
             self.values[stage][warp].write(("O", chunk))
             self.bars["stored"][stage].arrive("state")
@@ -161,9 +167,106 @@ class Block:
             self.bars["empty"][stage].arrive("store")
 
 
-def simulate(head_dim: int, num_chunks: int, seed: int) -> None:
-    simulation, spec = Simulation(seed), spec_of(head_dim)
-    blocks = [Block(simulation, spec, rank, num_chunks) for rank in range(spec.sharers)]
+class NormBlock(Block):
+    """A block whose score warpgroup norms the outputs: Q in a ring of its own, sums from the other block, z."""
+
+    def __init__(self, simulation: Simulation, spec: Any, rank: int, num_chunks: int) -> None:
+        super().__init__(simulation, spec, rank, num_chunks)
+        self.queries = [Buffer(f"Q {i}") for i in range(spec.query_stages)]
+        self.gates_of = [Buffer(f"z {i}") for i in range(shape.Z_BUFFERS)]
+        self.sums = [Buffer(f"sums {i}") for i in range(shape.SUM_BUFFERS)]
+
+    def load(self) -> Role:
+        yield from self.load_keys(0)
+        for chunk in range(self.num_chunks):
+            if chunk + 1 < self.num_chunks:
+                yield from self.load_keys(chunk + 1)
+            stage, turn = self.place(self.spec.query_stages, chunk)
+            yield from self.wait("load", "q_empty", stage, turn ^ 1)
+            self.bars["q_full"][stage].arrive("load", copies=1)
+            self.sim.copy(self.bars["q_full"][stage], self.queries[stage], ("Q", chunk))
+            stage, turn = self.place(self.spec.stages, chunk)
+            yield from self.wait("load", "empty", stage, turn ^ 1)
+            full = self.bars["full"][stage]
+            full.arrive("load", copies=4)
+            for part in self.values[stage]:
+                self.sim.copy(full, part, ("V", chunk))
+
+    def score(self) -> Role:
+        for chunk in self.own():
+            key_stage, key_turn = self.place(self.spec.key_stages, chunk)
+            stage, turn = self.place(self.spec.query_stages, chunk)
+            half, half_turn = self.half(chunk)
+            buffer, buffer_turn = self.place(2, chunk)
+            yield from self.wait("score", "k_full", key_stage, key_turn)
+            yield from self.wait("score", "q_full", stage, turn)
+            yield from self.sim.read(self.queries[stage], ("Q", chunk), 0.5)
+            yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.5)
+            yield from self.wait("score", "gates_full", half, half_turn)
+            yield from self.wait("score", "factors_full", half, half_turn)
+            yield from self.sim.read(self.rows[half], ("gates", chunk), 0.5)
+            yield from self.wait("score", "taken", buffer, buffer_turn ^ 1)
+            self.p[buffer].write(("P", chunk))
+            self.bars["gates_free"][half].arrive("score", 4)
+            self.bars["ready"][buffer].arrive("score", 128)
+            yield from self.norm(range(max(chunk - 2, 0), chunk))
+        yield from self.norm(range(norm.unfinished(self.num_chunks, self.rank), self.num_chunks + 1))
+
+    def norm(self, counts: range) -> Role:
+        for count in counts:
+            if count < self.num_chunks:
+                yield from self.send_sums(count)
+            if count > 0:
+                yield from self.apply_norm(count - 1)
+
+    def send_sums(self, chunk: int) -> Role:
+        stage, turn = self.place(self.spec.stages, chunk)
+        yield from self.wait("score", "stored", stage, turn)
+        for part in self.values[stage]:
+            yield from self.sim.read(part, ("O", chunk), 0.1)
+        place = chunk % shape.SUM_BUFFERS
+        other: Any = self.peers[self.rank ^ 1]
+        self.bars["sums_full"][place].arrive("score", copies=1)
+        self.sim.copy(other.bars["sums_full"][place], other.sums[place], ("sums", chunk))
+
+    def apply_norm(self, chunk: int) -> Role:
+        stage, _ = self.place(self.spec.stages, chunk)
+        buffer, turn = self.place(shape.Z_BUFFERS, chunk)
+        place, sums_turn = self.place(shape.SUM_BUFFERS, chunk)
+        yield from self.wait("score", "z_full", buffer, turn)
+        yield from self.wait("score", "sums_full", place, sums_turn)
+        yield from self.sim.read(self.sums[place], ("sums", chunk), 0.2)
+        yield from self.sim.read(self.gates_of[buffer], ("z", chunk), 0.4)
+        for part in self.values[stage]:
+            part.write(("result", chunk))
+        self.bars["normed"][stage].arrive("score", 4)
+
+    def ask_for_gates(self, chunk: int) -> None:
+        buffer = chunk % shape.Z_BUFFERS
+        self.bars["z_full"][buffer].arrive("store", copies=1)
+        self.sim.copy(self.bars["z_full"][buffer], self.gates_of[buffer], ("z", chunk))
+
+    def store(self) -> Role:
+        for chunk in range(min(self.num_chunks, shape.Z_BUFFERS)):
+            self.ask_for_gates(chunk)
+        for chunk in range(self.num_chunks):
+            stage, turn = self.place(self.spec.stages, chunk)
+            yield from self.wait("store", "normed", stage, turn)
+            if chunk + shape.Z_BUFFERS < self.num_chunks:
+                self.ask_for_gates(chunk + shape.Z_BUFFERS)
+            for part in self.values[stage]:
+                yield from self.sim.read(part, ("result", chunk), 0.3)
+            self.bars["empty"][stage].arrive("store")
+
+
+def norm_spec() -> Any:
+    return spec_of(128).changed(has_norm=True, query_stages=shape.NORM_QUERY_STAGES)
+
+
+def simulate(head_dim: int, num_chunks: int, seed: int, has_norm: bool = False) -> None:
+    simulation, spec = Simulation(seed), norm_spec() if has_norm else spec_of(head_dim)
+    kind = NormBlock if has_norm else Block
+    blocks = [kind(simulation, spec, rank, num_chunks) for rank in range(spec.sharers)]
     for block in blocks:
         block.peers = blocks
         block.start()
@@ -176,6 +279,22 @@ def test_blocks_of_the_fused_kernel(head_dim: int, num_chunks: int) -> None:
     """No deadlock, no overwrite of what is still read, the arrivals of the table in every phase."""
     for seed in range(20):
         simulate(head_dim, num_chunks, seed)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 5, 6, 42])
+def test_blocks_with_the_norm(num_chunks: int) -> None:
+    """The same where the outputs leave through the norm, for which the two blocks of a head wait for each other's sums."""
+    for seed in range(40):
+        simulate(128, num_chunks, seed, has_norm=True)
+
+
+def test_fewer_places_for_sums_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other block may be two chunks ahead with its sums."""
+    for module in (shape, barriers):
+        monkeypatch.setattr(module, "SUM_BUFFERS", 2)
+    with pytest.raises(AssertionError):
+        for seed in range(40):
+            simulate(128, 42, seed, has_norm=True)
 
 
 @pytest.mark.parametrize(("name", "stages"), [("k_empty", 5), ("empty", 4), ("taken", 2)])

@@ -77,19 +77,26 @@ def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
-        ("beside", "flat"), ("beside", "interleaved"), ("groups", "flat"),
+        ("beside", "flat"), ("beside", "interleaved"), ("groups", "flat"), ("normed", "flat"),
         *(pytest.param(form, layout, marks=pytest.mark.cover) for form, layout in (
             ("beside", "flat, checkpoints"), ("groups", "interleaved"), ("groups", "flat, checkpoints"),
+            ("beside, normed", "flat"), ("beside, normed", "interleaved"), ("normed", "interleaved"),
+            ("normed", "flat, checkpoints"),
             *(("apart", layout) for layout in LAYOUTS),
         )),
     ],
 )  # fmt: skip
 def test_every_entry_takes_its_arguments(form: str, layout: str, tmp_path: Path) -> None:
     problem = example("gdn_prefill", **SMALL | LAYOUTS[layout])
-    config = next(one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == (form == "beside"))
+    config = next(one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == ("beside" in form))
     config = dataclasses.replace(config, split_if_longest_exceeds=0, split_chunks=0)
     if form == "groups":  # of a sequence each
-        config = dataclasses.replace(config, num_group_sequences=1, stages=4, prefetch=0, num_four_sm_clusters=0)
+        tiles = {"conv_staged": 1, "conv_rows": 16, "conv_threads": 64}
+        config = dataclasses.replace(config, num_group_sequences=1, stages=4, prefetch=0, num_four_sm_clusters=0, **tiles)
+    if form == "beside, normed":
+        config = dataclasses.replace(config, norm_in_chunk=1)
+    if form == "normed":
+        config = dataclasses.replace(config, norm_in_chunk=1, stages=4, prefetch=0, num_four_sm_clusters=0, max_l2_ring_groups=0)
     entries = reached(problem, config, tmp_path)
     assert entries[0].startswith("gdn_cute_prefill") and len(entries) == (3 if form == "apart" else 1)
 

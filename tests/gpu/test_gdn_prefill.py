@@ -1,9 +1,9 @@
 """The fused prefill step on the GPU, against its reference in float64.
 
 Inputs and pools lie inside larger tensors full of NaN, as in test_gdn_decode: what must not be read poisons the result, what must
-not be written is compared bit for bit. The kernels run one after the other ("apart"), or so for a few sequences each ("groups"),
-or side by side ("beside"), where the parts of a call wait for each other: every case runs in all forms, and what hangs is a
-failure too.
+not be written is compared bit for bit. The kernels run one after the other ("apart"), or so with the norm in the chunk kernel
+("normed"), or for a few sequences each ("groups"), or side by side ("beside"), where the parts of a call wait for each other:
+every case runs in all forms, and what hangs is a failure too.
 """
 
 import importlib
@@ -92,7 +92,7 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Arguments:
     mask = torch.arange(count) % 3 != 1
     for n in range(count):
         if n not in case.dead() and case.lengths[n] and (mask[n] or not case.has_mask):  # others may hold NaN
-            conv[int(indices[n])] = normal(case.channels, case.width - 1, dtype=case.dtype).to(case.conv_dtype)
+            conv[int(indices[n])] = normal(case.channels, case.width - 1, dtype=case.conv_dtype)
             ssm[int(indices[n])] = 0.3 * normal(*ssm.shape[1:], dtype=case.state_dtype)
     rows = case.tokens
     mixed, z = normal(rows, case.channels, dtype=case.dtype), normal(rows, HV * V, dtype=case.other_dtype)
@@ -173,7 +173,10 @@ def run(case: Case, device: torch.device, seed: int = 0) -> Arguments:
 
 
 Configure = Callable[..., None]
-FORMS = pytest.mark.parametrize("form", ["apart", "apart, staged", "beside", "beside, few clusters", "beside, staged", "groups"])
+FORMS = pytest.mark.parametrize("form", [
+    "apart", "apart, staged", "beside", "beside, few clusters", "beside, staged", "groups", "normed",
+    "normed, few clusters, staged", "beside, few clusters, staged, normed",
+])  # fmt: skip
 # One sequence after the other with two SMs a head, which is what the other forms have.
 PLAIN = {"stages": 4, "prefetch": 0, "num_four_sm_clusters": 0, "max_l2_ring_groups": 0, "split_chunks": 0,
          "split_if_longest_exceeds": 0, "num_persistent_clusters": 0}  # fmt: skip
@@ -189,13 +192,20 @@ def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
         def prepare(problem: Any, device: torch.device, backend: str) -> runtime.Prepared:
             space = module.configs(problem, H100)
             beside = [config for config in space if config.num_conv_blocks]
-            apart = [config for config in space if not config.num_conv_blocks and not config.num_group_sequences]
+            alone = [config for config in space if not config.num_conv_blocks and not config.num_group_sequences]
+            apart = [config for config in alone if not config.norm_in_chunk]
+            normed = [config for config in alone if config.norm_in_chunk]  # none where z is wider than the rows
             found = beside if "beside" in form and beside else apart  # other head dims have no form but apart
             config = found[0]
             if "staged" in form or form == "groups" and beside:
                 config = replace(config, conv_staged=1, conv_rows=16, conv_threads=64)
             if form == "groups" and beside:
                 config = replace(config, num_group_sequences=2, **PLAIN)
+            if "normed" in form and "beside" in form and normed:
+                config = replace(config, norm_in_chunk=1)
+            elif "normed" in form and normed:
+                clusters = 3 if "few" in form else 0
+                config = replace(config, norm_in_chunk=1, **PLAIN | {"num_persistent_clusters": clusters})
             config = replace(config, **changes)
             if config.num_conv_blocks:
                 config = replace(config, num_persistent_clusters=3 if "few" in form else 0)
@@ -289,6 +299,7 @@ def test_the_forms_give_the_same_bits(configure: Configure, device: torch.device
     for form, changes in (
         ("apart", PLAIN), ("beside", {}), ("beside, few clusters", {}), ("beside", {"conv_rows": 16, "num_conv_blocks": 20}),
         ("apart, staged", PLAIN), ("beside, staged", {"conv_threads": 128}),
+        ("normed", {}), ("normed, few clusters, staged", {}), ("beside, staged, normed", {}),
         ("groups", {}), ("groups", {"num_group_sequences": 3, "conv_threads": 128}),
     ):  # fmt: skip
         configure(form, **changes)
@@ -311,7 +322,7 @@ def test_repeated_calls_give_the_same_bits(form: str, configure: Configure, devi
 @FORMS
 def test_a_sequence_alone(form: str, configure: Configure, device: torch.device) -> None:
     """The same bits as in a batch, where both take the same form."""
-    configure(form, **(PLAIN if "apart" in form else {}))
+    configure(form, **(PLAIN if form.startswith("apart") else {}))
     case = Case(lengths=(200, 65, 700), padding=0, has_mask=False)
     arguments = make(case, device)
     before = copies(arguments)

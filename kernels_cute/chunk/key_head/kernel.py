@@ -37,7 +37,9 @@ _FIRST_MAKER, _FIRST_COPIER = 8, 12  # warps
 def key_head_spec(spec: ChunkSpec) -> ChunkSpec:
     """The spec of this form, from one of the fused kernel."""
     heads = shape.STATE_HEADS
-    rings = {"key_stages": shape.KEY_STAGES, "stages": shape.STAGES, "value_stages": shape.VALUE_STAGES}
+    rings = {
+        "key_stages": shape.KEY_STAGES, "stages": shape.STAGES, "query_stages": shape.STAGES, "value_stages": shape.VALUE_STAGES
+    }  # fmt: skip
     return spec.changed(state_heads=heads, units=spec.heads // heads, **rings)
 
 

@@ -7,7 +7,7 @@ from cutlass import Int32, Int64
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.arguments import partition_keys, partition_tiles
 from kernels_cute.chunk.rings import chunks_in, ring_place
-from kernels_cute.chunk.shape import CHUNK, TILE_BYTES
+from kernels_cute.chunk.shape import CHUNK, TILE_BYTES, Z_BUFFERS
 from kernels_cute.chunk.signals import announce_outputs, await_rows
 from kernels_cute.common import ptx
 
@@ -17,7 +17,7 @@ def copy_warp(spec, storage, copies, item, base):
     """K, Q and V into shared memory."""
     if cutlass.const_expr(spec.follows_rows):
         cute.arch.griddepcontrol_wait()
-    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, spec.stages, spec.key_stages)
+    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, spec.query_stages, spec.key_stages)
     to_v, from_v = partition_tiles(
         spec, storage.v, copies.v_atom, copies.v, spec.columns, spec.stages, item.begin, item.head // spec.v_group, item.piece
     )
@@ -32,11 +32,17 @@ def copy_warp(spec, storage, copies, item, base):
             if cutlass.const_expr(spec.row_makers > 0):
                 await_rows(spec, copies, item, step + 1)
             copy_keys(spec, storage, copies.k_atom, from_k, to_k, step + 1, base)
+        if cutlass.const_expr(spec.has_norm):
+            copy_queries(spec, storage, copies.q_atom, from_q, to_q, step, base)
         stage, parity = ring_place(spec.stages, base + step)
         cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
+        announced = spec.key_bytes + spec.value_bytes
+        if cutlass.const_expr(spec.has_norm):
+            announced = spec.value_bytes
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, spec.key_bytes + spec.value_bytes)
-        cute.copy(copies.q_atom, from_q[None, step], to_q[None, stage], tma_bar_ptr=full + stage)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, announced)
+        if cutlass.const_expr(not spec.has_norm):
+            cute.copy(copies.q_atom, from_q[None, step], to_q[None, stage], tma_bar_ptr=full + stage)
         cute.copy(copies.v_atom, from_v[None, step], to_v[None, stage], tma_bar_ptr=full + stage)
         if cutlass.const_expr(spec.prefetch > 0):
             if step + spec.prefetch < num_chunks:
@@ -52,6 +58,49 @@ def copy_keys(spec, storage, k_atom, from_k, to_k, step, base):
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, spec.key_bytes)
     cute.copy(k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full)
+
+
+@cute.jit
+def copy_queries(spec, storage, q_atom, from_q, to_q, step, base):
+    """With the norm: V's place is free long after Q's."""
+    stage, parity = ring_place(spec.query_stages, base + step)
+    full = storage.q_full.data_ptr() + stage
+    cute.arch.mbarrier_wait(storage.q_empty.data_ptr() + stage, parity ^ 1)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, spec.key_bytes)
+    cute.copy(q_atom, from_q[None, step], to_q[None, stage], tma_bar_ptr=full)
+
+
+@cute.jit
+def store_normed_warp(spec, storage, copies, out, item, base):
+    """The same of results that score has made of the outputs, and z into shared memory for it, two chunks ahead: the place of z
+    of the chunk before last is free when its result is there."""
+    from_o, to_o = partition_tiles(
+        spec, storage.v, copies.out_atom, copies.out, 64, spec.stages, item.begin, item.head, item.piece
+    )
+    to_z, from_z = partition_tiles(spec, storage.z, copies.z_atom, copies.z, 64, Z_BUFFERS, item.begin, item.head, item.piece)
+    num_chunks = chunks_in(item.live_length)
+    for step in cutlass.range(cutlass.min(num_chunks, Z_BUFFERS), unroll=1):
+        copy_gates(spec, storage, copies.z_atom, from_z, to_z, step, base)
+    for step in cutlass.range(num_chunks, unroll=1):
+        stage, parity = ring_place(spec.stages, base + step)
+        cute.arch.mbarrier_wait(storage.normed.data_ptr() + stage, parity)
+        if step + Z_BUFFERS < num_chunks:
+            copy_gates(spec, storage, copies.z_atom, from_z, to_z, step + Z_BUFFERS, base)
+        store_outputs(spec, storage, copies.out_atom, from_o[None, stage], to_o[None, step], out, item, step, stage)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(storage.empty.data_ptr() + stage)
+
+
+@cute.jit
+def copy_gates(spec, storage, z_atom, from_z, to_z, step, base):
+    buffer, _ = ring_place(Z_BUFFERS, base + step)
+    full = storage.z_full.data_ptr() + buffer
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, spec.value_bytes)
+    cute.copy(z_atom, from_z[None, step], to_z[None, buffer], tma_bar_ptr=full)
 
 
 @cute.jit

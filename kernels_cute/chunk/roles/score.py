@@ -15,13 +15,15 @@ from kernels_cute.chunk.four_sm.shape import ROUND, SET_SCORE_BARRIER
 from kernels_cute.chunk.four_sm.tiles import fold_tiles
 from kernels_cute.chunk.rings import chunks_in, half_place, key_place, ring_place
 from kernels_cute.chunk.roles import tile_blocks as blocks
+from kernels_cute.chunk.roles.norm import norm_chunks
 from kernels_cute.chunk.shape import CHUNK, CUM, KEY_BETA, KEY_FACTOR, QUERY_FACTOR
 from kernels_cute.common import ptx
 
 
 @cute.jit
-def score_warpgroup(spec, storage, scale, own, length, warp):
-    """P and the vectors of the same chunks, rows and blocks as inverse_warpgroup's; in a maker block, Z and P M instead of P."""
+def score_warpgroup(spec, storage, scale, own, length, warp, norm=None):
+    """P and the vectors of the same chunks, rows and blocks as inverse_warpgroup's; in a maker block, Z and P M instead of P.
+    norm: what norm_chunks takes after the storage; with it the outputs of the two chunks before one of these."""
     is_set = own.group is not None
     group = own.group if cutlass.const_expr(is_set) else 0
     at = blocks.lane_of(warp)
@@ -45,9 +47,10 @@ def score_warpgroup(spec, storage, scale, own, length, warp):
             cute.arch.mbarrier_wait(storage.k_full.data_ptr() + key_stage, key_parity)
         else:
             buffer, turn = (own.base + step) & 1, (own.base + step) >> 1 & 1
-            stage, parity = ring_place(spec.stages, own.base + step)
+            stage, parity = ring_place(spec.query_stages, own.base + step)
             cute.arch.mbarrier_wait(storage.k_full.data_ptr() + key_stage, key_parity)
-            cute.arch.mbarrier_wait(storage.full.data_ptr() + stage, parity)
+            q_full = storage.q_full if cutlass.const_expr(spec.has_norm) else storage.full
+            cute.arch.mbarrier_wait(q_full.data_ptr() + stage, parity)
             blocks.load_rows(spec, at, q_base + stage * spec.key_bytes, left_words)
         warpgroup.fence()
         # Rows of K past the end may be anything here: right of the diagonal, or in rows past the end.
@@ -82,6 +85,10 @@ def score_warpgroup(spec, storage, scale, own, length, warp):
                 cute.arch.mbarrier_arrive(storage.k_empty.data_ptr() + key_stage)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive((storage.made if cutlass.const_expr(is_set) else storage.ready).data_ptr() + buffer)
+        if cutlass.const_expr(norm is not None):
+            terms, place = norm
+            count = own.base + step
+            norm_chunks(spec, storage, terms, place, cutlass.max(count - 2, 0), count, count)
 
 
 @cute.jit

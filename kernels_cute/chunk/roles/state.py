@@ -37,7 +37,7 @@ def token_operands(spec: Any, storage: Any, by_key: Any, by_token: Any) -> tuple
     dim = spec.dim
     return (
         operands.smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, spec.key_stages)),
-        operands.smem_operand_b(by_key, storage.q, operands.by_rows(spec.dtype, CHUNK, dim, spec.stages)),
+        operands.smem_operand_b(by_key, storage.q, operands.by_rows(spec.dtype, CHUNK, dim, spec.query_stages)),
         operands.smem_operand_b(by_token, storage.k, operands.by_columns(spec.dtype, CHUNK, dim, spec.key_stages)),
     )
 
@@ -148,10 +148,14 @@ def state_chunks(spec, storage, params, sources, registers, at, item, base, segm
         vector = vectors + buffer * shape.VECTOR_BYTES
         # What the next steps need is asked for before the products that keep this warp waiting are issued.
         cute.arch.mbarrier_wait(full + stage, parity)
+        query_stage = stage
+        if cutlass.const_expr(spec.has_norm):
+            query_stage, query_parity = ring_place(spec.query_stages, count)
+            cute.arch.mbarrier_wait(storage.q_full.data_ptr() + query_stage, query_parity)
         values = [ptx.load_matrices(value_lane + stage * spec.value_bytes + i * 16 * operands.ROW_BYTES, True) for i in range(4)]
         warpgroup.fence()
         for i in cutlass.range_constexpr(half_steps):
-            operands.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, i == 0)
+            operands.multiply_step(by_key, outputs, state_operand, queries[None, None, None, query_stage], i, i == 0)
         warpgroup.commit_group()
         cute.arch.mbarrier_wait(ready + buffer, turn)
         factors = operands.load_factors(vector + shape.STATE_KEY)
@@ -166,7 +170,7 @@ def state_chunks(spec, storage, params, sources, registers, at, item, base, segm
         operands.multiply(by_key, sums, operand, m_operand[None, None, None, buffer], False)
         warpgroup.commit_group()
         for i in cutlass.range_constexpr(half_steps, 2 * half_steps):
-            operands.multiply_step(by_key, outputs, state_operand, queries[None, None, None, stage], i, False)
+            operands.multiply_step(by_key, outputs, state_operand, queries[None, None, None, query_stage], i, False)
         warpgroup.commit_group()
         last = ptx.load_one(vector + shape.LAST_DECAY - pair * 8)
         if cutlass.const_expr(spec.paired):
@@ -194,6 +198,8 @@ def state_chunks(spec, storage, params, sources, registers, at, item, base, segm
         warpgroup.wait_group(1)
         if lane == 0:
             cute.arch.mbarrier_arrive(storage.k_empty.data_ptr() + key_stage)
+            if cutlass.const_expr(spec.has_norm):
+                cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + query_stage)
         if step + 1 < num_chunks:
             cute.arch.mbarrier_wait(k_full + following, following_parity)
             issue_keys(spec, by_key, registers, keys, following)

@@ -1,0 +1,147 @@
+"""The gated RMS norm of the outputs, in shared memory, by the score warpgroup of a variant for `kernels_cute/gdn_prefill`.
+
+    result = o / sqrt(mean(o * o) + eps) * weight * gate(z)
+
+A block has 64 of the 128 V columns of a row, so the two blocks of a head exchange sums of squares. Chunk n has two parts:
+
+    A(n)    sums of squares of O, which the state has left where V was, to the other block
+    B(n)    with z and the other block's sums there: the result in O's place, for the storing warp
+
+They are done in the order A(0), A(1), B(0), A(2), B(1), ..., so that the other block's sums have had time to come. Nothing here
+depends on the work tile: chunks are those that the block has had since it began. kernels_cute/gdn_prefill/DESIGN.md has the
+order of all roles, and why nobody waits in a circle. Sums have the order of the norm's own kernels.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from kernels_cute.chunk import operands
+from kernels_cute.chunk.rings import ring_place
+from kernels_cute.chunk.shape import SUM_BUFFERS, TILE_BYTES, Z_BUFFERS
+from kernels_cute.common import ptx
+from kernels_cute.common.memory import load, pointer, sigmoid
+
+_VECTOR = 8  # V columns of a lane
+_LANES = 64 // _VECTOR  # of a row of the block's tile
+_STEPS = 16 * _LANES // 32  # rows of a lane: warps have 16
+SUM_BYTES = 64 * 4  # of a chunk
+
+
+class NormTerms(NamedTuple):
+    """Arguments of the launch."""
+
+    weight: Any  # [V]
+    eps: Any
+
+
+class Place(NamedTuple):
+    """Where a lane works: rows `row` + 4 i of a tile, 16 bytes `unit` of each; sums of row `row` + 4 `unit`, where unit < 4."""
+
+    warp: Any
+    row: Any
+    unit: Any
+    other: Any  # rank of the other block
+
+
+def place_of(at: Any, rank: Any) -> Place:
+    return Place(at.warp, at.warp * 16 + at.lane // _LANES, at.lane % _LANES, rank ^ 1)
+
+
+def sums_address(storage: Any, place: Place, count: Any, is_own: bool) -> Any:
+    """Of a lane's sum of chunk `count`, this block's or the other's: right of the diagonal of the tile of L, where nobody else
+    has anything (rows up to 31 have blocks in the left half alone)."""
+    row = count % SUM_BUFFERS * 4 + place.warp + (16 if is_own else 0)
+    unit = 4 + place.unit % 4
+    return operands.address(storage.lower.data_ptr().toint(), row, unit) + place.row % 4 * 4
+
+
+@cute.jit
+def norm_chunks(spec, storage, terms, place, first, last, chunks):
+    """A(n) and B(n - 1) for n from first up to last; chunks: those with outputs, of all."""
+    for count in cutlass.range(first, last, unroll=1):
+        if count < chunks:
+            send_sums(spec, storage, place, count)
+        if count > 0:
+            apply_norm(spec, storage, terms, place, count - 1)
+
+
+def unfinished(chunks: Any, rank: Any) -> Any:
+    """The first n that is left when P of all `chunks` is made: the block's last own one, none if it has none."""
+    last = chunks - 1
+    return cutlass.max(last - ((last - rank) & 1), 0)
+
+
+@cute.jit
+def send_sums(spec, storage, place, count):
+    """A."""
+    stage, parity = ring_place(spec.stages, count)
+    cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
+    tile = storage.v.data_ptr().toint() + stage * TILE_BYTES
+    parts = [ptx.load_words(operands.address(tile, place.row + 4 * i, place.unit)) for i in range(_STEPS)]
+    own = Float32(0.0)
+    for i in cutlass.range_constexpr(_STEPS):
+        squares = Float32(0.0)
+        for word in cutlass.range_constexpr(_VECTOR // 2):
+            for value in ptx.unpack(spec.dtype, parts[i][word]):
+                squares += value * value
+        for bit in cutlass.range_constexpr(_LANES.bit_length() - 1):
+            squares += cute.arch.shuffle_sync_bfly(squares, offset=1 << bit)
+        own = operands.select(place.unit == i, squares, own)
+    barrier = storage.sums_full.data_ptr() + count % SUM_BUFFERS
+    if (place.warp == 0) & (cute.arch.lane_idx() == 0):
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, SUM_BYTES)
+    target = ptx.in_block(sums_address(storage, place, count, False), place.other)
+    ptx.send(target, own, ptx.in_block(barrier.toint(), place.other), _STEPS - place.unit)
+    ptx.store_where(sums_address(storage, place, count, True), [own], _STEPS - place.unit)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def apply_norm(spec, storage, terms, place, count):
+    """B."""
+    column = (place.other ^ 1) * 64 + place.unit * _VECTOR
+    rWeight = cute.make_rmem_tensor(_VECTOR, Float32)
+    align = cutlass.const_expr(min(16, _VECTOR * terms.weight.element_type.width // 8))
+    load(pointer(terms.weight, Int64(column), align), _VECTOR, rWeight, 0, False)
+    stage, _ = ring_place(spec.stages, count)
+    buffer, parity = ring_place(Z_BUFFERS, count)
+    sums, sums_parity = ring_place(SUM_BUFFERS, count)
+    tile, gates = (field.data_ptr().toint() for field in (storage.v, storage.z))
+    cute.arch.mbarrier_wait(storage.z_full.data_ptr() + buffer, parity)
+    cute.arch.mbarrier_wait(storage.sums_full.data_ptr() + sums, sums_parity)
+    own, other = (ptx.load_one(sums_address(storage, place, count, is_own)) for is_own in (True, False))
+    squares = own + other
+    factor = cute.math.rsqrt(squares * (1.0 / spec.dim) + terms.eps)
+    lane = cute.arch.lane_idx()
+    for i in cutlass.range_constexpr(_STEPS):
+        of_row = cute.arch.shuffle_sync(factor, lane // _LANES * _LANES + i)
+        row = place.row + 4 * i
+        target = operands.address(tile + stage * TILE_BYTES, row, place.unit)
+        outputs, gate_words = (
+            ptx.load_words(target),
+            ptx.load_words(operands.address(gates + buffer * TILE_BYTES, row, place.unit)),
+        )
+        words = [None] * (_VECTOR // 2)
+        for word in cutlass.range_constexpr(_VECTOR // 2):
+            values = [None] * 2
+            for odd in cutlass.range_constexpr(2):
+                gate = ptx.unpack(spec.dtype, gate_words[word])[odd]
+                value = ptx.unpack(spec.dtype, outputs[word])[odd]
+                value = value * of_row * rWeight[2 * word + odd] * sigmoid(gate)
+                if cutlass.const_expr(not spec.norm_sigmoid):
+                    value = value * gate
+                values[odd] = value
+            words[word] = ptx.pack(spec.dtype, values[0], values[1])
+        ptx.store_words(target, words)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    if lane == 0:
+        cute.arch.mbarrier_arrive(storage.normed.data_ptr() + stage)
+
+
+def norm_rest(spec, storage, terms, place, rank, chunks):
+    """What is left when P of the block's last own chunk is made."""
+    norm_chunks(spec, storage, terms, place, unfinished(chunks, rank), Int32(chunks) + 1, chunks)

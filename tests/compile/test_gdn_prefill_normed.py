@@ -1,0 +1,100 @@
+"""The prefill step with the norm in the chunk kernel, without a GPU: machine code, shared memory, what it serves."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gdn.device import H100
+from gdn.testing import machine_code
+from tests.compile.test_gdn_prefill_calls import LAYOUTS
+from tests.compile.variants.base import example
+
+module: Any = pytest.importorskip("kernels_cute.gdn_prefill", reason="needs the CuTe DSL")
+
+_CHUNK_REGISTERS = 65536 // 512
+
+
+def _problem(tokens: int, sequences: int, **changes: Any) -> Any:
+    return example(
+        "gdn_prefill", **{"num_k_heads": 16, "num_v_heads": 32, "num_tokens": tokens, "num_sequences": sequences} | changes
+    )
+
+
+def _normed(problem: Any, is_staged: bool) -> Any:
+    return next(one for one in module.configs(problem, H100) if one.norm_in_chunk and bool(one.conv_staged) == is_staged)
+
+
+_HALF = {"dtype": "float16", "z_dtype": "float16", "norm_dtype": "bfloat16"}
+_OTHERS = {
+    "conv_dtype": "float32",
+    "gate_sigmoid": True,
+    "state_dtype": "bfloat16",
+    "state_v_first": False,
+    "bias_dtype": "float32",
+}
+_VARIANTS = [
+    (8192, 8, True, {}),
+    *(pytest.param(*one, marks=pytest.mark.cover) for one in (
+        (1024, 1, True, LAYOUTS["interleaved"]), (8192, 8, True, LAYOUTS["interleaved"]),
+        (8192, 8, True, LAYOUTS["flat, checkpoints"]), (1024, 1, False, LAYOUTS["flat, checkpoints"]), (8192, 8, True, _HALF),
+        (1024, 1, False, _HALF | _OTHERS),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tokens", "sequences", "is_staged", "changes"), _VARIANTS)
+def test_machine_code(tokens: int, sequences: int, is_staged: bool, changes: dict[str, Any]) -> None:
+    """No spills, as many products as without the norm and none made one after the other, and the sums to the other block."""
+    problem = _problem(tokens, sequences, **changes)
+    config = _normed(problem, is_staged)
+    assert bool(config.num_persistent_clusters) == (sequences > 1)
+    ((entry, library),) = module.compile(problem, config).items()
+    assert entry == "gdn_cute_prefill_normed"
+    chunk, conv = sorted(machine_code.kernels(library), key=lambda kernel: -kernel.count("HGMMA"))
+    assert chunk.spills == conv.spills == 0 and chunk.stack_bytes == conv.stack_bytes == 0
+    assert chunk.registers == _CHUNK_REGISTERS
+    assert chunk.count("HGMMA") == 52 and chunk.count("WARPGROUP.DEPBAR") == 9
+    assert chunk.count("STAS") == 2 and chunk.count("UTMALDG") >= 4
+    assert bool(conv.count("LDGSTS")) == is_staged
+
+
+def test_shared_memory_is_full() -> None:
+    from kernels_cute.chunk.barriers import block_storage
+    from kernels_cute.gdn_prefill.normed import normed_spec
+
+    for is_persistent in (False, True):
+        size = block_storage(normed_spec(_problem(8192, 8), is_persistent)).size_in_bytes()
+        assert size <= H100.shared_bytes_per_block
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stages": 3},
+        {"prefetch": 2},
+        {"split_chunks": 16},
+        {"num_four_sm_clusters": 28},
+        {"num_group_sequences": 2},
+        {"num_persistent_clusters": 1000},
+    ],
+    ids=str,
+)
+def test_what_does_not_fit(change: dict[str, int]) -> None:
+    problem = _problem(8192, 8)
+    config = _normed(problem, True)
+    assert module.fits(problem, config, H100)
+    assert not module.fits(problem, dataclasses.replace(config, **change), H100)
+
+
+@pytest.mark.parametrize("changes", [{"z_dtype": "float32"}, {"head_k_dim": 64, "head_v_dim": 64}], ids=str)
+def test_what_it_does_not_serve(changes: dict[str, Any]) -> None:
+    """z wider than the rows has no room in shared memory, and at D = 64 a block has whole rows."""
+    problem = _problem(8192, 8, **changes)
+    assert not any(one.norm_in_chunk for one in module.configs(problem, H100))
+    assert not module.fits(problem, _normed(_problem(8192, 8), True), H100)
+
+
+def test_not_chosen_by_itself() -> None:
+    """Before it has been timed."""
+    assert all(module.default_config(_problem(8192, count), H100).norm_in_chunk == 0 for count in (1, 8))
