@@ -117,7 +117,7 @@ def _pool(x: Step) -> Peer:
 
 
 def _gates(x: Step) -> Peer:
-    """As FlashInfer's kernel takes them: factors of the state, not their logarithms."""
+    """Gates as FlashInfer's kernel takes them: factors of the state, not their logarithms."""
     given = x.given
     rate, bias = -given["A_log"].float().exp(), given["dt_bias"].float()  # of the weights: made once
 
@@ -197,6 +197,6 @@ STEPS = ("pool", "conv", "gates", "chunk", "norm")
 
 
 def ways(library: str, problem: Any, arguments: Mapping[str, Any]) -> list[Peer]:
-    """As autotune.peers.ways; every way but ours is one step."""
+    """Ways of a library, as autotune.peers.ways has them; every way but ours is one step."""
     found = _WAYS.get(library)
     return [] if found is None else found(step_of(problem, arguments))

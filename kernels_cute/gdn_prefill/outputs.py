@@ -44,7 +44,7 @@ class OutputNorm:
         self.lanes = self.dim // VECTOR  # threads of a row
         self.groups = _THREADS // self.lanes
         self.rows = CHUNK // self.groups  # of a thread
-        # Of an SM that registers must allow: float32 rows of z take twice as many.
+        # Blocks of an SM that registers must allow: float32 rows of z take twice as many.
         self.min_blocks = 3 if problem.z_dtype == "float32" else 4
 
     def launch_options(self, params: NormParams) -> dict[str, Any]:

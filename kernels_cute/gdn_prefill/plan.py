@@ -154,7 +154,7 @@ def _clusters(problem: GdnPrefillProblem, device: DeviceSpec, conv_blocks: int) 
     work_tiles = problem.num_sequences * problem.num_v_heads
     if work_tiles <= places:
         return 0
-    # Of one sequence they are equal: with fewer clusters in as many rounds, SMs are left for the norm.
+    # With one sequence they are equal: with fewer clusters in as many rounds, SMs are left for the norm.
     return -(-work_tiles // -(-work_tiles // places)) if problem.num_sequences == 1 else places
 
 

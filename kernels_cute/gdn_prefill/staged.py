@@ -29,7 +29,7 @@ def is_plain(problem: GdnPrefillProblem) -> bool:
 
 
 def resident_threads(problem: GdnPrefillProblem) -> int:
-    """Of an SM, that registers must allow, in small blocks: as many as there are without spills."""
+    """Threads of an SM that registers must allow, in small blocks: as many as there are without spills."""
     return 640 if is_plain(problem) else 384
 
 

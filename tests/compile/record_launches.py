@@ -1,4 +1,4 @@
-"""What a compiled library would launch, without a GPU: the functions by which it reaches the driver are replaced.
+"""Launches that a compiled library would make, without a GPU: the functions by which it reaches the driver are replaced.
 
 A program of its own (python -m tests.compile.record_launches LIBRARY ENTRY COUNT ..., arguments pickled on stdin): in a process
 that has loaded the runtime, the runtime's functions would be taken. A launch is a line of JSON: grid, block, bytes of shared

@@ -18,7 +18,7 @@ from tests.compile.variants.base import example
 module: Any = pytest.importorskip("kernels_cute.gdn_prefill", reason="needs the CuTe DSL")
 
 _LENGTHS = (60, 0, 70, 70, 90)
-# Of the arguments of each kernel: places of the offsets and of the slots.
+# Places of the offsets and of the slots among the arguments of each kernel.
 _PLACES = {"conv": (3, 4), "chunk": (11, 8), "norm": (3, 2)}
 _OUT = 12  # of ChunkParams: the rows that are zeroed after the last sequence
 

@@ -2,7 +2,7 @@
 
 Inputs and pools lie inside larger tensors full of NaN, as in test_gdn_decode: what must not be read poisons the result, what must
 not be written is compared bit for bit. The kernels run one after the other ("apart"), or so with the norm in the chunk kernel
-("normed"), or for a few sequences each ("groups"), or side by side ("beside"), where the parts of a call wait for each other:
+("normed"), or for a few sequences each ("groups"), or side by side, where the parts of a call wait for each other:
 every case runs in all forms, and what hangs is a failure too.
 """
 
@@ -174,8 +174,8 @@ def run(case: Case, device: torch.device, seed: int = 0) -> Arguments:
 
 Configure = Callable[..., None]
 FORMS = pytest.mark.parametrize("form", [
-    "apart", "apart, staged", "beside", "beside, few clusters", "beside, staged", "groups", "normed",
-    "normed, few clusters, staged", "beside, few clusters, staged, normed",
+    "apart", "apart, staged", "side by side", "side by side, few clusters", "side by side, staged", "groups", "normed",
+    "normed, few clusters, staged", "side by side, few clusters, staged, normed",
 ])  # fmt: skip
 # One sequence after the other with two SMs a head, which is what the other forms have.
 PLAIN = {"stages": 4, "prefetch": 0, "num_four_sm_clusters": 0, "max_l2_ring_groups": 0, "split_chunks": 0,
@@ -191,17 +191,17 @@ def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
     def set_form(form: str, **changes: int) -> None:
         def prepare(problem: Any, device: torch.device, backend: str) -> runtime.Prepared:
             space = module.configs(problem, H100)
-            beside = [config for config in space if config.num_conv_blocks]
+            side = [config for config in space if config.num_conv_blocks]
             alone = [config for config in space if not config.num_conv_blocks and not config.num_group_sequences]
             apart = [config for config in alone if not config.norm_in_chunk]
             normed = [config for config in alone if config.norm_in_chunk]  # none where z is wider than the rows
-            found = beside if "beside" in form and beside else apart  # other head dims have no form but apart
+            found = side if "side by side" in form and side else apart  # other head dims have no form but apart
             config = found[0]
-            if "staged" in form or form == "groups" and beside:
+            if "staged" in form or form == "groups" and side:
                 config = replace(config, conv_staged=1, conv_rows=16, conv_threads=64)
-            if form == "groups" and beside:
+            if form == "groups" and side:
                 config = replace(config, num_group_sequences=2, **PLAIN)
-            if "normed" in form and "beside" in form and normed:
+            if "normed" in form and "side by side" in form and normed:
                 config = replace(config, norm_in_chunk=1)
             elif "normed" in form and normed:
                 clusters = 3 if "few" in form else 0
@@ -274,7 +274,10 @@ def test_lengths(shape: str, form: str, configure: Configure, device: torch.devi
 
 @pytest.mark.parametrize(
     ("form", "rows"),
-    [("beside, staged", 8), *((form, rows) for form in ("beside", "beside, few clusters") for rows in (8, 16, 32, 64))],
+    [
+        ("side by side, staged", 8),
+        *((form, rows) for form in ("side by side", "side by side, few clusters") for rows in (8, 16, 32, 64)),
+    ],
 )
 @pytest.mark.parametrize("conv_blocks", [2, 20, 64])
 def test_tiles_of_the_convolution(form: str, rows: int, conv_blocks: int, configure: Configure, device: torch.device) -> None:
@@ -297,9 +300,10 @@ def test_the_forms_give_the_same_bits(configure: Configure, device: torch.device
     """With two SMs a head everywhere: what runs at the same time changes nothing."""
     found = []
     for form, changes in (
-        ("apart", PLAIN), ("beside", {}), ("beside, few clusters", {}), ("beside", {"conv_rows": 16, "num_conv_blocks": 20}),
-        ("apart, staged", PLAIN), ("beside, staged", {"conv_threads": 128}),
-        ("normed", {}), ("normed, few clusters, staged", {}), ("beside, staged, normed", {}),
+        ("apart", PLAIN), ("side by side", {}), ("side by side, few clusters", {}),
+        ("side by side", {"conv_rows": 16, "num_conv_blocks": 20}),
+        ("apart, staged", PLAIN), ("side by side, staged", {"conv_threads": 128}),
+        ("normed", {}), ("normed, few clusters, staged", {}), ("side by side, staged, normed", {}),
         ("groups", {}), ("groups", {"num_group_sequences": 3, "conv_threads": 128}),
     ):  # fmt: skip
         configure(form, **changes)

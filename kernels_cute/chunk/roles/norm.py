@@ -51,7 +51,7 @@ def place_of(at: Any, rank: Any) -> Place:
 
 
 def sums_address(storage: Any, place: Place, count: Any, is_own: bool) -> Any:
-    """Of a lane's sum of chunk `count`, this block's or the other's: right of the diagonal of the tile of L, where nobody else
+    """Address of a lane's sum of chunk `count`, this block's or the other's: right of the diagonal of the tile of L, where nobody else
     has anything (rows up to 31 have blocks in the left half alone)."""
     row = count % SUM_BUFFERS * 4 + place.warp + (16 if is_own else 0)
     unit = 4 + place.unit % 4
@@ -143,5 +143,5 @@ def apply_norm(spec, storage, terms, place, count):
 
 
 def norm_rest(spec, storage, terms, place, rank, chunks):
-    """What is left when P of the block's last own chunk is made."""
+    """Norm of the chunks that are left when P of the block's last own chunk is made."""
     norm_chunks(spec, storage, terms, place, unfinished(chunks, rank), Int32(chunks) + 1, chunks)
