@@ -83,7 +83,7 @@ def causal_conv1d_fn(
     .. [1] The name and the states are those of ``causal_conv1d_fn`` in vLLM, which follows the causal-conv1d package of Mamba.
     """
     check.tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)
-    _check_filter(x, weight, bias, activation)
+    check_filter(x, weight, bias, activation)
     check.null_slot(null_slot)
     device = x.device
     count = check.offsets("query_start_loc", query_start_loc, device, otherwise=1)
@@ -206,7 +206,7 @@ def causal_conv1d_update(
     if x.dim() == 2:  # [B, dim, T] may have any strides
         x = take_contiguous("x", x)
     device, dim = x.device, x.shape[1]
-    _check_filter(x, weight, bias, activation)
+    check_filter(x, weight, bias, activation)
     check.null_slot(null_slot)
     window = weight.shape[1] - 1
     num_tokens = x.shape[0] * (x.shape[2] if x.dim() == 3 else 1)
@@ -294,7 +294,7 @@ def _static_fields(
     }
 
 
-def _check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
+def check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
     device = x.device
     check.tensor("weight", weight, shape=("dim", "w >= 2"), dtypes=FLOAT_DTYPES, device=device)
     dim = weight.shape[0]
