@@ -140,7 +140,7 @@ class Engine:
     Parameters
     ----------
     model : HybridModel
-        On its device; its null slot is that of `caches`.
+        On its device; its null slot is that of `caches`. Tensor-parallel ranks make the same calls of their engines.
     sizes : EngineSizes
     state_dtype : torch.dtype
         Of the recurrent states.
@@ -245,7 +245,7 @@ class Engine:
             drafts = 0 if self.sizes.num_spec else -1
             works = [Work(stream, [-1], drafts) for stream in streams]  # the token is on the device
             logits = self._run(works, current) if fixed is None else self._run_fixed(works, current, fixed, rows, 1)
-            best = logits.argmax(dim=-1) if fixed is None else fixed.next_ids[:count]
+            best = self.model.greedy_tokens(logits) if fixed is None else fixed.next_ids[:count]
             chosen[step] = best if given is None else given[step]
             current = chosen[step]
             self._tell(works, logits[:count])
@@ -294,7 +294,7 @@ class Engine:
         ids = self._to_device([token for work in works for token in work.tokens])
         logits = self._run(works, ids) if fixed is None else self._run_fixed(works, ids, fixed, rows, 1 + most)
         logits = logits[: ids.shape[0]]
-        best = iter(logits.argmax(dim=-1).tolist())
+        best = iter(self.model.greedy_tokens(logits).tolist())
         self._tell(works, logits)
         tokens = []
         for work in works:
@@ -382,7 +382,7 @@ class Engine:
                 if work.checkpoint is not None:
                     self.allocator.drop(work.checkpoint)
             raise
-        best = logits.argmax(dim=-1).tolist()
+        best = self.model.greedy_tokens(logits).tolist()
         self._tell(works, logits)
         for work, token in zip(works, best, strict=True):
             stream = work.stream

@@ -1,9 +1,9 @@
 """One decoder layer: a token mixer and an MLP on the residual stream."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gdn.layers.config import HybridConfig
@@ -14,8 +14,6 @@ from gdn.layers.norm import RMSNorm
 from gdn.layers.rotary import RotaryEmbedding
 from gdn.layers.sparse_attention import SparseAttention
 
-Reduce = Callable[[Tensor], Tensor]
-
 
 class DecoderLayer(nn.Module):
     """Gated DeltaNet or full attention, then a dense MLP or a mixture of experts.
@@ -23,14 +21,14 @@ class DecoderLayer(nn.Module):
     Parameters
     ----------
     config, layer : HybridConfig, int
-        Sizes of this rank; index of the layer in the model, which says what kind of layer it is.
+        Sizes of the whole model (without a group, what this layer holds); index of the layer in the model, which says what kind
+        of layer it is.
     rotary : RotaryEmbedding
         Table that all layers share.
     null_slot : int
         Largest index of a state slot that means padding.
-    reduce : callable, optional
-        Sums a tensor over the tensor-parallel ranks (``all_reduce``) and returns the sum; None = one rank. It gets the output of
-        the mixer and that of the MLP.
+    tp_group : torch.distributed.ProcessGroup, optional
+        Tensor-parallel ranks: the mixer and the MLP are divided, each with one sum over the ranks. None = one rank.
     device, dtype : torch.device, torch.dtype
         Of the parameters.
 
@@ -54,22 +52,23 @@ class DecoderLayer(nn.Module):
         rotary: RotaryEmbedding,
         *,
         null_slot: int = -1,
-        reduce: Reduce | None = None,
+        tp_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.layer_type, self.place, self.reduce = config.layer_types[layer], config.place(layer), reduce
+        self.layer_type, self.place = config.layer_types[layer], config.place(layer)
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        divided: dict[str, Any] = {"tp_group": tp_group, **placed}
         if self.layer_type == "linear_attention":
-            self.linear_attn = GatedDeltaNet(config, null_slot=null_slot, **placed)
+            self.linear_attn = GatedDeltaNet(config, null_slot=null_slot, **divided)
         else:
-            self.self_attn = SparseAttention(config, rotary, **placed)
+            self.self_attn = SparseAttention(config, rotary, **divided)
         self.mlp: nn.Module
         if config.is_moe(layer):
-            self.mlp = MoE(config, **placed)
+            self.mlp = MoE(config, **divided)
         else:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, **placed)
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, **divided)
         self.is_hyper, self.has_scale, self.has_indexer = config.residual == "hyper", config.layer_scale, config.index_topk > 0
         if self.is_hyper:
             self.attn_hyper_connection = HyperConnection(config, **placed)
@@ -107,18 +106,18 @@ class DecoderLayer(nn.Module):
             mixed, injection = self.attn_hyper_connection(streams)
             streams = self.attn_hyper_connection.inject(streams, self._mix(mixed, positions, step, caches), injection)
             mixed, injection = self.mlp_hyper_connection(streams)
-            return self.mlp_hyper_connection.inject(streams, self._transform(mixed), injection), None
+            return self.mlp_hyper_connection.inject(streams, self.mlp(mixed), injection), None
         hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
         hidden_states = self._mix(hidden_states, positions, step, caches)
         scale = self.attn_layer_scale if self.has_scale else None
         hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual, scale)
-        hidden_states = self._transform(hidden_states)
+        hidden_states = self.mlp(hidden_states)
         if self.has_scale:  # the norm that adds this output is the next layer's, which does not know the scale
             hidden_states = torch.addcmul(hidden_states, hidden_states, self.mlp_layer_scale)
         return hidden_states, residual
 
     def _mix(self, hidden_states: Tensor, positions: Tensor, step: Any, caches: Any) -> Tensor:
-        """Output of the token mixer, summed over the ranks."""
+        """Output of the token mixer."""
         place = self.place
         if self.layer_type == "linear_attention":
             states = caches.gdn
@@ -126,9 +125,4 @@ class DecoderLayer(nn.Module):
         else:
             keys, ring = (caches.indexer.keys[place], caches.indexer.rings[place]) if self.has_indexer else (None, None)
             mixed = self.self_attn(hidden_states, positions, step.attention, caches.kv.kv[place], keys, ring)
-        return mixed if self.reduce is None else self.reduce(mixed)
-
-    def _transform(self, hidden_states: Tensor) -> Tensor:
-        """Output of the MLP, summed over the ranks."""
-        output: Tensor = self.mlp(hidden_states)
-        return output if self.reduce is None else self.reduce(output)
+        return mixed

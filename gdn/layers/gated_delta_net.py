@@ -4,11 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import gdn
 from gdn.layers.config import HybridConfig
+from gdn.layers.parallel import TensorParallel
 
 ROW_MULTIPLE = 8  # rows of the input projection: a token's projections then start at a multiple of 16 bytes
 
@@ -23,9 +25,12 @@ class GatedDeltaNet(nn.Module):
     Parameters
     ----------
     config : HybridConfig
-        Sizes of this rank.
+        Sizes of the whole model; without a group, what this layer holds.
     null_slot : int
         Largest slot index that means padding (vLLM's convention is 0).
+    tp_group : torch.distributed.ProcessGroup, optional
+        Tensor-parallel ranks: each holds an equal share of the key heads with their value heads, and the outputs are summed.
+        None = one rank; its output is a summand where `config` is a share (`HybridConfig.per_rank`).
     device, dtype : torch.device, torch.dtype
         Of the parameters. `A_log` and `dt_bias` stay float32.
 
@@ -39,7 +44,12 @@ class GatedDeltaNet(nn.Module):
     A_log, dt_bias, norm_weight : Parameter [HV], Parameter [HV], Parameter [V]
         Logarithm of the decay rate, bias of the raw decay gate, gain of the gated norm.
     out_proj : Parameter [hidden, HV * V]
-        Output projection. On a rank its output is a summand of the layer's.
+        Output projection.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where `tp_group` is no group, or its size does not divide the heads.
     """
 
     def __init__(
@@ -47,10 +57,13 @@ class GatedDeltaNet(nn.Module):
         config: HybridConfig,
         *,
         null_slot: int = -1,
+        tp_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.tensor_parallel = TensorParallel(tp_group)
+        config = self.tensor_parallel.share(config)
         self.num_k_heads, self.num_v_heads = config.linear_num_key_heads, config.linear_num_value_heads
         self.head_k_dim, self.head_v_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.null_slot, self.eps, self.gate_activation = null_slot, config.rms_norm_eps, config.gdn_gate_activation
@@ -87,7 +100,6 @@ class GatedDeltaNet(nn.Module):
         Returns
         -------
         Tensor [tokens, hidden]
-            On a tensor-parallel rank a summand of the output.
         """
         # A plain dict: attributes of a module that are parameters are looked up in Python, in every step.
         parameters: dict[str, Any] = self._parameters
@@ -107,7 +119,7 @@ class GatedDeltaNet(nn.Module):
             core = self._decode(projected, *pools, slots, offsets, None)
         else:
             core = projected.new_zeros(projected.shape[0], self.value_dim)
-        return linear(core, parameters["out_proj"])
+        return self.tensor_parallel.sum(linear(core, parameters["out_proj"]))
 
     def _decode(
         self,

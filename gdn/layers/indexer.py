@@ -46,7 +46,7 @@ class Indexer(nn.Module):
     ----------
     config : HybridConfig
         Gives hidden_size, index_topk, index_n_heads, index_kv_heads, index_head_dim, index_ratio, rms_norm_eps and the rotary
-        embedding. The indexer is replicated: tensor parallelism does not divide it.
+        embedding. Tensor parallelism does not divide an indexer: every rank holds and runs all of it.
     rotary : RotaryEmbedding, optional
         Table of the model, used where the indexer rotates as many dimensions; None = a table of its own.
     use_fp8 : bool, optional

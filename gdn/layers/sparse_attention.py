@@ -6,6 +6,7 @@ qkv_proj -> q/k norm (zero-centred) -> partial RoPE -> write K and V -> attentio
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from gdn.layers.attention_runs import deal
 from gdn.layers.config import HybridConfig
 from gdn.layers.indexer import Indexer
 from gdn.layers.norm import RMSNorm
+from gdn.layers.parallel import TensorParallel
 from gdn.layers.rotary import RotaryEmbedding
 
 # Parameter -> (tensor of the checkpoint, how a tensor-parallel rank takes it), concatenated along dim 0. Transformers'
@@ -36,17 +38,23 @@ class SparseAttention(nn.Module):
     Parameters
     ----------
     config : HybridConfig
-        Sizes of one rank. index_topk 0 = no indexer: every query attends to all positions up to its own.
+        Sizes of the whole model; without a group, what this layer holds. index_topk 0 = no indexer: every query attends to all
+        positions up to its own.
     rotary : RotaryEmbedding, optional
         Table shared by the layers of a model; None = one of its own.
     use_fp8_indexer : bool, optional
         As `use_fp8` of `Indexer`.
+    tp_group : torch.distributed.ProcessGroup, optional
+        Tensor-parallel ranks: each holds an equal share of the heads (key and value heads that are fewer than the ranks are
+        replicated) and the whole indexer, so that all select the same positions; the outputs are summed. None = one rank; its
+        output is a summand where `config` is a share (`HybridConfig.per_rank`).
     device, dtype : torch.device, torch.dtype
         Of the parameters.
 
-    Notes
-    -----
-    With tensor parallelism the result is this rank's share of a sum over ranks.
+    Raises
+    ------
+    TypeError, ValueError
+        Where `tp_group` is no group, or its size does not divide the heads.
     """
 
     def __init__(
@@ -55,10 +63,13 @@ class SparseAttention(nn.Module):
         rotary: RotaryEmbedding | None = None,
         *,
         use_fp8_indexer: bool | None = None,
+        tp_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.tensor_parallel = TensorParallel(tp_group)
+        config = self.tensor_parallel.share(config)
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.rotary_dim, self.eps, self.has_gate = config.rotary_dim, config.rms_norm_eps, config.attn_output_gate
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -134,7 +145,7 @@ class SparseAttention(nn.Module):
             self._attend(q, kv_cache, selected, metadata, out)
         attended = F.glu(heads, dim=-1) if self.has_gate else out
         projected: Tensor = self.o_proj(attended.flatten(1))
-        return projected
+        return self.tensor_parallel.sum(projected)
 
     def _attend(self, q: Tensor, kv_cache: tuple[Tensor, Tensor], selected: Tensor | None, metadata: Any, out: Tensor) -> None:
         """Attention run by run, into `out`."""

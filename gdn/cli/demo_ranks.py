@@ -1,0 +1,59 @@
+"""The demo's ranks: one process each, started by torchrun, which says in the environment who they are."""
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+TIMEOUT = timedelta(minutes=10)  # of an exchange: a rank may compile kernels while the others wait
+
+
+def are_launched() -> bool:
+    """Whether torchrun started this process."""
+    return dist.is_available() and dist.is_torchelastic_launched()
+
+
+def own_device(device: torch.device) -> torch.device:
+    """The GPU of this process where torchrun started it and the demo runs on GPUs; else the device itself."""
+    if device.type != "cuda" or not are_launched():
+        return device
+    index: int = dist.get_node_local_rank()
+    count = torch.cuda.device_count()
+    if index >= count:
+        message = f"expected a GPU for each process of a host, got {count} for process {index + 1}"
+        raise typer.BadParameter(message, param_hint="--device")
+    return torch.device("cuda", index)
+
+
+@contextlib.contextmanager
+def joined(tensor_parallel: int, device: torch.device) -> Iterator[dist.ProcessGroup | None]:
+    """Group of the processes that torchrun started, NCCL on GPUs and gloo on CPUs; None where there is this one alone."""
+    if not are_launched():
+        yield None
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    group = dist.group.WORLD
+    assert group is not None
+    if group.size() != tensor_parallel:
+        dist.destroy_process_group()
+        message = f"expected {group.size()}, the number of processes that torchrun started, got {tensor_parallel}"
+        raise typer.BadParameter(message, param_hint="--tp")
+    yield group
+    dist.destroy_process_group()  # not after an error: other ranks may be waiting, and torchrun ends them
+
+
+def told_by_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What each rank brings, in the order of the ranks."""
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
