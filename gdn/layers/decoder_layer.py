@@ -11,6 +11,7 @@ from gdn.layers.gated_delta_net import GatedDeltaNet
 from gdn.layers.hyper import HyperConnection
 from gdn.layers.mlp import MLP, MoE
 from gdn.layers.norm import RMSNorm
+from gdn.layers.parallel import ContextParallel
 from gdn.layers.rotary import RotaryEmbedding
 from gdn.layers.sparse_attention import SparseAttention
 
@@ -29,6 +30,9 @@ class DecoderLayer(nn.Module):
         Largest index of a state slot that means padding.
     tp_group : torch.distributed.ProcessGroup, optional
         Tensor-parallel ranks: the mixer and the MLP are divided, each with one sum over the ranks. None = one rank.
+    cp_group : torch.distributed.ProcessGroup, optional
+        Context-parallel ranks, which part the rows of steps with prompts: a layer takes and returns the rank's own. Attention
+        gathers all of them. None = one rank.
     device, dtype : torch.device, torch.dtype
         Of the parameters.
 
@@ -53,17 +57,19 @@ class DecoderLayer(nn.Module):
         *,
         null_slot: int = -1,
         tp_group: dist.ProcessGroup | None = None,
+        cp_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.layer_type, self.place = config.layer_types[layer], config.place(layer)
+        self.context_parallel = ContextParallel(cp_group)
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
         divided: dict[str, Any] = {"tp_group": tp_group, **placed}
         if self.layer_type == "linear_attention":
-            self.linear_attn = GatedDeltaNet(config, null_slot=null_slot, **divided)
+            self.linear_attn = GatedDeltaNet(config, null_slot=null_slot, cp_group=cp_group, **divided)
         else:
-            self.self_attn = SparseAttention(config, rotary, **divided)
+            self.self_attn = SparseAttention(config, rotary, cp_group=cp_group, **divided)
         self.mlp: nn.Module
         if config.is_moe(layer):
             self.mlp = MoE(config, **divided)
@@ -91,7 +97,7 @@ class DecoderLayer(nn.Module):
             Output of the MLP of the layer before, not yet added to the residual (or the streams).
         residual : Tensor [tokens, hidden] or None
             Residual stream; None in the first layer, and always with residual "hyper".
-        positions : Tensor [tokens] of int64
+        positions : Tensor [all tokens of the step] of int64
             Position of each token in its sequence.
         step, caches : StepMetadata, HybridCaches
             Sequences of the step, and the caches of all layers, updated in place.
@@ -124,5 +130,8 @@ class DecoderLayer(nn.Module):
             mixed: Tensor = self.linear_attn(hidden_states, step.gdn, states.conv_states[place], states.ssm_states[place])
         else:
             keys, ring = (caches.indexer.keys[place], caches.indexer.rings[place]) if self.has_indexer else (None, None)
+            parts = self.context_parallel.parts(step.gdn)
+            hidden_states = self.context_parallel.whole(hidden_states, parts, positions.shape[0])
             mixed = self.self_attn(hidden_states, positions, step.attention, caches.kv.kv[place], keys, ring)
+            mixed = self.context_parallel.own(mixed, parts)
         return mixed

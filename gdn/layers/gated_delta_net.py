@@ -1,5 +1,6 @@
 """Gated DeltaNet layer: projections around the fused operators, for every kind of batch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import gdn
+import gdn.distributed
 from gdn.layers.config import HybridConfig
-from gdn.layers.parallel import TensorParallel
+from gdn.layers.parallel import ContextParallel, TensorParallel
 
 ROW_MULTIPLE = 8  # rows of the input projection: a token's projections then start at a multiple of 16 bytes
 
@@ -31,6 +33,9 @@ class GatedDeltaNet(nn.Module):
     tp_group : torch.distributed.ProcessGroup, optional
         Tensor-parallel ranks: each holds an equal share of the key heads with their value heads, and the outputs are summed.
         None = one rank; its output is a summand where `config` is a share (`HybridConfig.per_rank`).
+    cp_group : torch.distributed.ProcessGroup, optional
+        Context-parallel ranks, for steps whose metadata has `parts`: each rank is called with its rows, and all store the
+        states. One exchange of states and one of the convolution's windows. None = one rank.
     device, dtype : torch.device, torch.dtype
         Of the parameters. `A_log` and `dt_bias` stay float32.
 
@@ -49,7 +54,7 @@ class GatedDeltaNet(nn.Module):
     Raises
     ------
     TypeError, ValueError
-        Where `tp_group` is no group, or its size does not divide the heads.
+        Where `tp_group` or `cp_group` is no group, or the size of `tp_group` does not divide the heads.
     """
 
     def __init__(
@@ -58,11 +63,12 @@ class GatedDeltaNet(nn.Module):
         *,
         null_slot: int = -1,
         tp_group: dist.ProcessGroup | None = None,
+        cp_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.tensor_parallel = TensorParallel(tp_group)
+        self.tensor_parallel, self.context_parallel = TensorParallel(tp_group), ContextParallel(cp_group)
         config = self.tensor_parallel.share(config)
         self.num_k_heads, self.num_v_heads = config.linear_num_key_heads, config.linear_num_value_heads
         self.head_k_dim, self.head_v_dim = config.linear_key_head_dim, config.linear_value_head_dim
@@ -89,7 +95,8 @@ class GatedDeltaNet(nn.Module):
         Parameters
         ----------
         hidden_states : Tensor [tokens, hidden]
-            Inputs of all sequences, packed. Rows from `metadata.num_actual_tokens` on are padding.
+            Inputs of all sequences, packed; where `metadata` has `parts`, this rank's rows of them. Rows from
+            `metadata.num_actual_tokens` on are padding.
         metadata : GDNMetadata
             Sequences of the step; an engine's own object with the same fields serves too.
         conv_states : Tensor [slots, conv_dim, columns >= w - 1 + num_spec]
@@ -161,19 +168,23 @@ class GatedDeltaNet(nn.Module):
     def _prefill(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
         """Prompt chunks, with or without a state to continue, and the decode rows before them."""
         slots, offsets = metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc
+        convolve: Callable[..., Any] = gdn.causal_conv1d_fn
+        recur: Callable[..., Any] = gdn.chunk_gated_delta_rule
+        if self.context_parallel.parts(metadata) is not None and self.context_parallel.size > 1:
+            ranks: dict[str, Any] = {"group": self.context_parallel.group, "final_rank": None}
+            convolve = functools.partial(gdn.distributed.causal_conv1d_fn, **ranks)
+            recur = functools.partial(gdn.distributed.chunk_gated_delta_rule, **ranks)
         shared: dict[str, Any] = {
             "has_initial_state": metadata.has_initial_state, "null_slot": self.null_slot,
             "checkpoint_offsets": getattr(metadata, "checkpoint_offsets", None),
             "checkpoint_slots": getattr(metadata, "checkpoint_slots", None),
         }  # fmt: skip
         mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
-        mixed_qkv = gdn.causal_conv1d_fn(
+        mixed_qkv = convolve(
             mixed_qkv, self.conv_weight, conv_states=conv_states, query_start_loc=offsets, cache_indices=slots, **shared
         )
         q, k, v = self._heads(mixed_qkv)
-        o, _ = gdn.chunk_gated_delta_rule(
-            q, k, v, **self._gates(a, b), **shared, initial_state=ssm_states, cu_seqlens=offsets, state_indices=slots
-        )
+        o, _ = recur(q, k, v, **self._gates(a, b), **shared, initial_state=ssm_states, cu_seqlens=offsets, state_indices=slots)
         return self._norm(o, z)
 
     def _mixed(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:

@@ -15,6 +15,14 @@ def refuse(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
+def check_rank(cp_rank: int, cp_size: int) -> None:
+    """Raises ValueError where this is no rank of so many."""
+    if cp_size < 1:
+        refuse("cp_size", "at least 1", cp_size)
+    if not 0 <= cp_rank < cp_size:
+        refuse("cp_rank", f"0 to {cp_size - 1} (cp_size - 1)", cp_rank)
+
+
 def as_array(name: str, values: Any, rows: int | None = None, ranks: tuple[int, ...] = (1,)) -> Array:
     """Integers (or flags) of the host as an int64 array. Tensors on another device are refused: reading them would wait.
 

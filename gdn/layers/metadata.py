@@ -1,7 +1,7 @@
 """Metadata of the Gated DeltaNet layers of one step, built on the host without a wait for the device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,10 +9,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gdn.layers.host_arrays import PersistentBuffers, as_array, as_lengths, refuse, to_device
+from gdn.distributed import split_tokens
+from gdn.layers.host_arrays import PersistentBuffers, as_array, as_lengths, check_rank, refuse, to_device
+from gdn.layers.parallel import ContextParts
 
 Ints = Sequence[int] | Tensor | NDArray[Any]
 Array = NDArray[Any]
+# What a layer does with a token before and after the delta rule, in units of one pass of this over it (see `split_tokens`):
+# projections, convolution and norm of Qwen3-Next-80B on an H100, from their arithmetic and bytes.
+_TIME_BEFORE, _TIME_AFTER = 5.5, 2.0
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,13 @@ class GDNMetadata:
         States to keep, as for `gdn.chunk_gated_delta_rule`.
     non_spec_lengths_host : tuple of int, optional
         Query lengths of the non-speculative rows. None in batches for a captured graph.
+    parts : ContextParts, optional
+        How the tokens of the step lie on context-parallel ranks. Then non_spec_query_start_loc are the offsets of this rank's
+        tokens of every row. None = every rank computes all.
 
     References
     ----------
-    .. [1] The fields and their meanings are those of ``GDNAttentionMetadata`` in vLLM; the last three are this project's.
+    .. [1] The fields and their meanings are those of ``GDNAttentionMetadata`` in vLLM; the last four are this project's.
     """
 
     num_prefills: int = 0
@@ -73,6 +81,7 @@ class GDNMetadata:
     checkpoint_offsets: Tensor | None = None
     checkpoint_slots: Tensor | None = None
     non_spec_lengths_host: tuple[int, ...] | None = None
+    parts: ContextParts | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,9 @@ class GDNMetadataBuilder:
         Most rows of a batch for a captured graph: the size of the persistent buffers, which the first such batch makes.
     null_slot : int
         Slot of padded rows, -1 (vLLM: 0).
+    cp_rank, cp_size : int
+        This process among context-parallel ranks. The tokens of steps with prompts, packed, are parted over them; every rank
+        computes steps with speculative rows or checkpoints, and decode, by itself.
 
     Notes
     -----
@@ -114,13 +126,22 @@ class GDNMetadataBuilder:
     """
 
     def __init__(
-        self, device: torch.device | str, *, num_spec: int = 0, max_num_sequences: int = 256, null_slot: int = -1
+        self,
+        device: torch.device | str,
+        *,
+        num_spec: int = 0,
+        max_num_sequences: int = 256,
+        null_slot: int = -1,
+        cp_rank: int = 0,
+        cp_size: int = 1,
     ) -> None:
         for name, value, least in (("num_spec", num_spec, 0), ("max_num_sequences", max_num_sequences, 1)):
             if value < least:
                 refuse(name, f"at least {least}", value)
         if null_slot < -1:
             refuse("null_slot", "at least -1", null_slot)
+        check_rank(cp_rank, cp_size)
+        self.cp_rank, self.cp_size = cp_rank, cp_size
         self.device = torch.device(device)
         self.num_spec, self.max_num_sequences, self.null_slot = num_spec, max_num_sequences, null_slot
         self._buffers = PersistentBuffers(self.device)
@@ -227,7 +248,7 @@ class GDNMetadataBuilder:
         if num_prefills:
             if pad_to is not None:
                 refuse("pad_to", "None for a batch with prefills", pad_to)
-            return GDNMetadata(**counts, **self._non_spec(rows, np.full(queries.shape[0], True)))
+            return self._parted(GDNMetadata(**counts, **self._non_spec(rows, np.full(queries.shape[0], True))), queries)
         # Rows without tokens are left out: token i is then that of row i, which lets a decode step do without offsets.
         slots = rows.slots[has_tokens, 0].astype(np.int32)
         offsets = np.arange(num_decodes + 1, dtype=np.int32)
@@ -245,6 +266,17 @@ class GDNMetadataBuilder:
             non_spec_query_start_loc=write("offsets", offsets, pad_to + 1, num_decodes, most=most + 1),
             non_spec_state_indices_tensor=write("slots", slots, pad_to, self.null_slot, most=most),
         )
+
+    def _parted(self, metadata: GDNMetadata, queries: Array) -> GDNMetadata:
+        """The same step, with this rank's offsets."""
+        if self.cp_size == 1 or metadata.checkpoint_offsets is not None:
+            return metadata
+        ends = np.cumsum(queries)
+        stops = np.cumsum(split_tokens(int(ends[-1]), self.cp_size, before=_TIME_BEFORE, after=_TIME_AFTER))
+        first = stops[self.cp_rank - 1] if self.cp_rank else 0
+        own = np.clip(ends, first, stops[self.cp_rank]) - np.clip(ends - queries, first, stops[self.cp_rank])
+        offsets = to_device(_offsets(own), self.device)
+        return replace(metadata, non_spec_query_start_loc=offsets, parts=ContextParts(tuple(stops.tolist())))
 
     def _with_spec(self, rows: _Rows, pad_to: int | None) -> GDNMetadata:
         queries, is_spec = rows.queries, rows.is_spec

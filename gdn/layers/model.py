@@ -11,7 +11,7 @@ from gdn.layers.config import HybridConfig
 from gdn.layers.decoder_layer import DecoderLayer
 from gdn.layers.hyper import HyperConnection
 from gdn.layers.norm import RMSNorm
-from gdn.layers.parallel import TensorParallel
+from gdn.layers.parallel import ContextParallel, TensorParallel
 from gdn.layers.rotary import RotaryEmbedding
 
 
@@ -29,6 +29,9 @@ class HybridModel(nn.Module):
         Largest index of a state slot that means padding (vLLM's convention is 0).
     tp_group : torch.distributed.ProcessGroup, optional
         Tensor-parallel ranks, which divide the layers; all ranks run the same steps. None = one rank.
+    cp_group : torch.distributed.ProcessGroup, optional
+        Context-parallel ranks, which part the rows of steps with prompts, where the metadata says so; all ranks run the same
+        steps on equal caches and get the whole output. None = one rank.
     device, dtype : torch.device, torch.dtype
         Of the parameters. The decay parameters of Gated DeltaNet and the rotary table stay float32.
 
@@ -45,7 +48,7 @@ class HybridModel(nn.Module):
     Raises
     ------
     TypeError, ValueError
-        Where `tp_group` is no group, or its size does not divide a number of heads or a width.
+        Where `tp_group` or `cp_group` is no group, or the size of `tp_group` does not divide a number of heads or a width.
 
     Notes
     -----
@@ -60,11 +63,12 @@ class HybridModel(nn.Module):
         *,
         null_slot: int = -1,
         tp_group: dist.ProcessGroup | None = None,
+        cp_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.tensor_parallel = TensorParallel(tp_group)
+        self.tensor_parallel, self.context_parallel = TensorParallel(tp_group), ContextParallel(cp_group)
         self.config = self.tensor_parallel.share(config)
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
 
@@ -74,7 +78,7 @@ class HybridModel(nn.Module):
         self.rotary = RotaryEmbedding(config, device=device)
         self.embed_tokens = table()
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, self.rotary, null_slot=null_slot, tp_group=tp_group, **placed)
+            DecoderLayer(config, layer, self.rotary, null_slot=null_slot, tp_group=tp_group, cp_group=cp_group, **placed)
             for layer in range(config.num_hidden_layers)
         )
         if config.residual == "hyper":
@@ -110,7 +114,8 @@ class HybridModel(nn.Module):
         if positions.shape != input_ids.shape:
             expected = f"shape {list(input_ids.shape)}, one position per token (image positions are not served)"
             raise ValueError(f"positions: expected {expected}, got shape {list(positions.shape)}")
-        hidden_states = embedding(input_ids, self.embed_tokens)
+        parts = self.context_parallel.parts(step.gdn)
+        hidden_states = embedding(self.context_parallel.own(input_ids, parts), self.embed_tokens)
         residual: Tensor | None = None
         is_hyper = self.config.residual == "hyper"
         if is_hyper:
@@ -118,9 +123,10 @@ class HybridModel(nn.Module):
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, positions, step, caches)
         if is_hyper:
-            mixed: Tensor = self.hyper_connection_mixer(hidden_states)[0]
-            return mixed
-        return self.norm.add(hidden_states, residual)[0]
+            output: Tensor = self.hyper_connection_mixer(hidden_states)[0]
+        else:
+            output = self.norm.add(hidden_states, residual)[0]
+        return self.context_parallel.whole(output, parts, input_ids.shape[0])
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits [rows, vocab] of rows of hidden states [rows, hidden] that the caller selected."""

@@ -1,15 +1,19 @@
 """Tensor parallelism: every rank of a group computes its heads and widths of a layer, and the outputs are summed.
+Context parallelism: every rank computes its rows of a step with prompts, and keeps what later tokens read of all rows.
 
-A layer that has a group takes the whole model's configuration and holds the share of its rank. Two sums a decoder layer: after
+Tensor-parallel: a layer takes the whole model's configuration and holds the share of its rank. Two sums a decoder layer: after
 the output projection of the mixer, and after the MLP. Everything else is whole on every rank and gives the same bits there.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from gdn.distributed import Ranks
 from gdn.layers.config import HybridConfig
+from gdn.layers.host_arrays import refuse
 
 
 class TensorParallel:
@@ -57,3 +61,96 @@ class TensorParallel:
         if self.size > 1:
             dist.broadcast(choice, group_src=0, group=self.group)
         return choice
+
+
+@dataclass(frozen=True)
+class ContextParts:
+    """How the packed rows of a step lie on the context-parallel ranks: each has the next ones.
+
+    Parameters
+    ----------
+    stops : tuple of int
+        Row after the last one of each rank. The last rank has padding too.
+    """
+
+    stops: tuple[int, ...]
+
+    def rows(self, rank: int, total: int) -> slice:
+        """Rows of a rank, of `total` with padding."""
+        return slice(self.stops[rank - 1] if rank else 0, total if rank == len(self.stops) - 1 else self.stops[rank])
+
+
+@dataclass(frozen=True)
+class DealtRows:
+    """Query rows of a step that are dealt over context-parallel ranks, and this rank's.
+
+    Parameters
+    ----------
+    metadata : AttentionMetadata
+        This rank's rows: every block of adjacent rows as a sequence of its own, which ends with its last row.
+    rows : Tensor [own rows] of int64
+        Places of this rank's rows in the step.
+    order : Tensor [tokens] of int64
+        Place of each row of the step among those of all ranks, one rank after the other.
+    counts : tuple of int
+        Rows of each rank.
+    """
+
+    metadata: Any
+    rows: Tensor
+    order: Tensor
+    counts: tuple[int, ...]
+
+
+class ContextParallel:
+    """The ranks that share the rows of a prefill step.
+
+    Every rank runs every step, with the same caches. Where the metadata of a step has `parts`, a rank computes the rows of its
+    part, and the states of sequences are stored on every rank.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup, optional
+        Group of the ranks, which this process is in; None = one rank.
+
+    Attributes
+    ----------
+    size, rank : int
+        Ranks of the group, and this process's number in it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.ranks = None if group is None else Ranks(group, "cp_group")
+        self.size, self.rank = (1, 0) if self.ranks is None else (self.ranks.size, self.ranks.rank)
+
+    def __deepcopy__(self, memo: Any) -> "ContextParallel":
+        return self
+
+    @property
+    def group(self) -> Any:
+        return None if self.ranks is None else self.ranks.group
+
+    def parts(self, metadata: Any) -> ContextParts | None:
+        """Parts of a step's rows; None = each rank computes all. ValueError where they are those of other ranks."""
+        parts: ContextParts | None = getattr(metadata, "parts", None)
+        if parts is not None and len(parts.stops) != self.size:
+            refuse("metadata", f"rows parted over {self.size} ranks (cp_group's)", f"over {len(parts.stops)}")
+        return parts
+
+    def dealt(self, metadata: Any) -> DealtRows | None:
+        """Query rows of attention by rank; None = each rank computes all. ValueError where they are those of other ranks."""
+        dealt: DealtRows | None = getattr(metadata, "dealt", None)
+        if dealt is not None and len(dealt.counts) != self.size:
+            refuse("metadata", f"rows dealt over {self.size} ranks (cp_group's)", f"over {len(dealt.counts)}")
+        return dealt
+
+    def own(self, rows: Tensor, parts: ContextParts | None) -> Tensor:
+        """This rank's rows of all."""
+        return rows if parts is None else rows[parts.rows(self.rank, rows.shape[0])]
+
+    def whole(self, rows: Tensor, parts: ContextParts | None, total: int) -> Tensor:
+        """All rows of this rank's; one exchange. total: rows of the step, padding included."""
+        if parts is None or self.ranks is None:
+            return rows
+        places = [parts.rows(rank, total) for rank in range(self.size)]
+        return self.ranks.gather_rows(rows, tuple(place.stop - place.start for place in places))

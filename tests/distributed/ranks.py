@@ -1,61 +1,56 @@
-"""Runs functions on the ranks of a gloo group: processes that start once for many functions, and report by name."""
+"""Runs many cases on the ranks of one group, and says by case what went wrong."""
 
-import multiprocessing
-import os
+import functools
+import importlib
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-Case = Callable[[Any], None]  # of the group; raises where something is wrong
+from tests.layers.processes import run_ranks
+
+Errors = dict[str, list[str]]  # of each case, one a rank that raised
 NOT_RUN = "not run: a case before it failed"
 
 
-def start(module: str, names: list[str], world: int, folder: Path, timeout_s: float = 60.0) -> dict[str, list[str]]:
-    """Runs cases of a module, each on all ranks; returns the errors of each, one a rank that raised."""
-    context = multiprocessing.get_context("forkserver")  # one import for all processes
-    context.set_forkserver_preload(["torch", "gdn.distributed", "gdn.layers", module])
-    reports = context.SimpleQueue()
-    store = str(folder / f"store{world}")
-    processes = [
-        context.Process(target=_run, args=(module, names, rank, world, store, timeout_s, reports)) for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    errors: dict[str, list[str]] = {name: [] for name in names}
-    for _ in processes:
-        rank, failed = reports.get()
-        for name, error in failed.items():
-            errors[name].append(f"rank {rank}: {error}")
-    for process in processes:
-        process.join()
-    return errors
+class Worlds(dict[int, Errors]):
+    """Errors of a module's CASES by number of ranks; the processes of a group start at the first question about it."""
+
+    def __init__(self, module: str, folder: Path) -> None:
+        super().__init__()
+        self.module, self.folder = module, folder
+        self.names = list(_cases(module))
+
+    def __missing__(self, size: int) -> Errors:
+        folder = self.folder / str(size)
+        folder.mkdir()
+        found = run_ranks(functools.partial(_work, self.module), size, folder)
+        errors: Errors = {name: [] for name in self.names}
+        for rank, failed in enumerate(found):
+            if not isinstance(failed, dict):
+                failed = dict.fromkeys(self.names, str(failed))
+            for name, error in failed.items():
+                errors[name].append(f"rank {rank}: {error}")
+        self[size] = errors
+        return errors
 
 
-def _run(module: str, names: list[str], rank: int, world: int, store: str, timeout_s: float, reports: Any) -> None:
-    failed: dict[str, str] = {}
-    try:
-        torch.set_num_threads(1)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
-        )
-        cases = __import__(module, fromlist=["CASES"]).CASES
-        for name in names:
-            try:
-                with torch.inference_mode():
-                    cases[name](dist.group.WORLD)
-            except SystemExit:
-                break
-            except BaseException:
-                failed = dict.fromkeys(names[names.index(name) + 1 :], NOT_RUN) | {name: traceback.format_exc()}
-                break
-    except BaseException:
-        failed = dict.fromkeys(names, traceback.format_exc())
-    finally:
-        reports.put((rank, failed))
-        os._exit(0)  # sockets close at once, so that ranks that wait for this one raise
+def _cases(module: str) -> dict[str, Callable[[Any], None]]:
+    cases: dict[str, Callable[[Any], None]] = importlib.import_module(module).CASES
+    return cases
+
+
+def _work(module: str, group: Any, folder: Path) -> dict[str, str]:
+    """Runs the cases on a rank up to the first that fails: the ranks may be out of step then."""
+    names, cases = list(_cases(module)), _cases(module)
+    for place, name in enumerate(names):
+        try:
+            with torch.inference_mode():
+                cases[name](group)
+        except SystemExit:  # a case that ends this rank
+            return {}
+        except BaseException:
+            return {name: traceback.format_exc()} | dict.fromkeys(names[place + 1 :], NOT_RUN)
+    return {}
