@@ -179,9 +179,9 @@ class SparseAttention(nn.Module):
             out[stop:] = 0
         for run in runs:
             part, sequences = run.tokens, run.sequences
-            starts = metadata.query_start_loc
-            if part != slice(0, tokens):
-                starts = starts[sequences.start : sequences.stop + 1] - part.start
+            starts = metadata.query_start_loc[sequences.start : sequences.stop + 1]
+            if part.start:
+                starts = starts - part.start
             step = (metadata.block_tables[sequences], starts, metadata.seq_lens[sequences])
             if run.form == "dense" or selected is None:
                 gdn.attention(

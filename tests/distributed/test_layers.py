@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.cases_layers import CASES
 from tests.distributed.ranks import Worlds
 
-WORLDS = [pytest.param(2, marks=pytest.mark.cover), 3, pytest.param(4, marks=pytest.mark.cover)]
+WORLDS = [2, pytest.param(3, marks=pytest.mark.cover), pytest.param(4, marks=pytest.mark.cover)]
 
 
 @pytest.fixture(scope="module")
