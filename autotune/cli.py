@@ -1,4 +1,4 @@
-"""`python -m autotune`: tune, choice, bench, layers, accuracy, selection, show."""
+"""`python -m autotune`: tune, choice, bench, layers, context, accuracy, selection, show."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from rich.table import Table
 from autotune import accuracy as error_figures
 from autotune import bench as benchmark
 from autotune import choice as choices
+from autotune import context, peers, plot, report, tables, tuning
 from autotune import layers as layer_times
-from autotune import peers, plot, report, tables, tuning
 from autotune import selection as agreement
 from autotune import shapes as shape_list
 from autotune.calls import calls as drawn_calls
@@ -33,6 +33,7 @@ _JOURNALS = Path(".gdn-results") / "autotune"
 _COLUMNS = 160
 
 app = typer.Typer(cls=PlainErrors, help="Find the fastest kernel configurations, and measure the operators.")
+app.command("context")(context.command)
 # Files and pipes have no width; rich would take 80 columns and cut the tables there.
 console = Console(width=None if sys.stdout.isatty() else _COLUMNS)
 
