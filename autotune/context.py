@@ -5,7 +5,6 @@ input projection to its output projection; an attention layer with its indexer. 
 """
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -33,7 +32,6 @@ Call = Callable[[], object]
 SIZES = (1, 2, 4)
 WARM_UPS, SAMPLES, CALLS = 10, 11, 5
 BLOCK_SIZE = 64
-DEALT = {"VLLM_QSA_PREFILL_USE_CP": "1", "VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD": "0"}
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,6 @@ def _rank(rank: int, ranks: int, job: Job, folder: str) -> None:
         store = f"file://{folder}/store"
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, device_id=place)
         group = dist.group.WORLD
-    os.environ.update(DEALT)
     dtype = torch.bfloat16 if is_cuda else torch.float32
     makers = {OPERATOR.name: operator_call, LAYER.name: layer_call, ATTENTION.name: attention_call}
     found = []
@@ -202,7 +199,9 @@ def attention_call(config: HybridConfig, tokens: int, group: Any, device: torch.
     layer = SparseAttention(config, cp_group=group, device=device, dtype=dtype)
     fill_randomly(layer)
     blocks = -(-tokens // BLOCK_SIZE)
-    builder = AttentionMetadataBuilder(device, block_size=BLOCK_SIZE, max_seq_len=tokens, cp_rank=rank, cp_size=ranks)
+    builder = AttentionMetadataBuilder(
+        device, block_size=BLOCK_SIZE, max_seq_len=tokens, cp_rank=rank, cp_size=ranks, deal_longer_than=0
+    )
     metadata = builder.build([tokens], [tokens], [list(range(blocks))], [0])
     assert (metadata.dealt is None) == (ranks == 1)
     kv = torch.zeros(2, blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim, device=device, dtype=dtype)

@@ -90,6 +90,8 @@ class AttentionMetadataBuilder:
         This process among context-parallel ranks. With ``VLLM_QSA_PREFILL_USE_CP`` and a prompt in the step whose sequence is
         longer than ``VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD`` tokens, the query rows are dealt over them: those of such a prompt
         zig-zag, so that all ranks have as much to score, those of another sequence to the rank that has the fewest.
+    deal_longer_than : int, optional
+        Threshold for this builder, whatever the switches say.
 
     Notes
     -----
@@ -108,9 +110,10 @@ class AttentionMetadataBuilder:
         max_query_len: int = 1,
         cp_rank: int = 0,
         cp_size: int = 1,
+        deal_longer_than: int | None = None,
     ) -> None:
         check_rank(cp_rank, cp_size)
-        self.cp_rank, self.cp_size = cp_rank, cp_size
+        self.cp_rank, self.cp_size, self.deal_longer_than = cp_rank, cp_size, deal_longer_than
         sizes = {"block_size": block_size, "max_seq_len": max_seq_len, "index_ratio": index_ratio}
         for name, value in {**sizes, "max_num_sequences": max_num_sequences, "max_query_len": max_query_len}.items():
             if value < 1:
@@ -172,9 +175,13 @@ class AttentionMetadataBuilder:
             longest_query = self.max_query_len if pad_query_len is None else pad_query_len
             return self._padded(fields, int(queries.max(initial=0)), int(queries.sum()), pad_to, longest_query)
         step = self._moved(fields, queries, lengths)
-        threshold = env.current().dsa_context_parallel_threshold
+        threshold, switches = self.deal_longer_than, env.current()
+        if threshold is None and switches.qsa_prefill_use_cp:
+            threshold = switches.dsa_context_parallel_threshold
+        if self.cp_size == 1 or threshold is None:
+            return step
         is_dealt = (queries > MOST_DECODE_TOKENS) & (lengths > threshold)
-        if self.cp_size == 1 or not env.current().qsa_prefill_use_cp or not is_dealt.any():
+        if not is_dealt.any():
             return step
         return replace(step, dealt=self._dealt(queries, lengths, slots, tables, is_dealt))
 

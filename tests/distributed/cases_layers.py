@@ -118,6 +118,7 @@ def attention(group: Any, **fields: Any) -> None:
     with dealing(90):
         assert builders[1].build(*steps[0], tables, [1, 2, 3, 4]).dealt is None, "nothing is longer"
         foreign = AttentionMetadataBuilder("cpu", cp_size=size + 1, **options).build([70], [95], tables[:1], [1])
+    assert AttentionMetadataBuilder("cpu", cp_size=size, deal_longer_than=90, **options).build([70], [95], tables[:1], [1]).dealt
     wrong = f"metadata: expected rows dealt over {size} ranks"
     raises(ValueError, wrong, layer, hidden[:70], positions[:70], foreign, **own)
 
