@@ -27,6 +27,7 @@ MOST_PYTHON_LINES = {
     "gdn/layers/": 4_200,
     "gdn/cli/demo": 2_000,
     "autotune/context": 250,
+    "autotune/ranks": 200,
     "kernels_cute/attention/": 2_200,
     "kernels_tl/attention/": 600,
     "": 33_500,

@@ -182,7 +182,7 @@ def _print(console: Console, report: Report, dtype: str, seconds: float) -> None
         f"{seconds:.1f} s"
     )
     if report.others:
-        console.print(f"the other {len(report.others)} ranks, checked alike: {sum(report.others)} wrong")
+        console.print(f"other ranks: {len(report.others)}, checked alike, {sum(report.others)} wrong")
 
 
 def _speeds(report: Report) -> Table:

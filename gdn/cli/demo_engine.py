@@ -345,6 +345,10 @@ class Engine:
             self.streams.remove(one)
             self.allocator.free(one.cached)
 
+    def drop_graphs(self) -> None:
+        """Frees captured steps: NCCL does not let a group of ranks end before the graphs with its exchanges."""
+        self._fixed.clear()
+
     def _admit(self, prompts: Sequence[Sequence[int]]) -> list[Stream]:
         """A stream for every prompt, or for none."""
         streams: list[Stream] = []

@@ -95,3 +95,7 @@ class FixedSteps:
         if key not in self._made:
             self._made[key] = self._make(rows, query_len)
         return self._made[key]
+
+    def clear(self) -> None:
+        """Frees all steps."""
+        self._made.clear()

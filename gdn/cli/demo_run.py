@@ -164,6 +164,7 @@ def run(
     caches, weights = engine.caches, {id(one): one.nbytes for one in engine.model.parameters()}
     peak = torch.cuda.max_memory_allocated(plan.device) if is_cuda else None
     memory = Memory(sum(weights.values()), caches.nbytes, caches.bytes_per_token, caches.bytes_per_sequence, peak)
+    engine.drop_graphs()
     report = Report(checker.rows, speeds, memory, deviations(trace, engine), captured, tokens)
     if group is None:
         return report

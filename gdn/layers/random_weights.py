@@ -56,7 +56,7 @@ class RandomTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         drawn = torch.empty_like(self._shapes[name], device=self._device)
-        seed = (self._seed << 32 | zlib.crc32(name.encode())) % 2**63
+        seed = zlib.crc32(f"{self._seed} {name}".encode())  # 32 bits: a CPU's generator takes no more
         _draw(self._parameter[name], drawn, torch.Generator(self._device).manual_seed(seed))
         return drawn
 

@@ -1,6 +1,6 @@
 """Ranks of a gloo group as processes of this machine, which leave what they found in a folder.
 
-The processes are forked from one that has torch and the layers imported, and runs nothing else.
+The processes are forked from one that has imported this module, and what it imports, and runs nothing else.
 """
 
 import multiprocessing
@@ -15,9 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gdn.layers.rotary import cos_sin_table
 from gdn.runtime import env
 
 Work = Callable[[Any, Path], Any]  # group, folder -> what is kept
+
+cos_sin_table(2, 1.0, 1, "meta")  # the first arithmetic without data imports for a second: once, before the forks
 
 
 def run_ranks(work: Work, size: int, folder: Path, *, timeout_s: float = 60.0) -> list[Any]:
@@ -26,7 +29,7 @@ def run_ranks(work: Work, size: int, folder: Path, *, timeout_s: float = 60.0) -
     timeout_s: of the group's exchanges.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gdn.layers", "gdn.cli.demo_run", __name__])
+    context.set_forkserver_preload([__name__, "gdn.cli.demo_run"])
     processes = [context.Process(target=_rank, args=(work, rank, size, folder, timeout_s)) for rank in range(size)]
     for process in processes:
         process.start()

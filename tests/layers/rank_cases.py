@@ -72,11 +72,11 @@ def serve(model: HybridModel) -> list[Tensor]:
     return [torch.cat(server.step(tokens(*lengths, seed=n), **more)) for n, (lengths, more) in enumerate(steps)]
 
 
-def model_case(form: str, group: Any, size: int) -> list[Tensor]:
+def model_case(form: str, group: Any, size: int, folder: Path) -> list[Tensor]:
     return serve(make_model(make_config(form, size), group))
 
 
-def copied_case(form: str, group: Any, size: int) -> list[Tensor]:
+def copied_case(form: str, group: Any, size: int, folder: Path) -> list[Tensor]:
     """A copy of the model sums over the ranks too, and so do the demo's experts, one after another."""
     model = in_float32(make_model(make_config(form, size), group))
     server = Server(model, model.config, 2, 40)
@@ -98,7 +98,7 @@ def engine_case(form: str, group: Any, size: int) -> list[Tensor]:
     return [torch.tensor([token for one in made for token in one]), *engine.score(made, [0, 0, 0])]
 
 
-def layer_case(form: str, group: Any, size: int) -> list[Tensor]:
+def layer_case(form: str, group: Any, size: int, folder: Path) -> list[Tensor]:
     """Each layer by itself, made with the group; its weights are its part of the whole model's."""
     config, generator = make_config(form, size), torch.Generator().manual_seed(3)
     layers = make_model(config, group).layers
@@ -132,7 +132,7 @@ def gdn_steps(
         yield layer(torch.cat(hidden), metadata, windows, states)
 
 
-def decoder_case(form: str, group: Any, size: int) -> list[Tensor]:
+def decoder_case(form: str, group: Any, size: int, folder: Path) -> list[Tensor]:
     """Decoder layers that were made one by one, in the place of the model's."""
     config = make_config(form, size)
     model = make_model(config, group)
@@ -151,7 +151,8 @@ def checkpoint_case(form: str, group: Any, size: int, folder: Path) -> list[Tens
 
 
 CASES: dict[str, Case] = {
-    "model": model_case, "copy": copied_case, "engine": engine_case, "layers": layer_case, "decoder layers": decoder_case,
+    "model": model_case, "copy": copied_case, "layers": layer_case, "decoder layers": decoder_case,
+    "checkpoint": checkpoint_case,
 }  # fmt: skip
 
 
@@ -198,12 +199,18 @@ def demo_report(size: int, group: Any = None) -> Any:
     return found.passed, found.tokens, found.others
 
 
-def work(group: Any, folder: Path) -> dict[str, Any]:
-    """Everything, on one rank of a group."""
+def run_layers(group: Any, folder: Path) -> dict[str, Any]:
+    """Layers and models, on one rank of a group."""
+    found: dict[str, Any] = {
+        f"{name}, {form}": case(form, group, group.size(), folder) for name, case in CASES.items() for form in FORMS
+    }
+    return found | {"refusals": refusals(group)}
+
+
+def run_engines(group: Any, folder: Path) -> dict[str, Any]:
+    """What is built on them, on one rank of a group."""
     size = group.size()
-    found: dict[str, Any] = {f"{name}, {form}": case(form, group, size) for name, case in CASES.items() for form in FORMS}
-    found |= {f"checkpoint, {form}": checkpoint_case(form, group, size, folder) for form in FORMS}
-    return found | {"refusals": refusals(group), "demo": demo_report(size, group)}
+    return {form: engine_case(form, group, size) for form in FORMS} | {"demo": demo_report(size, group)}
 
 
 def die(group: Any, folder: Path) -> None:

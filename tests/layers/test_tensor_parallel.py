@@ -8,52 +8,55 @@ import pytest
 import torch
 
 from tests.layers import rank_cases
-from tests.layers.processes import run_ranks
+from tests.layers.processes import Work, run_ranks
 
 TOLERANCE = 1e-5  # of the largest value, float32
-NAMES = [f"{name}, {form}" for name in (*rank_cases.CASES, "checkpoint") for form in rank_cases.FORMS]
+CASES = [(name, form) for name in rank_cases.CASES for form in rank_cases.FORMS]
+LONG = [2, *(pytest.param(size, marks=pytest.mark.cover) for size in (3, 4))]
 
 
 class Group:
-    """Results of the ranks of a group, and those of one process."""
+    """A group of processes, and what each rank found."""
 
-    def __init__(self, size: int, folder: Path) -> None:
-        self.size, self.folder = size, folder
-        rank_cases.write_checkpoints(size, folder)
-        self.ranks = run_ranks(rank_cases.work, size, folder)
+    def __init__(self, work: Work, size: int, folder: Path) -> None:
+        self.size, self.folder, self.ranks = size, folder, run_ranks(work, size, folder)
         assert [one for one in self.ranks if not isinstance(one, dict)] == []
 
-    def alone(self, name: str) -> list[torch.Tensor]:
-        case, _, form = name.partition(", ")
-        if case == "checkpoint":
-            return rank_cases.checkpoint_case(form, None, self.size, self.folder)
-        return rank_cases.CASES[case](form, None, self.size)
+    def compare(self, name: str, wanted: list[torch.Tensor]) -> None:
+        """Every rank has what one process has, and all have the same bits."""
+        for rank in self.ranks:
+            assert len(rank[name]) == len(wanted) > 0
+            for found, expected, first in zip(rank[name], wanted, self.ranks[0][name], strict=True):
+                assert found.shape == expected.shape and expected.numel()
+                assert float((found - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
+                assert torch.equal(found, first)
 
 
 @pytest.fixture(scope="module", params=rank_cases.SIZES)
-def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Group:
-    return Group(request.param, tmp_path_factory.mktemp("ranks"))
+def layers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Group:
+    folder = tmp_path_factory.mktemp("layers")
+    rank_cases.write_checkpoints(request.param, folder)
+    return Group(rank_cases.run_layers, request.param, folder)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_ranks_give_what_one_process_gives(group: Group, name: str) -> None:
-    wanted = group.alone(name)
-    for rank in group.ranks:
-        assert len(rank[name]) == len(wanted) > 0
-        for found, expected in zip(rank[name], wanted, strict=True):
-            assert found.shape == expected.shape and expected.numel()
-            assert float((found - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
+@pytest.fixture(scope="module", params=LONG)
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Group:
+    return Group(rank_cases.run_engines, request.param, tmp_path_factory.mktemp("engines"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_ranks_results_are_the_same_bits(group: Group, name: str) -> None:
-    first, *others = [rank[name] for rank in group.ranks]
-    for other in others:
-        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_ranks_give_what_one_process_gives(layers: Group, name: str, form: str) -> None:
+    layers.compare(f"{name}, {form}", rank_cases.CASES[name](form, None, layers.size, layers.folder))
 
 
-def test_groups_that_cannot_divide_a_model_are_named(group: Group) -> None:
-    size = group.size
+@pytest.mark.parametrize("form", rank_cases.FORMS)
+def test_the_engine(engines: Group, form: str) -> None:
+    """The tokens of one process, and the logits of whole sequences."""
+    engines.compare(form, rank_cases.engine_case(form, None, engines.size))
+
+
+def test_groups_that_cannot_divide_a_model_are_named(layers: Group) -> None:
+    size = layers.size
     wanted = {
         "heads": f"ValueError: linear_num_key_heads: expected a multiple of {size} ranks, got 5",
         "attention": f"ValueError: num_attention_heads: expected a multiple of {size} ranks, got 5",
@@ -62,19 +65,19 @@ def test_groups_that_cannot_divide_a_model_are_named(group: Group) -> None:
         "experts": f"ValueError: moe_intermediate_size: expected a multiple of {size} ranks, got 13",
     }
     expected = "TypeError: tp_group: expected a torch.distributed.ProcessGroup that this process is in, or None, got int"
-    for rank, found in enumerate(group.ranks):
+    for rank, found in enumerate(layers.ranks):
         outside = {"outside": expected} if rank else {}
         assert found["refusals"] == wanted | {"size": expected} | outside
 
 
-def test_the_demo(group: Group) -> None:
-    passed, tokens, others = rank_cases.demo_report(group.size)
+def test_the_demo(engines: Group) -> None:
+    passed, tokens, others = rank_cases.demo_report(engines.size)
     assert passed and others == ()
-    for rank in group.ranks:
-        assert rank["demo"] == (True, tokens, (0,) * (group.size - 1))
+    for rank in engines.ranks:
+        assert rank["demo"] == (True, tokens, (0,) * (engines.size - 1))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", LONG)
 def test_a_rank_that_dies_ends_the_others(size: int, tmp_path: Path) -> None:
     """Within the group's time-out, and not before it is gone."""
     started = time.monotonic()
