@@ -1,0 +1,90 @@
+"""How a sequence and query rows are parted, and how metadata says so; no process group."""
+
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdn.distributed import split_tokens, zigzag
+from gdn.distributed.parts import CORRECTION
+from gdn.layers import AttentionMetadataBuilder, GDNMetadataBuilder
+
+
+@given(st.integers(0, 100_000), st.integers(1, 9), st.floats(0, 20), st.floats(0, 20))
+def test_parts_are_all_tokens(tokens: int, ranks: int, before: float, after: float) -> None:
+    parts = split_tokens(tokens, ranks, before=before, after=after)
+    assert len(parts) == ranks and sum(parts) == tokens and min(parts) >= 0
+    assert all(part % 64 == 0 for part in parts[:-1])
+
+
+def _time(parts: list[int], before: float, after: float) -> float:
+    """Passes over tokens until the last rank is done, by the model that the docstring states."""
+    first = max(part * (before + (1 if rank == 0 else 2)) for rank, part in enumerate(parts))
+    return first + max(part * (after + (0 if rank == 0 else CORRECTION)) for rank, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.0), (5.5, 2.0), (0.0, 3.0), (1.0, 0.1)])
+def test_no_other_first_part_is_faster(ranks: int, before: float, after: float) -> None:
+    tokens = 64 * 9000
+    found = _time(split_tokens(tokens, ranks, before=before, after=after), before, after)
+    for first in range(0, tokens, 64 * 50):
+        other = (tokens - first) / (ranks - 1)
+        assert found <= 1.01 * _time([first, *[int(other)] * (ranks - 1)], before, after)
+
+
+def test_wrong_sizes_are_named() -> None:
+    for wrong, message in (((-1, 2), "num_tokens: expected at least 0"), ((5, 0), "num_ranks: expected at least 1")):
+        with pytest.raises(ValueError, match=message):
+            split_tokens(*wrong)
+    with pytest.raises(ValueError, match="before: expected a number >= 0"):
+        split_tokens(5, 2, before=-1)
+    with pytest.raises(ValueError, match="num_ranks: expected at least 1"):
+        zigzag(5, 0)
+    for wrong_rank in ({"cp_rank": 2, "cp_size": 2}, {"cp_rank": -1}, {"cp_size": 0}):
+        with pytest.raises(ValueError, match="cp_(rank|size): expected"):
+            GDNMetadataBuilder("cpu", **wrong_rank)
+        with pytest.raises(ValueError, match="cp_(rank|size): expected"):
+            AttentionMetadataBuilder("cpu", block_size=16, max_seq_len=16, **wrong_rank)
+
+
+@given(st.integers(0, 300), st.integers(1, 6))
+def test_zigzag_rows_cost_each_rank_as_much(rows: int, ranks: int) -> None:
+    shares = [list(chain.from_iterable(share)) for share in zigzag(rows, ranks)]
+    assert sorted(chain.from_iterable(shares)) == list(range(rows))
+    costs = [sum(row + 1 for row in share) for share in shares]  # a row sees as many keys as there are up to it
+    assert max(costs) - min(costs) <= 2 * rows + 2
+
+
+def test_a_step_is_cut_where_the_ranks_meet() -> None:
+    """A decode row and three prompts over three ranks: the second prompt lies on two of them, one rank has no token of some."""
+    built = [
+        GDNMetadataBuilder("cpu", cp_rank=rank, cp_size=3).build([1, 400, 0, 239], [9, 400, 3, 239], [4, 1, 2, 7])
+        for rank in range(3)
+    ]
+    stops = built[0].parts.stops
+    assert stops[-1] == 640 and all(one.parts == built[0].parts for one in built) and 0 < stops[0] < stops[1] < 640
+    lengths = torch.stack([one.non_spec_query_start_loc.diff() for one in built])
+    assert lengths.sum(0).tolist() == [1, 400, 0, 239]
+    assert lengths.sum(1).tolist() == [stops[0], stops[1] - stops[0], 640 - stops[1]]
+    assert lengths[:, 0].tolist() == [1, 0, 0] and lengths[2, 1] == 0 and lengths[0, 3] == 0
+    for one in built:
+        assert one.has_initial_state.tolist() == [True, False, True, False]
+        assert one.non_spec_state_indices_tensor.tolist() == [4, 1, 2, 7] and one.num_prefills == 2
+
+
+def test_dealt_rows_are_sequences_of_their_own() -> None:
+    """A sequence over the threshold and one below it, over two ranks: blocks 0 and 3, and 1 and 2, of the first."""
+    builders = [
+        AttentionMetadataBuilder("cpu", block_size=16, max_seq_len=64, cp_rank=rank, cp_size=2, deal_longer_than=40)
+        for rank in (0, 1)
+    ]
+    first, second = (builder.build([40, 9], [48, 20], [[5, 6, 7], [1, 2]], [3, 4]).dealt for builder in builders)
+    assert first.counts == second.counts == (29, 20)  # the short sequence is the first rank's: both have as few
+    assert first.rows.tolist() == [*range(10), *range(30, 40), *range(40, 49)] and second.rows.tolist() == [*range(10, 30)]
+    assert torch.cat([first.rows, second.rows])[first.order].tolist() == list(range(49))
+    assert first.metadata.query_lens_host == (10, 10, 9) and first.metadata.seq_lens_host == (18, 48, 20)
+    assert first.metadata.block_tables.tolist() == [[5, 6, 7], [5, 6, 7], [1, 2, 0]]
+    assert second.metadata.seq_lens_host == (28, 38) and second.metadata.sequence_slots.tolist() == [3, 3]
