@@ -41,6 +41,7 @@ def demo(
     tp: Annotated[
         int, typer.Option(min=1, help="Tensor-parallel ranks: torchrun's processes; without torchrun the first rank runs alone.")
     ] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="Context-parallel ranks of prefill, under torchrun: tp * cp processes.")] = 1,
     device: Annotated[str, typer.Option(help="'cuda', 'cpu', or 'auto': a GPU if there is one.")] = "auto",
     steps: Annotated[
         int | None, typer.Option(min=1, help="Decode steps.", show_default=f"{GPU_STEPS}; {CPU_STEPS} on a CPU")
@@ -51,8 +52,10 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prefill, verify drafts and decode with a hybrid model; check every operator, and the model against a reference."""
-    plan = replace(_plan(model, layers, checkpoint, tp, device, steps, drafts, seed), eager=eager)
-    with demo_ranks.joined(plan.tensor_parallel, plan.device) as group:
+    if cp > 1 and not demo_ranks.are_launched():
+        raise typer.BadParameter(f"expected 1 without torchrun, got {cp}", param_hint="--cp")
+    plan = replace(_plan(model, layers, checkpoint, tp, device, steps, drafts, seed), eager=eager, context_parallel=cp)
+    with demo_ranks.joined(tp * cp, plan.device) as group:
         is_first = group is None or group.rank() == 0
         console = Console(quiet=as_json or not is_first)
         limits = None
@@ -129,6 +132,8 @@ def _head(plan: Plan, limits: Limits | None, *, alone: bool) -> list[str]:
         where = f"{torch.cuda.get_device_name()}: copy {limits.copy_gbps / 1e3:.2f} TB/s, {rates}"
     ranks = f"{plan.tensor_parallel} tensor-parallel rank{'s' if plan.tensor_parallel > 1 else ''}"
     ranks = f"one of {ranks}" if alone else f"on all {ranks}"
+    if plan.context_parallel > 1:
+        ranks += f" times {plan.context_parallel} context-parallel ranks"
     return [
         where,
         f"{plan.name}, {ranks}, {weights}, {dtype}; hidden size {config.hidden_size}",
@@ -151,6 +156,7 @@ def _data(plan: Plan, report: Report) -> dict[str, Any]:
     """The report as JSON shows it."""
     return {
         "model": plan.name, "layers": plan.config.num_hidden_layers, "tensor_parallel": plan.tensor_parallel,
+        "context_parallel": plan.context_parallel,
         "ranks": 1 + len(report.others), "device": plan.device.type, "dtype": str(plan.dtype).removeprefix("torch."),
         "captured": report.captured, "passed": report.passed,
         "phases": [{**vars(one), "tokens_per_second": one.tokens_per_second} for one in report.speeds],

@@ -176,10 +176,11 @@ class Engine:
         )  # fmt: skip
         self.allocator = CacheAllocator(self.caches)
         rows = sizes.max_num_sequences
-        self._gdn = GDNMetadataBuilder(self.device, num_spec=sizes.num_spec, max_num_sequences=rows, null_slot=null_slot)
+        ranks = {"cp_rank": model.context_parallel.rank, "cp_size": model.context_parallel.size}
+        self._gdn = GDNMetadataBuilder(self.device, num_spec=sizes.num_spec, max_num_sequences=rows, null_slot=null_slot, **ranks)
         self._attention = AttentionMetadataBuilder(
             self.device, block_size=sizes.block_size, max_seq_len=sizes.max_seq_len, index_ratio=config.index_ratio,
-            max_num_sequences=rows, max_query_len=1 + sizes.num_spec,
+            max_num_sequences=rows, max_query_len=1 + sizes.num_spec, **ranks,
         )  # fmt: skip
         on_gpu = self.device.type == "cuda"
         self.use_graphs = on_gpu if use_graphs is None else use_graphs

@@ -92,7 +92,8 @@ def _convolution(call: Call, before: Arguments) -> Pairs:
         if start == end or slots[n] <= before["null_slot"]:
             continue
         own = states[slots[n], :, :window]
-        history = own.clone() if bool(before["has_initial_state"][n]) else torch.zeros_like(own)
+        mask = before["has_initial_state"]
+        history = own.clone() if mask is None or bool(mask[n]) else torch.zeros_like(own)
         line = torch.cat([history, x[start:end].double().T], dim=1)
         out[start:end] = _convolve(line, weight)
         own.copy_(line[:, -window:])

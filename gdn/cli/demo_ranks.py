@@ -30,8 +30,8 @@ def own_device(device: torch.device) -> torch.device:
 
 
 @contextlib.contextmanager
-def joined(tensor_parallel: int, device: torch.device) -> Iterator[dist.ProcessGroup | None]:
-    """Group of the processes that torchrun started, NCCL on GPUs and gloo on CPUs; None where there is this one alone."""
+def joined(ranks: int, device: torch.device) -> Iterator[dist.ProcessGroup | None]:
+    """Group of so many ranks, which torchrun started, NCCL on GPUs and gloo on CPUs; None where this process is alone."""
     if not are_launched():
         yield None
         return
@@ -42,12 +42,29 @@ def joined(tensor_parallel: int, device: torch.device) -> Iterator[dist.ProcessG
         dist.init_process_group("gloo", timeout=TIMEOUT)
     group = dist.group.WORLD
     assert group is not None
-    if group.size() != tensor_parallel:
+    if group.size() != ranks:
         dist.destroy_process_group()
-        message = f"expected {group.size()}, the number of processes that torchrun started, got {tensor_parallel}"
-        raise typer.BadParameter(message, param_hint="--tp")
+        message = f"expected {group.size()} ranks, the number of processes that torchrun started, got {ranks}"
+        raise typer.BadParameter(message, param_hint="--tp, --cp")
     yield group
     dist.destroy_process_group()  # not after an error: other ranks may be waiting, and torchrun ends them
+
+
+def divided(
+    group: dist.ProcessGroup | None, tensor_parallel: int, context_parallel: int
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """This rank's tensor-parallel group, of adjacent ranks, and its context-parallel one, across those; None for one rank."""
+    if group is None or context_parallel == 1:
+        return group, None
+    if tensor_parallel == 1:
+        return None, group
+    ranks = torch.arange(group.size()).view(context_parallel, tensor_parallel)
+    found = []
+    for rows in (ranks, ranks.t()):
+        made = [dist.new_group(row, timeout=TIMEOUT) for row in rows.tolist()]  # every rank makes all of them
+        (own,) = [one for one, row in zip(made, rows.tolist(), strict=True) if group.rank() in row]
+        found.append(own)
+    return found[0], found[1]
 
 
 def told_by_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gdn.cli.demo_calls import Checker, Row, intercepting
 from gdn.cli.demo_drafts import ngram_drafts, random_drafts
 from gdn.cli.demo_engine import Engine, EngineSizes, Generated
-from gdn.cli.demo_ranks import told_by_all
+from gdn.cli.demo_ranks import divided, told_by_all
 from gdn.cli.demo_reference import Deviation, Trace, deviations
 from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.loading import SafetensorsFolder, load
@@ -42,6 +42,8 @@ class Plan:
     device : torch.device
     tensor_parallel, seed : int
         Ranks, of which the first runs alone, or all run in a group; seed of weights, prompts and drafts.
+    context_parallel : int
+        Ranks that part the rows of prompts, each with all tensor-parallel ones.
     checkpoint : Path, optional
         Folder of the weights; None = random.
     eager : bool
@@ -58,6 +60,7 @@ class Plan:
     seed: int = 0
     checkpoint: Path | None = None
     eager: bool = False
+    context_parallel: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,7 +131,8 @@ def make_model(plan: Plan, group: dist.ProcessGroup | None = None) -> HybridMode
     if group is None:
         model = HybridModel(config.per_rank(plan.tensor_parallel), **placed)
     else:
-        model = HybridModel(config, tp_group=group, **placed)
+        tp_group, cp_group = divided(group, plan.tensor_parallel, plan.context_parallel)
+        model = HybridModel(config, tp_group=tp_group, cp_group=cp_group, **placed)
     tensors = RandomTensors(config, plan.seed, **placed) if plan.checkpoint is None else SafetensorsFolder(plan.checkpoint)
     load(model, tensors, config, model.tensor_parallel.rank, plan.tensor_parallel, only_first_layers=True)
     return model
@@ -142,8 +146,8 @@ def run(
 ) -> Report:
     """Runs the demo.
 
-    limits: measured rates of the GPU; None = no call is timed. on_row: called after every checked call. group: tensor-parallel
-    ranks, which all run the same plan.
+    limits: measured rates of the GPU; None = no call is timed. on_row: called after every checked call. group: all ranks, which
+    run the same plan.
     """
     draw = random.Random(plan.seed)
     prompts = [random_drafts(draw, plan.config.vocab_size, length) for length in plan.lengths]

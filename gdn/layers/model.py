@@ -138,4 +138,4 @@ class HybridModel(nn.Module):
         The ranks' logits are the same bits where all have the same GPU and libraries, and a sum over ranks is the same on each.
         Ranks that chose differently all the same would go on with batches of different shapes, and wait for each other.
         """
-        return self.tensor_parallel.agree(logits.argmax(dim=-1))
+        return self.context_parallel.agree(self.tensor_parallel.agree(logits.argmax(dim=-1)))

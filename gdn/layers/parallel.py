@@ -144,6 +144,12 @@ class ContextParallel:
             refuse("metadata", f"rows dealt over {self.size} ranks (cp_group's)", f"over {len(dealt.counts)}")
         return dealt
 
+    def agree(self, choice: Tensor) -> Tensor:
+        """The first rank's tensor, in place of this rank's."""
+        if self.size > 1:
+            dist.broadcast(choice, group_src=0, group=self.group)
+        return choice
+
     def own(self, rows: Tensor, parts: ContextParts | None) -> Tensor:
         """This rank's rows of all."""
         return rows if parts is None else rows[parts.rows(self.rank, rows.shape[0])]

@@ -26,10 +26,30 @@ def test_two_ranks_print_once() -> None:
 
 
 @pytest.mark.cover
+@pytest.mark.parametrize("tp", [1, 2])
+def test_context_parallel_ranks_generate_the_same(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of the demo are longer than the threshold: the rows of both kinds of layers are parted."""
+    alone = json.loads(torchrun(1, "--json").stdout)
+    monkeypatch.setenv("VLLM_QSA_PREFILL_USE_CP", "1")
+    monkeypatch.setenv("VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD", "30")
+    done = torchrun(2 * tp, "--tp", str(tp), "--cp", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["passed"] and (data["ranks"], data["context_parallel"], data["wrong_on_other_ranks"]) == (2 * tp, 2, 0)
+    assert data["tokens"] == alone["tokens"]
+
+
+def test_context_parallel_needs_torchrun() -> None:
+    line = [sys.executable, "-m", "gdn", "demo", "--cp", "2"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2 and "--cp: expected 1 without torchrun, got 2" in done.stderr
+
+
+@pytest.mark.cover
 def test_another_number_of_ranks_is_refused() -> None:
     done = torchrun(2)
     assert done.returncode != 0 and done.stdout == ""
-    assert "--tp: expected 2, the number of processes that torchrun started, got 1" in done.stderr
+    assert "--tp, --cp: expected 2 ranks, the number of processes that torchrun started, got 1" in done.stderr
 
 
 def test_a_process_without_torchrun_is_alone() -> None:
