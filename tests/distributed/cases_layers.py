@@ -79,12 +79,13 @@ def delta_net(group: Any) -> None:
     raises(TypeError, "cp_group: expected a torch.distributed.ProcessGroup, got int", GatedDeltaNet, config, cp_group=3)
 
 
-def attention(group: Any, **fields: Any) -> None:
+def attention(group: Any, use_fp8: bool = False, **fields: Any) -> None:
     """A long prompt between short ones, then its next chunk with a decode row: some sequences are longer than the threshold."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     config = small_config(**{"num_attention_heads": 4, "num_key_value_heads": 2, **fields})
     ratio, block = config.index_ratio, 16
-    alone, layer = (filled(SparseAttention(config, cp_group=one, dtype=torch.float32), 1) for one in (None, group))
+    options: dict[str, Any] = {"use_fp8_indexer": use_fp8, "dtype": torch.float32}
+    alone, layer = (filled(SparseAttention(config, cp_group=one, **options), 1) for one in (None, group))
     generator = torch.Generator().manual_seed(3)
 
     def stale() -> dict[str, Any]:
@@ -92,11 +93,14 @@ def attention(group: Any, **fields: Any) -> None:
         kv = torch.randn(2, 40, block, 2, config.head_dim, generator=draw)
         keys = torch.randn(40, block // ratio, config.index_kv_heads, config.index_head_dim, generator=draw)
         ring = torch.randn(5, 4, config.index_kv_heads, config.index_head_dim, generator=draw) if ratio > 1 else None
+        if use_fp8:  # a scale after the values; compressed keys have none
+            shape = (*keys.shape[:-1], config.index_head_dim + (4 if ratio == 1 else 0))
+            keys = torch.zeros(shape, dtype=torch.uint8).view(torch.uint8 if ratio == 1 else torch.float8_e4m3fn)
         return {"kv_cache": (kv[0], kv[1]), "indexer_cache": keys if config.index_topk else None, "indexer_ring": ring}
 
     caches, own = stale(), stale()
     tables = torch.randperm(40, generator=generator).view(4, 10)
-    options: dict[str, Any] = {"block_size": block, "max_seq_len": 160, "index_ratio": ratio}
+    options = {"block_size": block, "max_seq_len": 160, "index_ratio": ratio}
     builders = [AttentionMetadataBuilder("cpu", cp_rank=r, cp_size=s, **options) for r, s in ((0, 1), (rank, size))]
     steps = [([70, 20, 90, 0], [70, 20, 90, 0]), ([33, 1, 40, 12], [103, 21, 130, 12])]
     for queries, lengths in steps:
@@ -112,7 +116,9 @@ def attention(group: Any, **fields: Any) -> None:
         assert longest - shortest <= 2 * 20, "ranks of unequal work"
         for one, other in zip([*own["kv_cache"], own["indexer_cache"], own["indexer_ring"]],
                               [*caches["kv_cache"], caches["indexer_cache"], caches["indexer_ring"]], strict=True):  # fmt: skip
-            if other is not None:
+            if other is not None and other.element_size() == 1:
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            elif other is not None:
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert builders[1].build(*steps[0], tables, [1, 2, 3, 4]).dealt is None, "without the switch"
     with dealing(90):
@@ -164,6 +170,8 @@ CASES: dict[str, Callable[[Any], None]] = {
     "Gated DeltaNet": delta_net,
     "attention, an indexer": attention,
     "attention, a compressed indexer": partial(attention, index_ratio=4),
+    "attention, an FP8 indexer": partial(attention, use_fp8=True),
+    "attention, a compressed FP8 indexer": partial(attention, use_fp8=True, index_ratio=4),
     "attention, dense": partial(attention, index_topk=0),
     "model, experts": partial(model, threshold=40, **_INDEXER, **_EXPERTS),
     "model, streams and a compressed indexer": partial(
