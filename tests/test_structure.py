@@ -36,7 +36,7 @@ MOST_PYTHON_LINES = {
 # Qualified name, or path of a file -> why.
 EXCEPTIONS: dict[str, str] = {
     "autotune.cli.tune": "typer makes the options of a command of its function's parameters, one each",
-    "gdn.cli.demo.demo": "the same",
+    "gdn.cli.demo.demo": "typer makes the options of a command of its function's parameters, one each",
     "gdn.distributed.chunk.chunk_gated_delta_rule": "the arguments of the operator, and the group",
     "gdn.distributed.conv.causal_conv1d_fn": "the arguments of the operator, and the group",
 }
