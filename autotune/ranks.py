@@ -8,7 +8,6 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from gdn.layers.random_weights import RandomTensors
 SIZES = (1, 2, 4)
 BATCHES = (64, 1)
 MUST = {(2, 64): 1.2, (4, 64): 1.5}  # (ranks, batch) -> least times as fast as one rank
-WARM_UPS, SAMPLES, CALLS = 50, 21, 20
+WARM_UPS, CALLS = 3, 20  # samples before those that count, and steps of a sample
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,7 @@ class Job:
     batches: tuple[int, ...] = BATCHES
     context: int = 4096
     device_type: str = "cuda"
+    samples: int = 21
 
 
 def measure(ranks: int, job: Job) -> dict[int, float]:
@@ -98,7 +98,7 @@ def _rank(rank: int, ranks: int, job: Job, folder: str) -> None:
     dtype = torch.bfloat16 if is_cuda else torch.float32
     model = HybridModel(job.config, tp_group=group, device=device, dtype=dtype)
     load(model, RandomTensors(job.config, device=device, dtype=dtype), job.config, rank, ranks)
-    found = {batch: step_us(model, batch, job.context) for batch in job.batches}
+    found = {batch: step_us(model, batch, job.context, job.samples) for batch in job.batches}
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
     if group is not None:
@@ -106,8 +106,8 @@ def _rank(rank: int, ranks: int, job: Job, folder: str) -> None:
 
 
 @torch.inference_mode()
-def step_us(model: HybridModel, batch: int, context: int) -> float:
-    """Microseconds of a decode step of `batch` sequences of `context` tokens, the new one included."""
+def step_us(model: HybridModel, batch: int, context: int, samples: int) -> float:
+    """Median microseconds of a decode step of `batch` sequences of `context` tokens, the new one included."""
     config, device, dtype = model.config, model.embed_tokens.device, model.embed_tokens.dtype
     blocks = batch * -(-context // BLOCK_SIZE)
     caches = HybridCaches(config, blocks, BLOCK_SIZE, batch, dtype=dtype, device=device)
@@ -117,20 +117,15 @@ def step_us(model: HybridModel, batch: int, context: int) -> float:
     fixed = FixedStep(model, caches, batch, step, device, is_captured=device.type == "cuda")
     fixed.input_ids.random_(config.vocab_size, generator=generator)
     fixed.positions.fill_(context - 1)
-    return _median_us([lambda: fixed(step)] * CALLS, device)
-
-
-def _median_us(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """Median time of a call, of samples of all of them."""
-    samples = []
-    for _ in range(SAMPLES + -(-WARM_UPS // len(calls))):
+    times = []
+    for _ in range(WARM_UPS + samples):
         _wait(device)
         started = time.perf_counter()
-        for call in calls:
-            call()
+        for _ in range(CALLS):
+            fixed(step)
         _wait(device)
-        samples.append((time.perf_counter() - started) / len(calls) * 1e6)
-    return statistics.median(samples[-SAMPLES:])
+        times.append((time.perf_counter() - started) / CALLS * 1e6)
+    return statistics.median(times[WARM_UPS:])
 
 
 def _wait(device: torch.device) -> None:

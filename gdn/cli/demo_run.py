@@ -135,6 +135,8 @@ def make_model(plan: Plan, group: dist.ProcessGroup | None = None) -> HybridMode
         model = HybridModel(config, tp_group=tp_group, cp_group=cp_group, **placed)
     tensors = RandomTensors(config, plan.seed, **placed) if plan.checkpoint is None else SafetensorsFolder(plan.checkpoint)
     load(model, tensors, config, model.tensor_parallel.rank, plan.tensor_parallel, only_first_layers=True)
+    if plan.device.type == "cuda":
+        torch.cuda.empty_cache()  # whole tensors, of which a rank takes its share
     return model
 
 

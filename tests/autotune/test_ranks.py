@@ -5,9 +5,10 @@ import torch
 from typer.testing import CliRunner
 
 from autotune import cli, ranks
+from gdn.layers import StepMetadata
 from gdn.layers.named import NAMED, first_layers
 
-TINY = ranks.Job(first_layers(NAMED["tiny"], 4), batches=(3, 1), context=40, device_type="cpu")
+TINY = ranks.Job(first_layers(NAMED["tiny"], 4), batches=(3, 1), context=40, device_type="cpu", samples=2)
 
 
 @pytest.mark.cover
@@ -17,7 +18,7 @@ def test_every_number_of_ranks_is_timed() -> None:
         assert list(found) == [3, 1] and min(found.values()) > 0
 
 
-def test_ranks_are_compared_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_compared_with_one() -> None:
     found = ranks.rows({1: {64: 3000.0, 1: 400.0}, 2: {64: 2400.0, 1: 500.0}, 4: {64: 2500.0, 1: 100.0}})
     assert [(row.ranks, row.batch, row.faster, row.must, row.passed) for row in found] == [
         (1, 64, 1.0, None, True), (1, 1, 1.0, None, True), (2, 64, 1.25, 1.2, True), (2, 1, 0.8, None, True),
@@ -45,7 +46,19 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, last_us: float, status: in
     assert result.exit_code == 0 and asked[3:] == [1, 2] and "a GPU: 2 here, larger groups are not timed" in result.output
 
 
-def test_a_step_replays_the_same_tokens() -> None:
+def test_a_step_is_timed_on_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Median of the samples after the first ones, each of as many replays; positions are those of the last token."""
+    clock, seen = [0.0], []
+
+    class Fixed(ranks.FixedStep):
+        def __call__(self, step: StepMetadata) -> None:
+            seen.append((self.input_ids.clone(), self.positions.clone()))
+            clock[0] += 1e-3 if len(seen) > ranks.WARM_UPS * ranks.CALLS else 1.0
+
+    monkeypatch.setattr(ranks, "FixedStep", Fixed)
+    monkeypatch.setattr(ranks.time, "perf_counter", lambda: clock[0])
     model = ranks.HybridModel(TINY.config, dtype=torch.float32)
     ranks.load(model, ranks.RandomTensors(TINY.config), TINY.config)
-    assert ranks.step_us(model, 2, 40) > 0
+    assert ranks.step_us(model, 2, 40, samples=3) == pytest.approx(1000.0)
+    assert len(seen) == (ranks.WARM_UPS + 3) * ranks.CALLS
+    assert all(torch.equal(ids, seen[0][0]) and positions.tolist() == [39, 39] for ids, positions in seen)

@@ -50,6 +50,7 @@ def _rank(work: Work, rank: int, size: int, folder: Path, timeout_s: float) -> N
         if name.startswith(env.PREFIXES) and name != "GDN_CACHE_DIR":
             del os.environ[name]
     env.reload()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name may lead nowhere
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout)
     try:
