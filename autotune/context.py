@@ -185,8 +185,8 @@ def layer_call(config: HybridConfig, tokens: int, group: Any, device: torch.devi
     fill_randomly(layer)
     metadata = GDNMetadataBuilder(device, cp_rank=rank, cp_size=ranks).build([tokens], [tokens], [1])
     if metadata.parts is not None:
-        rows = metadata.parts.rows(rank, tokens)
-        tokens = rows.stop - rows.start
+        first, stop = metadata.parts.bounds(rank, tokens)
+        tokens = stop - first
     windows = torch.zeros(2, config.linear_conv_kernel_dim - 1, config.conv_dim, device=device, dtype=dtype).mT
     states = torch.zeros(2, layer.num_v_heads, layer.head_v_dim, layer.head_k_dim, device=device)
     hidden = torch.randn(tokens, config.hidden_size, device=device, dtype=dtype)

@@ -1,6 +1,5 @@
 """Gated DeltaNet layer: projections around the fused operators, for every kind of batch."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -167,24 +166,35 @@ class GatedDeltaNet(nn.Module):
 
     def _prefill(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
         """Prompt chunks, with or without a state to continue, and the decode rows before them."""
-        slots, offsets = metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc
-        convolve: Callable[..., Any] = gdn.causal_conv1d_fn
-        recur: Callable[..., Any] = gdn.chunk_gated_delta_rule
-        if self.context_parallel.parts(metadata) is not None and self.context_parallel.size > 1:
-            ranks: dict[str, Any] = {"group": self.context_parallel.group, "final_rank": None}
-            convolve = functools.partial(gdn.distributed.causal_conv1d_fn, **ranks)
-            recur = functools.partial(gdn.distributed.chunk_gated_delta_rule, **ranks)
-        shared: dict[str, Any] = {
-            "has_initial_state": metadata.has_initial_state, "null_slot": self.null_slot,
-            "checkpoint_offsets": getattr(metadata, "checkpoint_offsets", None),
-            "checkpoint_slots": getattr(metadata, "checkpoint_slots", None),
-        }  # fmt: skip
+        slots, offsets, mask = (
+            metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc, metadata.has_initial_state
+        )  # fmt: skip
+        pools, parts = (conv_states, ssm_states), self.context_parallel.parts(metadata)
+        if parts is None or self.context_parallel.size == 1:
+            checkpoints = {name: getattr(metadata, name, None) for name in ("checkpoint_offsets", "checkpoint_slots")}
+            return self._continue(projected, pools, slots, offsets, {"has_initial_state": mask, **checkpoints})
+        rows, count = parts.shared_rows, parts.shared_sequences
+        ranks = {"group": self.context_parallel.group, "final_rank": None}
+        own = (slots[count:], offsets[count:] - rows, {"has_initial_state": mask[count:], **ranks})
+        if not rows:
+            return self._continue(projected, pools, *own)
+        first = self._continue(projected[:rows], pools, slots[:count], offsets[: count + 1], {"has_initial_state": mask[:count]})
+        return torch.cat([first, self._continue(projected[rows:], pools, *own)])
+
+    def _continue(
+        self, projected: Tensor, pools: tuple[Tensor, Tensor], slots: Tensor, offsets: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """Convolution, delta rule and norm of prompt chunks, of this rank's parts where the options have a group."""
+        space: Any = gdn.distributed if "group" in options else gdn
+        options = {**options, "null_slot": self.null_slot}
         mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
-        mixed_qkv = convolve(
-            mixed_qkv, self.conv_weight, conv_states=conv_states, query_start_loc=offsets, cache_indices=slots, **shared
+        mixed_qkv = space.causal_conv1d_fn(
+            mixed_qkv, self.conv_weight, conv_states=pools[0], query_start_loc=offsets, cache_indices=slots, **options
         )
         q, k, v = self._heads(mixed_qkv)
-        o, _ = recur(q, k, v, **self._gates(a, b), **shared, initial_state=ssm_states, cu_seqlens=offsets, state_indices=slots)
+        o, _ = space.chunk_gated_delta_rule(
+            q, k, v, **self._gates(a, b), **options, initial_state=pools[1], cu_seqlens=offsets, state_indices=slots
+        )
         return self._norm(o, z)
 
     def _mixed(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:

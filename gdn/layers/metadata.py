@@ -116,8 +116,8 @@ class GDNMetadataBuilder:
     null_slot : int
         Slot of padded rows, -1 (vLLM: 0).
     cp_rank, cp_size : int
-        This process among context-parallel ranks. The tokens of steps with prompts, packed, are parted over them; every rank
-        computes steps with speculative rows or checkpoints, and decode, by itself.
+        This process among context-parallel ranks. The tokens of prompts, packed, are parted over them; every rank computes decode
+        rows, and steps with speculative rows or checkpoints, by itself.
 
     Notes
     -----
@@ -248,7 +248,8 @@ class GDNMetadataBuilder:
         if num_prefills:
             if pad_to is not None:
                 refuse("pad_to", "None for a batch with prefills", pad_to)
-            return self._parted(GDNMetadata(**counts, **self._non_spec(rows, np.full(queries.shape[0], True))), queries)
+            metadata = GDNMetadata(**counts, **self._non_spec(rows, np.full(queries.shape[0], True)))
+            return self._parted(metadata, queries, first_prefill)
         # Rows without tokens are left out: token i is then that of row i, which lets a decode step do without offsets.
         slots = rows.slots[has_tokens, 0].astype(np.int32)
         offsets = np.arange(num_decodes + 1, dtype=np.int32)
@@ -267,16 +268,17 @@ class GDNMetadataBuilder:
             non_spec_state_indices_tensor=write("slots", slots, pad_to, self.null_slot, most=most),
         )
 
-    def _parted(self, metadata: GDNMetadata, queries: Array) -> GDNMetadata:
+    def _parted(self, metadata: GDNMetadata, queries: Array, first_prefill: int) -> GDNMetadata:
         """The same step, with this rank's offsets."""
         if self.cp_size == 1 or metadata.checkpoint_offsets is not None:
             return metadata
-        ends = np.cumsum(queries)
-        stops = np.cumsum(split_tokens(int(ends[-1]), self.cp_size, before=_TIME_BEFORE, after=_TIME_AFTER))
-        first = stops[self.cp_rank - 1] if self.cp_rank else 0
-        own = np.clip(ends, first, stops[self.cp_rank]) - np.clip(ends - queries, first, stops[self.cp_rank])
-        offsets = to_device(_offsets(own), self.device)
-        return replace(metadata, non_spec_query_start_loc=offsets, parts=ContextParts(tuple(stops.tolist())))
+        ends, shared = np.cumsum(queries), int(queries[:first_prefill].sum())
+        lengths = split_tokens(int(ends[-1]) - shared, self.cp_size, before=_TIME_BEFORE, after=_TIME_AFTER)
+        parts = ContextParts(tuple((shared + np.cumsum(lengths)).tolist()), shared, first_prefill)
+        first, stop = parts.bounds(self.cp_rank, int(ends[-1]))
+        own = np.clip(ends, first, stop) - np.clip(ends - queries, first, stop)
+        own[:first_prefill] = queries[:first_prefill]
+        return replace(metadata, non_spec_query_start_loc=to_device(_offsets(own), self.device), parts=parts)
 
     def _with_spec(self, rows: _Rows, pad_to: int | None) -> GDNMetadata:
         queries, is_spec = rows.queries, rows.is_spec

@@ -8,6 +8,7 @@ the output projection of the mixer, and after the MLP. Everything else is whole 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -65,19 +66,31 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class ContextParts:
-    """How the packed rows of a step lie on the context-parallel ranks: each has the next ones.
+    """How the packed rows of a step lie on the context-parallel ranks: all have the first ones, and each the next of the others.
 
     Parameters
     ----------
     stops : tuple of int
         Row after the last one of each rank. The last rank has padding too.
+    shared_rows, shared_sequences : int
+        First rows and sequences, those of decode, which every rank computes: less work than an exchange of their states.
     """
 
     stops: tuple[int, ...]
+    shared_rows: int = 0
+    shared_sequences: int = 0
 
-    def rows(self, rank: int, total: int) -> slice:
-        """Rows of a rank, of `total` with padding."""
-        return slice(self.stops[rank - 1] if rank else 0, total if rank == len(self.stops) - 1 else self.stops[rank])
+    def bounds(self, rank: int, total: int) -> tuple[int, int]:
+        """First row of a rank's own part and the row after its last, of `total` rows with padding."""
+        first = self.stops[rank - 1] if rank else self.shared_rows
+        return first, total if rank == len(self.stops) - 1 else self.stops[rank]
+
+    def take(self, rows: Tensor, rank: int) -> Tensor:
+        """Rows of a rank, of all of a step."""
+        first, stop = self.bounds(rank, rows.shape[0])
+        if first == self.shared_rows:
+            return rows[:stop]
+        return torch.cat([rows[: self.shared_rows], rows[first:stop]]) if self.shared_rows else rows[first:stop]
 
 
 @dataclass(frozen=True)
@@ -152,11 +165,13 @@ class ContextParallel:
 
     def own(self, rows: Tensor, parts: ContextParts | None) -> Tensor:
         """This rank's rows of all."""
-        return rows if parts is None else rows[parts.rows(self.rank, rows.shape[0])]
+        return rows if parts is None else parts.take(rows, self.rank)
 
     def whole(self, rows: Tensor, parts: ContextParts | None, total: int) -> Tensor:
         """All rows of this rank's; one exchange. total: rows of the step, padding included."""
         if parts is None or self.ranks is None:
             return rows
-        places = [parts.rows(rank, total) for rank in range(self.size)]
-        return self.ranks.gather_rows(rows, tuple(place.stop - place.start for place in places))
+        bounds = [parts.bounds(rank, total) for rank in range(self.size)]
+        shared = rows[: parts.shared_rows]
+        gathered = self.ranks.gather_rows(rows[parts.shared_rows :], tuple(stop - first for first, stop in bounds))
+        return torch.cat([shared, gathered]) if parts.shared_rows else gathered

@@ -65,7 +65,7 @@ def delta_net(group: Any) -> None:
         whole, parted = (builder.build(queries, lengths, places) for builder in builders)
         hidden = torch.randn(sum(queries), layer.hidden_size, generator=generator)
         wanted = alone(hidden, whole, *pools)
-        rows = parted.parts.rows(rank, sum(queries))
+        rows = parted.parts.take(torch.arange(sum(queries)), rank)
         found = layer(hidden[rows], parted, *own)
         assert found.shape == wanted[rows].shape
         torch.testing.assert_close(found, wanted[rows], rtol=1e-5, atol=1e-5)

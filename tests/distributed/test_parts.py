@@ -59,7 +59,7 @@ def test_zigzag_rows_cost_each_rank_as_much(rows: int, ranks: int) -> None:
 
 
 def test_a_step_is_cut_where_the_ranks_meet() -> None:
-    """A decode row and three prompts over three ranks: the second prompt lies on two of them, one rank has no token of some."""
+    """A decode row, which all three ranks have, and three prompts: one lies on two ranks, one rank has no token of some."""
     built = [
         GDNMetadataBuilder("cpu", cp_rank=rank, cp_size=3).build([1, 400, 0, 239], [9, 400, 3, 239], [4, 1, 2, 7])
         for rank in range(3)
@@ -67,9 +67,11 @@ def test_a_step_is_cut_where_the_ranks_meet() -> None:
     stops = built[0].parts.stops
     assert stops[-1] == 640 and all(one.parts == built[0].parts for one in built) and 0 < stops[0] < stops[1] < 640
     lengths = torch.stack([one.non_spec_query_start_loc.diff() for one in built])
-    assert lengths.sum(0).tolist() == [1, 400, 0, 239]
-    assert lengths.sum(1).tolist() == [stops[0], stops[1] - stops[0], 640 - stops[1]]
-    assert lengths[:, 0].tolist() == [1, 0, 0] and lengths[2, 1] == 0 and lengths[0, 3] == 0
+    assert lengths.sum(0).tolist() == [3, 400, 0, 239]
+    assert lengths.sum(1).tolist() == [stops[0], stops[1] - stops[0] + 1, 640 - stops[1] + 1]
+    assert lengths[:, 0].tolist() == [1, 1, 1] and lengths[2, 1] == 0 and lengths[0, 3] == 0
+    places = [one.parts.take(torch.arange(642), rank).tolist() for rank, one in enumerate(built)]
+    assert places == [[*range(stops[0])], [0, *range(stops[0], stops[1])], [0, *range(stops[1], 642)]]  # the last has padding
     for one in built:
         assert one.has_initial_state.tolist() == [True, False, True, False]
         assert one.non_spec_state_indices_tensor.tolist() == [4, 1, 2, 7] and one.num_prefills == 2
