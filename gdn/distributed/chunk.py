@@ -254,4 +254,4 @@ def _compute(
         return o, None, has_tokens
     for after in range(max(rank, 1), ranks.size):
         state = part.advance(state, summaries, after)
-    return o, state.clone() if state.data_ptr() == summaries.h.data_ptr() else state, has_tokens
+    return o, state.clone() if ranks.size == 1 else state, has_tokens  # without sums it is part of the received tensor

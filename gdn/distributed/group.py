@@ -9,6 +9,8 @@ from torch import Tensor
 from gdn.ops._call import reads_values
 from gdn.ops._check import bad_type, bad_value
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the second name is deprecated where the first is
+
 
 class Ranks:
     """This process among those of a group.
@@ -61,7 +63,7 @@ class Ranks:
         if self.size == 1:
             return part[None]
         gathered = part.new_empty(self.size, *part.shape)
-        dist.all_gather_into_tensor(gathered.view(-1), part.contiguous().view(-1), group=self.group)
+        _all_gather(gathered.view(-1), part.contiguous().view(-1), group=self.group)
         return gathered
 
     def gather_rows(self, rows: Tensor, counts: tuple[int, ...]) -> Tensor:
