@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import gdn
-from gdn.distributed.group import Ranks
+from gdn.distributed.group import Ranks, without_modes
 from gdn.distributed.slots import Slots
 from gdn.ops import _delta_rule
 from gdn.ops._call import reads_values
@@ -92,7 +92,7 @@ class _Part:
         o[0].transpose(0, 1).baddbmm_(queries[0].transpose(0, 1), S.to(o.dtype))
 
 
-@torch.no_grad()
+@without_modes
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import gdn
-from gdn.distributed.group import Ranks
+from gdn.distributed.group import Ranks, without_modes
 from gdn.distributed.slots import Slots
 from gdn.ops import _check as check
 from gdn.ops import _values
@@ -16,7 +16,7 @@ from gdn.ops._tensors import even_offsets
 from gdn.ops.conv import check_filter
 
 
-@torch.no_grad()
+@without_modes
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,

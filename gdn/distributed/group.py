@@ -1,15 +1,31 @@
 """The ranks of a process group: checks before anything is sent, and the exchanges."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gdn.ops._call import reads_values
+from gdn.ops._call import inference, reads_values, without_autocast
 from gdn.ops._check import bad_type, bad_value
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the second name is deprecated where the first is
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def without_modes(function: Function) -> Function:
+    """A function that records no gradient and that autocast does not change, as the operators; tensors of inference mode are
+    written in it."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        with inference([*arguments, *options.values()]), without_autocast():
+            return function(*arguments, **options)
+
+    return run  # type: ignore[return-value]
 
 
 class Ranks:

@@ -125,7 +125,7 @@ class Operator:
         switches = env.current()
         token = _current.set(call)
         try:
-            with _inference(given.values()), _without_autocast():
+            with inference(given.values()), without_autocast():
                 for name in self.contiguous:
                     if arguments[name] is not None:
                         take_contiguous(name, arguments[name])
@@ -146,7 +146,7 @@ class Operator:
         fakes, mode = _modes.faked(arguments)
         token = _current.set(Call(self, fakes, dict(fakes)))
         try:
-            with mode, torch.no_grad(), _without_autocast():
+            with mode, torch.no_grad(), without_autocast():
                 return self.body(**fakes)
         finally:
             _current.reset(token)
@@ -189,13 +189,13 @@ class Operator:
 operator = Operator
 
 
-def _inference(values: Iterable[Any]) -> AbstractContextManager[Any]:
+def inference(values: Iterable[Any]) -> AbstractContextManager[Any]:
     """No gradients; inference mode where one of the tensors was created in it and so may only be written in it."""
     is_inference = any(isinstance(value, Tensor) and value.is_inference() for value in values)
     return torch.inference_mode() if is_inference else torch.no_grad()
 
 
-class _without_autocast:
+class without_autocast:
     """Switches autocast off for the CPU and CUDA, where it is on."""
 
     def __enter__(self) -> None:

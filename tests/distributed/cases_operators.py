@@ -267,6 +267,28 @@ def conv_without_states(group: Any) -> None:
     assert torch.equal(windows, alone) == (parts.rank == dist.get_world_size(group) - 1)
 
 
+def modes(group: Any) -> None:
+    """Tensors of inference mode are written outside of it, gradients are not recorded, autocast changes nothing."""
+    parts = Parts.of(ONE, group)
+    own = cut(tokens(parts.totals[0]), parts.rows())
+    pool, windows = stale(3, 4, 16, 16), stale(3, 6, 3)  # made in inference mode
+    slots = torch.tensor([1])
+    with torch.inference_mode(False):
+        plain = {name: x.clone().requires_grad_(name != "g") for name, x in own.items()}
+        call = partial(gdn.distributed.chunk_gated_delta_rule, **plain, **raw_gates(4), group=group, output_final_state=True)
+        o, state = call()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            again, same = call()
+        assert torch.equal(o, again) and torch.equal(o.isnan(), torch.zeros_like(o, dtype=torch.bool)) and not o.requires_grad
+        assert state is None or torch.equal(state, same)
+        call(initial_state=pool, state_indices=slots, final_rank=None)
+        x = torch.ones(len(parts.rows()), 6)
+        gdn.distributed.causal_conv1d_fn(
+            x, torch.ones(6, 4), conv_states=windows, cache_indices=slots, group=group, final_rank=None
+        )
+    assert not torch.equal(pool, stale(3, 4, 16, 16)) and bool((windows[1] == 1).all())
+
+
 def conv_refuses(group: Any) -> None:
     x, weight = torch.ones(4, 6), torch.ones(6, 4)
     call = partial(gdn.distributed.causal_conv1d_fn, x, weight)
@@ -318,6 +340,7 @@ CASES: dict[str, Callable[[Any], None]] = {
     "chunk, without a pool, V first": partial(chunk_without_pool, state_v_first=True),
     "chunk, the same bits": chunk_is_repeated_bit_for_bit,
     "chunk, bfloat16": chunk_of_bfloat16,
+    "inference mode, gradients, autocast": modes,
     "conv, one sequence": partial(conv, lengths=ONE),
     "conv, ragged": partial(conv, lengths=RAGGED),
     "conv, ragged, in place, all ranks": partial(conv, lengths=RAGGED, final_rank=None, in_place=True),
