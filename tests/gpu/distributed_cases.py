@@ -4,6 +4,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,8 @@ def _rank(rank: int, size: int, folder: str) -> None:
     env.reload()
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=size, device_id=device)
+    store, timeout = f"file://{folder}/store", timedelta(minutes=3)  # kernels are compiled on all ranks at once
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=size, device_id=device, timeout=timeout)
     failed = {}
     for name, case in CASES.items():
         try:
