@@ -57,21 +57,25 @@ def measure(shape: Shape, limits: timing.Limits, spec: DeviceSpec, backend: str 
     )  # fmt: skip
 
 
-def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> tuple[list[peers.PeerRow], list[str]]:
-    """Times of every way of every library, on inputs that rotate like ours, and the failures."""
+def measure_peers(shape: Shape, libraries: Sequence[str], spec: DeviceSpec) -> tuple[list[peers.PeerRow], list[str], list[str]]:
+    """Times of every way of every library, on inputs that rotate like ours; the failures; the ways that a library refused."""
     if cases.tunable(shape.op).peer_arguments is None:
-        return [], []
+        return [], [], []
     device = torch.device("cuda", torch.cuda.current_device())
     ways_of = _ways(shape, timing.copies_beyond_l2(shape.problem.bytes_moved(), spec.l2_bytes), device)
-    rows, failures = [], []
+    rows, failures, refused = [], [], []
     for library in libraries:
         try:
             for same in ways_of(library):
                 way = same[0]
-                rows.append(peers.PeerRow(shape.op, shape.name, library, way.variant, way.norm, peers.time_us(same)))
+                try:
+                    rows.append(peers.PeerRow(shape.op, shape.name, library, way.variant, way.norm, peers.time_us(same)))
+                except peers.Refused as why:
+                    refused.append(f"{library} {way.variant}: {why}")
+                    torch.cuda.empty_cache()
         except Exception as failed:  # a library that is not there, or refuses the shape
             failures.append(f"{library}: {type(failed).__name__}: {failed}")
-    return rows, failures
+    return rows, failures, refused
 
 
 def _ways(shape: Shape, copies: int, device: torch.device) -> Callable[[str], list[tuple[peers.Peer, ...]]]:
@@ -103,9 +107,10 @@ class Bench:
         self._rows: list[Row] = []
         self._peers: list[peers.PeerRow] = []
         self._failures: list[dict[str, str]] = []
+        self._left_out: list[dict[str, str]] = []
 
     def measure(self, shape: Shape) -> list[str]:
-        """Times a shape; returns the failures with their reasons."""
+        """Times a shape; returns the failures, and the peers' ways that are left out, with their reasons."""
         failures = []
         for one in backends(shape.op, self._backend, self._every):
             try:
@@ -117,12 +122,14 @@ class Bench:
                 torch.cuda.empty_cache()
             self._rows += [] if row is None else [row]
             failures += [(one or "auto", "no kernel serves it")] if row is None else []
-        timed, refused = measure_peers(shape, self._libraries, self._spec)
+        timed, failed_peers, refused = measure_peers(shape, self._libraries, self._spec)
         self._peers += timed
-        failures += [("peer", why) for why in refused]
+        failures += [("peer", why) for why in failed_peers]
+        self._left_out += [{"op": shape.op, "shape": shape.name, "why": why} for why in refused]
         torch.cuda.empty_cache()
         self._failures += [{"op": shape.op, "shape": shape.name, "backend": who, "why": why} for who, why in failures]
-        return [f"{shape.op} {shape.name} ({who}): {why}" for who, why in failures]
+        told = [*failures, *(("peer left out", why) for why in refused)]
+        return [f"{shape.op} {shape.name} ({who}): {why}" for who, why in told]
 
     @property
     def found(self) -> dict[str, Any]:
@@ -132,4 +139,5 @@ class Bench:
             "torch": str(torch.__version__), "gdn": gdn.__version__, "limits": asdict(self._limits),
             "rows": [{**asdict(row), "share_of_floor": row.share_of_floor} for row in self._rows],
             "peers": [asdict(row) for row in self._peers], "failures": self._failures,
+            "left_out": self._left_out,
         }  # fmt: skip

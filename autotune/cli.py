@@ -42,7 +42,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; ever
 ShapePattern = Annotated[str, typer.Option("--shapes", help="Only shapes whose name contains this text.")]
 
 Peers = Annotated[
-    list[str] | None, typer.Option("--peer", help="Another library, where installed: FlashInfer, FlashQLA, FLA; may be repeated.")
+    list[str] | None,
+    typer.Option("--peer", help="Another library, where installed: FlashInfer, FlashQLA, FLA; torch; may be repeated."),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")]
 Workers = Annotated[int, typer.Option(min=1, help="Compiling processes.")]

@@ -1,6 +1,6 @@
 """What a call launches: its kernels in order, each with the bytes that it must move, and ready to be launched again alone."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -96,14 +96,14 @@ class _Operations(TorchDispatchMode):
         again = partial(func, *args, **(kwargs or {}))
         result = again()
         name = func.name().partition("::")[2].partition(".")[0]
-        if not func.is_view and name not in _NO_KERNEL:
-            tensors = [*_tensors(args), *_tensors((result,))]
+        tensors = [*_tensors(args), *_tensors((kwargs or {}).values()), *_tensors((result,))]
+        if tensors and not func.is_view and name not in _NO_KERNEL:
             num_bytes = sum(one.numel() * one.element_size() for one in tensors)
             self._found.append(Launch(name, "torch", 0, num_bytes, "float32", again))
         return result
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if torch.is_tensor(value):
             yield value

@@ -2,7 +2,7 @@
 
 Each library gets what it asks for ready made and untimed: gates applied, q, k and v without gaps, states gathered from their pool
 in the library's own layout. The measured time is therefore the time of its kernels, with the L2 norm of q and k (which the models
-need) or without.
+need) or without. Torch's dense attention does more than sparse prefill: it is what a model runs that selects nothing.
 """
 
 import importlib
@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from gdn.problems import ChunkProblem, Problem, RecurrentProblem
+from autotune import dense_attention
+from gdn.problems import ChunkProblem, Problem, RecurrentProblem, SparsePrefillProblem
 from gdn.testing import timing
 
-Outputs = tuple[torch.Tensor, torch.Tensor]  # o [tokens, HV, V]; final states [N, HV, V, K]
+Outputs = tuple[torch.Tensor, torch.Tensor]  # o [tokens, HV, V]; final states [N, HV, V, K], of attention an empty tensor
 Call = Callable[[], Outputs]
 
 
@@ -24,9 +25,13 @@ class Peer:
     """One way to call a library."""
 
     variant: str  # setting of the library's own switches, "" = none
-    norm: bool  # the L2 norm of q and k inside the call
+    norm: bool  # the L2 norm of q and k inside the call; True where the operator has none
     call: Call
     captured: bool  # in a CUDA graph; else its kernels' time is summed
+
+
+class Refused(Exception):
+    """Raised by a way that the library turns out not to have for these inputs; its other ways may run."""
 
 
 @dataclass(frozen=True)
@@ -211,11 +216,28 @@ def _decode_arguments(problem: RecurrentProblem, arguments: Mapping[str, Any]) -
     return options | {"initial_state_indices": read.contiguous()} | written
 
 
+def _torch(problem: SparsePrefillProblem, arguments: Mapping[str, Any]) -> list[Peer]:
+    """Dense attention over all positions, by each of torch's backends."""
+    return [Peer(variant, True, _refusable(call), True) for variant, call in dense_attention.ways(arguments)]
+
+
+def _refusable(call: Callable[[], torch.Tensor]) -> Call:
+    def tried() -> Outputs:
+        try:
+            out = call()
+        except RuntimeError as error:  # no such kernel, or no memory for it
+            raise Refused(f"{type(error).__name__}: {error}") from error
+        return out, out.new_empty(0)
+
+    return tried
+
+
 # Library -> operator -> its ways to call the library, from the problem and the public operator's arguments.
 _LIBRARIES: dict[str, dict[str, Callable[[Any, Mapping[str, Any]], list[Peer]]]] = {
     "FlashInfer": {"chunk": _flashinfer_chunk, "recurrent": _flashinfer_recurrent},
     "FlashQLA": {"chunk": _flash_qla},
     "FLA": {"chunk": _fla},
+    "torch": {"sparse_attention_prefill": _torch},
 }
 LIBRARIES = tuple(_LIBRARIES)  # names for `--peer`
 

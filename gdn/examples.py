@@ -163,6 +163,7 @@ def prepare_indexer(model: ModelShape, fp8: bool = False) -> problems.PrepareInd
         weights_dtype=_BF16 if fp8 else None,
         q_out_dtype=_FP8 if fp8 else _BF16,
         folds_weights=fp8,
+        has_values=False,
     )
 
 

@@ -87,6 +87,10 @@ def _small(shape: Shape, **sizes: int) -> Shape:
     return resized(shape, (), num_heads=4, num_kv_heads=2, head_dim=16, k=8, **sizes)
 
 
+def _peer_arguments(shape: Shape, device: torch.device, seed: int) -> dict[str, Any]:
+    return PrefillCase(shape, device, 1)._work(seed).arguments
+
+
 sparse_attention_decode = Tunable(
     DecodeCase,
     shapes=(
@@ -102,4 +106,5 @@ sparse_attention_prefill = Tunable(
     shapes=(_prefill((16, 2), "90 % kept"),),
     measured_only=(_prefill((16, 2), "random"),),
     small=lambda shape: _small(shape, num_tokens=20, max_context_len=64),
+    peer_arguments=_peer_arguments,
 )

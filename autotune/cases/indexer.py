@@ -54,8 +54,8 @@ def _write(make: Maker, problem: problems.WriteIndexerCacheProblem, lengths: Seq
 
 def _prepare(make: Maker, problem: problems.PrepareIndexerProblem, lengths: Sequence[int]) -> Work:
     tokens, heads, dim = problem.num_tokens, problem.num_heads, problem.head_dim
-    if problem.num_kv_heads != 1 or problem.k_dtype != problem.dtype:
-        raise ValueError(f"problem: expected one key head of q's dtype, got {problem.static_key()}")
+    if problem.num_kv_heads != 1 or problem.k_dtype != problem.dtype or problem.has_values:
+        raise ValueError(f"problem: expected one key head of q's dtype and no values, got {problem.static_key()}")
     width = -(-(heads * dim + dim + heads) // 8) * 8
     rows = make.normal(tokens, width, dtype=problem.dtype)  # [q | k | w]
     most = max(4096, tokens)

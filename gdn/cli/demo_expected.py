@@ -193,16 +193,16 @@ def _decoded(cache: Tensor) -> Tensor:
     return keys.double() if scales is None else keys.double() * scales.double()
 
 
-def _written(call: Call, before: Arguments, slots: Tensor, rows: Tensor) -> Pairs:
+def _written(call: Call, before: Arguments, slots: Tensor, rows: Tensor, name: str = "cache") -> Pairs:
     """The cache of a call that wrote rows [n, heads, D] to slots: these rows, and the bytes of all others as they were."""
-    cache, limit = before["cache"], _once(before["cache"]) if before["cache"].element_size() > 1 else _FP8
+    cache, limit = before[name], _once(before[name]) if before[name].element_size() > 1 else _FP8
     kept = slots >= 0
     slots = slots[kept].long()
     expected = _decoded(cache)
     expected[slots] = rows[kept].flatten(1).double()
     others = torch.ones(expected.shape[0], dtype=torch.bool, device=slots.device).index_fill_(0, slots, False)
-    untouched = Pair(_stored(call.after["cache"])[others], _stored(cache)[others], 0.0)
-    return [Pair(_decoded(call.after["cache"]), expected, limit), untouched]
+    untouched = Pair(_stored(call.after[name])[others], _stored(cache)[others], 0.0)
+    return [Pair(_decoded(call.after[name]), expected, limit), untouched]
 
 
 def _prepared(call: Call, before: Arguments) -> Pairs:
@@ -221,12 +221,9 @@ def _prepared(call: Call, before: Arguments) -> Pairs:
     if before["k"] is not None:
         k = _rotated(before["k"].view(len(q), -1, dim), before["k_norm"], positions, before)
         found += _written(call, before, before["slot_mapping"], k)
+    if before["v"] is not None:
+        found += _written(call, before, before["slot_mapping"], before["v"].view(len(q), -1, dim), "v_cache")
     return found
-
-
-def _cache_write(call: Call, before: Arguments) -> Pairs:
-    k = before["k"]
-    return _written(call, before, before["slot_mapping"], k.view(len(k), -1, before["cache"].shape[-1]))
 
 
 def _compressed(call: Call, before: Arguments) -> Pairs:
@@ -356,7 +353,7 @@ def _attention(call: Call, before: Arguments) -> Pairs:
 
 _EXPECTED: dict[str, Callable[[Call, Arguments], Pairs]] = {
     "causal_conv1d_fn": _convolution, "chunk_gated_delta_rule": _delta_rule, "fused_gdn_decode": _decode_step,
-    "rms_norm_gated": _gated_norm, "add_rms_norm": _add_norm, "prepare_indexer": _prepared, "write_indexer_cache": _cache_write,
+    "rms_norm_gated": _gated_norm, "add_rms_norm": _add_norm, "prepare_indexer": _prepared,
     "compress_indexer_keys": _compressed, "expand_topk_groups": _expanded, "gather_indexer_cache": _gathered,
     "indexer_topk": _ragged_selection, "paged_indexer_topk": _paged_selection, "sparse_attention": _attention,
     "attention": _attention,

@@ -150,23 +150,25 @@ class SparseAttention(nn.Module):
         self, hidden_states: Tensor, positions: Tensor, slots: Tensor, kv_cache: tuple[Tensor, Tensor], rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Writes keys and values of all rows; returns raw heads (per head: query, then gate) and queries, of some rows or all."""
-        table, k_norm, k_cache = self.rotary.cos_sin, self.k_norm.weight, kv_cache[0]
+        table, k_norm, (k_cache, v_cache) = self.rotary.cos_sin, self.k_norm.weight, kv_cache
         options: dict[str, Any] = {"rotary_dim": self.rotary_dim, "eps": self.eps, "fp8": False}
-        # The operator of the indexer: norm, RoPE and cache write in one launch; a block is a page of keys.
+        # The operator of the indexer: norm, RoPE and cache writes in one launch; a block is a page of keys, or of values.
         if rows is None:
             heads, k, v = self.qkv_proj(hidden_states).split([self.q_width, self.kv_width, self.kv_width], dim=-1)
-            heads, k = heads.unflatten(-1, (self.num_heads, -1)), k.unflatten(-1, (self.num_kv_heads, -1))
+            heads, k, v = heads.unflatten(-1, (self.num_heads, -1)), *(x.unflatten(-1, (self.num_kv_heads, -1)) for x in (k, v))
             raw = heads[..., : self.head_dim]
-            q, _ = gdn.prepare_indexer(raw, k, None, positions, table, self.q_norm.weight, k_norm, k_cache, slots, **options)
+            q, _ = gdn.prepare_indexer(
+                raw, k, None, positions, table, self.q_norm.weight, k_norm, k_cache, slots, v=v, v_cache=v_cache, **options
+            )
         else:
-            k, v = F.linear(hidden_states, self.qkv_proj.weight[self.q_width :]).chunk(2, dim=-1)
-            k = k.unflatten(-1, (self.num_kv_heads, -1))
+            k, v = (
+                F.linear(hidden_states, self.qkv_proj.weight[self.q_width :]).unflatten(-1, (2, self.num_kv_heads, -1)).unbind(1)
+            )
             # The operator takes queries: for all rows these are the keys, whose result is dropped.
-            gdn.prepare_indexer(k, k, None, positions, table, k_norm, k_norm, k_cache, slots, **options)
+            gdn.prepare_indexer(k, k, None, positions, table, k_norm, k_norm, k_cache, slots, v=v, v_cache=v_cache, **options)
             heads = F.linear(hidden_states[rows], self.qkv_proj.weight[: self.q_width]).unflatten(-1, (self.num_heads, -1))
             raw, none = heads[..., : self.head_dim], (None, None, None)
             q, _ = gdn.prepare_indexer(raw, None, None, positions[rows], table, self.q_norm.weight, *none, **options)
-        gdn.write_indexer_cache(v.unflatten(-1, (self.num_kv_heads, -1)), kv_cache[1], slots)
         return heads, q
 
     def _attend(self, q: Tensor, kv_cache: tuple[Tensor, Tensor], selected: Tensor | None, metadata: Any, out: Tensor) -> None:

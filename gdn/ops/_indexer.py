@@ -81,33 +81,35 @@ def check_rope(positions: Tensor, cos_sin: Tensor, rotary_dim: int, tokens: int,
         bad_value("cos_sin", f"shape [max_positions >= 1, {rotary_dim}]", f"shape {list(cos_sin.shape)}")
 
 
-def check_cache(cache: object, head_dim: int, device: torch.device, q_dtype: torch.dtype | None) -> tuple[int, int]:
+def check_cache(
+    cache: object, head_dim: int, device: torch.device, q_dtype: torch.dtype | None, name: str = "cache"
+) -> tuple[int, int]:
     """Checks an indexer cache against head_dim and, if given, the query's dtype; returns its page_size and kv_heads."""
-    check.tensor("cache", cache, dtypes=CACHE_DTYPES, device=device)
+    check.tensor(name, cache, dtypes=CACHE_DTYPES, device=device)
     assert isinstance(cache, Tensor)
     if q_dtype is not None and (cache.dtype in INPUT_DTYPES) == (q_dtype == FP8):
         wanted = "uint8 or float8_e4m3fn" if q_dtype == FP8 else "bfloat16, float16 or float32"
-        bad_type("cache", f"{wanted} for q of {q_dtype}", cache.dtype)
+        bad_type(name, f"{wanted} for q of {q_dtype}", cache.dtype)
     row = head_dim + 4 if cache.dtype == torch.uint8 else head_dim
     if cache.dim() not in (3, 4) or cache.shape[-1] != row:
         shapes = f"[pages, page_size, kv_heads, {row}] or [pages, page_size, {row}]"
-        bad_value("cache", f"shape {shapes} ({cache.dtype} with head_dim {head_dim})", f"shape {list(cache.shape)}")
+        bad_value(name, f"shape {shapes} ({cache.dtype} with head_dim {head_dim})", f"shape {list(cache.shape)}")
     page_size = cache.shape[1]
     kv_heads = cache.shape[2] if cache.dim() == 4 else 1
     if page_size < 4 or page_size % 4:
-        bad_value("cache", "a page size that is a positive multiple of 4", page_size)
+        bad_value(name, "a page size that is a positive multiple of 4", page_size)
     expected = 1
     for dim in range(cache.dim() - 1, 0, -1):
         if cache.shape[dim] > 1 and cache.stride(dim) != expected:
-            bad_value("cache", "pages that are contiguous inside", f"shape {list(cache.shape)}, strides {cache.stride()}")
+            bad_value(name, "pages that are contiguous inside", f"shape {list(cache.shape)}, strides {cache.stride()}")
         expected *= cache.shape[dim]
     if cache.shape[0] > 1:
         stride_bytes = cache.stride(0) * cache.element_size()
         if stride_bytes % ALIGNMENT or cache.stride(0) < expected:
             least = f"a page stride of at least {expected * cache.element_size()} bytes"
-            bad_value("cache", f"{least} that is a multiple of {ALIGNMENT} bytes", f"{stride_bytes} bytes")
+            bad_value(name, f"{least} that is a multiple of {ALIGNMENT} bytes", f"{stride_bytes} bytes")
     if address(cache) % ALIGNMENT:
-        bad_value("cache", f"a {ALIGNMENT}-byte aligned base address", hex(address(cache)))
+        bad_value(name, f"a {ALIGNMENT}-byte aligned base address", hex(address(cache)))
     return page_size, kv_heads
 
 

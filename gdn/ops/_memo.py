@@ -89,7 +89,8 @@ class Plan:
         self._good: dict[tuple[int, ...], None] = {}
         self._last: tuple[int, ...] | None = None  # the last admitted addresses
         self._disjoint: dict[tuple[int, int, int], bool] = {}  # places of a pair, difference of addresses -> disjoint
-        self._launch, self._params = recorded.launch, type(recorded.params)._make
+        # Not _make, which counts the values again.
+        self._launch, self._params = recorded.launch, functools.partial(tuple.__new__, type(recorded.params))
         self._makers, self._constants, self._views = origins.makers, tuple(origins.constants), origins.views
         self._is_plain = not origins.makers and not origins.views
         count = len(recorded.params)

@@ -96,7 +96,7 @@ def _prepared(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     return NEW, (NEW if folds else None if arguments["weights"] is None else "weights")
 
 
-@operator(writes={"cache": always}, returns=_prepared, varies=("q", "cache"), contiguous=("q", "k"))
+@operator(writes={"cache": always, "v_cache": always}, returns=_prepared, varies=("q", "cache"), contiguous=("q", "k", "v"))
 def prepare_indexer(
     q: Tensor,
     k: Tensor | None,
@@ -112,9 +112,13 @@ def prepare_indexer(
     eps: float = 1e-6,
     zero_centred: bool = True,
     fp8: bool | None = None,
+    v: Tensor | None = None,
+    v_cache: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Prepare one step of the indexer: norm, RoPE, quantisation, scale folding and cache write.
+
+    Attention takes the same steps on its queries and keys; its values go to their own cache in the same launch.
 
         norm          x * rsqrt(mean(x^2) + eps) * gain, in float32
         RoPE (neox)   (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), pairs (i, i + rotary_dim / 2) of the first rotary_dim dims
@@ -141,6 +145,9 @@ def prepare_indexer(
     fp8 : bool, optional
         Whether the query is quantised. A bool must agree with the cache, and decides where there is none (with scales if
         `weights` are given, else plain casts). None = as the cache is; without one, as ``VLLM_QSA_USE_FP8_INDEXER`` says.
+    v, v_cache : Tensor or None
+        Values, shape and dtype as `k`, and their pages, key heads and dtype as `cache`, updated in place: row `slot_mapping` of
+        them gets each token's values, without norm and RoPE. Given together, and with keys.
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
@@ -156,7 +163,7 @@ def prepare_indexer(
     Raises
     ------
     TypeError, ValueError
-        Named after the argument; the cache is untouched then.
+        Named after the argument; the caches are untouched then.
 
     References
     ----------
@@ -174,12 +181,18 @@ def prepare_indexer(
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
         bad_type(missing[0], "a Tensor, or None together with k, k_norm, cache and slot_mapping", "None")
+    if (v is None) != (v_cache is None):
+        bad_type("v" if v is None else "v_cache", "a Tensor, or None together with v and v_cache", "None")
+    if v is not None and k is None:
+        bad_value("v", "None without k", "a tensor")
     if k is not None and k_norm is not None and cache is not None:
         kv_heads = _indexer.check_keys("k", k, tokens, device)
         check.tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
         if k.shape[-1] != dim:
             bad_value("k", f"a last dimension of {dim}, as q", f"shape {list(k.shape)}")
         num_rows = _indexer.check_written("k", k, kv_heads, cache, slot_mapping)
+        if v is not None and v_cache is not None:
+            num_rows = min(num_rows, _check_values(v, v_cache, k, kv_heads, cache))
         if slot_mapping is not None and reads_values(device):
             _values.check_slot_mapping("slot_mapping", slot_mapping, num_rows)
         if fp8 is not None and fp8 != (cache.dtype in (torch.uint8, FP8)):
@@ -198,21 +211,34 @@ def prepare_indexer(
         weights_dtype=dtype_name(weights.dtype) if folds and weights is not None else None,
         q_out_dtype="float8_e4m3fn" if is_fp8 else dtype_name(q.dtype),
         folds_weights=folds,
+        has_values=v is not None,
     )
     prepared = prepare(problem, device, backend)
-    if cache is not None and is_empty(cache.shape[0]):
+    if any(pages is not None and is_empty(pages.shape[0]) for pages in (cache, v_cache)):
         run_reference()
     q_out = new(FP8 if is_fp8 else q.dtype, device, tokens, heads, dim)
     weights_out = new(torch.float32, device, tokens, heads) if folds else None
     results = (q_out, weights_out if folds else weights)
     if not is_empty(tokens):
         keys = None if k is None else aligned("k", _indexer.with_kv_heads(k))
+        values = None if v is None else aligned("v", _indexer.with_kv_heads(v))
         params = problems.PrepareIndexerParams(
             aligned("q", q), keys, weights if folds else None, positions, aligned("cos_sin", cos_sin), constant(q_norm),
-            optional(constant, k_norm), optional(_indexer.flat_pages, cache), slot_mapping, q_out, weights_out, eps,
+            optional(constant, k_norm), optional(_indexer.flat_pages, cache), slot_mapping, q_out, weights_out, values,
+            optional(_indexer.flat_pages, v_cache), eps,
         )  # fmt: skip
-        launch(prepared, params, results, aligned=(q, k, cos_sin, q_norm, k_norm, cache))
+        launch(prepared, params, results, aligned=(q, k, cos_sin, q_norm, k_norm, cache, v, v_cache))
     return results
+
+
+def _check_values(v: Tensor, v_cache: Tensor, k: Tensor, kv_heads: int, cache: Tensor) -> int:
+    """Checks values against checked keys, and their pages; returns the number of rows of the pages."""
+    check.tensor("v", v, shape=list(k.shape), dtypes=(k.dtype,), device=k.device)
+    check.tensor("v_cache", v_cache, dtypes=(cache.dtype,), device=k.device)
+    page_size, cache_heads = _indexer.check_cache(v_cache, k.shape[-1], k.device, None, name="v_cache")
+    if cache_heads != kv_heads:
+        bad_value("v_cache", f"{kv_heads} key heads, as the cache", f"{cache_heads}")
+    return v_cache.shape[0] * page_size
 
 
 @operator(writes={"ring": always, "cache": always}, returns=lambda _: (), varies=("raw_k", "ring"), contiguous=("raw_k",))

@@ -153,4 +153,4 @@ def add_rms_norm(
 
 
 def _like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)  # a shape as an argument costs the host twice as much

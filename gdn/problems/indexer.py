@@ -92,12 +92,14 @@ class PrepareIndexerProblem(RotatedKeysProblem, op="prepare_indexer"):
     q_norm_dtype: str = field(metadata=COMPILES)
     q_out_dtype: str = field(metadata=TUNES)  # float8_e4m3fn, or dtype
     folds_weights: bool = field(metadata=COMPILES)  # q is quantised with scales, which go into weights_out
+    has_values: bool = field(metadata=COMPILES)  # rows like the keys' that go to a second cache as they are
     num_tokens: int = size()
 
     def bytes_moved(self) -> int:
         query = self.num_heads * self.head_dim * (DTYPE_BYTES[self.dtype] + DTYPE_BYTES[self.q_out_dtype])
         weights = self.num_heads * self.folds_weights * (dtype_bytes(self.weights_dtype) + 4)
         keys = self.num_kv_heads * self.head_dim * dtype_bytes(self.k_dtype) + self._cache_row_bytes()
+        keys *= 1 + self.has_values
         rest = self.rotary_dim * DTYPE_BYTES[self.cos_sin_dtype] + DTYPE_BYTES[self.position_dtype] + dtype_bytes(self.slot_dtype)
         return self.num_tokens * (query + weights + keys + rest)
 
@@ -106,7 +108,7 @@ class PrepareIndexerParams(NamedTuple):
     """Arguments of the launch, in order. L tokens, H heads.
 
     Rows: last dim contiguous, base and strides multiples of 16 bytes. Without keys (num_kv_heads 0) k, k_norm, cache and
-    slot_mapping are None.
+    slot_mapping are None; without has_values v and v_cache.
     """
 
     q: Tensor  # [L, H, D] of the problem's dtype: rows
@@ -120,6 +122,8 @@ class PrepareIndexerParams(NamedTuple):
     slot_mapping: Tensor | None  # [L] of slot_dtype, any stride
     q_out: Tensor  # [L, H, D] of q_out_dtype: new, contiguous
     weights_out: Tensor | None  # [L, H] float32: new, contiguous; None where weights are not folded
+    v: Tensor | None  # [L, kv_heads, D] of k_dtype: rows
+    v_cache: Tensor | None  # [pages, elements of a page] of cache_dtype
     eps: float
 
 

@@ -104,6 +104,8 @@ def prepare_indexer(
     eps: float = 1e-6,
     zero_centred: bool = True,
     fp8: bool | None = None,
+    v: Tensor | None = None,
+    v_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`gdn.prepare_indexer`. Norm and RoPE are float32; their result is rounded once to the dtype of q, before quantisation."""
     dim = q.shape[-1]
@@ -112,6 +114,8 @@ def prepare_indexer(
         keys = k[:, None] if k.dim() == 2 else k
         k_rotated = rope(rms_norm(keys, k_norm, eps, zero_centred), positions, cos_sin, rotary_dim).to(k.dtype)
         write_indexer_cache(k_rotated, cache, slot_mapping)
+        if v is not None and v_cache is not None:
+            write_indexer_cache(v, v_cache, slot_mapping)
     if fp8 is None:
         fp8 = cache is not None and cache.dtype in (torch.uint8, FP8)
     scaled = cache.dtype == torch.uint8 if cache is not None else weights is not None

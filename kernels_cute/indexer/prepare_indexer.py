@@ -2,12 +2,14 @@
 
     q = rope(rms_norm(q)), k = rope(rms_norm(k))      float32, rounded once to the input's dtype
     q to e4m3 with a scale per head, weights_out = weights * q_scale / sqrt(D); k into the cache, in the cache's form
+    v, if there is one, into its own cache as it is, in the same form
 
-Tensors: q [L, H, D], k [L, kv_heads, D] bfloat16 | float16, weights [L, H], positions, slot_mapping [L], cos_sin
-[max_positions, rotary_dim], cache [pages, elements of a page] -> q_out [L, H, D], weights_out [L, H] float32.
+Tensors: q [L, H, D], k, v [L, kv_heads, D] bfloat16 | float16, weights [L, H], positions, slot_mapping [L], cos_sin
+[max_positions, rotary_dim], cache, v_cache [pages, elements of a page] -> q_out [L, H, D], weights_out [L, H] float32.
 `gdn.problems.PrepareIndexerParams` is the contract; `rows.py` describes a row in registers.
 
-The first blocks write keys, one row per group of lanes: they wait longest, for slots and pages. The others prepare queries:
+The first blocks write keys, one row per group of lanes, and the row of values next to it: they wait longest, for slots and pages.
+The others prepare queries:
 a group of lanes takes `rows` heads of one token, loads them all, and reads the token's angles once. Heads are dealt so that
 the groups of a warp load neighbouring ones.
 """
@@ -61,8 +63,10 @@ def _fakes(problem: PrepareIndexerProblem) -> PrepareIndexerParams:
     cos_sin, cache = fake(p.cos_sin_dtype, None, p.rotary_dim, last=1), fake(p.cache_dtype, None, None, last=1)
     q_norm, k_norm = [fake(dtype, dim, last=1) for dtype in (p.q_norm_dtype, p.k_norm_dtype)]
     weights_out = fake("float32" if p.folds_weights else None, tokens, heads, last=1)
+    v = fake(p.k_dtype if p.has_values else None, tokens, p.num_kv_heads, dim, last=1)
+    v_cache = fake(p.cache_dtype if p.has_values else None, None, None, last=1)
     keys = (q_norm, k_norm, cache, slot_mapping)
-    return PrepareIndexerParams(q, k, weights, positions, cos_sin, *keys, q_out, weights_out, eps=Float32(1e-6))
+    return PrepareIndexerParams(q, k, weights, positions, cos_sin, *keys, q_out, weights_out, v, v_cache, eps=Float32(1e-6))
 
 
 class _PrepareIndexer(IndexerRows, params=PrepareIndexerParams):
@@ -102,9 +106,14 @@ class _PrepareIndexer(IndexerRows, params=PrepareIndexerParams):
         position, slot = params.positions[token], params.slot_mapping[token]
         rWords, rX = cute.make_rmem_tensor(WORDS, Uint32), cute.make_rmem_tensor(ELEMENTS, Float32)
         self.load_row(params.k, row_offset(params.k, token, head), lane, rWords, 0)
+        rValues = cute.make_rmem_tensor(WORDS, Uint32)
+        if cutlass.const_expr(params.v is not None):  # asked for before anything waits
+            self.load_row(params.v, row_offset(params.v, token, head), lane, rValues, 0)
         factors = self.load_factors(params.k_norm, params.cos_sin, position, lane)
         self.norm_and_rotate(rWords, 0, self.k_dtype, factors, rX, params.eps, lane)
         self.write_cache(rWords, self.k_dtype, params.cache, slot, head, lane, is_live)
+        if cutlass.const_expr(params.v is not None):
+            self.write_cache(rValues, self.k_dtype, params.v_cache, slot, head, lane, is_live)
 
     @cute.jit
     def prepare_query(self, params: PrepareIndexerParams, item: Int32, lane: Int32):

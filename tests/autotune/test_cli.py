@@ -42,11 +42,11 @@ def test_without_a_gpu_says_so(command: list[str], monkeypatch: pytest.MonkeyPat
         (["tune", "chunk", "--shapes", "nowhere"], "expected part of one of"),
         (["tune", "chunk", "--backend", "cuda", "--compile-only"], "expected one of cute, tilelang"),
         (["tune", "chunk", "--shapes", "published", "--compile-only"], "expected part of one of"),
-        (["bench", "chunk", "--peer", "Nobody"], "expected some of FlashInfer, FlashQLA, FLA, got Nobody"),
+        (["bench", "chunk", "--peer", "Nobody"], "expected some of FlashInfer, FlashQLA, FLA, torch, got Nobody"),
         (["tune"], "op: expected one of chunk, recurrent"),
         (["tune", "chunk", "--search"], "search: expected with --stale"),
         (["tune", "--restamp", "--backend", "cuda"], "backend: expected one of tilelang, cute, got 'cuda'"),
-        (["accuracy", "--peer", "Nobody"], "expected some of FlashInfer, FlashQLA, FLA, got Nobody"),
+        (["accuracy", "--peer", "Nobody"], "expected some of FlashInfer, FlashQLA, FLA, torch, got Nobody"),
     ],
 )
 def test_bad_arguments(command: list[str], expected: str) -> None:

@@ -26,10 +26,9 @@ TINY = dataclasses.replace(NAMED["tiny"], max_position_embeddings=256, index_n_h
 SIZES: dict[str, Any] = {"config": TINY, "layers": 3, "batch": 2, "context": 256}
 KERNEL_US, PROJECTION_US, GATE_US = 5.0, 20.0, 2.0
 NORM = "add_rms_norm"
-STORES = ["prepare_indexer", "write_indexer_cache"]
-ATTENTION = [NORM, *STORES, "prepare_indexer", "paged_mqa_logits", "topk", "sparse_attention_decode", "glu", NORM]
+ATTENTION = [NORM, "prepare_indexer", "prepare_indexer", "paged_mqa_logits", "topk", "sparse_attention_decode", "glu", NORM]
 COMPRESSED = [
-    NORM, *STORES, "prepare_indexer", "compress_indexer_keys", "paged_mqa_logits", "topk", "expand_topk_groups",
+    NORM, "prepare_indexer", "prepare_indexer", "compress_indexer_keys", "paged_mqa_logits", "topk", "expand_topk_groups",
     "sparse_attention_decode", "glu", NORM,
 ]  # fmt: skip
 LAUNCHED = {
@@ -114,6 +113,19 @@ def test_recording_leaves_nothing_behind() -> None:
         linear = found[1]  # two tokens of 128, and the weights
         weights = stack.layers[0].linear_attn.in_proj
         assert linear.num_bytes == 2 * (2 * 128 + weights.numel() + 2 * weights.shape[0])
+
+
+def test_only_operations_on_tensors_count() -> None:
+    """Of torch's: no types, no views, no new tensors; every tensor of an operation is moved."""
+    x, y = torch.randn(4, 6), torch.randn(6)
+
+    def call() -> None:
+        torch.promote_types(x.dtype, torch.float64)
+        torch.empty_like(x.unflatten(0, (2, 2)).transpose(0, 1))
+        torch.add(x, other=y)
+
+    (found,) = launches.record(call)
+    assert (found.name, found.backend, found.num_bytes) == ("add", "torch", 4 * (24 + 6 + 24))
 
 
 def test_time_on_the_host() -> None:

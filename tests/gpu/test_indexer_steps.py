@@ -195,6 +195,7 @@ class Case:
     zero_centred: bool = True
     fp8: bool | None = None
     page_size: int = 16
+    values: bool = False  # where there are keys
 
 
 def call_of(case: Case) -> dict[str, Any]:
@@ -224,6 +225,10 @@ def call_of(case: Case) -> dict[str, Any]:
             "k_norm": normal(dim, seed=7, dtype=case.norm_dtype) * 0.2,
             "slot_mapping": slots_of(tokens, cache.shape[0] * case.page_size, 8, case.index_dtype),
         }  # fmt: skip
+        if case.values:
+            v = rows_of(normal(tokens, rows, dim, seed=9, dtype=case.dtype))
+            v_cache = make_cache(tokens // case.page_size + 5, case.page_size, case.kv_heads, dim, case.cache_dtype)
+            arguments |= {"v": v[:, 0] if case.kv_heads is None else v, "v_cache": v_cache}
     return arguments
 
 
@@ -235,7 +240,7 @@ def check_prepared(case: Case) -> None:
     is_fp8 = case.cache_dtype != torch.bfloat16 if case.kv_heads != 0 else bool(case.fp8)
 
     # The same rows rounded to 16 bits: queries by a call without a cache, keys as queries of their own.
-    plain = arguments | {"k": None, "k_norm": None, "cache": None, "slot_mapping": None, "fp8": False}
+    plain = arguments | dict.fromkeys(("k", "k_norm", "cache", "slot_mapping", "v", "v_cache")) | {"fp8": False}
     q_rotated, _ = gdn.prepare_indexer(**plain, backend="cute")
     want, _ = reference.prepare_indexer(**plain)
     one_rounding_apart(q_rotated, want)
@@ -259,6 +264,10 @@ def check_prepared(case: Case) -> None:
         k_rows = k_rotated.cpu() if case.kv_heads is not None else k_rotated.cpu()[:, 0]
         reference.write_indexer_cache(k_rows, expected, arguments["slot_mapping"].cpu())
         assert torch.equal(memory_of(arguments["cache"]).cpu(), memory_of(expected))
+        if case.values:
+            expected = on_cpu(make_cache(expected.shape[0], case.page_size, case.kv_heads, case.dim, case.cache_dtype))
+            reference.write_indexer_cache(arguments["v"].cpu(), expected, arguments["slot_mapping"].cpu())
+            assert torch.equal(memory_of(arguments["v_cache"]).cpu(), memory_of(expected))
 
 
 AXES: dict[str, Any] = {
@@ -274,6 +283,7 @@ AXES: dict[str, Any] = {
     "zero_centred": [True, False],
     "page_size": [16, 20],
     "fp8": [True, False],  # where there are no keys
+    "values": [False, True],
 }
 
 
@@ -298,6 +308,12 @@ def test_prepare_a_prompt(device: torch.device) -> None:
     """As many tokens as take every head of a warp at once."""
     for cache_dtype in (torch.uint8, torch.bfloat16):
         check_prepared(Case(tokens=3001, cache_dtype=cache_dtype))
+
+
+def test_prepare_attention(device: torch.device) -> None:
+    """The heads of an attention layer, in a prompt and in decode steps."""
+    for tokens in (1, 32, 700):
+        check_prepared(Case(tokens, 16, 2, 256, 64, cache_dtype=torch.bfloat16, weights_dtype=None, values=True))
 
 
 def test_prepare_without_tokens(device: torch.device) -> None:

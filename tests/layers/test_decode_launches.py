@@ -13,15 +13,14 @@ from gdn.layers import AttentionMetadataBuilder, DecoderLayer, RotaryEmbedding
 from tests.layers.attention_cases import config, layer_of
 from tests.layers.paged import Batch
 
-STORES = ["prepare_indexer", "write_indexer_cache"]  # of keys and values
 LAUNCHES = {
-    "no indexer": ["linear", *STORES, "attention", "glu", "linear"],
+    "no indexer": ["linear", "prepare_indexer", "attention", "glu", "linear"],
     "token-wise": [
-        "linear", *STORES, "linear", "prepare_indexer", "paged_indexer_topk", "sparse_attention", "glu", "linear",
+        "linear", "prepare_indexer", "linear", "prepare_indexer", "paged_indexer_topk", "sparse_attention", "glu", "linear",
     ],
     "compressed": [
-        "linear", *STORES, "linear", "prepare_indexer", "compress_indexer_keys", "paged_indexer_topk", "expand_topk_groups",
-        "sparse_attention", "glu", "linear",
+        "linear", "prepare_indexer", "linear", "prepare_indexer", "compress_indexer_keys", "paged_indexer_topk",
+        "expand_topk_groups", "sparse_attention", "glu", "linear",
     ],
 }  # fmt: skip
 VIEWS = {"device", "empty", "unflatten", "flatten", "view", "split", "split_with_sizes", "slice", "select", "as_strided"}

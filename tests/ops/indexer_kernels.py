@@ -62,7 +62,7 @@ def write_indexer_cache(p: Any, k: Any, cache: Any, slot_mapping: Any) -> None:
 
 def prepare_indexer(
     p: Any, q: Any, k: Any, weights: Any, positions: Any, cos_sin: Any, q_norm: Any, k_norm: Any, cache: Any,
-    slot_mapping: Any, q_out: Any, weights_out: Any, eps: Any,
+    slot_mapping: Any, q_out: Any, weights_out: Any, v: Any, v_cache: Any, eps: Any,
 ) -> None:  # fmt: skip
     rows(q, (p.num_tokens, p.num_heads, p.head_dim), p.dtype)
     vector(positions, p.num_tokens, p.position_dtype)
@@ -81,9 +81,13 @@ def prepare_indexer(
     else:
         assert k is None and k_norm is None and cache is None and slot_mapping is None
         assert p.k_dtype is None and p.k_norm_dtype is None and p.cache_dtype is None and p.slot_dtype is None
+    assert (v is not None) == (v_cache is not None) == p.has_values
+    if p.has_values:
+        rows(v, (p.num_tokens, p.num_kv_heads, p.head_dim), p.k_dtype)
+        v_cache = pages(v_cache, p)
     made, folded = reference.prepare_indexer(
         q, k, weights, positions, cos_sin, q_norm, k_norm, cache, slot_mapping, rotary_dim=p.rotary_dim, eps=eps,
-        zero_centred=p.zero_centred, fp8=p.q_out_dtype == "float8_e4m3fn",
+        zero_centred=p.zero_centred, fp8=p.q_out_dtype == "float8_e4m3fn", v=v, v_cache=v_cache,
     )  # fmt: skip
     q_out.copy_(made)
     if p.folds_weights:

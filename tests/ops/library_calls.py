@@ -62,7 +62,8 @@ def _rope(tokens: int) -> Arguments:
 def _prepare(tokens: int) -> Arguments:
     return {
         "q": _random(tokens, 4, 16), "k": _random(tokens, 16), "weights": _random(tokens, 4), "q_norm": _random(16),
-        "cache": _bytes(99), "slot_mapping": torch.arange(tokens), **_rope(tokens),
+        "cache": _bytes(99), "slot_mapping": torch.arange(tokens), **_rope(tokens), "v": _random(tokens, 16),
+        "v_cache": _bytes(99),
     }  # fmt: skip
 
 

@@ -48,6 +48,11 @@ def prepare(dtype: torch.dtype | None, heads: int | None = None, weights: bool =
     return {"q": randn(5, 6, D, seed=1), "weights": given, "q_norm": randn(D, seed=6), **keys, **rotation(5), **more}
 
 
+def values_of(dtype: torch.dtype, heads: int | None) -> Arguments:
+    shape = (5, D) if heads is None else (5, heads, D)
+    return {"v": randn(*shape, seed=8), "v_cache": cache_of(dtype, heads)}
+
+
 def compress(dtype: torch.dtype, heads: int | None = None) -> Arguments:
     raw = randn(7, D) if heads is None else randn(7, heads, D)
     ring = torch.zeros(3, 8, D).bfloat16() if heads is None else torch.zeros(3, 8, heads, D).bfloat16()
@@ -81,6 +86,8 @@ CALLS: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "prepare scaled without weights": ("prepare_indexer", lambda: prepare(torch.uint8, 2, weights=False)),
     "prepare cast": ("prepare_indexer", lambda: prepare(FP8, 1, fp8=True)),
     "prepare bf16": ("prepare_indexer", lambda: prepare(torch.bfloat16, zero_centred=False)),
+    "prepare with values": ("prepare_indexer", lambda: prepare(torch.bfloat16, 2, **values_of(torch.bfloat16, 2))),
+    "prepare scaled with values": ("prepare_indexer", lambda: prepare(torch.uint8, **values_of(torch.uint8, None))),
     "prepare queries": ("prepare_indexer", lambda: prepare(None, fp8=True)),
     "prepare queries without weights": ("prepare_indexer", lambda: prepare(None, weights=False)),
     "compress": ("compress_indexer_keys", lambda: compress(FP8)),
@@ -96,7 +103,7 @@ CALLS: dict[str, tuple[str, Callable[[], Arguments]]] = {
 def results(found: Any, arguments: Arguments) -> list[torch.Tensor | None]:
     """What a call returned or changed."""
     listed = list(found) if isinstance(found, tuple) else [] if found is None else [found]
-    return listed + [arguments[name] for name in ("cache", "ring") if name in arguments]
+    return listed + [arguments[name] for name in ("cache", "v_cache", "ring") if name in arguments]
 
 
 def agree(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> None:

@@ -27,7 +27,7 @@ def prepare(has_cache: bool) -> Arguments:
     arguments = BY_TOKENS["prepare_indexer"](TOKENS)
     arguments |= {name: transposed(arguments[name]) for name in ("q", "k", "weights")}
     if not has_cache:
-        arguments |= dict.fromkeys(("k", "k_norm", "cache", "slot_mapping"))
+        arguments |= dict.fromkeys(("k", "k_norm", "cache", "slot_mapping", "v", "v_cache"))
     return arguments
 
 

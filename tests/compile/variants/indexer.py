@@ -64,6 +64,7 @@ def _prepare(row: Row) -> Problem | None:
         q_norm_dtype=row["norm_dtype"],
         q_out_dtype="float8_e4m3fn" if is_fp8 else row["dtype"],
         folds_weights=folds,
+        has_values=row["has_values"] and num_kv_heads > 0,
     )
     return problem
 
@@ -82,7 +83,7 @@ def _write_code(problem: WriteIndexerCacheProblem, backend: str, entries: Collec
 
 def _prepare_code(problem: PrepareIndexerProblem, backend: str, entries: Collection[str]) -> Expectation:
     stores = _CODES if problem.q_out_dtype == "float8_e4m3fn" else {"STG.128": 2}
-    return Expectation({"LDG.128": 4} | stores, none_of=NO_REUSE)
+    return Expectation({"LDG.128": 6 if problem.has_values else 4} | stores, none_of=NO_REUSE)
 
 
 def _compress_code(problem: CompressIndexerKeysProblem, backend: str, entries: Collection[str]) -> Expectation:
@@ -134,6 +135,7 @@ prepare_indexer = Variants(
             (0, None, True, False),
         ],
         "weights_dtype": ["bfloat16", "float32", None],
+        "has_values": [False, True],
     },
     _prepare,
     _prepare_code,

@@ -23,6 +23,7 @@ class Call:
     dims: per path of a tensor, its dimensions. Equal names are equal sizes; "N+" is at least N, and "~" is free.
     ties: per name of a dimension, the flags that fix its size.
     sizes: per name, the size that "+" compares with.
+    alone: paths of tensors whose dtype and number of dimensions nothing else fixes.
     """
 
     operator: str
@@ -30,6 +31,7 @@ class Call:
     dims: dict[str, tuple[str, ...]] = field(default_factory=dict)
     ties: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    alone: frozenset[str] = frozenset()
     seed: int = 0
 
     def give(self, path: str, value: Tensor | None, dims: str) -> None:
@@ -65,7 +67,7 @@ class Call:
                 arguments[entry[1]] = tuple(pair)
             else:
                 arguments[path] = value
-        return Call(self.operator, arguments, self.dims, self.ties, self.sizes, self.seed)
+        return Call(self.operator, arguments, self.dims, self.ties, self.sizes, self.alone, self.seed)
 
     def tensors(self) -> dict[str, Tensor]:
         """Path -> tensor, entries of pairs included."""

@@ -69,7 +69,7 @@ def prepare(draw: Draw) -> Call:
     call.give("q", draw.rows(draw.floats(tokens, heads, dim, dtype=draw.any_float()), lead=1), "T H D")
     weights = draw.rows(draw.floats(tokens, heads, dtype=draw.any_float()), lead=1)
     has_cache = draw.maybe(0.7)
-    call.arguments |= dict.fromkeys(("k", "k_norm", "cache", "slot_mapping", "weights"))
+    call.arguments |= dict.fromkeys(("k", "k_norm", "cache", "slot_mapping", "weights", "v", "v_cache"))
     call.give("weights", weights if draw.maybe(0.8) else None, "T H")
     _rope(draw, call, tokens, dim, [draw.random.randrange(12) for _ in range(tokens)], 12)
     call.give("q_norm", draw.floats(dim, dtype=draw.any_float()), "D")
@@ -81,6 +81,12 @@ def prepare(draw: Draw) -> Call:
         call.give("cache", cache, dims)
         call.give("slot_mapping", _slot_mapping(draw, tokens, 3 * page_size), "T")
         call.ties["KH"] = ("k", "cache")
+        if draw.maybe():
+            v_cache, dims = _cache(draw, 3, page_size, kv_heads, dim, cache.dtype)
+            v, v_dims = _keys(draw, tokens, kv_heads, dim, k.dtype, flat=k.dim() == 2)
+            call.give("v", v, v_dims)
+            call.give("v_cache", v_cache, dims)
+            call.ties["KH"] = ("k", "cache", "v", "v_cache")
         if draw.maybe(0.3):
             call.arguments["fp8"] = cache.dtype in (torch.uint8, FP8)
     elif draw.maybe():

@@ -152,6 +152,7 @@ def add_norm(draw: Draw) -> Call:
             call.give("layer_scale", draw.floats(dim, dtype=draw.any_float()), "D")
     else:
         call.arguments["residual"] = None
+        call.alone = frozenset({"x"})
     call.give("weight", draw.floats(dim, dtype=draw.any_float()), "D")
     if draw.maybe(0.3):
         call.arguments |= {"eps": draw.pick(0, 1e-5, 1), "zero_centred": draw.pick(True, False)}

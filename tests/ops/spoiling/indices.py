@@ -50,7 +50,7 @@ def register_entry(name: str, value: Callable[[Call, str], int | None]) -> None:
 
 
 def pools_of(call: Call) -> set[str]:
-    return {name for name in (*POOLS, "cache", "ring", "kv_cache") if name in call.arguments}
+    return {name for name in (*POOLS, "cache", "v_cache", "ring", "kv_cache") if name in call.arguments}
 
 
 def places_looked_at(call: Call, path: str) -> list[tuple[int, ...]]:

@@ -157,8 +157,9 @@ def _cache_rows(cache: Tensor, slots: list[int]) -> Tensor:
 
 
 def _write(call: Call) -> dict[str, Tensor]:
-    cache = call.get("cache")
-    return {"cache": _cache_rows(cache, call.index("slot_mapping"))} if isinstance(cache, Tensor) else {}
+    caches = {name: call.arguments.get(name) for name in ("cache", "v_cache")}
+    rows = call.index("slot_mapping") if isinstance(caches["cache"], Tensor) else []
+    return {name: _cache_rows(cache, rows) for name, cache in caches.items() if isinstance(cache, Tensor)}
 
 
 def _compress(call: Call) -> dict[str, Tensor]:

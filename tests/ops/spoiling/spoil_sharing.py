@@ -123,7 +123,7 @@ def _overlap_read(call: Call, path: str, rng: random.Random) -> Spoiled | None:
 
 
 # Arguments that some operator writes.
-WRITTEN = {"out", "initial_state", "conv_state", "conv_states", "ssm_state", "cache", "ring"}
+WRITTEN = {"out", "initial_state", "conv_state", "conv_states", "ssm_state", "cache", "v_cache", "ring"}
 
 
 @spoiling("in place on x")

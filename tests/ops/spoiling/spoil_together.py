@@ -55,7 +55,10 @@ def _absent(call: Call, path: str, _: random.Random) -> Spoiled | None:
         return None
     if path == "beta" and not call.arguments.get("use_beta_sigmoid_in_kernel"):
         return None
-    return Spoiled(call.with_values({path: None}), names={"k", "k_norm", "cache", "slot_mapping"} if path in call.dims else set())
+    return Spoiled(
+        call.with_values({path: None}),
+        names={"k", "k_norm", "cache", "slot_mapping", "v", "v_cache"} if path in call.dims else set(),
+    )
 
 
 @spoiling("given with interleaved projections")

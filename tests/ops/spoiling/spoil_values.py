@@ -135,7 +135,7 @@ def _other_index(call: Call, path: str, _: random.Random) -> Spoiled | None:
 @spoiling("another 16-bit dtype")
 def _other_half(call: Call, path: str, _: random.Random) -> Spoiled | None:
     tensor = call.get(path)
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or path in call.alone:
         return None
     other = torch.float16 if tensor.dtype != torch.float16 else torch.bfloat16
     return put(call, path, tensor.float().to(other), names=family(call, path))
@@ -152,7 +152,9 @@ def _on_meta(call: Call, path: str, _: random.Random) -> Spoiled | None:
 @spoiling("two dims more")
 def _more_dims(call: Call, path: str, _: random.Random) -> Spoiled | None:
     tensor = call.get(path)
-    return put(call, path, tensor[None, None], names=family(call, path)) if isinstance(tensor, Tensor) else None
+    if not isinstance(tensor, Tensor) or path in call.alone:
+        return None
+    return put(call, path, tensor[None, None], names=family(call, path))
 
 
 @spoiling("0-d")

@@ -328,6 +328,8 @@ TABLE: dict[str, dict[str, Kind]] = {
         "cache": WRITTEN_CACHE | {"left out where it must be": ERROR},
         "slot_mapping": _SLOT_MAPPING | {"left out where it must be": ERROR},
         "fp8": OPTIONAL_FLAG | {"against the cache": VALUE},
+        "v": ROWS | {"dtype float64": TYPE, "another 16-bit dtype": TYPE, "left out where it must be": ERROR},
+        "v_cache": WRITTEN_CACHE | {"left out where it must be": ERROR},
     },
     "compress_indexer_keys": _ROPE | {
         "raw_k": REQUIRED | ROWS | {"dtype float64": TYPE, "another 16-bit dtype": TYPE},
