@@ -1,13 +1,10 @@
 """`chunk_gated_delta_rule` over a process group.
 
-A part of a sequence is an affine map of its start state, S -> P S + h. Each rank makes h and P of its parts with the chunk
-operator itself, all ranks exchange them once, and each composes the state that its own part starts from:
+A part of a sequence is an affine map of its start state, S -> P S + h (`gdn.chunk_summary`). Each rank makes h and P of its
+parts, all ranks exchange them once, and each composes the state that its own part starts from. Then it makes its outputs with one
+pass of the chunk operator, as if the part were a sequence of its own.
 
-    h        the final state from zeros (on the first rank, which knows the start: from the initial state)
-    P        the final state from the identity with V = 0
-
-The output of the pass from zeros lacks q^T P_t S at token t. Where a call has one sequence, that is one product more: the pass
-for P has q^T P_t as its output. With several sequences, whose lengths the host does not know, a third pass starts from S.
+Where a rank's sequences are few, each part is cut further, into segments that run side by side in both phases.
 """
 
 from typing import Any, NamedTuple
@@ -16,11 +13,17 @@ import torch
 from torch import Tensor
 
 import gdn
+from gdn.device import H100
 from gdn.distributed.group import Ranks, without_modes
+from gdn.distributed.parts import CHUNK
 from gdn.distributed.slots import Slots
 from gdn.ops import _delta_rule
 from gdn.ops._call import reads_values
 from gdn.ops._check import bad_value
+from gdn.ops.chunk_summary import has_kernel
+
+LEAST_SEGMENT = 4096  # tokens; with fewer, composing costs more than it gains
+_MOST_SEGMENTS = 8
 
 
 class _Summary(NamedTuple):
@@ -32,19 +35,28 @@ class _Summary(NamedTuple):
 
 
 class _Part:
-    """This rank's part of every sequence."""
+    """This rank's part of every sequence, as S segments: [N, S, ...] below, sequence n's segments one after the other."""
 
     def __init__(self, sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, slots: Slots, options: dict[str, Any]) -> None:
-        self.sizes, self.given, self.slots, self.options = sizes, given, slots, options
+        self.sizes, self.slots, self.options = sizes, slots, options
         self.v_first: bool = options["state_v_first"]
+        self.is_any = _has_tokens(sizes, given)
+        self.segments = num_segments(sizes)
+        self.given, self.private = given, slots.private
+        if self.segments > 1:
+            self.given = given._replace(cu_seqlens=_segment_offsets(sizes, given, self.segments))
+            own = torch.arange(sizes.num_sequences * self.segments, dtype=torch.int32, device=given.q.device)
+            self.private = torch.where(slots.is_live.repeat_interleave(self.segments), own, -1)
 
     def buffer(self) -> tuple[Tensor, _Summary]:
         """An empty summary, and the tensor that its fields are views of."""
-        dtype = torch.float64 if self.given.q.dtype == torch.float64 else torch.float32
         sizes = self.sizes
         each = sizes.num_heads * sizes.head_k_dim * (sizes.head_v_dim + sizes.head_k_dim) + 1
-        whole = torch.empty(sizes.num_sequences * each, dtype=dtype, device=self.given.q.device)
+        whole = torch.empty(sizes.num_sequences * each, dtype=self.dtype(), device=self.given.q.device)
         return whole, self.views(whole)
+
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.given.q.dtype == torch.float64 else torch.float32
 
     def views(self, whole: Tensor) -> _Summary:
         """The fields of a summary [numbers], or of those of all ranks [ranks, numbers]."""
@@ -54,42 +66,88 @@ class _Part:
         parts = whole.split(numbers, dim=-1)
         return _Summary(*(x.view(*x.shape[:-1], count, *shape) for x, shape in zip(parts, shapes, strict=True)))
 
-    def has_tokens(self) -> Tensor:
-        """[N] of bool."""
-        if self.given.cu_seqlens is not None:
-            return self.given.cu_seqlens.diff() > 0
-        return torch.full((self.sizes.num_sequences,), self.sizes.length > 0, device=self.given.q.device)
+    def states(self) -> Tensor:
+        """Room for the state before, and then after, each segment: [N, S, HS, K, V] (or V first)."""
+        sizes = self.sizes
+        shape = (sizes.num_sequences, self.segments, *sizes.state_shape(self.v_first))
+        return torch.empty(shape, dtype=self.dtype(), device=self.given.q.device)
 
-    def run(self, states: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
-        """A pass of the chunk operator; states [N, ...] are the start states, and then the final ones."""
+    def run(self, states: Tensor, out: Tensor | None, v: Tensor | None = None) -> Tensor:
+        """A pass of the chunk operator; states [N, S, ...] are the start states, and then the final ones."""
         given = self.given
         o, _ = gdn.chunk_gated_delta_rule(
-            given.q, given.k, v, given.g, given.beta, initial_state=states, state_indices=self.slots.private,
-            cu_seqlens=given.cu_seqlens, out=out, **self.options,
+            given.q, given.k, given.v if v is None else v, given.g, given.beta, initial_state=states.flatten(0, 1),
+            state_indices=self.private, cu_seqlens=given.cu_seqlens, out=out, **self.options,
         )  # fmt: skip
         return o
 
-    def transition(self, P: Tensor) -> Tensor:
-        """The pass for P; returns q^T P_t, [B, T, HS, K]."""
-        P.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
-        sizes, v = self.sizes, self.given.v
-        # Zeros that overlap: next to nothing is read. Strides of 16 bytes, since copy engines may take no others.
-        step = 16 // v.element_size()
-        heads, tokens = sizes.num_v_heads, sizes.num_tokens
-        zeros = v.new_zeros((tokens + heads) * step + sizes.head_k_dim)
-        shape = (sizes.batch, sizes.length, heads, sizes.head_k_dim)
-        return self.run(P, zeros.as_strided(shape, (sizes.length * step, step, step, 1)))
+    def summaries(self) -> tuple[Tensor, Tensor]:
+        """h and P of every segment, [N, S, ...]."""
+        given, options = self.given, dict(self.options)
+        del options["scale"]
+        normalizes, backend = options["use_qk_l2norm_in_kernel"], options["backend"]
+        if given.q.device.type == "cpu" or has_kernel(self.sizes, given, normalizes, backend):
+            h, P = gdn.chunk_summary(given.q, given.k, given.v, given.g, given.beta, cu_seqlens=given.cu_seqlens, **options)
+            return h.unflatten(0, (-1, self.segments)), P.unflatten(0, (-1, self.segments))
+        h = self.states().zero_()
+        self.run(h, None)
+        P = h.new_zeros(*h.shape[:3], self.sizes.head_k_dim, self.sizes.head_k_dim)
+        P.diagonal(dim1=-2, dim2=-1).fill_(1)
+        self.run(P, None, given.v.new_zeros(*given.v.shape[:-1], self.sizes.head_k_dim))
+        return h, P
 
-    def advance(self, state: Tensor, summary: _Summary, rank: int) -> Tensor:
-        """The state after a rank's part."""
-        h, P = summary.h[rank].flatten(0, 1), summary.P[rank].flatten(0, 1)
-        first, second = (state.flatten(0, 1), P) if self.v_first else (P, state.flatten(0, 1))
-        return torch.baddbmm(h, first, second).view(state.shape)
+    def advance(self, state: Tensor, h: Tensor, P: Tensor, out: Tensor | None = None) -> Tensor:
+        """The state [N, ...] after tokens with this summary."""
+        flat = None if out is None else out.flatten(0, 1)
+        first, second = (state.flatten(0, 1), P.flatten(0, 1)) if self.v_first else (P.flatten(0, 1), state.flatten(0, 1))
+        return torch.baddbmm(h.flatten(0, 1), first, second, out=flat).view(state.shape)
 
-    def correct(self, o: Tensor, queries: Tensor, state: Tensor) -> None:
-        """Adds to o what the start state of the one sequence contributes. queries: q^T P_t."""
-        S = state[0].transpose(-1, -2) if self.v_first else state[0]
-        o[0].transpose(0, 1).baddbmm_(queries[0].transpose(0, 1), S.to(o.dtype))
+    def start(self, states: Tensor, first: Tensor, h: Tensor, P: Tensor) -> None:
+        """Fills `states` [N, S, ...] with the states before the segments; first [N, ...]: before the part."""
+        states[:, 0] = first
+        for segment in range(1, self.segments):
+            states[:, segment] = self.advance(states[:, segment - 1], h[:, segment - 1], P[:, segment - 1])
+
+    def total(self, h: Tensor, P: Tensor, into: _Summary) -> None:
+        """The summary of the part from those of its segments."""
+        zero = torch.zeros((), dtype=h.dtype, device=h.device).expand_as(P[:, 0])
+        offset, transition = h[:, 0], P[:, 0]
+        for segment in range(1, self.segments):
+            offset = self.advance(offset, h[:, segment], P[:, segment])
+            transition = self.advance(transition, zero, P[:, segment])
+        into.h.copy_(offset)
+        into.P.copy_(transition)
+
+
+def num_segments(sizes: _delta_rule.Sizes) -> int:
+    """Segments of a part: as many as run side by side, with a block for every 64 V columns of a head.
+
+    From sizes alone: the lengths are on the device.
+    """
+    if sizes.batch > 1 or not sizes.num_tokens:
+        return 1
+    blocks = sizes.num_sequences * sizes.num_heads * max(sizes.head_v_dim // 64, 1)
+    return max(min(H100.num_sms // blocks, sizes.num_tokens // (sizes.num_sequences * LEAST_SEGMENT), _MOST_SEGMENTS), 1)
+
+
+def _has_tokens(sizes: _delta_rule.Sizes, given: _delta_rule.Tokens) -> Tensor:
+    """[N] of bool."""
+    if given.cu_seqlens is not None:
+        return given.cu_seqlens.diff() > 0
+    return torch.full((sizes.num_sequences,), sizes.length > 0, device=given.q.device)
+
+
+def _segment_offsets(sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, segments: int) -> Tensor:
+    """[N S + 1]: offsets of the segments, whole chunks of a sequence but for its last tokens."""
+    number = torch.arange(segments, device=given.q.device)
+    if given.cu_seqlens is None:
+        piece = -(-sizes.length // (segments * CHUNK)) * CHUNK
+        return torch.arange(segments + 1, dtype=torch.int32, device=given.q.device).mul_(piece).clamp_(max=sizes.length)
+    cu_seqlens = given.cu_seqlens
+    lengths = cu_seqlens.diff()[:, None]
+    pieces = (lengths + (segments * CHUNK - 1)) // (segments * CHUNK) * CHUNK
+    first = cu_seqlens[:-1, None] + torch.minimum(pieces * number, lengths)
+    return torch.cat([first.flatten(), cu_seqlens[-1:]]).to(cu_seqlens.dtype)
 
 
 @without_modes
@@ -166,9 +224,8 @@ use_beta_sigmoid_in_kernel, null_slot, out, backend
 
     Notes
     -----
-    Time, in passes of the chunk operator over a rank's tokens: the first rank 1. Each other rank 2 before the exchange, and after
-    it 1, or with one sequence about half of that. `gdn.distributed.split_tokens` says how to part a sequence so that all finish
-    together. The last rank makes one pass after the exchange alone, where there are several sequences and it gets the states.
+    Every rank goes over its tokens twice, for the summaries before the exchange and for the outputs after it, so all finish
+    together with equal parts (`gdn.distributed.split_tokens`).
 
     References
     ----------
@@ -219,39 +276,40 @@ def _compute(
     part: _Part, ranks: Ranks, final: int | None, initial_state: Tensor | None, out: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """o; the final states where this rank gets them; and which sequences have tokens on any rank."""
-    v, rank, last = part.given.v, ranks.rank, ranks.size - 1
+    rank, last = ranks.rank, ranks.size - 1
+    states = part.states()
     whole, own = part.buffer()
-    own.lengths.copy_(part.has_tokens())
-    is_corrected = part.sizes.num_sequences == 1
-    ends_here = rank == final == last and not is_corrected  # the last pass leaves the final states, and nobody reads a summary
-    o = queries = None
+    own.lengths.copy_(part.is_any)
+    ends_here = rank == final == last  # the pass leaves the final states, and nobody reads this rank's summary
+    is_whole = ends_here and part.segments == 1
+    h, P = (own.h[:, None], own.P[:, None]) if is_whole else part.summaries()
     if rank == 0:
-        part.slots.start(initial_state, own.h)
+        first = torch.empty_like(own.h)
+        part.slots.start(initial_state, first)
+        part.start(states, first, h, P)
+        if is_whole:  # of all ranks
+            own.h.zero_()
+        else:
+            part.advance(states[:, -1], h[:, -1], P[:, -1], own.h)
         own.P.zero_()  # nobody reads it
-        o = part.run(own.h, v, out)
     elif ends_here:
         own.h.zero_()
         own.P.zero_()
     else:
-        o = part.run(own.h.zero_(), v, out)
-        queries = part.transition(own.P)
+        part.total(h, P, own)
     summaries = part.views(ranks.gather(whole))
     has_tokens = summaries.lengths.any(0)
 
     state = summaries.h[0]  # after the first rank's part
     for before in range(1, rank):
-        state = part.advance(state, summaries, before)
-    if rank > 0 and is_corrected:
-        assert o is not None and queries is not None
-        part.correct(o, queries, state)
-    elif rank > 0:
-        started = state.clone()
-        o = part.run(started, v, out)
-        if ends_here:
-            return o, started, has_tokens
-    assert o is not None
+        state = part.advance(state, summaries.h[before], summaries.P[before])
+    if rank > 0:
+        part.start(states, state, h, P)
+    o = part.run(states, out)
     if final is not None and final != rank:
         return o, None, has_tokens
+    if ends_here:
+        return o, states[:, -1], has_tokens
     for after in range(max(rank, 1), ranks.size):
-        state = part.advance(state, summaries, after)
+        state = part.advance(state, summaries.h[after], summaries.P[after])
     return o, state.clone() if ranks.size == 1 else state, has_tokens  # without sums it is part of the received tensor

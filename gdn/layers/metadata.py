@@ -15,9 +15,6 @@ from gdn.layers.parallel import ContextParts
 
 Ints = Sequence[int] | Tensor | NDArray[Any]
 Array = NDArray[Any]
-# What a layer does with a token before and after the delta rule, in units of one pass of this over it (see `split_tokens`):
-# projections, convolution and norm of Qwen3-Next-80B on an H100, from their arithmetic and bytes.
-_TIME_BEFORE, _TIME_AFTER = 5.5, 2.0
 
 
 @dataclass(frozen=True)
@@ -273,7 +270,7 @@ class GDNMetadataBuilder:
         if self.cp_size == 1 or metadata.checkpoint_offsets is not None:
             return metadata
         ends, shared = np.cumsum(queries), int(queries[:first_prefill].sum())
-        lengths = split_tokens(int(ends[-1]) - shared, self.cp_size, before=_TIME_BEFORE, after=_TIME_AFTER)
+        lengths = split_tokens(int(ends[-1]) - shared, self.cp_size)
         parts = ContextParts(tuple((shared + np.cumsum(lengths)).tolist()), shared, first_prefill)
         first, stop = parts.bounds(self.cp_rank, int(ends[-1]))
         own = np.clip(ends, first, stop) - np.clip(ends - queries, first, stop)

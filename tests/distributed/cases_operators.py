@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch import Tensor
 
 import gdn
 import gdn.distributed
+from gdn.distributed import chunk as distributed_chunk
+from gdn.distributed.chunk import LEAST_SEGMENT
 
 SLOTS = 9
 # Tokens of each sequence on each of four ranks; smaller groups take the first ones, and the last of these has the rest.
@@ -101,8 +104,22 @@ def chunk(
     dims: tuple[int, int] = (16, 16),
     state_v_first: bool = True,
     pool_dtype: torch.dtype = torch.float32,
+    least_segment: int = LEAST_SEGMENT,
 ) -> None:
     """A pool with stale slots; sequences that continue a state, start anew, or are padding."""
+    with mock.patch.object(distributed_chunk, "LEAST_SEGMENT", least_segment):
+        _chunk(group, lengths, final_rank, heads, dims, state_v_first, pool_dtype)
+
+
+def _chunk(
+    group: Any,
+    lengths: list[list[int]],
+    final_rank: int | None,
+    heads: tuple[int, int, int],
+    dims: tuple[int, int],
+    state_v_first: bool,
+    pool_dtype: torch.dtype,
+) -> None:
     parts = Parts.of(lengths, group)
     size, count = dist.get_world_size(group), len(lengths)
     every = tokens(sum(parts.totals), heads, dims)
@@ -335,6 +352,12 @@ CASES: dict[str, Callable[[Any], None]] = {
     "chunk, ragged, K first, all ranks get the states": partial(chunk, lengths=RAGGED, final_rank=None, state_v_first=False),
     "chunk, ragged, the first rank gets the states": partial(chunk, lengths=RAGGED, final_rank=0),
     "chunk, ragged, bfloat16 pool": partial(chunk, lengths=RAGGED, pool_dtype=torch.bfloat16),
+    "chunk, one sequence in segments": partial(chunk, lengths=ONE, least_segment=30),
+    "chunk, one sequence in segments, K first, all ranks": partial(
+        chunk, lengths=ONE, least_segment=16, state_v_first=False, final_rank=None
+    ),
+    "chunk, ragged, in segments": partial(chunk, lengths=RAGGED, least_segment=4),
+    "chunk, ragged, in segments, the first rank gets the states": partial(chunk, lengths=RAGGED, least_segment=4, final_rank=0),
     "chunk, no tokens at all": partial(chunk, lengths=[[0, 0, 0, 0]] * 2),
     "chunk, without a pool": partial(chunk_without_pool, state_v_first=False),
     "chunk, without a pool, V first": partial(chunk_without_pool, state_v_first=True),

@@ -29,13 +29,17 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("final_rank", [-1, None])
-def test_operators(group: Any, count: int, final_rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("segments", [False, True])
+def test_operators(group: Any, count: int, final_rank: int | None, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if segments:
+        monkeypatch.setattr(chunk, "LEAST_SEGMENT", 10)
     for module in (chunk, conv, groups):
         monkeypatch.setattr(module, "reads_values", lambda device: False)  # as on a GPU
     with FakeTensorMode(), torch.no_grad():
         pool, slots = empty(8, 4, 64, 64, dtype=torch.float32), empty(count, dtype=torch.int32)
         offsets, mask = empty(count + 1, dtype=torch.int32), empty(count, dtype=torch.bool)
         sequences: dict[str, Any] = {"has_initial_state": mask, "group": group, "final_rank": final_rank}
+        is_last_alone = group.rank() == 2 and final_rank == -1
         with Launches() as launches:
             o, state = gdn.distributed.chunk_gated_delta_rule(
                 empty(1, 90, 2, 64), empty(1, 90, 2, 64), empty(1, 90, 4, 64), empty(1, 90, 4), empty(1, 90, 4),
@@ -44,9 +48,9 @@ def test_operators(group: Any, count: int, final_rank: int | None, monkeypatch: 
             )  # fmt: skip
         assert o.shape == (1, 90, 4, 64) and (state is pool) == (final_rank is None or group.rank() == 2)
         assert sum("allgather" in name for name in launches.names) == 1
-        passes = sum("chunk_gated_delta_rule" in name for name in launches.names)
-        is_last_alone = group.rank() == 2 and final_rank == -1 and count > 1
-        assert passes == (1 if group.rank() == 0 or is_last_alone else 2 + (count > 1))
+        assert sum("chunk_gated_delta_rule" in name for name in launches.names) == 1
+        summaries = sum("chunk_summary" in name for name in launches.names)
+        assert summaries == (0 if is_last_alone and not segments else 1)
         with Launches() as launches:
             y = gdn.distributed.causal_conv1d_fn(
                 empty(90, 64),
