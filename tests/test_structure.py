@@ -33,7 +33,7 @@ MOST_PYTHON_LINES = {
     "autotune/ranks": 200,
     "kernels_cute/attention/": 2_200,
     "kernels_tl/attention/": 600,
-    "": 33_700,
+    "": 33_800,
 }
 
 # Qualified name, or path of a file -> why.
