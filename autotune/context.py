@@ -5,7 +5,6 @@ input projection to its output projection; an attention layer with its indexer. 
 """
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -126,7 +125,6 @@ def command(
 
 def _rank(rank: int, ranks: int, job: Job, folder: str) -> None:
     """One rank's process."""
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast, which is not to be had everywhere
     is_cuda = job.device_type == "cuda"
     device, group = torch.device("cuda", rank) if is_cuda else torch.device("cpu"), None
     if is_cuda:

@@ -5,7 +5,6 @@ tokens. All ranks replay together, so the first one's clock stands for all.
 """
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -86,7 +85,6 @@ def as_dict(row: Row) -> dict[str, Any]:
 
 def _rank(rank: int, ranks: int, job: Job, folder: str) -> None:
     """One rank's process."""
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast, which is not to be had everywhere
     is_cuda = job.device_type == "cuda"
     device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
     group = None

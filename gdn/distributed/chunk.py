@@ -46,7 +46,7 @@ class _Part:
         if self.segments > 1:
             self.given = given._replace(cu_seqlens=_segment_offsets(sizes, given, self.segments))
             own = torch.arange(sizes.num_sequences * self.segments, dtype=torch.int32, device=given.q.device)
-            self.private = torch.where(slots.is_live.repeat_interleave(self.segments), own, -1)
+            self.private = torch.where(slots.is_live[:, None].expand(-1, self.segments).reshape(-1), own, -1)
 
     def buffer(self) -> tuple[Tensor, _Summary]:
         """An empty summary, and the tensor that its fields are views of."""

@@ -56,8 +56,13 @@ class Slots:
             return
         target = self.indices if final_indices is None else final_indices[:count].long()
         is_written = self.is_live & has_tokens & (target > self.null_slot)
+        shape = [1] * rows.dim()
+        if count == 1:
+            target = torch.where(is_written, target, 0)
+            contents = torch.where(is_written.view(shape), rows.to(pool.dtype), pool.index_select(0, target))
+            pool.index_copy_(0, target, contents)
+            return
         place = torch.where(is_written, torch.arange(count, device=rows.device), is_written.int().argmax())
         target = torch.where(is_written.any(), target[place], 0)
         contents = rows.to(pool.dtype).index_select(0, place)
-        shape = [1] * rows.dim()
         pool.index_copy_(0, target, torch.where(is_written.any().view(shape), contents, pool[:1]))

@@ -41,9 +41,12 @@ def chunk_summary(
     ----------
     q : Tensor [B, T, Hq, K]
         Queries. Only the number of their heads counts.
-    k, v, g, beta, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first, use_gate_in_kernel, A_log, dt_bias, \
-use_beta_sigmoid_in_kernel
+    k, v, g, beta : Tensor
         As for `chunk_gated_delta_rule`. Kernels serve K = V of 64 and 128.
+    use_qk_l2norm_in_kernel, cu_seqlens : bool, Tensor [N + 1] or None
+        As for `chunk_gated_delta_rule`.
+    state_v_first, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel : bool, bool, Tensor, Tensor, bool
+        As for `chunk_gated_delta_rule`.
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
