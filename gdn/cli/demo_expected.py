@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from gdn.testing.compare import after_summary
 from gdn.testing.inputs_logits import MqaInputs, PagedInputs
 from gdn.testing.oracle import oracle_delta_rule
 from gdn.testing.oracle_logits import ExactLogits, exact_mqa_logits, exact_paged_mqa_logits
@@ -107,6 +108,18 @@ def _delta_rule(call: Call, before: Arguments) -> Pairs:
     # o [1, tokens, heads, V] is compared head by head.
     output = Pair(call.result[0][0].transpose(0, 1), exact.o[0].transpose(0, 1), _often(before["q"]))
     return [output, Pair(call.after["initial_state"], exact.state, _often(before["q"]))]
+
+
+def _summary(call: Call, before: Arguments) -> Pairs:
+    """The token recurrence from zeros, and from the identity without values; judged by what they make of a random state."""
+    h, P = call.result
+    identity = torch.eye(P.shape[-1], device=P.device, dtype=torch.float64).expand(P.shape).contiguous()
+    zeros = torch.zeros(*before["v"].shape[:-1], P.shape[-1], device=P.device)
+    runs = (oracle_delta_rule(**before), oracle_delta_rule(**before | {"v": zeros, "initial_state": identity}))
+    exact = [one.state for one in runs]
+    assert exact[0] is not None and exact[1] is not None
+    v_first = before["state_v_first"]
+    return [Pair(after_summary(h, P, v_first), after_summary(exact[0], exact[1], v_first), _often(before["q"]))]
 
 
 def _decode_step(call: Call, before: Arguments) -> Pairs:
@@ -352,7 +365,8 @@ def _attention(call: Call, before: Arguments) -> Pairs:
 
 
 _EXPECTED: dict[str, Callable[[Call, Arguments], Pairs]] = {
-    "causal_conv1d_fn": _convolution, "chunk_gated_delta_rule": _delta_rule, "fused_gdn_decode": _decode_step,
+    "causal_conv1d_fn": _convolution, "chunk_gated_delta_rule": _delta_rule, "chunk_summary": _summary,
+    "fused_gdn_decode": _decode_step,
     "rms_norm_gated": _gated_norm, "add_rms_norm": _add_norm, "prepare_indexer": _prepared,
     "compress_indexer_keys": _compressed, "expand_topk_groups": _expanded, "gather_indexer_cache": _gathered,
     "indexer_topk": _ragged_selection, "paged_indexer_topk": _paged_selection, "sparse_attention": _attention,
