@@ -1,6 +1,7 @@
 """The demo's ranks: one process each, started by torchrun, which says in the environment who they are."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -47,6 +48,7 @@ def joined(ranks: int, device: torch.device) -> Iterator[dist.ProcessGroup | Non
         message = f"expected {group.size()} ranks, the number of processes that torchrun started, got {ranks}"
         raise typer.BadParameter(message, param_hint="--tp, --cp")
     yield group
+    gc.collect()  # layers hold the group, and engines are in cycles: at the end of the process its threads would outlive it
     dist.destroy_process_group()  # not after an error: other ranks may be waiting, and torchrun ends them
 
 
