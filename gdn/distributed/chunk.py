@@ -220,7 +220,8 @@ use_beta_sigmoid_in_kernel, null_slot, out, backend
         Named after the argument, before anything is sent or written. Whether the ranks agree on the sizes is checked where
         values are: on the CPU, and with ``GDN_VALIDATE=1``.
     RuntimeError
-        From torch.distributed, where another rank does not make the exchange within the group's time-out.
+        From torch.distributed, where another rank does not make the exchange within the group's time-out. With NCCL, for which
+        the host does not wait, torch's watchdog ends the process then.
 
     Notes
     -----
