@@ -20,7 +20,7 @@ from gdn.distributed.slots import Slots
 from gdn.ops import _delta_rule
 from gdn.ops._call import reads_values
 from gdn.ops._check import bad_value
-from gdn.ops.chunk_summary import has_kernel
+from gdn.ops.chunk_summary import serves
 
 LEAST_SEGMENT = 4096  # tokens; with fewer, composing costs more than it gains
 _MOST_SEGMENTS = 8
@@ -85,8 +85,7 @@ class _Part:
         """h and P of every segment, [N, S, ...]."""
         given, options = self.given, dict(self.options)
         del options["scale"]
-        normalizes, backend = options["use_qk_l2norm_in_kernel"], options["backend"]
-        if given.q.device.type == "cpu" or has_kernel(self.sizes, given, normalizes, backend):
+        if serves(self.sizes, given, options["use_qk_l2norm_in_kernel"], options["backend"]):
             h, P = gdn.chunk_summary(given.q, given.k, given.v, given.g, given.beta, cu_seqlens=given.cu_seqlens, **options)
             return h.unflatten(0, (-1, self.segments)), P.unflatten(0, (-1, self.segments))
         h = self.states().zero_()
@@ -124,7 +123,7 @@ def num_segments(sizes: _delta_rule.Sizes) -> int:
 
     From sizes alone: the lengths are on the device.
     """
-    if sizes.batch > 1 or not sizes.num_tokens:
+    if sizes.batch > 1 or not sizes.num_tokens or not sizes.num_sequences:
         return 1
     blocks = sizes.num_sequences * sizes.num_heads * max(sizes.head_v_dim // 64, 1)
     return max(min(H100.num_sms // blocks, sizes.num_tokens // (sizes.num_sequences * LEAST_SEGMENT), _MOST_SEGMENTS), 1)

@@ -104,7 +104,10 @@ def problem_of(
     )  # fmt: skip
 
 
-def has_kernel(sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, use_k_l2norm: bool, backend: str | None) -> bool:
-    """Whether a kernel serves a call of this backend. The layout of the states does not matter to it."""
+def serves(sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, use_k_l2norm: bool, backend: str | None) -> bool:
+    """Whether a call of this backend is worth it: by a kernel, or where all runs on the reference. The layout of the states does
+    not matter."""
+    if given.q.device.type == "cpu" or backend == "reference":
+        return True
     problem: Any = problem_of(sizes, given, use_k_l2norm, False)
     return backend in (None, "cute") and runtime.prepare(problem, given.q.device, backend).launch is not None

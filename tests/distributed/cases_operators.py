@@ -153,6 +153,21 @@ def _chunk(
     assert torch.equal(own_pool[others].nan_to_num(7.0), pool[others].nan_to_num(7.0)), "a slot that is not to be written"
 
 
+def by_passes(case: Callable[[Any], None], group: Any) -> None:
+    """As where no kernel serves `chunk_summary`."""
+    with mock.patch.object(distributed_chunk, "serves", lambda *_: False), mock.patch.object(gdn, "chunk_summary", None):
+        case(group)
+
+
+def no_sequences(group: Any) -> None:
+    """Rows of padding alone."""
+    own = tokens(5)
+    o, state = gdn.distributed.chunk_gated_delta_rule(
+        **own, **raw_gates(4), cu_seqlens=torch.zeros(1, dtype=torch.int32), output_final_state=True, final_rank=None, group=group
+    )
+    assert not o.any() and state is not None and state.shape == (0, 4, 16, 16)
+
+
 def chunk_without_pool(group: Any, state_v_first: bool) -> None:
     """A new final state; batch rows instead of offsets; plain gates; an `out` with gaps between rows; unequal parts."""
     parts, size = Parts.of(ONE, group), dist.get_world_size(group)
@@ -358,6 +373,10 @@ CASES: dict[str, Callable[[Any], None]] = {
     ),
     "chunk, ragged, in segments": partial(chunk, lengths=RAGGED, least_segment=4),
     "chunk, ragged, in segments, the first rank gets the states": partial(chunk, lengths=RAGGED, least_segment=4, final_rank=0),
+    "chunk, h and P by the chunk operator": partial(by_passes, partial(chunk, lengths=ONE, least_segment=30)),
+    "chunk, ragged, h and P by the chunk operator": partial(by_passes, partial(chunk, lengths=RAGGED, state_v_first=False)),
+    "chunk, more query heads, h and P by the chunk operator": partial(by_passes, partial(chunk, lengths=ONE, heads=(4, 2, 2))),
+    "chunk, no sequences": no_sequences,
     "chunk, no tokens at all": partial(chunk, lengths=[[0, 0, 0, 0]] * 2),
     "chunk, without a pool": partial(chunk_without_pool, state_v_first=False),
     "chunk, without a pool, V first": partial(chunk_without_pool, state_v_first=True),
