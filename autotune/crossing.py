@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gdn
+from gdn.cli.plain import run_alone
 from gdn.crossing import RECURRENT_TOKENS
 from gdn.models import MODELS
 from gdn.runtime import registry
@@ -47,6 +48,8 @@ def crossing(times: dict[int, tuple[float, float]]) -> int:
 
 def main(tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the shapes of one rank are taken.")] = 1) -> None:
     """Time both forms of the delta rule on short sequences."""
+    if not torch.cuda.is_available():
+        raise ValueError("This needs a Hopper (SM90) GPU, and torch sees none.")
     device = torch.device("cuda", torch.cuda.current_device())
     table = Table("sequences", *(f"{tokens} tokens" for tokens in TOKENS), "recurrent up to", title=torch.cuda.get_device_name())
     found = []
@@ -63,4 +66,4 @@ def main(tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the shapes
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_alone(main, "python -m autotune.crossing")

@@ -25,6 +25,7 @@ from rich.table import Table
 
 import gdn
 from autotune import shapes
+from gdn.cli.plain import run_alone
 from gdn.device import H100
 from gdn.runtime import compiled, devices, env, prepare, registry, toolchain
 from gdn.testing import inputs, inputs_logits
@@ -168,11 +169,13 @@ def measure(op: str, device: torch.device, backend: str | None = None, repeats: 
 
 
 def main(
-    op: Annotated[str | None, typer.Argument(help="An operator; all if left out.")] = None,
+    op: Annotated[str | None, typer.Argument(help=f"One of {', '.join(OPERATORS)}; all if left out.")] = None,
     backend: Annotated[str | None, typer.Option(help="tilelang or cute; what a call takes if left out.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
 ) -> None:
     """Measure what an eager call costs the host."""
+    if op not in (None, *OPERATORS):
+        raise ValueError(f"op: expected one of {', '.join(OPERATORS)}, got {op!r}")
     has_device = torch.cuda.is_available() and devices.spec(torch.device("cuda")) is not None
     device = torch.device("cuda", torch.cuda.current_device()) if has_device else torch.device("cpu")
     with contextlib.nullcontext() if has_device else without_device():
@@ -189,4 +192,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_alone(main, "python -m autotune.host_cost")

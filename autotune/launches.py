@@ -1,4 +1,4 @@
-"""What a call launches: its kernels in order, each with the bytes that it must move, and ready to be launched again alone."""
+"""Kernels that a call launches, in order, each with the bytes that it must move, and ready to be launched again alone."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

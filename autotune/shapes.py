@@ -17,14 +17,16 @@ def operators() -> list[str]:
 
 
 def shapes(op: str, pattern: str = "", measured: bool = False, tuned: bool = False) -> list[Shape]:
-    """The operator's shapes whose name contains `pattern`, by default those that are both tuned and in the measured tables.
+    """The operator's shapes whose name contains `pattern`, by default those of the measured tables.
 
-    measured, tuned: also those that are only measured, only tuned. ValueError where there is no such operator or shape.
+    measured: also those that are measured by name alone. tuned: also those that are tuned and in no table; without `measured`
+    only shapes that are tuned. ValueError where there is no such operator or shape.
     """
     if op not in operators():
         raise ValueError(f"op: expected one of {', '.join(operators())}, got {op!r}")
     found = cases.tunable(op)
-    known = [*found.shapes, *(found.tuned_only if tuned else ()), *(found.measured_only if measured else ())]
+    known = [*found.shapes, *(found.tuned_only if tuned else ())]
+    known += [*(found.shown if measured or not tuned else ()), *(found.measured_only if measured else ())]
     matching = [shape for shape in known if pattern in shape.name]
     if not matching:
         raise ValueError(f"shapes: expected part of one of {[shape.name for shape in known]}, got {pattern!r}")

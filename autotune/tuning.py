@@ -96,7 +96,7 @@ def plan(
 ) -> Plan:
     """Candidates of a kernel for some shapes.
 
-    limit: most configurations of a shape. Of a larger space it takes the default, the table's configuration for exactly these
+    limit: most configurations of a shape. From a larger space it takes the default, the table's configuration for exactly these
     sizes, and an even sample of the rest. stored_only: the default and the table's configuration alone.
     """
     made = Plan(kernel)

@@ -2,14 +2,11 @@
 
 from collections.abc import Sequence
 
-# Most tokens of a sequence that takes the recurrent form. H100, 2026-11-22, 16/32 heads of 128 (gdn/tuned/h100/MEASURED.md):
-# - one sequence of one token: recurrent 3.8 us, chunk 8.3;
-# - 64 sequences: chunk 135 us for 16 tokens each; recurrent 93 for one (half of its 185.3 at batch 128), and every further one
-#   takes 4.7 at least: four multiply-adds an element of the state at the full rate of the CUDA cores. Not measured: the rate that
-#   is reached; at two thirds of the full one, 7 us a token, both lines meet at 7 tokens.
-# The lower end counts, since a prompt chunk of so few tokens is rare. `python -m autotune.crossing` measures both forms.
+# Most tokens of a sequence that takes the recurrent form: the least of the crossings that `python -m autotune.crossing` measured on
+# an H100 (2026-11-23, 16/32 heads of 128). For 1, 8, 32 and 128 sequences of equal length the recurrent form is the faster one up to
+# 12, 8, 8 and 8 tokens each. The lower end counts, since a prompt chunk of so few tokens is rare.
 # Less than 64 always: only the chunk form stores checkpoints, and none lies before the 64th token.
-RECURRENT_TOKENS = 6
+RECURRENT_TOKENS = 8
 
 
 def recurrent_rows(lengths: Sequence[int]) -> int:

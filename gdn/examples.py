@@ -1,7 +1,8 @@
 """Problem of every operator on a model's shapes, with the dtypes, layouts and flags of a serving engine's call.
 
-One function per operator, under the operator's name. `gdn explain`, the autotuner's shapes, the seeded calls and the tests'
-variants start from these problems and replace fields. Prompts have 8192 tokens; decode steps have 128 sequences of one token.
+One function per operator, under the operator's name; `attention` is the call of sparse decode that `gdn.attention` makes.
+`gdn explain`, the autotuner's shapes, the seeded calls and the tests' variants start from these problems and replace fields.
+Prompts have 8192 tokens; decode steps have 128 sequences of one token.
 
 fp8: whether the indexer's cache and logits are in FP8 (else bfloat16); the other operators ignore it.
 
@@ -218,6 +219,12 @@ def sparse_attention_prefill(model: ModelShape, fp8: bool = False) -> problems.S
     """The last 4096 queries of a prompt of 32768 tokens."""
     sizes: dict[str, Any] = {"num_tokens": 4096, "num_sequences": 1, "k": model.index_topk, "max_context_len": 32768}
     return problems.SparsePrefillProblem(**_attention(model), **sizes)
+
+
+def attention(model: ModelShape, fp8: bool = False) -> problems.SparseDecodeProblem:
+    """One query of each of 64 sequences over all of at most 32768 positions, which has no indices."""
+    sizes = _all(64, "num_tokens", "num_sequences")
+    return problems.SparseDecodeProblem(**_attention(model) | {"index_dtype": None}, dense=True, **sizes, k=32768)
 
 
 def _attention(model: ModelShape) -> dict[str, Any]:

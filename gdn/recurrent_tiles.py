@@ -294,8 +294,8 @@ def is_single(problem: RecurrentProblem) -> bool:
 
 
 def _choice(problem: RecurrentProblem, device: DeviceSpec, prefetches: bool) -> Config:
-    """As much state per thread as registers for 384 threads an SM allow (512 without a prefetch), then smaller blocks until every
-    SM has two."""
+    """Tiles with as much state per thread as registers for 384 threads an SM allow (512 without a prefetch), then smaller blocks
+    until every SM has two."""
     least = 384 if prefetches else 512
     if not problem.state_v_first:
         return _choice_k_first(problem, device, prefetches, least)

@@ -1,4 +1,4 @@
-"""What the import contracts cannot say: that low modules import nothing else of ours, where the environment is read, and
+"""Rules that the import contracts cannot say: that low modules import nothing else of ours, where the environment is read, and
 that kernel modules look alike."""
 
 import ast
@@ -16,7 +16,6 @@ from gdn.runtime import registry
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL_PACKAGES = ("kernels_tl", "kernels_cute")
 MODULES = sorted({module for op in registry.OPERATORS.values() for module in op.modules.values()})
-MOST_LINES = 800
 LEAVES = ("gdn.problems", "gdn.device", "gdn.recurrent_tiles")
 
 
@@ -87,13 +86,12 @@ def test_one_module_reads_the_environment() -> None:
     assert readers - {"kernels_cute/common/build.py", "kernels_cute/__init__.py"} == {"gdn/runtime/env.py"}
 
 
-def test_no_star_imports_no_future_annotations_in_kernels_no_print_no_huge_files() -> None:
+def test_no_star_imports_no_future_annotations_in_kernels_no_print() -> None:
     for path in _sources("gdn", "autotune", *KERNEL_PACKAGES):
         text = path.read_text(encoding="utf-8")
-        assert text.count("\n") <= MOST_LINES, f"{path} has {text.count(chr(10))} lines"
         for module in _imports(path):
             assert not module.endswith(".*"), f"{path}: star import of {module}"
-            if path.parts[-2] in KERNEL_PACKAGES:
+            if path.relative_to(ROOT).parts[0] in KERNEL_PACKAGES:
                 assert module != "__future__.annotations", f"{path}: breaks struct annotations of the DSLs"
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

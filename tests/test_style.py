@@ -14,6 +14,7 @@ def _run(*command: str) -> None:
 
 def test_ruff() -> None:
     _run(sys.executable, "-m", "ruff", "check", ".")
+    _run(sys.executable, "-m", "ruff", "format", "--check", ".")
 
 
 def test_mypy() -> None:

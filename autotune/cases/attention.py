@@ -97,14 +97,14 @@ sparse_attention_decode = Tunable(
         _decode(64, (16, 2)), _decode(64, (8, 1)), _decode(1, (16, 2)), _decode(1, (8, 1)), _decode(16, (16, 2)),
         _decode(32, (16, 2)), _decode(128, (16, 2)), _decode(64, (16, 2), drafts=3),
     ),
-    measured_only=(_decode(64, (16, 2), "runs of 4"),),
+    shown=(_decode(64, (16, 2), "runs of 4"),),
     small=lambda shape: _small(shape, num_tokens=3, num_sequences=3),
 )  # fmt: skip
 
 sparse_attention_prefill = Tunable(
     PrefillCase,
     shapes=(_prefill((16, 2), "90 % kept"),),
-    measured_only=(_prefill((16, 2), "random"),),
+    shown=(_prefill((16, 2), "random"),),
     small=lambda shape: _small(shape, num_tokens=20, max_context_len=64),
     peer_arguments=_peer_arguments,
 )

@@ -33,7 +33,7 @@ class LazyGroup(PlainErrors):
         return typer.main.get_command(single)
 
 
-app = typer.Typer(cls=LazyGroup, add_completion=False, help="Gated DeltaNet and QSA-indexer kernels for Hopper.")
+app = typer.Typer(cls=LazyGroup, add_completion=False, help="Inference kernels and layers of hybrid models for Hopper.")
 
 
 def _print_version(wanted: bool) -> None:

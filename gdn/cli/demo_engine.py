@@ -24,7 +24,7 @@ from gdn.layers import (
     HybridModel,
     StepMetadata,
 )
-from gdn.layers.allocator import CHECKPOINT_MULTIPLE
+from gdn.layers.metadata import CHECKPOINT_MULTIPLE
 
 OnLogits = Callable[[list["Stream"], list[int], Tensor], None]
 
@@ -92,7 +92,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Work:
-    """What one stream does in a step: its new tokens, and how many of them are drafts (-1: not a speculative row)."""
+    """Work of one stream in a step: its new tokens, and how many of them are drafts (-1: not a speculative row)."""
 
     stream: Stream
     tokens: list[int]
@@ -143,7 +143,7 @@ class Engine:
         On its device; its null slot is that of `caches`. Tensor-parallel ranks make the same calls of their engines.
     sizes : EngineSizes
     state_dtype : torch.dtype
-        Of the recurrent states.
+        Dtype of the recurrent states.
     use_graphs : bool, optional
         Whether decode and verification run padded batches of fixed shape, captured as CUDA graphs on a GPU. None = on a GPU.
     null_slot : int

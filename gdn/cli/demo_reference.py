@@ -70,7 +70,7 @@ class Trace:
     phase : str
         Name of the phase that runs, set by the caller.
     steps : list of list of Logged
-        Of each step and stream.
+        Records of each step and stream.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Deviation:
     positions : int
         Compared rows of logits.
     error, same_dtype, limit : Spread
-        Of the model that ran; of the same model on the reference in the same dtype; largest accepted of the first.
+        Errors of the model that ran; of the same model on the reference in the same dtype; largest accepted of the first.
     agreeing : float
         Share of the rows whose most likely token is that of float32.
     steps : tuple of (float, float)

@@ -27,14 +27,14 @@ BLOCK_SIZE = 64  # tokens of a cache block
 
 @dataclass(frozen=True)
 class Plan:
-    """What the demo runs.
+    """Parameters of a run of the demo.
 
     Attributes
     ----------
     name : str
-        Of the model.
+        Name of the model.
     config : HybridConfig
-        Of the layers that run, all ranks together.
+        Configuration of the layers that run, all ranks together.
     lengths : tuple of int
         Tokens of the prompts.
     steps, drafts : int
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights: on a CPU float32, in which the model agrees with its reference to the last digits."""
+        """Dtype of the weights: on a CPU float32, in which the model agrees with its reference to the last digits."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     @property

@@ -162,7 +162,8 @@ def _tables() -> list[Finding]:
                 findings.append(Finding(label, "fail", str(error)))
                 continue
             name, stale = f"{path.parent.name}/{path.name}", _stale(table)
-            text = f"{name}: {table.num_entries()} entries, {max(table.header.runs, default='never measured')}"
+            count = table.num_entries()
+            text = f"{name}: {count} {'entry' if count == 1 else 'entries'}, {max(table.header.runs, default='never measured')}"
             findings.append(Finding(label, "warn" if stale else "ok", text + stale))
         if not paths:
             findings.append(Finding(label, "note", f"none in {folder}: kernels use their default tiles"))

@@ -12,6 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
+from gdn import examples
 from gdn.cli.plain import print_json
 from gdn.device import H100, H200, DeviceSpec
 from gdn.models import MODELS, ModelShape
@@ -20,6 +21,7 @@ from gdn.problems import DTYPE_BYTES, MqaLogitsProblem, PagedMqaLogitsProblem, P
 from gdn.runtime import Choice, devices, env, explain_problem, registry
 
 _SPECS = {"h100": H100, "h200": H200}
+_PREFILL_BY_TORCH = "sequences of more than 8 new tokens run on torch where the host knows all lengths"
 
 
 def explain_command(
@@ -91,6 +93,10 @@ def parts_of(
     fp8 = env.current().qsa_use_fp8_indexer or function.startswith("fp8_")
     if "topk" in operator.composed_of:
         return _combined(operator, shape, spec, backend, assignments, fp8)
+    if operator.name == "attention":
+        dense = override(examples.attention(shape), assignments)
+        order, ordered_by = _order(operator, backend)
+        return [Part(explain_problem(dense, spec, order, ordered_by=ordered_by), dense, (_PREFILL_BY_TORCH,))]
     parts = [registry.operator(name) for name in operator.composed_of] or registry.operators(function)
     problems = [override(one.example(shape, fp8=fp8), assignments) for one in parts]
     order, ordered_by = _order(operator, backend) if operator.composed_of else (backend, None)

@@ -1,9 +1,10 @@
 """Output of all commands: errors as one line on stderr, JSON on stdout, tables."""
 
+import functools
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import pydantic_core
 import typer
@@ -23,17 +24,29 @@ class PlainErrors(TyperGroup):
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **extra: Any) -> Any:
         """Runs a command and ends the process; without arguments, it prints the help."""
         given = list(sys.argv[1:] if args is None else args) or ["--help"]
-        try:
-            status = super().main(given, prog_name, standalone_mode=False, **extra)
-        except typer.Abort:
-            sys.exit(130)
-        except Exception as error:
-            message = _message(error)
-            if message is None:
-                raise
-            fail(message)
-            sys.exit(2)
-        sys.exit(status if isinstance(status, int) else 0)
+        _end(functools.partial(super().main, given, prog_name, standalone_mode=False, **extra))
+
+
+def run_alone(function: Callable[..., None], prog_name: str) -> None:
+    """Runs a function as the only command of a program, with the errors of `PlainErrors`, and ends the process."""
+    app = typer.Typer(add_completion=False)
+    app.command()(function)
+    _end(functools.partial(typer.main.get_command(app).main, sys.argv[1:], prog_name, standalone_mode=False))
+
+
+def _end(run: Callable[[], Any]) -> NoReturn:
+    """Runs a command and ends the process with its status."""
+    try:
+        status = run()
+    except typer.Abort:
+        sys.exit(130)
+    except Exception as error:
+        message = _message(error)
+        if message is None:
+            raise
+        fail(message)
+        sys.exit(2)
+    sys.exit(status if isinstance(status, int) else 0)
 
 
 def _message(error: Exception) -> str | None:

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gdn.layers.caches import HybridCaches
-from gdn.layers.host_arrays import refuse
+from gdn.layers.host_arrays import at_least, refuse
+from gdn.layers.metadata import CHECKPOINT_MULTIPLE
 from gdn.layers.pools import CacheFullError as CacheFullError
 from gdn.layers.pools import Pool
-
-CHECKPOINT_MULTIPLE = 64  # tokens: the chunk operator stores states at multiples of its chunk
 
 
 @dataclass(eq=False)
 class CachedSequence:
-    """What one sequence holds of the caches. Made, changed and freed by `CacheAllocator` alone.
+    """Share of the caches that one sequence holds. Made, changed and freed by `CacheAllocator` alone.
 
     Attributes
     ----------
@@ -53,6 +52,8 @@ class Checkpoint:
         State slot: what `checkpoint_slots` of the prefill names.
     num_tokens : int
         Length of the prefix, a multiple of 64.
+    blocks : tuple of int
+        Blocks of these tokens.
     is_live : bool
         False after the checkpoint was dropped.
     """
@@ -131,7 +132,7 @@ class CacheAllocator:
         CacheFullError
             Nothing was taken then.
         """
-        _check_count("num_tokens", num_tokens)
+        at_least("num_tokens", num_tokens, 0)
         return self._add(num_tokens, None)
 
     def add_prompt(self, prompt: Sequence[int]) -> CachedSequence:
@@ -184,7 +185,7 @@ class CacheAllocator:
         missing = []
         for sequence, count in zip(sequences, num_tokens, strict=True):
             self._check_live("sequence", sequence)
-            _check_count("num_tokens", count)
+            at_least("num_tokens", count, 0)
             missing.append(self._blocks_of(sequence.num_tokens + count) - len(sequence.blocks))
         self._make_room(sum(missing), 0)
         taken = iter(self._blocks.take(sum(missing)))
@@ -203,7 +204,7 @@ class CacheAllocator:
             There is no block for that copy; the sequence is as it was then.
         """
         self._check_live("sequence", sequence)
-        _check_count("num_tokens", num_tokens)
+        at_least("num_tokens", num_tokens, 0)
         if num_tokens > sequence.num_tokens:
             refuse("num_tokens", f"at most {sequence.num_tokens}, the sequence's tokens", num_tokens)
         kept = self._blocks_of(num_tokens)
@@ -271,6 +272,7 @@ class CacheAllocator:
         """
         self._check_live("sequence", sequence)
         ratio = self.caches.indexer.ratio
+        at_least("num_tokens", num_tokens, 0)
         if num_tokens < 1 or num_tokens % CHECKPOINT_MULTIPLE or num_tokens % ratio:
             refuse("num_tokens", f"a positive multiple of {CHECKPOINT_MULTIPLE} (and of index_ratio {ratio})", num_tokens)
         if num_tokens > sequence.num_tokens:
@@ -366,8 +368,3 @@ class CacheAllocator:
 def prefix_key(tokens: Sequence[int]) -> bytes:
     """Key of a prefix: its token ids."""
     return np.asarray(tokens, dtype=np.int64).tobytes()
-
-
-def _check_count(name: str, value: int) -> None:
-    if value < 0:
-        refuse(name, "at least 0", value)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gdn.distributed import zigzag
 from gdn.layers.attention_runs import MOST_DECODE_TOKENS
-from gdn.layers.host_arrays import PersistentBuffers, as_array, as_lengths, check_rank, refuse, to_device
+from gdn.layers.host_arrays import PersistentBuffers, as_array, as_lengths, at_least, check_rank, refuse, to_device
 from gdn.layers.parallel import DealtRows
 from gdn.runtime import env
 
@@ -116,8 +116,7 @@ class AttentionMetadataBuilder:
         self.cp_rank, self.cp_size, self.deal_longer_than = cp_rank, cp_size, deal_longer_than
         sizes = {"block_size": block_size, "max_seq_len": max_seq_len, "index_ratio": index_ratio}
         for name, value in {**sizes, "max_num_sequences": max_num_sequences, "max_query_len": max_query_len}.items():
-            if value < 1:
-                refuse(name, "at least 1", value)
+            at_least(name, value, 1)
         self.device = torch.device(device)
         self.block_size, self.max_seq_len, self.index_ratio = block_size, max_seq_len, index_ratio
         self.max_num_sequences, self.max_query_len = max_num_sequences, max_query_len
@@ -252,6 +251,8 @@ class AttentionMetadataBuilder:
 
     def _padded(self, fields: dict[str, Array], longest: int, tokens: int, pad_to: int, query_len: int) -> AttentionMetadata:
         count = fields["seq_lens"].shape[0]
+        at_least("pad_to", pad_to, 0)
+        at_least("pad_query_len", query_len, 0)
         if not count <= pad_to <= self.max_num_sequences:
             refuse("pad_to", f"{count} (rows) to {self.max_num_sequences} (max_num_sequences)", pad_to)
         if not longest <= query_len <= self.max_query_len:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gdn.layers.config import HybridConfig
-from gdn.layers.host_arrays import refuse
+from gdn.layers.host_arrays import at_least, refuse
 from gdn.runtime import env
 
 PAGE_MULTIPLE = 4  # rows: what the operators take as the size of an indexer page
@@ -30,7 +30,7 @@ class GDNStateCache:
     null_slot : int
         Largest slot that is never used: -1 = none; 0 as in vLLM.
     dtype, state_dtype : torch.dtype
-        Of the windows of the convolution, and of the recurrent states (float32 or bfloat16).
+        Dtypes of the windows of the convolution and of the recurrent states (float32 or bfloat16).
     device : torch.device
 
     Attributes
@@ -52,9 +52,9 @@ class GDNStateCache:
         state_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        _at_least("num_slots", num_slots, 0)
-        _at_least("num_spec", num_spec, 0)
-        _at_least("null_slot", null_slot, -1)
+        at_least("num_slots", num_slots, 0)
+        at_least("num_spec", num_spec, 0)
+        at_least("null_slot", null_slot, -1)
         if state_dtype not in STATE_DTYPES:
             raise TypeError(f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype}")
         self.num_slots, self.num_spec, self.null_slot = num_slots, num_spec, null_slot
@@ -102,6 +102,7 @@ class KVCache:
     num_blocks, block_size : int
         Blocks, and tokens of a block.
     dtype, device : torch.dtype, torch.device
+        Dtype of keys and values, and where they are.
 
     Attributes
     ----------
@@ -118,8 +119,8 @@ class KVCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
-        _at_least("num_blocks", num_blocks, 0)
-        _at_least("block_size", block_size, 1)
+        at_least("num_blocks", num_blocks, 0)
+        at_least("block_size", block_size, 1)
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (config.num_full_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         self._buffer = torch.zeros(shape, dtype=dtype, device=device)
@@ -157,7 +158,7 @@ class IndexerCache:
         Whether keys are e4m3: with scales (uint8 pages) token-wise, plain where compressed. None = as
         ``VLLM_QSA_USE_FP8_INDEXER`` says now.
     dtype, device : torch.dtype, torch.device
-        Of the model: of raw keys, and of keys without FP8.
+        Dtype of raw keys, and of keys without FP8: the model's.
 
     Attributes
     ----------
@@ -180,10 +181,10 @@ class IndexerCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
-        _at_least("num_blocks", num_blocks, 0)
-        _at_least("block_size", block_size, 1)
-        _at_least("num_sequences", num_sequences, 0)
-        _at_least("num_spec", num_spec, 0)
+        at_least("num_blocks", num_blocks, 0)
+        at_least("block_size", block_size, 1)
+        at_least("num_sequences", num_sequences, 0)
+        at_least("num_spec", num_spec, 0)
         self.ratio = config.index_ratio
         if config.index_topk and block_size % (PAGE_MULTIPLE * self.ratio):
             refuse("block_size", f"a multiple of {PAGE_MULTIPLE} * index_ratio = {PAGE_MULTIPLE * self.ratio}", block_size)
@@ -251,7 +252,7 @@ class HybridCaches:
     use_fp8_indexer : bool, optional
         As `use_fp8` of `IndexerCache`.
     dtype, state_dtype, device : torch.dtype, torch.dtype, torch.device
-        Of the model, of the recurrent states, and where the caches are.
+        Dtypes of the model and of the recurrent states, and where the caches are.
 
     Attributes
     ----------
@@ -271,8 +272,8 @@ class HybridCaches:
         use_fp8_indexer: bool | None = None,
         **placed: Any,
     ) -> None:
-        _at_least("max_num_sequences", max_num_sequences, 0)
-        _at_least("num_checkpoints", num_checkpoints, 0)
+        at_least("max_num_sequences", max_num_sequences, 0)
+        at_least("num_checkpoints", num_checkpoints, 0)
         unknown = placed.keys() - {"dtype", "state_dtype", "device"}
         if unknown:
             raise TypeError(f"{', '.join(sorted(unknown))}: expected one of dtype, state_dtype, device")
@@ -304,11 +305,6 @@ class HybridCaches:
         """Copies one block of tokens to another, in all layers and caches."""
         self.kv.copy_block(source, target)
         self.indexer.copy_block(source, target)
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        refuse(name, f"at least {least}", value)
 
 
 def _row_bytes(buffer: Tensor, *dims: int) -> int:

@@ -4,9 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gdn.layers.host_arrays import at_least
+
 LAYER_TYPES = ("linear_attention", "full_attention")
 MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 COMPOSITE_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")  # a text model next to a vision model
+# Numbers that every model has, and those that are 0 where a model has no such part.
+_COUNTS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim", "max_position_embeddings", "index_head_dim", "index_ratio", "decoder_sparse_step", "hc_count",
+)  # fmt: skip
+_OPTIONAL_COUNTS = (
+    "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads", "index_topk", "index_n_heads",
+    "index_kv_heads", "intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "hc_lowrank",
+)  # fmt: skip
 _MISSING: Any = object()
 
 
@@ -41,23 +53,27 @@ class HybridConfig:
     index_n_heads, index_kv_heads, index_head_dim, index_ratio : int
         Query heads, key heads and head dimension of the indexer; tokens per indexer key (1 = token-wise, with weights per
         head; more = compressed, without weights).
-    intermediate_size : int
-        Width of a dense MLP.
+    hidden_act, intermediate_size : {"silu"}, int
+        Activation of the MLPs, and width of a dense one.
     num_experts, num_experts_per_tok, moe_intermediate_size, shared_expert_intermediate_size : int
         Mixture of experts; `num_experts` 0 = dense everywhere.
     norm_topk_prob : bool
         Whether the probabilities of the selected experts are divided by their sum.
     mlp_only_layers, decoder_sparse_step : tuple of int, int
         Layers with a dense MLP in a model with experts, and the period of the others.
-    residual : {"plain", "hyper"}
+    residual, hc_count, hc_lowrank : {"plain", "hyper"}, int, int
         Residual stream: one, with zero-centred norms; or `hc_count` gated streams mixed through `hc_lowrank` dimensions.
     layer_scale : bool
         Whether the output of each mixer and MLP is multiplied by 1 + a learned vector ("plain" only).
+    rms_norm_eps : float
+        Added to the mean square in every norm.
+    tie_word_embeddings : bool
+        Whether the embedding is the head too.
 
     Raises
     ------
-    ValueError
-        Named after the field, where sizes do not fit each other.
+    TypeError, ValueError
+        Named after the field, where a size is no number or sizes do not fit each other.
     """
 
     vocab_size: int
@@ -100,6 +116,9 @@ class HybridConfig:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        for least, names in ((1, _COUNTS), (0, _OPTIONAL_COUNTS)):
+            for name in names:
+                at_least(name, getattr(self, name), least)
         _one_of("projection_layout", self.projection_layout, ("interleaved", "flat"))
         _one_of("gdn_gate_activation", self.gdn_gate_activation, ("silu", "sigmoid"))
         _one_of("hidden_act", self.hidden_act, ("silu",))
@@ -171,8 +190,7 @@ class HybridConfig:
         ValueError
             Named after the field that `size` does not divide.
         """
-        if size < 1:
-            _refuse("size", "at least 1", size)
+        at_least("size", size, 1)
         divided = {"num_attention_heads": self.num_attention_heads}
         if self.num_linear_layers:  # a value head stays with its key head
             divided |= {name: getattr(self, name) for name in ("linear_num_key_heads", "linear_num_value_heads")}

@@ -1,4 +1,4 @@
-"""What a tensor-parallel rank takes of a tensor of a checkpoint, and how its rows are ordered in the parameter.
+"""Parts of a checkpoint's tensors that a tensor-parallel rank takes, and the order of their rows in the parameter.
 
 whole            all of it, on every rank
 vector           the same, as a vector

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gdn.layers.config import HybridConfig
 from gdn.layers.gated_delta_net import GatedDeltaNet
+from gdn.layers.host_arrays import at_least, refuse
 from gdn.layers.hyper import HyperConnection
 from gdn.layers.mlp import MLP, MoE
 from gdn.layers.norm import RMSNorm
@@ -34,7 +35,7 @@ class DecoderLayer(nn.Module):
         Context-parallel ranks, which part the rows of steps with prompts: a layer takes and returns the rank's own. Attention
         gathers all of them. None = one rank.
     device, dtype : torch.device, torch.dtype
-        Of the parameters.
+        Device and dtype of the parameters.
 
     Attributes
     ----------
@@ -62,6 +63,8 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not 0 <= layer < config.num_hidden_layers:
+            refuse("layer", f"0 to {config.num_hidden_layers - 1} (num_hidden_layers)", layer)
         self.layer_type, self.place = config.layer_types[layer], config.place(layer)
         self.context_parallel = ContextParallel(cp_group)
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -74,6 +77,7 @@ class DecoderLayer(nn.Module):
         if config.is_moe(layer):
             self.mlp = MoE(config, **divided)
         else:
+            at_least("intermediate_size", config.intermediate_size, 1)  # of the layers without experts
             self.mlp = MLP(config.hidden_size, config.intermediate_size, **divided)
         self.is_hyper, self.has_scale, self.has_indexer = config.residual == "hyper", config.layer_scale, config.index_topk > 0
         if self.is_hyper:

@@ -36,7 +36,12 @@ class GatedDeltaNet(nn.Module):
         Context-parallel ranks, for steps whose metadata has `parts`: each rank is called with its rows, and all store the
         states. One exchange of states and one of the convolution's windows. None = one rank.
     device, dtype : torch.device, torch.dtype
-        Of the parameters. `A_log` and `dt_bias` stay float32.
+        Device and dtype of the parameters. `A_log` and `dt_bias` stay float32.
+
+    Notes
+    -----
+    Which operators run depends on the rows of the batch, and they round in different places. ``GDN_BATCH_INVARIANT=1`` holds for
+    each operator by itself, not for a decode row that is alone in one step and next to a prompt in another.
 
     Attributes
     ----------

@@ -1,5 +1,6 @@
 """Arrays of the host: checked inputs of the metadata builders, and their way to the device without a wait."""
 
+from numbers import Integral
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,18 +16,26 @@ def refuse(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
+def at_least(name: str, value: Any, least: int) -> None:
+    """Raises TypeError or ValueError, named after the argument, unless the value is an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < least:
+        refuse(name, f"at least {least}", value)
+
+
 def check_rank(cp_rank: int, cp_size: int) -> None:
-    """Raises ValueError where this is no rank of so many."""
-    if cp_size < 1:
-        refuse("cp_size", "at least 1", cp_size)
-    if not 0 <= cp_rank < cp_size:
+    """Raises TypeError or ValueError, named after the argument, where this is no rank of so many."""
+    at_least("cp_size", cp_size, 1)
+    at_least("cp_rank", cp_rank, 0)
+    if cp_rank >= cp_size:
         refuse("cp_rank", f"0 to {cp_size - 1} (cp_size - 1)", cp_rank)
 
 
 def as_array(name: str, values: Any, rows: int | None = None, ranks: tuple[int, ...] = (1,)) -> Array:
-    """Integers (or flags) of the host as an int64 array. Tensors on another device are refused: reading them would wait.
+    """Integers (or flags) of the host as an int64 array, all of which fit int32, the dtype that they have on the device.
 
-    Raises TypeError or ValueError named after the argument.
+    Tensors on another device are refused: reading them would wait. Raises TypeError or ValueError named after the argument.
     """
     if isinstance(values, Tensor):
         if values.device.type != "cpu":
@@ -43,6 +52,8 @@ def as_array(name: str, values: Any, rows: int | None = None, ranks: tuple[int, 
         refuse(name, f"{' or '.join(map(str, ranks))} dimensions", f"shape {list(found.shape)}")
     if rows is not None and found.shape[0] != rows:
         refuse(name, f"{rows} rows", f"shape {list(found.shape)}")
+    if found.dtype.itemsize > 4 and (beyond := found != found.astype(np.int32)).any():
+        refuse(name, "numbers that fit int32", found[beyond][0])
     return found.astype(np.int64)
 
 

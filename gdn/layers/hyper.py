@@ -64,7 +64,7 @@ class HyperConnection(nn.Module):
     injects : bool
         Whether the output goes back to the streams; False for the mixer in front of the head.
     device, dtype : torch.device, torch.dtype
-        Of the parameters.
+        Device and dtype of the parameters.
 
     References
     ----------

@@ -28,7 +28,7 @@ TENSORS = {
 
 
 class _Queries(NamedTuple):
-    """What the scores of a step need of its token rows."""
+    """Inputs of the scores of a step, by token row."""
 
     q: Tensor  # [tokens, H, D]
     weights: Tensor | None  # [tokens, H]
@@ -55,7 +55,7 @@ class Indexer(nn.Module):
     zero_centred : bool
         Whether the gain of the norms is 1 + weight (else weight).
     device, dtype : torch.device, torch.dtype
-        Of the parameters.
+        Device and dtype of the parameters.
 
     Notes
     -----

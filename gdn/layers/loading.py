@@ -55,7 +55,7 @@ def table(config: HybridConfig) -> dict[str, Parts]:
     Parameters
     ----------
     config : HybridConfig
-        Of the whole model.
+        Configuration of the whole model.
 
     Returns
     -------
@@ -101,7 +101,7 @@ def from_transformers(
         State dict of a model of Transformers, with or without the prefixes `model.` and `model.language_model.`; experts fused or
         one by one. The values are looked up when they are needed.
     config : HybridConfig
-        Of the whole model.
+        Configuration of the whole model.
     rank, size : int
         Tensor-parallel rank, and number of ranks. A key head of Gated DeltaNet keeps its value heads; key and value heads of
         attention are replicated where there are fewer than ranks.
@@ -141,7 +141,7 @@ def to_transformers(parameters: Mapping[str, Tensor], config: HybridConfig) -> d
     parameters : mapping of str to Tensor
         Named parameters of the model (`state_dict`).
     config : HybridConfig
-        Of the whole model.
+        Configuration of the whole model.
 
     Returns
     -------
@@ -182,8 +182,13 @@ def load(
 
 
 def read_config(folder: Path | str) -> HybridConfig:
-    """Configuration of a local checkpoint of Transformers: its config.json."""
-    return HybridConfig.from_transformers(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+    """Configuration of a local checkpoint of Transformers: its config.json. ValueError, with the file, where it is no JSON."""
+    path = Path(folder) / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, got {error}") from error
+    return HybridConfig.from_transformers(content)
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):

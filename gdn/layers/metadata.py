@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gdn.distributed import split_tokens
-from gdn.layers.host_arrays import PersistentBuffers, as_array, as_lengths, check_rank, refuse, to_device
+from gdn.layers.host_arrays import PersistentBuffers, as_array, as_lengths, at_least, check_rank, refuse, to_device
 from gdn.layers.parallel import ContextParts
 
 Ints = Sequence[int] | Tensor | NDArray[Any]
 Array = NDArray[Any]
+
+CHECKPOINT_MULTIPLE = 64  # tokens: the chunk operator stores states at multiples of its chunk
 
 
 @dataclass(frozen=True)
@@ -132,11 +134,9 @@ class GDNMetadataBuilder:
         cp_rank: int = 0,
         cp_size: int = 1,
     ) -> None:
-        for name, value, least in (("num_spec", num_spec, 0), ("max_num_sequences", max_num_sequences, 1)):
-            if value < least:
-                refuse(name, f"at least {least}", value)
-        if null_slot < -1:
-            refuse("null_slot", "at least -1", null_slot)
+        at_least("num_spec", num_spec, 0)
+        at_least("max_num_sequences", max_num_sequences, 1)
+        at_least("null_slot", null_slot, -1)
         check_rank(cp_rank, cp_size)
         self.cp_rank, self.cp_size = cp_rank, cp_size
         self.device = torch.device(device)
@@ -176,9 +176,10 @@ class GDNMetadataBuilder:
             it: True = it is prefill, and clears a recycled slot; False = a row made up for a capture, a decode. None = True,
             False with `pad_to`.
         parent_token : [tokens], optional
-            Draft trees: parent of each token of the step within its row; entries of rows that are not speculative are ignored.
+            Draft trees: parent of each token of the step within its row, before it there, or -1; entries of rows that are not
+            speculative are ignored.
         checkpoint_offsets, checkpoint_slots : [N, C], optional
-            Token counts of this step and slots, for the rows that are not speculative; 0 keeps nothing.
+            Token counts of this step, multiples of 64, and slots, for the rows that are not speculative; 0 keeps nothing.
         pad_to : int, optional
             Rows of the captured graph's batch: decode rows alone or speculative rows alone, the rest is padding (null slot,
             mask False, an empty range, 1 accepted token).
@@ -213,7 +214,7 @@ class GDNMetadataBuilder:
         prefilling = np.full(count, pad_to is None)
         if is_prefilling is not None:
             prefilling = as_array("is_prefilling", is_prefilling, count).astype(bool)
-        parents = None if parent_token is None else as_array("parent_token", parent_token, int(queries.sum()))
+        parents = None if parent_token is None else _parents(parent_token, queries, drafts >= 0)
         checkpoints = _checkpoints(checkpoint_offsets, checkpoint_slots, count)
         rows = _Rows(queries, lengths, self._slots(slots, count), drafts, accepted, prefilling, parents, checkpoints)
         if (rows.is_spec & (queries > 0)).any():
@@ -344,12 +345,23 @@ class GDNMetadataBuilder:
         return moved | {"non_spec_lengths_host": tuple(queries.tolist())}
 
     def _check_padding(self, count: int, pad_to: int) -> None:
+        at_least("pad_to", pad_to, 0)
         if not count <= pad_to <= self.max_num_sequences:
             refuse("pad_to", f"{count} (rows) to {self.max_num_sequences} (max_num_sequences)", pad_to)
 
 
 def _offsets(lengths: Array) -> Array:
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+
+
+def _parents(parent_token: Ints, queries: Array, is_spec: Array) -> Array:
+    found = as_array("parent_token", parent_token, int(queries.sum()))
+    own = np.arange(found.shape[0]) - np.repeat(np.cumsum(queries) - queries, queries)  # each token's place in its row
+    wrong = np.flatnonzero(np.repeat(is_spec, queries) & ((found < -1) | (found >= own)))
+    if wrong.size:
+        place = int(wrong[0])
+        refuse("parent_token", f"-1 to {own[place] - 1}, a token before its own in the row", f"{found[place]} at [{place}]")
+    return found
 
 
 def _checkpoints(offsets: Any, slots: Any, count: int) -> tuple[Array, Array] | None:
@@ -361,6 +373,6 @@ def _checkpoints(offsets: Any, slots: Any, count: int) -> tuple[Array, Array] | 
     places = as_array("checkpoint_slots", slots, rows=count, ranks=(2,))
     if found.shape != places.shape:
         refuse("checkpoint_slots", f"shape {list(found.shape)}, as checkpoint_offsets", f"shape {list(places.shape)}")
-    if (found < 0).any():
-        refuse("checkpoint_offsets", "no negative count", found.tolist())
+    if ((found < 0) | (found % CHECKPOINT_MULTIPLE != 0)).any():
+        refuse("checkpoint_offsets", f"multiples of {CHECKPOINT_MULTIPLE} tokens, or 0", found.tolist())
     return found, places

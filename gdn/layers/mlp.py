@@ -21,6 +21,8 @@ class MLP(nn.Module):
         Width of the input and output, and of the gate.
     tp_group : torch.distributed.ProcessGroup, optional
         Tensor-parallel ranks: each holds an equal share of the gate's width, and the outputs are summed. None = one rank.
+    device, dtype : torch.device, torch.dtype
+        Device and dtype of the parameters.
 
     Attributes
     ----------
@@ -56,6 +58,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Output [tokens, hidden] for hidden states [tokens, hidden]."""
         return self.tensor_parallel.sum(linear(_gated(linear(hidden_states, self.gate_up_proj)), self.down_proj))
 
 
@@ -72,6 +75,8 @@ class MoE(nn.Module):
     tp_group : torch.distributed.ProcessGroup, optional
         Tensor-parallel ranks: each holds all experts with an equal share of their widths, so that all have as much to do; the
         outputs, the shared expert's included, are summed once. None = one rank.
+    device, dtype : torch.device, torch.dtype
+        Device and dtype of the parameters.
 
     Attributes
     ----------

@@ -33,7 +33,7 @@ class HybridModel(nn.Module):
         Context-parallel ranks, which part the rows of steps with prompts, where the metadata says so; all ranks run the same
         steps on equal caches and get the whole output. None = one rank.
     device, dtype : torch.device, torch.dtype
-        Of the parameters. The decay parameters of Gated DeltaNet and the rotary table stay float32.
+        Device and dtype of the parameters. The decay parameters of Gated DeltaNet and the rotary table stay float32.
 
     Attributes
     ----------
@@ -105,10 +105,13 @@ class HybridModel(nn.Module):
 
         Raises
         ------
-        ValueError
-            Where positions are not one per token: the three rows of mrope that images need are not served. (For text, mrope is
-            the plain rotary embedding, since its three positions are equal.)
+        TypeError, ValueError
+            Named after the argument: input_ids that are not packed, positions that are not one per token. The three rows of
+            mrope that images need are not served. (For text, mrope is the plain rotary embedding, since its three positions are
+            equal.)
         """
+        if input_ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"input_ids: expected dtype int32 or int64, got {input_ids.dtype}")
         if input_ids.dim() != 1:
             raise ValueError(f"input_ids: expected shape [tokens], packed, got shape {list(input_ids.shape)}")
         if positions.shape != input_ids.shape:

@@ -13,6 +13,8 @@ class RMSNorm(nn.Module):
     ----------
     dim, eps : int, float
         Normalised dimension; added to the mean square.
+    device, dtype : torch.device, torch.dtype
+        Device and dtype of the gain.
     """
 
     def __init__(
@@ -23,6 +25,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Norm of x [..., dim], in its dtype."""
         return self.add(x, None)[0]
 
     def add(self, x: Tensor, residual: Tensor | None, layer_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ def fill_randomly(model: nn.Module, seed: int = 0) -> None:
     model : Module
         `HybridModel` or one of its layers, on any device; each parameter is drawn there.
     seed : int
-        Of the generator. The same seed gives other numbers on another kind of device.
+        Seed of the generator. The same seed gives other numbers on another kind of device.
     """
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():

@@ -47,6 +47,8 @@ class RotaryEmbedding(nn.Module):
     ----------
     config : HybridConfig
         Gives the rotated dimensions, the base of the frequencies and the number of positions.
+    device : torch.device
+        Device of the table.
 
     Attributes
     ----------

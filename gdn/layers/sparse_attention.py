@@ -52,7 +52,7 @@ class SparseAttention(nn.Module):
         Context-parallel ranks, for steps whose metadata has rows `dealt` over them: each rank writes all keys, selects and
         attends for its rows, and one exchange puts the outputs together. None = one rank.
     device, dtype : torch.device, torch.dtype
-        Of the parameters.
+        Device and dtype of the parameters.
 
     Raises
     ------

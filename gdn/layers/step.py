@@ -1,4 +1,4 @@
-"""What one forward of a hybrid model needs to know of its batch."""
+"""Metadata of the batch of one forward of a hybrid model."""
 
 from dataclasses import dataclass
 

@@ -52,7 +52,7 @@ class Kind:
         if self.type is int:
             return int(value)
         if self.type is tuple:
-            return tuple(value)
+            return tuple(map(int, value))
         return _finite(name, value) if self.type is float else value
 
 

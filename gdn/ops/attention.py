@@ -64,7 +64,7 @@ def attention(
         `seq_lens` and the differences of `query_start_loc` on the host. None for one of them = all rows take the paged kernel.
     max_query_len, max_seq_len : int, optional
         Bounds on the lengths of all sequences: with max_query_len <= 8 all rows take the paged kernel; max_seq_len bounds the
-        part of `block_tables` that it deals to thread blocks.
+        part of `block_tables` that is read.
     out : Tensor [tokens, heads, D], optional
         Tensor to write o into, dtype of `q`, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -82,7 +82,7 @@ def attention(
     ------
     TypeError, ValueError
         Named after the argument, before anything is written. With ``GDN_VALIDATE=1`` (which waits for the device; on the CPU
-        always) lengths, blocks of visible positions and the agreement with the lengths on the host are checked too.
+        always) lengths, blocks of visible positions and the agreement with the lengths and bounds on the host are checked too.
     """
     k_cache, v_cache = split_pair(kv_cache)
     return_lse = Kind(bool, False).check("return_lse", return_lse)
@@ -115,6 +115,7 @@ def _dense(
     check.at_least("max_seq_len", max_seq_len)
     check_values(q, k_cache, None, block_tables, query_start_loc, seq_lens, None)
     _check_lengths(query_lens_host, seq_lens_host, query_start_loc, seq_lens)
+    _check_bounds({"max_query_len": max_query_len, "max_seq_len": max_seq_len}, query_start_loc, seq_lens)
     block_size = k_cache.shape[1]
     items = _sequences(q, block_tables.shape[1] * block_size, seq_lens_host, query_lens_host)
     check_memory()
@@ -173,6 +174,18 @@ def _check_lengths(
             values = (seq_lens if name == "seq_lens_host" else query_start_loc.diff()).tolist()
             if values != list(lengths):
                 bad_value(name, f"the lengths on the device {values}", tuple(lengths))
+
+
+def _check_bounds(bounds: dict[str, int | None], query_start_loc: Tensor, seq_lens: Tensor) -> None:
+    """Checks bounds on the lengths, where values are checked."""
+    given = {name: bound for name, bound in bounds.items() if bound is not None}
+    if not given or not seq_lens.numel() or not reads_values(seq_lens.device):
+        return
+    queries = query_start_loc.diff()
+    longest = {"max_query_len": queries, "max_seq_len": torch.where(queries > 0, seq_lens, 0)}  # others are not read
+    for name, bound in given.items():
+        if bound < (most := int(longest[name].max())):
+            bad_value(name, f"at least {most}, the longest of the sequences", bound)
 
 
 def _sequences(q: Tensor, most: int, seq_lens: Sequence[int] | None, query_lens: Sequence[int] | None) -> list[_Sequence]:

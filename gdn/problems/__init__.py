@@ -1,4 +1,4 @@
-"""What every operator's kernels are compiled for, tuned for and launched with: one module per family of operators."""
+"""Problems that every operator's kernels are compiled for, tuned for and launched with: one module per family of operators."""
 
 from gdn.problems.attention import AttentionProblem as AttentionProblem
 from gdn.problems.attention import SparseDecodeParams as SparseDecodeParams

@@ -15,7 +15,7 @@ class AttentionProblem(Problem):
     head_dim: int = field(metadata=TUNES)
     dtype: str = field(metadata=TUNES)  # of q, keys and values
     block_size: int = field(metadata=COMPILES)  # positions of a cache block
-    index_dtype: str | None = field(metadata=COMPILES)  # int32 | int64
+    index_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None: dense
     has_topk_length: bool = field(metadata=COMPILES)  # only the leading entries of an index row count
     heads_adjacent: bool = field(metadata=COMPILES)  # the rows of a position's kv heads are one piece of memory, in both caches
     rows_aligned: bool = field(metadata=COMPILES)  # every row of both caches starts at a multiple of 16 bytes

@@ -1,4 +1,4 @@
-"""What the references share: they run without autograd and autocast, and compare indices as Python ints."""
+"""Modes that the references share: they run without autograd and autocast, and compare indices as Python ints."""
 
 import functools
 from collections.abc import Callable

@@ -35,7 +35,7 @@ def random_positions(ends: Tensor, k: int, run: int, generator: torch.Generator)
 
 
 def kept_positions(ends: Tensor, k: int, share: float, generator: torch.Generator) -> Tensor:
-    """As `random_positions`; each row keeps this share of the positions of the row before, and draws the others anew."""
+    """Random positions; each row keeps this share of the positions of the row before, and draws the others anew."""
     device, limits = ends.device, ends.tolist()
     found = torch.full((len(limits), k), -1, dtype=torch.int64, device=device)
     last = torch.empty(0, dtype=torch.int64, device=device)

@@ -90,7 +90,7 @@ class Model:
         times = {length: time for time, length in sorted(self._split_times())}
         found = {-(-self.chunks // best): best} if best else {}
         for length, time in list(times.items())[:12]:
-            # Of several sequences the model knows too little to leave one out.
+            # The model knows too little of several sequences to leave one out.
             if not self.is_one_sequence or time < 1.2 * self.whole_time:
                 found.setdefault(-(-self.chunks // length), length)
         lengths = sorted(list(found.values())[:4])

@@ -24,7 +24,7 @@ SORTED = 256  # sequences at most: a byte names one
 RECORDS = 8
 RECORD_BYTES = 32
 _TAKEN = 0x7FFFFFFF  # the load of a cluster that is not there
-# Of a cluster's load, in quarters of a chunk's time: an item's end and start take 0.75 of a chunk.
+# Units of a cluster's load, in quarters of a chunk's time: an item's end and start take 0.75 of a chunk.
 _CHUNK_COST, _ITEM_COST = 4, 3
 
 

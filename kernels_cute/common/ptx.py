@@ -146,7 +146,7 @@ def load_global_if(address: Any, size: int, positive: Any) -> Any:
 
 
 def number(dtype: Any, word: Any) -> Any:
-    """What load_global_if has loaded, as float32."""
+    """Value that load_global_if has loaded, as float32."""
     return word.bitcast(Float32) if dtype is Float32 else unpack(dtype, word)[0]
 
 

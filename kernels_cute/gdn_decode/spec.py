@@ -16,7 +16,7 @@ WORDS = CHANNELS // 2  # words of two values of an item in a row
 
 
 class Block(NamedTuple):
-    """What a thread works on."""
+    """Part of the work that a thread has."""
 
     sequence: Any  # Int32
     key_head: Any  # Int32

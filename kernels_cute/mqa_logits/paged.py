@@ -143,6 +143,6 @@ def _fakes(problem: PagedMqaLogitsProblem) -> PagedMqaLogitsParams:
 
 
 def launch(compiled: Any, params: PagedMqaLogitsParams) -> None:
-    # Of Python's integers: the keys that a wide block table addresses may exceed 32 bits.
+    # Python's integers: the keys that a wide block table addresses may exceed 32 bits.
     most_keys = min(params.out.shape[1], params.block_tables.shape[1] * compiled.problem.page_size)
     compiled.functions[ENTRY](*params, most_keys)

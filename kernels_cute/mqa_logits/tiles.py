@@ -97,7 +97,7 @@ class Work(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """What the list of ragged items follows from."""
+    """Numbers that the list of ragged items follows from."""
 
     params: Any
     work: Work
@@ -175,7 +175,7 @@ class DraftColumns(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """What the list of paged items follows from."""
+    """Numbers that the list of paged items follows from."""
 
     context_lens: Any
     most_keys: Any  # lengths are clamped to it

@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a thread works on."""
+    """Part of the work that a thread has."""
 
     sequence: Any  # Int32
     thread: Any  # Int32

@@ -68,7 +68,7 @@ def load_packed(tiles: cutlass.Constexpr, span, first, words: cute.Tensor, acces
 def filter(tiles: cutlass.Constexpr, storage, span, thread, lower):
     """Lists scores whose keys are at least `lower`, with their columns, while there is room, and counts all of them.
 
-    Of float32 an access holds four, of bf16 eight, which are compared two at a time; their words are listed unchanged.
+    An access holds four entries of float32 and eight of bf16, which are compared two at a time; their words are listed unchanged.
     """
     base, lead, stop = span
     passed, places = storage.passed.data_ptr().toint(), storage.keys.data_ptr().toint()

@@ -77,7 +77,7 @@ def _one_launch_times(problem: ChunkProblem, device: DeviceSpec) -> Iterator[tup
     """(time, blocks per cluster) of the one launch."""
     chunks, heads = _chunks_and_heads(problem)
     for cluster_size, chunk_us in _ONE_LAUNCH_US.items():
-        # Clusters of two fill every group of SMs. Of larger ones count those that surely run at once: a second round takes twice
+        # Clusters of two fill every group of SMs. Larger ones count if they surely run at once: a second round takes twice
         # the time.
         clusters = device.num_sms // _SMS_OF_GROUP * ((_SMS_OF_GROUP - 2) // cluster_size)
         if cluster_size == CHAINS:

@@ -118,7 +118,7 @@ def make_tiles(thread, turn, total, shared, registers):
         T.wgmma_gemm(shared.x[half, :, :], k[buffer, :, :], accumulator, transpose_A=True, clear_accum=True)
     for i in T.Parallel(CHUNK):
         row_factor[i] = T.exp2(total - row_factor[i]) * shared.beta[half, i]
-    # Of the warp's own rows, as the factors are; two lanes hold each row.
+    # For the warp's own rows, as the factors are; two lanes hold each row.
     vectors[ROW_LAST] = T.exp2(shared.sums[half, BLOCK * warp + lane % BLOCK])
     vectors[ROW_STATE_KEY] = vectors[ROW_LAST] * shared.k_factor[half, BLOCK * warp + lane % BLOCK]
     vectors[ROW_STATE_QUERY] = vectors[ROW_LAST] * shared.q_factor[BLOCK * warp + lane % BLOCK]

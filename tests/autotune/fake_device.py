@@ -7,7 +7,7 @@ import pytest
 
 from gdn.testing import timing
 
-_BURST_US = 20e3  # at full speed, behind a pause
+_BURST_US = 20e3  # at full speed, after a pause
 _SLOWER = 2.0
 
 

@@ -1,4 +1,4 @@
-"""What the tuner runs: the public calls are the problems of the shapes, and the verdict knows right from wrong."""
+"""Cases that the tuner runs: the public calls are the problems of the shapes, and the verdict knows right from wrong."""
 
 import inspect
 from collections.abc import Callable

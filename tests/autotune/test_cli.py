@@ -224,7 +224,7 @@ def test_the_published_table_has_27_shapes() -> None:
 
 @pytest.fixture
 def stale_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_switches: None) -> Path:
-    """Of the fake kernel: two entries of another source."""
+    """Table of the fake kernel: two entries of another source."""
     monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path / "cache"))
     env.reload()
     kernel = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")

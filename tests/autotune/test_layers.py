@@ -116,7 +116,7 @@ def test_recording_leaves_nothing_behind() -> None:
 
 
 def test_only_operations_on_tensors_count() -> None:
-    """Of torch's: no types, no views, no new tensors; every tensor of an operation is moved."""
+    """Operations of torch: no types, no views, no new tensors; every tensor of an operation is moved."""
     x, y = torch.randn(4, 6), torch.randn(6)
 
     def call() -> None:

@@ -55,7 +55,7 @@ def _write(folder: Path, *winners: tuning.Winner, versions: dict[str, str] | Non
 
 
 def _lookup(shape: Shape) -> list[tuple[Config, float]]:
-    """As the runtime looks a problem up, nearest sizes first."""
+    """Entries in the order in which the runtime looks a problem up: nearest sizes first."""
     candidate = KernelCandidate("chunk", "tilelang", KERNEL.module_name)
     return [(item.config, item.time_us) for item in candidate.tuned(shape.problem, H100)]
 
@@ -119,7 +119,7 @@ def test_a_winner_that_is_the_default_is_no_entry(folder: Path) -> None:
 
 
 def _stale(path: Path, *, machine_code: bool = True) -> None:
-    """As if the kernel had changed since its entries were measured."""
+    """Makes the tables look as if the kernel had changed since its entries were measured."""
     table = tuned.read(path)
     for group in table.groups:
         for entry in group.entries:

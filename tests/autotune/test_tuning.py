@@ -37,11 +37,11 @@ class FakeRunner:
     def time_us(self, shape: shapes.Shape, config: Any) -> float:
         return {fake_kernel.FAST: 50.0, fake_kernel.FASTEST: 51.0}.get(config.tile, 90.0)
 
-    default_beside = 88.0  # us of the default, timed beside the finalists
+    default_next_to = 88.0  # us of the default, timed next to the finalists
 
     def interleaved_us(self, shape: shapes.Shape, configs: Sequence[Any]) -> list[float]:
         # Only side by side does the truly fastest win.
-        times = {fake_kernel.FAST: 50.5, fake_kernel.FASTEST: 49.0, fake_kernel.DEFAULT: self.default_beside}
+        times = {fake_kernel.FAST: 50.5, fake_kernel.FASTEST: 49.0, fake_kernel.DEFAULT: self.default_next_to}
         return [times[config.tile] for config in configs]
 
 
@@ -142,15 +142,15 @@ def test_search_times_the_finalists_again_and_drops_wrong_results(plan: tuning.P
     assert _find(journal, fake_kernel.FAST) == Record(TIMED, time_us=50.0, error=0.004)
 
 
-@pytest.mark.parametrize(("beside", "tile"), [(49.1, fake_kernel.DEFAULT), (50.0, fake_kernel.FASTEST)])
+@pytest.mark.parametrize(("next_to", "tile"), [(49.1, fake_kernel.DEFAULT), (50.0, fake_kernel.FASTEST)])
 def test_the_default_is_timed_beside_the_finalists_and_gives_way_to_more_than_noise(
-    plan: tuning.Plan, tmp_path: Path, beside: float, tile: int
+    plan: tuning.Plan, tmp_path: Path, next_to: float, tile: int
 ) -> None:
     plan.candidates[SHAPE.problem.static_key(), Config(fake_kernel.CRASHES, False)].failure = "worker process died (SIGSEGV)"
     runner = FakeRunner()
-    runner.default_beside = beside
+    runner.default_next_to = next_to
     winner = tuning.search(plan, SHAPE, runner, _journal(tmp_path))
-    assert winner is not None and (winner.config.tile, winner.default_us) == (tile, beside)
+    assert winner is not None and (winner.config.tile, winner.default_us) == (tile, next_to)
 
 
 def test_an_interrupted_search_resumes(plan: tuning.Plan, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Mbarrier:
 
 
 class Buffer:
-    """What one place in shared memory holds, and who reads it."""
+    """Contents of one place in shared memory, and who reads it."""
 
     def __init__(self, name: str) -> None:
         self.name, self.content, self.readers = name, None, 0

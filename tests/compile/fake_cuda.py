@@ -64,7 +64,7 @@ def on_device(value: Any) -> Any:
 
 
 def workspace(num_bytes: int) -> torch.Tensor | None:
-    """As torch's allocator on a GPU gives it: aligned to 256 bytes at least; None where there is none."""
+    """Address such as torch's allocator on a GPU gives: aligned to 256 bytes at least; None where there is none."""
     if num_bytes == 0:
         return None
     buffer = torch.empty(num_bytes + 256, dtype=torch.uint8)

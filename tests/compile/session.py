@@ -22,7 +22,7 @@ from tests.compile import inspection
 
 Task = tuple[str, Problem, Any]  # kernel module, problem, configuration: None = the default for an H100
 
-TIMEOUT_S = 600  # one variant, beside tests that run at the same time
+TIMEOUT_S = 600  # one variant, next to tests that run at the same time
 _NICENESS = 5  # of workers: tests that measure or wait for something go first
 # Seconds of a variant of the modules that take longest: they go first, so that all workers end at about the same time.
 _SECONDS = {

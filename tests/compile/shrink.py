@@ -61,7 +61,7 @@ def shrink(
     rows: Sequence[Row],
     cost: Callable[[Row], float] = lambda row: 1.0,
 ) -> list[Row]:
-    """As few allowed rows as it finds that hold every pair of the given ones; those that cost most go first."""
+    """Few allowed rows that hold every pair of the given ones; those that cost most go first."""
     names = list(axes)
     verdicts: dict[Indices, bool] = {}
 

@@ -79,7 +79,7 @@ def test_only_whether_lengths_decide_is_compiled_in() -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-# Beside the wide form, which the cover of the others does not hold.
+# Next to the wide form, which the cover of the others does not hold.
 VARIANTS = [
     (problem, chunk.default_config(problem, H100))
     for problem in (problem_of(8, 16384, 4), problem_of(8, 16384, 4, dtype="float16", index_dtype="int32", has_checkpoints=True))

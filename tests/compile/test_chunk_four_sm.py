@@ -57,7 +57,7 @@ def test_where_it_is_chosen(heads: int, num_tokens: int, num_sequences: int, is_
     [(1, 1, 0), (16, 1, 0), (30, 1, 0), (31, 1, 1), (32, 1, 2), (33, 1, 3), (8, 4, 2), (34, 1, 0), (32, 64, 0)],
 )
 def test_what_goes_through_the_ring(heads: int, num_sequences: int, groups: int) -> None:
-    """The rest beside the clusters of four, unless it is more than there is room for: then nothing."""
+    """The rest next to the clusters of four, unless it is more than there is room for: then nothing."""
     problem = problem_of(heads, 4096, num_sequences)
     config = four_sm_config(problem)
     assert kernel.num_l2_ring_groups(heads * num_sequences, config) == groups

@@ -63,7 +63,7 @@ def test_one_launch_has_no_workspace_and_needs_room() -> None:
 
 
 def test_clusters_are_what_few_sms_hold() -> None:
-    """Of three or four blocks there are fewer at once than SMs would do for: they lie within groups of SMs."""
+    """Fewer clusters of three or four blocks run at once than SMs would do for: they lie within groups of SMs."""
     few = dataclasses.replace(H100, num_sms=64)
     assert chunk.default_config(_problem(16, 16, 8192), few).cluster_size == 3
     assert chunk.default_config(_problem(16, 32, 8192), few).cluster_size == chunk.CHAINS
@@ -131,7 +131,7 @@ def test_only_whether_lengths_decide_is_compiled_in() -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-# Beside those that the tables hold. Checkpoints take the most registers.
+# More than the tables hold. Checkpoints take the most registers.
 _CHECKPOINTS = _problem(4, 8, 16384, 4, dtype="float16", cu_seqlens_dtype="int64", index_dtype="int32", has_checkpoints=True)
 VARIANTS = [(_CHECKPOINTS, chunk.default_config(_CHECKPOINTS, H100))]
 

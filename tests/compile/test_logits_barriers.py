@@ -33,7 +33,7 @@ class Phases:
             self.arrived, self.completed = 0, self.completed + 1
 
     def passed(self, parity: int) -> bool:
-        """What a wait for the phase of this parity sees; fresh barriers let waits for parity 1 pass."""
+        """Whether a wait for the phase of this parity passes; fresh barriers let waits for parity 1 pass."""
         return self.completed % 2 != parity
 
 

@@ -57,7 +57,7 @@ def test_queries(heads: int, dim: int, fp8: bool, lanes: int, groups: int) -> No
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 def test_every_head_has_one_slot(lanes: int) -> None:
-    """Of all head counts: boxes stay within a row (a single head's reaches beyond an extent instead), slots hold what the sum
+    """All head counts: boxes stay within a row (a single head's reaches beyond an extent instead), slots hold what the sum
     takes them for."""
     importlib.import_module("kernels_cute.common.build")
     layouts = importlib.import_module("kernels_cute.mqa_logits.layouts")

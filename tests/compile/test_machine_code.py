@@ -101,7 +101,7 @@ def test_a_cubin_that_is_cut_off_raises() -> None:
     header = bytearray(64)
     header[:4] = b"\x7fELF"
     header[18:20] = (190).to_bytes(2, "little")
-    header[40:48] = (64).to_bytes(8, "little")  # section headers behind the end
+    header[40:48] = (64).to_bytes(8, "little")  # section headers after the end
     header[58:64] = (64).to_bytes(2, "little") + (1).to_bytes(2, "little") + bytes(2)
     with pytest.raises(MachineCodeError, match="cut off"):
         machine_code.kernels(bytes(header))

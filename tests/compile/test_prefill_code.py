@@ -43,7 +43,7 @@ def instructions() -> list[str]:
 
 
 def between(lines: list[str], name: str) -> Iterator[list[str]]:
-    """What stands between two neighbouring occurrences."""
+    """Instructions between two neighbouring occurrences."""
     places = [at for at, line in enumerate(lines) if name in line]
     return (lines[low + 1 : high] for low, high in zip(places, places[1:], strict=False))
 

@@ -74,7 +74,7 @@ def problem(**fields: Any) -> SparsePrefillProblem:
 
 
 def test_workspace() -> None:
-    """Of 4096 queries of a long context 48 MiB, 1.5 times their indices; of any number of them at most 256."""
+    """Workspace for 4096 queries of a long context: 48 MiB, 1.5 times their indices; for any number of them at most 256."""
     prefill = importlib.import_module("kernels_cute.attention.prefill")
 
     def mib(**fields: Any) -> float:

@@ -48,7 +48,7 @@ class Memory:
 
 
 class Warp:
-    """What the lanes of a warp do together."""
+    """Work that the lanes of a warp do together."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory, self.barrier = memory, threading.Barrier(32, timeout=60)

@@ -251,7 +251,7 @@ def _borrowed(path: Path, every: bool) -> list[tuple[Problem, Any]]:
 @checks.compiles(lambda path: checks.tasks_of(_module_name(path), _borrowed(path, every=False)))
 @every_table
 def test_tiles_serve_problems_that_they_were_not_measured_on(path: Path) -> None:
-    """What `fits` takes compiles without spills, whatever the fields that are not part of the tune key."""
+    """Configurations that `fits` takes compile without spills, whatever the fields that are not part of the tune key."""
     header = tuned.read(path).header
     failed = checks.failures(_module_name(path), header.backend, _borrowed(path, every=False), DEVICES[header.device])
     assert not failed, "\n".join(failed)

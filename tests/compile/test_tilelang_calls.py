@@ -6,6 +6,7 @@ import ctypes
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,11 @@ CHUNK: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # fields of th
 }  # fmt: skip
 
 
+slow = partial(pytest.param, marks=pytest.mark.cover)
 SLOW = ("either", "heads of 64")  # to compile
 
 
-@pytest.mark.parametrize("call", [pytest.param(name, marks=pytest.mark.cover) if name in SLOW else name for name in CHUNK])
+@pytest.mark.parametrize("call", [slow(name) if name in SLOW else name for name in CHUNK])
 def test_chunk(call: str, tmp_path: Path) -> None:
     chunk = importlib.import_module("kernels_tl.chunk")
     fields, changes, num_functions = CHUNK[call]
@@ -92,7 +94,7 @@ def _empty(dtype: str, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
-@pytest.mark.parametrize("fields", [FP8, BF16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("fields", [FP8, slow(BF16)], ids=["fp8", "bf16"])
 def test_mqa_logits(fields: dict[str, Any], tmp_path: Path) -> None:
     module = importlib.import_module("kernels_tl.mqa_logits.ragged")
     problem = MqaLogitsProblem(**LOGITS | fields, packed=False, num_queries=70, num_keys=300, num_columns=300)
@@ -105,7 +107,7 @@ def test_mqa_logits(fields: dict[str, Any], tmp_path: Path) -> None:
     refused(module, problem, module.default_config(problem, H100), params, tmp_path)
 
 
-@pytest.mark.parametrize("fields", [FP8, BF16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("fields", [FP8, slow(BF16)], ids=["fp8", "bf16"])
 def test_paged_mqa_logits(fields: dict[str, Any], tmp_path: Path) -> None:
     module = importlib.import_module("kernels_tl.mqa_logits.paged")
     sizes = {"page_size": 16, "next_n": 2, "per_draft_lengths": False, "batch": 3, "max_context_len": 100}
@@ -132,7 +134,7 @@ DECODE: dict[str, tuple[dict[str, Any], int]] = {  # fields of the problem, spli
 }
 
 
-@pytest.mark.parametrize("call", DECODE)
+@pytest.mark.parametrize("call", [name if name == "one of everything" else slow(name) for name in DECODE])
 def test_sparse_decode(call: str, tmp_path: Path) -> None:
     module = importlib.import_module("kernels_tl.attention.decode")
     fields, splits = DECODE[call]

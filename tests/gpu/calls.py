@@ -137,7 +137,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 _CONV = ("weight", "bias")
 _DECODE = ("conv_weight", "conv_bias", "A_log", "dt_bias", "norm_weight")
 _POOLS = ("conv_state", "ssm_state")
-# Of those that the decode's own tests compile: weights, norm and gates in float32, with a bias.
+# One of those that the decode's own tests compile: weights, norm and gates in float32, with a bias.
 WIDE_DECODE = next(
     case for case in test_gdn_decode.CASES
     if case.weight_dtype == case.other_dtype == F32 and case.layout == "flat" and case.bias_dtype is not None

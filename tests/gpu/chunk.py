@@ -1,4 +1,4 @@
-"""What the tests of the chunk operator share: its arguments, and checks that hold for every form of its kernels."""
+"""Parts that the tests of the chunk operator share: its arguments, and checks that hold for every form of its kernels."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

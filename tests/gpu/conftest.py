@@ -32,6 +32,15 @@ def device() -> torch.device:
     return found
 
 
+@pytest.fixture(autouse=True)
+def give_memory_back() -> Iterator[None]:
+    """Many processes share the GPU: what a test took and torch keeps for later goes back after it, if it is much."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def much_memory() -> Iterator[None]:
     """For tests of up to 25 GB, of which two may run at a time: others in other processes wait here."""

@@ -79,7 +79,7 @@ def rounded_chunk(dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor, torch
 
 
 def torch_results(function: str, arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> Results:
-    """What plain torch gets on the same device from inputs of the same dtype."""
+    """Result of plain torch on the same device from inputs of the same dtype."""
     with monkeypatch.context() as patch:
         if function == "chunk_gated_delta_rule":
             patch.setattr(reference, "_chunk", rounded_chunk(arguments["q"].dtype))

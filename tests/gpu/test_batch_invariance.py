@@ -72,7 +72,7 @@ class Batch:
         return list(range(self.starts[n], self.starts[n + 1]))
 
     def run(self, members: Sequence[int], backend: str) -> dict[int, list[Tensor]]:
-        """What each member has after the call: its rows, and its slots of the pools."""
+        """Contents that each member has after the call: its rows, and its slots of the pools."""
         device = self.arguments[self.pools[0]].device
         rows = torch.tensor([row for n in members for row in self.rows(n)], device=device)
         order = torch.tensor(members, device=device)

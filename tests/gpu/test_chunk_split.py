@@ -85,7 +85,7 @@ def test_a_state_that_lasts(backend: str, device: torch.device, monkeypatch: pyt
 
 @pytest.mark.parametrize("segment", [0, SEGMENT])
 def test_prefetch(segment: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
-    """What calls with many chunks a block compile."""
+    """Configurations that calls with many chunks a block compile."""
     force(split_chunks=segment, prefetch=2)
     arguments = arguments_of(cases.MAIN_CHUNK, device, **RAGGED)
     check(arguments, by("cute"), monkeypatch)

@@ -66,7 +66,7 @@ def test_rows_have_the_bits_of_their_form(lengths: list[int], backend: str) -> N
 
 @pytest.mark.parametrize("lengths", STEPS, ids=str)
 def test_fresh_rows_start_from_zero(lengths: list[int]) -> None:
-    """What the chunk form gives for all rows, up to the rounding of bfloat16; slots of fresh rows hold NaN before."""
+    """Results are those of the chunk form for all rows, up to the rounding of bfloat16; slots of fresh rows hold NaN before."""
     arguments = step(lengths, has_mask=True)
     plain = {key: value for key, value in arguments.items() if key != "lengths_host"}
     want, want_pool = gdn.chunk_gated_delta_rule(**plain | {"initial_state": arguments["initial_state"].clone()})

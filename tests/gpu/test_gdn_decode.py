@@ -54,7 +54,7 @@ class Case:
     index_dtype: torch.dtype = torch.int32
     spec: int | None = None  # drafts that the indices have columns for; None = 1-D indices
     accepted: bool = True  # with columns: num_accepted_tokens is given
-    padding: int = 3  # rows behind the last sequence, with offsets
+    padding: int = 3  # rows after the last sequence, with offsets
 
     @property
     def count(self) -> int:
@@ -84,12 +84,12 @@ def framed(values: Tensor, left: int = 8, right: int = 16) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The memory behind a view."""
+    """The memory that a view is part of."""
     return torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
 
 
 def copy_of(x: Tensor) -> Tensor:
-    """The same view of a copy of all the memory behind it."""
+    """The same view of a copy of all the memory that it is part of."""
     return torch.as_strided(whole(x).clone(), x.shape, x.stride(), x.storage_offset())
 
 
@@ -107,7 +107,7 @@ def windows(case: Case, slots: int, columns: int, device: torch.device) -> Tenso
 
 
 def states(case: Case, slots: int, device: torch.device) -> Tensor:
-    """[slots, HV, K, V] (or V first) of NaN, with a gap behind every slot."""
+    """[slots, HV, K, V] (or V first) of NaN, with a gap after every slot."""
     (_, heads), (k, v) = case.heads, case.dims
     inner = (v, k) if case.v_first else (k, v)
     pool = torch.full((slots, heads * k * v + 24), torch.nan, dtype=case.state_dtype, device=device)
@@ -268,7 +268,7 @@ def test_one_token_each(case: Case, device: torch.device) -> None:
 
 @LAYOUTS
 def test_more_tokens_than_columns(v_first: bool, device: torch.device) -> None:
-    """What has no column is not kept."""
+    """States without a column are not kept."""
     run(Case(lengths=(9, 1, 6, 2, 7, 8, 3), spec=2, v_first=v_first), device)
 
 
@@ -398,7 +398,7 @@ def test_decode_after_decode_equals_verification(v_first: bool, device: torch.de
 
 
 def test_separate_operators(device: torch.device) -> None:
-    """What the operators give one after the other, within the roundings between them."""
+    """The result is that of the operators one after the other, within the roundings between them."""
     case = Case(lengths=(1,) * 6, offsets_dtype=None)
     arguments, ignored = make(case, device)
     (H, HV), (K, V) = case.heads, case.dims

@@ -195,7 +195,7 @@ GAP = 48  # bytes after each state of a page
 
 @dataclass
 class Pages:
-    """As an engine's hybrid cache has them: a page holds a window and, after it, a recurrent state."""
+    """Pools as an engine's hybrid cache has them: a page holds a window and, after it, a recurrent state."""
 
     memory: Tensor  # uint8
     conv: Tensor  # [pages, channels, columns]

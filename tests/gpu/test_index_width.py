@@ -1,7 +1,7 @@
 """Indices that no int32 holds: what is padding stays padding, and nothing that their low halves name is read or written.
 
 The calls are those of the other tests, and they are judged in the same way: outputs against the reference or the oracle, whole
-pools, rings and caches bit for bit, with what surrounds them. Of the indices, those that are null become int64 values whose low
+pools, rings and caches bit for bit, with what surrounds them. Null indices become int64 values whose low
 32 bits are a slot that exists, or one far outside.
 """
 

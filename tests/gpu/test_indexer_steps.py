@@ -59,7 +59,7 @@ def make_cache(pages: int, page_size: int, kv_heads: int | None, dim: int, dtype
 
 
 def memory_of(cache: Tensor) -> Tensor:
-    """All bytes of the memory behind a cache."""
+    """All bytes of the memory that a cache is part of."""
     return torch.as_strided(cache, (cache.untyped_storage().nbytes() // cache.element_size(),), (1,), 0).view(torch.uint8)
 
 
@@ -305,7 +305,7 @@ def test_prepare(case: Case, device: torch.device) -> None:
 
 
 def test_prepare_a_prompt(device: torch.device) -> None:
-    """As many tokens as take every head of a warp at once."""
+    """So many tokens that a warp takes every head at once."""
     for cache_dtype in (torch.uint8, torch.bfloat16):
         check_prepared(Case(tokens=3001, cache_dtype=cache_dtype))
 
@@ -457,7 +457,7 @@ def check_compressed(arguments: dict[str, Any]) -> None:
     assert same_bits(memory_of(arguments["ring"]), memory_of(want_ring)), "the ring is not what it should be"
     got, want = memory_of(arguments["cache"]), memory_of(want_cache)
     written = want != memory_of(before)
-    assert torch.equal(got[~written], want[~written]), "written beside the keys"
+    assert torch.equal(got[~written], want[~written]), "written next to the keys"
     if arguments["cache"].dtype == torch.bfloat16 and dtype == torch.bfloat16:
         one_rounding_apart(arguments["cache"], want_cache)
     # A key that rounds the other way moves a value, or with its scale a row, by one step.

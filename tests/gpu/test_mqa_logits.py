@@ -155,7 +155,7 @@ OLD = ONE_SET | {"steps_in_flight_at_turn": 1, "relu_as_add_abs": False, "balanc
     ],
 )
 def test_configurations_of_cute(variant, fields):
-    """What no default has here: both numbers of accumulator sets, deals and stores beside each other."""
+    """Configurations that no default has here: both numbers of accumulator sets, deals and stores next to each other."""
     module = importlib.import_module(registry.operator("mqa_logits").modules["cute"])
     cases = (300, 2049, "hard"), (300, 2049, "sequences"), (1, 1000, "full"), (4099, 100, "random"), (2000, 3000, "causal")
     for num_queries, num_keys, ranges in cases:

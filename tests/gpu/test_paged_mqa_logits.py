@@ -59,7 +59,7 @@ def problem_of(variant: str, batch: int, max_context_len: int) -> PagedMqaLogits
 
 
 def lengths_of(problem: PagedMqaLogitsProblem, lengths: list[int]) -> list[int] | list[list[int]]:
-    """As they are, or per draft: each draft one or two keys more or less than its neighbour."""
+    """Lengths as they are, or per draft: each draft one or two keys more or less than its neighbour."""
     if not problem.per_draft_lengths:
         return lengths
     limit = problem.max_context_len

@@ -182,7 +182,7 @@ def test_slots_beyond_31_bits(backend: str, v_first: bool, device: torch.device,
 
 
 def k_first_cases() -> list[tuple[str, RecurrentProblem, list[int]]]:
-    """What tiles of a K-first state differ for: token counts, dtypes of the state, trees and rounding are other code."""
+    """Cases for which tiles of a K-first state differ: token counts, dtypes of the state, trees and rounding are other code."""
     every = {"write_every_token": True, "has_accepted": True}
     found = []
     for state_dtype in ("float32", "bfloat16"):
@@ -201,7 +201,8 @@ def test_every_configuration_k_first(
     case: tuple[str, RecurrentProblem, list[int]], backend: str, heads: int, device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Of those that a call of so many sequences, of one token where the case's are, may get: right, and the same bits again."""
+    """Every configuration that a call of so many sequences (of one token where the case's are) may get is right, and repeats the
+    same bits."""
     name, problem, lengths = case
     module = importlib.import_module(registry.operator("recurrent").modules[backend])
     tokens = heads if name.startswith("single") else 4 * heads

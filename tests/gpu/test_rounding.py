@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu
 Tensor = torch.Tensor
 Arguments = dict[str, Any]
 SEEDS = [0, -1, 2**40 + 12345]
-# Of a column's largest value, for the kernel's float32 arithmetic: that of the reference on a CPU is wrong by up to 4e-7.
+# Share of a column's largest value, for the kernel's float32 arithmetic: that of the reference on a CPU is wrong by up to 4e-7.
 ARITHMETIC = 3e-6
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "recurrent": (gdn.fused_recurrent_gated_delta_rule, reference.fused_recurrent_gated_delta_rule, "initial_state"),

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 TOOL = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 180  # of a process: a kernel may wait for ever
-# Of these, kernels take so long to compile that every call has a process of its own.
+# Kernels of these take so long to compile that every call has a process of its own.
 SLOW = [group for group in GROUPS if group.startswith("chunk-")]
 # So that every tensor ends where its memory does. racecheck looks at shared memory alone.
 EXACT_ENDS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -45,7 +45,7 @@ def start(command: list[str], **environment: str) -> "subprocess.Popen[str]":
 
 
 def said_by(processes: "list[subprocess.Popen[str]]") -> list[str]:
-    """What each wrote; none is left behind, whatever happens."""
+    """Output of each; none is left running, whatever happens."""
     try:
         return [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
     finally:

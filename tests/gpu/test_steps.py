@@ -47,8 +47,8 @@ class Case:
     index_dtype: torch.dtype = torch.int32
     offsets_dtype: torch.dtype = torch.int32
     strided: bool = True  # rows of x and out are slices of wider ones
-    padding: int = 3  # rows behind the last sequence
-    extra_columns: int = 0  # of the conv state, behind those that are used
+    padding: int = 3  # rows after the last sequence
+    extra_columns: int = 0  # of the conv state, after those that are used
 
     @property
     def count(self) -> int:
@@ -116,12 +116,12 @@ class Maker:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The memory behind a view."""
+    """The memory that a view is part of."""
     return torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
 
 
 def copy_of(x: Tensor) -> Tensor:
-    """The same view of a copy of all the memory behind it."""
+    """The same view of a copy of all the memory that it is part of."""
     return torch.as_strided(whole(x).clone(), x.shape, x.stride(), x.storage_offset())
 
 
@@ -162,7 +162,7 @@ def run(function: str, state: str, arguments: Arguments, dead_rows: list[int]) -
 
 
 def rows_of(case: Case, sequences: tuple[int, ...]) -> list[int]:
-    """Rows of these sequences, and those behind the last."""
+    """Rows of these sequences, and those after the last."""
     starts = [0, *accumulate(case.lengths)]
     rows = [row for n in sequences for row in range(starts[n], starts[n + 1])]
     return rows + list(range(starts[-1], case.tokens))
@@ -205,7 +205,7 @@ def prefill(case: Case, device: torch.device, mask: bool = True, checkpoints: in
     for n in range(count):
         if n in dead:
             slots[n] = NULL if n % 2 else -7
-        elif continued[n]:  # the windows of all others are NaN, and so are the columns behind the window
+        elif continued[n]:  # the windows of all others are NaN, and so are the columns after the window
             window = make.normal(case.dim, case.width - 1, dtype=case.state_dtype)
             pool[slots[n], :, : case.width - 1] = window.to(case.dtype).to(case.state_dtype)
     arguments = {
@@ -260,7 +260,7 @@ def test_prefill_checkpoints_of_float16_behind_long_tiles(order: str, device: to
 
 
 def test_prefill_continues_from_a_checkpoint(device: torch.device) -> None:
-    """The rest of a prompt behind a checkpoint's window is the rest of the whole prompt, bit for bit."""
+    """The rest of a prompt after a checkpoint's window is the rest of the whole prompt, bit for bit."""
     case = Case(lengths=(201, 70), dim=256, padding=0, strided=False)
     make = Maker(case, device)
     x, filters = make.tokens(), make.filter()
@@ -479,7 +479,7 @@ def test_decode_columns_without_accepted(device: torch.device) -> None:
 
 
 def test_decode_more_tokens_than_columns(device: torch.device) -> None:
-    """What does not fit into the slot is not kept."""
+    """Columns that do not fit into the slot are not kept."""
     run_decode(Case(lengths=(9, 1, 6, 2, 7, 8, 3)), device, spec=2)
     run_decode(Case(lengths=(9, 1, 6, 2, 7, 8, 3)), device, spec=2, tree=True)
 

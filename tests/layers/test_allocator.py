@@ -383,3 +383,11 @@ def test_no_prefix_is_dropped_where_that_would_not_make_room() -> None:
     allocator.drop(last)
     allocator.drop(reserved)
     assert allocator.num_free_state_slots == 2
+
+
+@pytest.mark.parametrize("count", ["1", 1.5, None, True])
+def test_numbers_of_tokens_are_ints(allocator: CacheAllocator, count: Any) -> None:
+    sequence = allocator.add(3)
+    for call in (allocator.add, lambda one: allocator.extend(sequence, one), lambda one: allocator.truncate(sequence, one)):
+        with pytest.raises(TypeError, match=f"num_tokens: expected an int, got {type(count).__name__}"):
+            call(count)

@@ -124,6 +124,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "few columns": ({"seq_lens": [5, 17]}, r"block_tables\[1\]: expected at least 2 blocks, got 1 blocks"),
     "negative block": ({"block_tables": [[0], [-1]]}, r"block_tables\[1\]: expected 1 blocks, none of them neg"),
     "slots": ({"sequence_slots": [0]}, "sequence_slots: expected 2 rows"),
+    "a slot that is 0 in 32 bits": ({"sequence_slots": [0, 2**40]}, "sequence_slots: expected numbers that fit int32, got 109"),
+    "a block beyond 32 bits": ({"block_tables": [[0], [2**32]]}, r"block_tables\[1\]: expected numbers that fit int32, got 429"),
     "padding": ({"pad_to": 7}, r"pad_to: expected 2 \(rows\) to 6"),
     "tokens per row": ({"pad_to": 2, "pad_query_len": 4}, r"pad_query_len: expected 1 \(longest row\) to 3"),
 }

@@ -100,6 +100,8 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda: HybridCaches(small_config(index_ratio=4), 4, 18, 2),
         "block_size: expected a multiple of 4 . index_ratio = 16",
     ),
+    "blocks in words": (lambda: HybridCaches(CONFIG, "4", 16, 2), "num_blocks: expected an int, got str"),
+    "half a block": (lambda: KVCache(CONFIG, 1.5, 16), "num_blocks: expected an int, got float"),
     "blocks": (lambda: KVCache(CONFIG, -1, 16), "num_blocks: expected at least 0, got -1"),
     "drafts": (lambda: HybridCaches(CONFIG, 4, 16, 2, num_spec=-1), "num_spec: expected at least 0, got -1"),
     "null slot": (lambda: GDNStateCache(CONFIG, 4, null_slot=-2), "null_slot: expected at least -1, got -2"),

@@ -1,6 +1,7 @@
 """`HybridConfig.from_transformers`: what is read, and what is refused by name."""
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,10 @@ from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConf
 from transformers.models.qwen3_next import Qwen3NextConfig
 from transformers.models.qwen4_exp import Qwen4ExpConfig, Qwen4ExpTextConfig
 
+from gdn.layers import DecoderLayer, RotaryEmbedding
 from gdn.layers.config import HybridConfig
+from gdn.layers.loading import read_config
+from gdn.layers.named import NAMED, first_layers
 
 ROTARY = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 INDEXER: dict[str, Any] = {
@@ -104,12 +108,42 @@ def test_what_is_not_served_is_refused(config: Any, message: str) -> None:
         ({"residual": "hyper"}, "hc_count, hc_lowrank"),
         ({"index_topk": 6, "index_ratio": 4, "index_n_heads": 4}, "index_topk"),
         ({"partial_rotary_factor": 0.001}, "partial_rotary_factor"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"hidden_size": -1}, "hidden_size"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim"),
+        ({"num_key_value_heads": 0}, "num_attention_heads"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], field: str) -> None:
     config = HybridConfig.from_transformers(Qwen3NextConfig())
     with pytest.raises(ValueError, match=f"^{field}: expected"):
         dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize(("field", "value"), [("head_dim", "128"), ("vocab_size", None), ("num_experts", True)])
+def test_sizes_that_are_no_numbers_are_refused(field: str, value: Any) -> None:
+    config = HybridConfig.from_transformers(Qwen3NextConfig())
+    with pytest.raises(TypeError, match=f"^{field}: expected an int, got {type(value).__name__}"):
+        dataclasses.replace(config, **{field: value})
+
+
+def test_a_layer_that_the_model_has_not_is_refused() -> None:
+    config = dataclasses.replace(first_layers(NAMED["tiny"], 1), num_experts=0)
+    with pytest.raises(ValueError, match=r"^layer: expected 0 to 0 \(num_hidden_layers\), got 1"):
+        DecoderLayer(config, 1, RotaryEmbedding(config))
+    with pytest.raises(ValueError, match="^intermediate_size: expected at least 1, got 0"):
+        DecoderLayer(config, 0, RotaryEmbedding(config))
+
+
+def test_ranks_are_counted_with_ints() -> None:
+    with pytest.raises(TypeError, match="^size: expected an int, got float"):
+        NAMED["tiny"].per_rank(2.0)  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: expected JSON, got Expecting"):
+        read_config(tmp_path)
 
 
 def test_a_missing_field_is_named() -> None:

@@ -61,7 +61,7 @@ def test_launches(case: str) -> None:
 def test_norms_of_a_decoder_layer_are_one_launch_each(
     layer_scale: bool, has_residual: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = dataclasses.replace(config("no indexer"), layer_scale=layer_scale)
+    chosen = dataclasses.replace(config("no indexer"), layer_scale=layer_scale, intermediate_size=8)
     layer = DecoderLayer(chosen, 0, RotaryEmbedding(chosen))
     monkeypatch.setattr(layer, "_mix", lambda hidden, *_: hidden)
     layer.mlp = torch.nn.Identity()

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -267,6 +268,23 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "more tokens than drafts": ({"query_lens": [3, 1], "num_draft_tokens": [1, -1]}, "query_lens: expected at most 1 \\+"),
     "accepted": ({"num_draft_tokens": [0, 0], "num_accepted_tokens": [0, 1]}, "num_accepted_tokens: expected 1 to 3"),
     "parents": ({"parent_token": [0]}, "parent_token: expected 2 rows"),
+    "a parent that is the token itself": (
+        {"query_lens": [2, 1], "num_draft_tokens": [1, 0], "parent_token": [-1, 1, -1]},
+        r"parent_token: expected -1 to 0, a token before its own in the row, got 1 at \[1\]",
+    ),
+    "a parent before the start": (
+        {"query_lens": [2, 1], "num_draft_tokens": [1, 0], "parent_token": [-1, 0, -2]},
+        r"parent_token: expected -1 to -1, a token before its own in the row, got -2 at \[2\]",
+    ),
+    "a slot that is 0 in 32 bits": ({"slots": [[0, 1, 2], [2**40, 4, 5]]}, f"slots: expected numbers that fit .*, got {2**40}"),
+    "a length beyond 32 bits": ({"seq_lens": [5, 2**33 + 5]}, "seq_lens: expected numbers that fit int32"),
+    "a slot beyond 63 bits": ({"slots": np.full((2, 3), 2**63, np.uint64)}, f"slots: expected numbers that fit.* got {2**63}"),
+    "a checkpoint's slot": (
+        {"checkpoint_offsets": [[64], [0]], "checkpoint_slots": [[2**32], [-1]]}, "checkpoint_slots: expected numbers that fit"
+    ),
+    "a checkpoint within a chunk": (
+        {"checkpoint_offsets": [[65], [0]], "checkpoint_slots": [[1], [-1]]}, "checkpoint_offsets: expected multiples of 64"
+    ),
     "one checkpoint argument": ({"checkpoint_offsets": [[64], [0]]}, "checkpoint_offsets, checkpoint_slots: expected both"),
     "checkpoint shapes": (
         {"checkpoint_offsets": [[64], [0]], "checkpoint_slots": [[1, 2], [3, 4]]}, "checkpoint_slots: expected shape"
@@ -290,6 +308,10 @@ def test_floats_are_refused_and_tensors_taken() -> None:
     builder = GDNMetadataBuilder("cpu")
     with pytest.raises(TypeError, match="query_lens: expected integers, got float64"):
         builder.build([1.0], [2], [0])
+    with pytest.raises(TypeError, match="pad_to: expected an int, got str"):
+        builder.build([1], [2], [0], pad_to="2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="num_spec: expected an int, got float"):
+        GDNMetadataBuilder("cpu", num_spec=2.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="seq_lens: expected values on the host, got a tensor on meta"):
         builder.build([1], torch.empty(1, device="meta", dtype=torch.int32), [0])
     metadata = builder.build(torch.tensor([1]), torch.tensor([2], dtype=torch.int32), torch.tensor([[4]]))

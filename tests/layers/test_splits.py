@@ -20,7 +20,7 @@ AT_ONCE = 10  # sequences of a batch, each with a split of its own
 
 @dataclass
 class Plan:
-    """What one sequence runs step by step: new tokens, whether they are speculative, and how many of them stay."""
+    """Steps of one sequence: new tokens, whether they are speculative, and how many of them stay."""
 
     steps: list[tuple[list[int], bool, int]]
 

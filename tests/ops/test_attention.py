@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -203,6 +204,8 @@ BAD: list[tuple[Arguments, str]] = [
     ({"seq_lens_host": (9, 3)}, "seq_lens_host: expected 7 lengths, one per sequence, got 2"),
     ({"query_lens_host": (1,) * 7}, r"query_lens_host: expected the lengths on the device \[1, 0, 2"),
     ({"max_seq_len": -1}, "max_seq_len: expected an int >= 0"),
+    ({"max_seq_len": 5}, r"max_seq_len: expected at least \d+, the longest of the sequences, got 5"),
+    ({"max_query_len": 1}, r"max_query_len: expected at least \d+, the longest of the sequences, got 1"),
     ({"backend": "tilelang"}, "tilelang"),
 ]
 
@@ -214,3 +217,11 @@ def test_errors_come_before_anything_is_written(change: Arguments, message: str)
     with pytest.raises(ValueError, match=message):
         gdn.attention(**arguments | change)
     assert bool((out == 7).all())
+
+
+def test_host_lengths_of_another_library_are_numbers() -> None:
+    """numpy's integers are what an engine has, and what torch does not take for its flags."""
+    arguments = step(*STEPS["mixed"])
+    lists = {"seq_lens_host": arguments["seq_lens"].tolist(), "query_lens_host": arguments["query_start_loc"].diff().tolist()}
+    arrays = {name: list(np.array(lengths)) for name, lengths in lists.items()}
+    assert same_bits(gdn.attention(**arguments | arrays), gdn.attention(**arguments | lists))

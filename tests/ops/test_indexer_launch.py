@@ -1,5 +1,5 @@
-"""What the indexer's steps hand to a kernel, held against gdn/problems.py by stand-in kernels on the CPU; and that a call
-like an earlier one takes the short way to the same result."""
+"""Arguments that the indexer's steps hand to a kernel, held against gdn/problems by stand-in kernels on the CPU. A call like an
+earlier one takes the short way to the same result."""
 
 from collections.abc import Callable
 from typing import Any
@@ -101,7 +101,7 @@ CALLS: dict[str, tuple[str, Callable[[], Arguments]]] = {
 
 
 def results(found: Any, arguments: Arguments) -> list[torch.Tensor | None]:
-    """What a call returned or changed."""
+    """Tensors that a call returned or changed."""
     listed = list(found) if isinstance(found, tuple) else [] if found is None else [found]
     return listed + [arguments[name] for name in ("cache", "v_cache", "ring") if name in arguments]
 

@@ -113,7 +113,7 @@ def test_a_plan_serves_no_overlap(kernel: ContractKernel, name: str, guard: str,
 
 
 def test_states_and_windows_of_one_page_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As engines keep them: a slot's window and its state next to each other. An overlap of the two is refused."""
+    """Pools as engines keep them: a slot's window and its state next to each other. An overlap of the two is refused."""
     stand_in = Kernel()
     monkeypatch.setattr(runtime, "prepare", stand_in.prepare)
     good = arguments_of(4)

@@ -136,6 +136,9 @@ def test_a_process_of_its_own_fails_in_one_line(tmp_path: Path):
     assert errors("autotune", "show", "--folder", str(tmp_path / "none")) == [
         f"error: folder: expected a folder of tables, got {tmp_path / 'none'}"
     ]
+    expected = "chunk, recurrent, mqa_logits, paged_mqa_logits"
+    assert errors("autotune.host_cost", "conv1d") == [f"error: op: expected one of {expected}, got 'conv1d'"]
+    assert errors("autotune.crossing", CUDA_VISIBLE_DEVICES="") == ["error: This needs a Hopper (SM90) GPU, and torch sees none."]
 
 
 def test_python_m_gdn_is_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -278,6 +281,15 @@ def test_explain_tells_the_phases_of_a_function_apart(switch: Callable[..., env.
         ("sparse_attention_decode", []),
     ]
     assert "sparse_attention_decode: " not in gdn("explain", "sparse_attention_prefill").output
+
+
+def test_explain_of_attention_is_of_all_positions():
+    """Which kernel is the faster one is another question there than over selected positions."""
+    one = json.loads(gdn("explain", "attention", "num_tokens=1", "num_sequences=1", "--device", "h100", "--json").stdout)
+    assert (one["function"], one["op"], one["backend"]) == ("attention", "sparse_attention_decode", "tilelang")
+    assert one["problem"]["dense"] and one["problem"]["index_dtype"] is None
+    assert any("run on torch" in note for note in one["notes"])
+    assert json.loads(gdn("explain", "attention", "--device", "h100", "--json").stdout)["backend"] == "cute"
 
 
 def test_explain_takes_fields_models_and_ranks():

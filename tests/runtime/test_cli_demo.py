@@ -133,7 +133,7 @@ def test_floors_count_what_is_visible() -> None:
 
 
 def test_every_call_is_compared_with_something_that_is_not_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the results are compared with is computed with the reference and the operators out of reach."""
+    """The expected results are computed with the reference and the operators out of reach."""
     true_pairs, compared = demo_expected.pairs, []
 
     def forbidden(*_: Any, **__: Any) -> None:

@@ -150,7 +150,7 @@ def test_a_broken_entry_is_compiled_again(problem: FakeProblem, damage: str):
     assert not compiled.is_whole(place)
     assert get(problem).functions["first"](2) == 64
     assert compiled.is_whole(place) and len(journal(problem)) == 2
-    assert not [path for path in place.parent.iterdir() if path.name.startswith(".")]  # nothing is left behind
+    assert not [path for path in place.parent.iterdir() if path.name.startswith(".")]  # nothing is left over
 
 
 def test_what_changes_the_key(problem: FakeProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

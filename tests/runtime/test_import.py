@@ -14,9 +14,10 @@ def run(code: str) -> str:
 
 
 def test_import_is_light():
-    """Neither a DSL, nor CUDA, nor more than 0.3 s of processor time beyond torch; the operators are registered by then."""
-    out = run(
-        """
+    """Neither a DSL, nor CUDA, nor more than 0.3 s of processor time beyond torch; the operators are registered by then.
+
+    The least of up to five processes: the same import takes up to twice as long on a processor that others share."""
+    code = """
 import sys, time, torch
 start = time.process_time()
 import gdn
@@ -27,5 +28,4 @@ assert not heavy, heavy
 assert not torch.cuda.is_initialized()
 print(seconds)
 """
-    )
-    assert float(out) < 0.3
+    assert any(float(run(code)) < 0.3 for _ in range(5))

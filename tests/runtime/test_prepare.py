@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def a_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """As if the CPU were an H100, the recurrent operator had the fake kernel on both backends, and no table shipped."""
+    """Makes the CPU an H100, the fake kernel both backends of the recurrent operator, and the folder of shipped tables empty."""
     fakes = {"tilelang": fake_kernel.__name__, "cute": fake_kernel.__name__}
     monkeypatch.setitem(registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules=fakes))
     monkeypatch.setattr(devices, "describe", lambda device: (H100, "NVIDIA H100 (SM90)"))

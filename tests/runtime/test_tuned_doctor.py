@@ -1,4 +1,4 @@
-"""What `gdn doctor` says of tables: how many entries are stale, as a warning."""
+"""Remarks of `gdn doctor` on tables: how many entries are stale, as a warning."""
 
 from pathlib import Path
 

@@ -6,7 +6,7 @@ from cutlass import Int32, Int64
 
 from gdn.problems import SparseDecodeParams
 from kernels_cute.attention.decode.places import columns_of, sequence_of
-from kernels_cute.attention.decode.spec import TILE, Spec, Work
+from kernels_cute.attention.decode.spec import COPY_BARRIER, TILE, Spec, Work
 from kernels_cute.common import ptx
 from kernels_cute.common.memory import narrowed
 
@@ -30,7 +30,7 @@ def copy_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams
         sequence, own = sequence_of(params, work.token)
     index, next_index, third = narrowed(found[0]), narrowed(found[1]), found[2]
     block, next_block = block_at(spec, params, sequence, index), block_at(spec, params, sequence, next_index)
-    cute.arch.sync_threads()  # the barriers are there
+    cute.arch.barrier(barrier_id=COPY_BARRIER, number_of_threads=spec.copy_barrier_threads)  # the mbarriers are there
 
     for tile in cutlass.range(number, (count + (TILE - 1)) // TILE, spec.copy_warps, unroll=1):
         is_valid = (column < end) & (index >= 0) & (index <= own)
@@ -44,7 +44,6 @@ def copy_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams
         next_block = block_at(spec, params, sequence, next_index)
         column += step
         third = index_at(spec, params, work, column + 2 * step, end)
-    cute.arch.sync_threads()  # the ring is read
 
 
 @cute.jit

@@ -38,10 +38,10 @@ class SparseDecode:
         if thread == 0:
             init_barriers(spec.barriers, storage, 0)
             cute.arch.mbarrier_init_fence()
-        # Both roles meet the block's barrier twice: when their first loads are on their way, and after the last tile.
+        # Both roles wait for the mbarriers when their first loads are on their way.
         if warp < spec.math_warps:
             math_warp(spec, storage, params, work, warp)
         else:
             copy_warp(spec, storage, params, work, warp - spec.math_warps)
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # the parts are stored
         merge(spec, storage, params, work)

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import SparseDecodeParams
 from kernels_cute.attention.decode.places import columns_of, sequence_of
-from kernels_cute.attention.decode.spec import COLUMNS, LOWEST, TILE, Spec, Work
+from kernels_cute.attention.decode.spec import COLUMNS, COPY_BARRIER, LOWEST, MATH_BARRIER, TILE, Spec, Work
 from kernels_cute.common import ptx
 
 _LOG2_E = 1.4426950408889634
@@ -40,7 +40,9 @@ def math_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams
         _, own = sequence_of(params, work.token)
     _, count = columns_of(spec, params, work, own)
     scale = params.scale * _LOG2_E
-    cute.arch.sync_threads()  # the barriers are there
+    if warp == 0:  # which made the mbarriers
+        cute.arch.barrier_arrive(barrier_id=COPY_BARRIER, number_of_threads=spec.copy_barrier_threads)
+    cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=spec.math_threads)
 
     for tile in cutlass.range(reader, (count + (TILE - 1)) // TILE, spec.readers, unroll=1):
         stage = tile % spec.stages
@@ -52,7 +54,8 @@ def math_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(storage.free.data_ptr() + stage)
-    cute.arch.sync_threads()  # the ring is read
+    # The ring is read, and with it every copy is over.
+    cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=spec.math_threads)
     store_part(spec, storage, warp, rOut, rBest, rTotal)
 
 

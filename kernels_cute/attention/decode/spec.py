@@ -13,12 +13,15 @@ TILE = 16  # positions of a product, and of a stage
 COLUMNS = 8  # query heads of one product
 # Largest score of no position: the least number, not -inf, whose difference to itself is NaN. A score may be -inf.
 LOWEST = -3.4028234663852886e38
+# Named barriers: a bar.sync has to be the same instruction for all that wait at it, so each role has its own.
+MATH_BARRIER = 1  # all math warps
+COPY_BARRIER = 2  # the copy warps wait for the first math warp, which arrives
 _PADDING = 16  # bytes of a row in shared memory: 8 rows of an ldmatrix are then in different banks
 _PART_PADDING = 4  # floats of a head's part of O
 
 
 class Work(NamedTuple):
-    """What a block does."""
+    """Work of a block."""
 
     token: Any  # Int32: the query token
     kv_set: Any  # Int32: which key heads
@@ -47,6 +50,8 @@ class Spec:
         self.piece_bytes = self.row_bytes // self.pieces
 
         self.math_warps = self.readers * self.sharers
+        self.math_threads = 32 * self.math_warps
+        self.copy_barrier_threads = 32 * (1 + self.copy_warps)
         self.warps = self.math_warps + self.copy_warps
         self.threads = 32 * self.warps
         # After the last tile the ring holds each math warp's part of O, and the block's.

@@ -40,7 +40,7 @@ def chain_warpgroup(spec, form, storage, route, params, item, warp):
 
     column0 = item.piece * spec.columns  # the warpgroup's first V column
     row0 = column0 + warp * 16 + at.row
-    # Of the chain that loads for both.
+    # The barriers are those of the chain that loads for both.
     k_empty = ptx.in_block(storage.k_empty.data_ptr().toint(), Int32(form.key_loader))
     q_empty = ptx.in_block(storage.q_empty.data_ptr().toint(), Int32(form.query_loader))
     load_state(spec, params, state, item, item.head, row0, pair)

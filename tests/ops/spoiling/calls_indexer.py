@@ -187,7 +187,7 @@ def mqa_logits(draw: Draw) -> Call:
 
 
 def _ragged(draw: Draw, operator: str) -> Call:
-    """What mqa_logits and indexer_topk share."""
+    """Arguments that mqa_logits and indexer_topk share."""
     call = Call(operator)
     rows, keys, kv_heads, dim = draw.pick(0, 1, 3, 5), draw.pick(0, 1, 4, 9), draw.pick(1, 2), draw.pick(8, 16)
     heads = kv_heads * draw.pick(2, 4)

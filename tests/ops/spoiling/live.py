@@ -1,4 +1,4 @@
-"""What a call works on: tokens of each sequence, live sequences, and the elements of written tensors that may change."""
+"""Parts that a call works on: tokens of each sequence, live sequences, and the elements of written tensors that may change."""
 
 import torch
 
@@ -20,7 +20,7 @@ def indices_of(call: Call) -> str | None:
 
 
 def use_of(call: Call, argument: str) -> str:
-    """What initial_state is: the pool that indices refer to or that is replaced, or one state per sequence."""
+    """Role of initial_state: the pool that indices refer to or that is replaced, or one state per sequence."""
     is_pool = indices_of(call) is not None or bool(call.arguments.get("inplace_final_state"))
     return "as a pool" if is_pool else "to read" if call.get(argument) is not None else ""
 

@@ -31,7 +31,7 @@ _without("conv_states")
 
 @spoiling("the indices 1-D")
 def _one_dimension(call: Call, path: str, _: random.Random) -> Spoiled | None:
-    """What needs 2-D indices, with their first column only."""
+    """Arguments that need 2-D indices, with their first column only."""
     name = indices_of(call)
     if call.get(path) is None or name is None or call.get(name).dim() != 2:
         return None
@@ -156,7 +156,7 @@ def _odd_pages(call: Call, path: str, _: random.Random) -> Spoiled | None:
 
 @spoiling("too few columns")
 def _few_columns(call: Call, path: str, _: random.Random) -> Spoiled | None:
-    """Of a pool of windows: fewer than the filter needs."""
+    """Pool with fewer columns than the filter needs."""
     pool = call.get(path)
     width = call.get("weight" if "weight" in call.arguments else "conv_weight").shape[1]
     return Spoiled(call.with_values({path: pool[:, :, : width - 2]})) if isinstance(pool, Tensor) else None

@@ -1,4 +1,4 @@
-"""What a spoiling is, and the registry of all of them.
+"""Spoilings, and the registry of all of them.
 
 Each spoiling turns a good call and one of its arguments into the call to make, where it applies. It says nothing about what
 must happen: that is the table's part. It knows two things that the judge needs: which arguments an error may name (a size

@@ -1,4 +1,4 @@
-"""What every public operator accepts and what it refuses: operator, argument, spoiling -> verdict.
+"""Table of what every public operator accepts and what it refuses: operator, argument, spoiling -> verdict.
 
 To look something up: find the operator, then the argument; its kind (`kinds.py`) has the rows that all arguments of the
 kind share, the rest is written here. `python -m tests.ops.spoiling OPERATOR ARGUMENT` prints the rows of an argument, and

@@ -55,7 +55,7 @@ def test_each_row(operator: str) -> None:
 
 
 def _first_calls(row: Row) -> str | None:
-    """What is wrong with the row at the first seeds that it applies to."""
+    """Fault of the row at the first seeds that it applies to."""
     applied = 0
     for seed in range(SEEDS_TO_TRY):
         try:

@@ -4,7 +4,7 @@ import enum
 
 
 class Verdict(enum.Enum):
-    """What must happen to a spoilt call. A refusal names the argument and leaves every tensor as it was."""
+    """Outcome that a spoilt call must have. A refusal names the argument and leaves every tensor as it was."""
 
     TYPE = "refused with a TypeError"
     VALUE = "refused with a ValueError"
