@@ -36,7 +36,7 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class Form:
-    """What is timed. must: ranks -> least times as fast as one rank."""
+    """A call that is timed. must: ranks -> least times as fast as one rank."""
 
     name: str
     tokens: int
@@ -51,7 +51,7 @@ FORMS = (OPERATOR, LAYER, ATTENTION)
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank runs."""
+    """Work of every rank."""
 
     config: HybridConfig = replace(NAMED["qwen3-next-80b"], max_position_embeddings=131072)
     forms: tuple[Form, ...] = FORMS

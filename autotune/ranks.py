@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank runs: decode steps of these batches, of sequences of `context` tokens."""
+    """Work of every rank: decode steps of these batches, of sequences of `context` tokens."""
 
     config: HybridConfig = first_layers(NAMED["qwen3-next-80b"], 4)
     batches: tuple[int, ...] = BATCHES

@@ -70,7 +70,7 @@ def divided(
 
 
 def told_by_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What each rank brings, in the order of the ranks."""
+    """The values of all ranks, in the order of the ranks."""
     if group is None:
         return [value]
     values: list[Any] = [None] * group.size()

@@ -27,7 +27,7 @@ _MOST_SEGMENTS = 8
 
 
 class _Summary(NamedTuple):
-    """What a rank sends, [ranks, ...] once received; views of one buffer."""
+    """Message of a rank, [ranks, ...] once received; views of one buffer."""
 
     h: Tensor  # [N, HS, K, V] (or V first)
     P: Tensor  # [N, HS, K, K], transposed with V first

@@ -39,11 +39,11 @@ class RandomTensors(Mapping[str, Tensor]):
     Parameters
     ----------
     config : HybridConfig
-        Of the whole model.
+        Configuration of the whole model.
     seed : int
         The same seed gives other numbers on another kind of device.
     device, dtype : torch.device, torch.dtype
-        Of the tensors. The decay parameters of Gated DeltaNet are float32.
+        Device and dtype of the tensors. The decay parameters of Gated DeltaNet are float32.
     """
 
     def __init__(

@@ -154,7 +154,7 @@ def _chunk(
 
 
 def by_passes(case: Callable[[Any], None], group: Any) -> None:
-    """As where no kernel serves `chunk_summary`."""
+    """A call for which no kernel serves `chunk_summary`."""
     with mock.patch.object(distributed_chunk, "serves", lambda *_: False), mock.patch.object(gdn, "chunk_summary", None):
         case(group)
 
@@ -214,7 +214,7 @@ def chunk_is_repeated_bit_for_bit(group: Any) -> None:
 
 
 def chunk_of_bfloat16(group: Any) -> None:
-    """As near to float32 as one process is, within a factor that the sum of two rounded outputs explains."""
+    """The error is one process's: states are composed in float32."""
     parts = Parts.of(ONE, group)
     every = tokens(parts.totals[0])
     wanted, _ = gdn.chunk_gated_delta_rule(**every, **raw_gates(4))
@@ -224,7 +224,7 @@ def chunk_of_bfloat16(group: Any) -> None:
     assert found.dtype == torch.bfloat16
     rows = parts.rows()
     error, of_one = ((x.float() - wanted[:, rows]).norm() for x in (found, alone[:, rows]))
-    assert error < 2 * of_one, (error, of_one)
+    assert error < 1.1 * of_one, (error, of_one)
 
 
 def chunk_refuses(group: Any) -> None:

@@ -1,4 +1,4 @@
-"""What NCCL ranks compute, a GPU each. Every rank computes the whole call alone too, and compares its own part."""
+"""Results of NCCL ranks, a GPU each. Every rank computes the whole call alone too, and compares its own part."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel group compute, and one process alone: the same functions, with and without a group."""
+"""Results of the ranks of a tensor-parallel group, and of one process alone: the same functions, with and without a group."""
 
 import os
 import random
@@ -208,7 +208,7 @@ def run_layers(group: Any, folder: Path) -> dict[str, Any]:
 
 
 def run_engines(group: Any, folder: Path) -> dict[str, Any]:
-    """What is built on them, on one rank of a group."""
+    """All that is built on them, on one rank of a group."""
     size = group.size()
     return {form: engine_case(form, group, size) for form in FORMS} | {"demo": demo_report(size, group)}
 
