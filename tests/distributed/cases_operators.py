@@ -14,8 +14,8 @@ from torch import Tensor
 
 import gdn
 import gdn.distributed
-from gdn.distributed import chunk as distributed_chunk
-from gdn.distributed.chunk import LEAST_SEGMENT
+from gdn.distributed import composition
+from gdn.distributed.composition import LEAST_SEGMENT
 
 SLOTS = 9
 # Tokens of each sequence on each of four ranks; smaller groups take the first ones, and the last of these has the rest.
@@ -107,7 +107,7 @@ def chunk(
     least_segment: int = LEAST_SEGMENT,
 ) -> None:
     """A pool with stale slots; sequences that continue a state, start anew, or are padding."""
-    with mock.patch.object(distributed_chunk, "LEAST_SEGMENT", least_segment):
+    with mock.patch.object(composition, "LEAST_SEGMENT", least_segment):
         _chunk(group, lengths, final_rank, heads, dims, state_v_first, pool_dtype)
 
 
@@ -155,7 +155,7 @@ def _chunk(
 
 def by_passes(case: Callable[[Any], None], group: Any) -> None:
     """A call for which no kernel serves `chunk_summary`."""
-    with mock.patch.object(distributed_chunk, "serves", lambda *_: False), mock.patch.object(gdn, "chunk_summary", None):
+    with mock.patch.object(composition, "serves", lambda *_: False), mock.patch.object(gdn, "chunk_summary", None):
         case(group)
 
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gdn.distributed
-from gdn.distributed import chunk, conv
+from gdn.distributed import chunk, composition, conv
 from gdn.distributed import group as groups
 from tests.layers.test_decode_launches import Launches
 
@@ -32,7 +32,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @pytest.mark.parametrize("segments", [False, True])
 def test_operators(group: Any, count: int, final_rank: int | None, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if segments:
-        monkeypatch.setattr(chunk, "LEAST_SEGMENT", 10)
+        monkeypatch.setattr(composition, "LEAST_SEGMENT", 10)
     for module in (chunk, conv, groups):
         monkeypatch.setattr(module, "reads_values", lambda device: False)  # as on a GPU
     with FakeTensorMode(), torch.no_grad():
