@@ -2,14 +2,22 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+import gdn
 from gdn.distributed.composition import Part, compute
 from gdn.distributed.group import Ranks, without_modes
 from gdn.distributed.slots import Slots
 from gdn.ops import _delta_rule
-from gdn.ops._call import reads_values
+from gdn.ops._call import operator_of, reads_values
 from gdn.ops._check import bad_value
+
+# Arguments of every pass of the chunk operator that are this rank's as they are.
+_OF_A_PASS = (
+    "scale", "use_qk_l2norm_in_kernel", "state_v_first", "use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel",
+    "backend",
+)  # fmt: skip
 
 
 @without_modes
@@ -61,7 +69,7 @@ use_beta_sigmoid_in_kernel, null_slot, out, backend
     output_final_state : bool
         Whether `final_rank` returns the states after the last tokens of the sequences.
     state_indices, final_state_indices : Tensor [>= N], optional
-        Slots in this rank's pool. A sequence is padding on all ranks or on none.
+        Slots in this rank's pool. A sequence is padding on all ranks or on none, and they are given on all or on none.
     checkpoint_offsets, checkpoint_slots : None
         Not served: states inside of a sequence are not kept.
     group : torch.distributed.ProcessGroup
@@ -79,8 +87,9 @@ use_beta_sigmoid_in_kernel, null_slot, out, backend
     Raises
     ------
     TypeError, ValueError
-        Named after the argument, before anything is sent or written. Whether the ranks agree on the sizes is checked where
-        values are: on the CPU, and with ``GDN_VALIDATE=1``.
+        Named after the argument, before anything is sent or written. Where values are checked (on the CPU, and with
+        ``GDN_VALIDATE=1``, on all ranks or on none) also where the ranks' calls do not fit together, and on all ranks where one
+        refuses its own. Elsewhere the others wait for such a rank.
     RuntimeError
         From torch.distributed, where another rank does not make the exchange within the group's time-out. With NCCL, for which
         the host does not wait, torch's watchdog ends the process then.
@@ -100,36 +109,56 @@ use_beta_sigmoid_in_kernel, null_slot, out, backend
     >>> q, k, v = torch.randn(3, 1, 96, 4, 64).unbind()  # this rank's 96 tokens
     >>> o, state = gdn.distributed.chunk_gated_delta_rule(q, k, v, output_final_state=True, group=dist.group.WORLD)
     """
-    if head_first:
-        bad_value("head_first", "False (tokens before heads: [B, T, H, D])", head_first)
-    for name, value in (("checkpoint_offsets", checkpoint_offsets), ("checkpoint_slots", checkpoint_slots)):
-        if value is not None:
-            bad_value(name, "None with a process group", "a tensor")
+    arguments = dict(locals())
+    del arguments["group"], arguments["final_rank"]
     ranks = Ranks(group)
-    final = ranks.number("final_rank", final_rank)
-    given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
-    sizes = _delta_rule.check_tokens(given, null_slot, out)
-    states = _delta_rule.States(
-        initial_state, state_indices, has_initial_state, final_state_indices, None, None, state_v_first, null_slot
-    )
-    _delta_rule.check_states(states, sizes, q)
-    if reads_values(q.device):
-        _delta_rule.check_state_values(states, cu_seqlens, sizes, q.device)
-    same = {"sequences": sizes.num_sequences, "state heads": sizes.num_heads, "K": sizes.head_k_dim, "V": sizes.head_v_dim}
-    ranks.agree(q.device, **same, state_v_first=state_v_first, final_rank=-1 if final is None else final)
+    with ranks.refusing(q, k, v):
+        final = ranks.number("final_rank", final_rank)
+        part = _checked(arguments)
+    ranks.agree(q.device, _shared(part) | {"final_rank": -1 if final is None else final})
+    ranks.agree_on_padding("state_indices", part.slots.is_live)
 
-    options = {
-        "scale": scale, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "state_v_first": state_v_first,
-        "use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias,
-        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "backend": backend,
-    }  # fmt: skip
-    slots = Slots(state_indices, has_initial_state, null_slot, sizes.num_sequences, q.device)
-    part = Part(sizes, given, slots, options)
     o, last, has_tokens = compute(part, ranks, final, initial_state, out)
     if last is None:
         return o, None
     if state_indices is None:
         return o, last if output_final_state else None
     assert initial_state is not None  # checked
-    slots.store(last, initial_state, has_tokens, final_state_indices)
+    part.slots.store(last, initial_state, has_tokens, final_state_indices)
     return o, initial_state if output_final_state else None
+
+
+def _checked(arguments: dict[str, Any]) -> Part:
+    """This rank's part, after every check that the operators called on it would make. Nothing has been sent or written."""
+    operator = operator_of(gdn.chunk_gated_delta_rule)
+    given = operator.check_types(arguments)
+    if given["head_first"]:
+        bad_value("head_first", "False (tokens before heads: [B, T, H, D])", True)
+    for name in ("checkpoint_offsets", "checkpoint_slots"):
+        if given[name] is not None:
+            bad_value(name, "None with a process group", "a tensor")
+    names = ("q", "k", "v", "g", "beta", "cu_seqlens", "use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel")
+    tokens = _delta_rule.Tokens(*(given[name] for name in names))
+    sizes = _delta_rule.check_tokens(tokens, given["null_slot"], given["out"])
+    states = _delta_rule.States(**{name: given[name] for name in _delta_rule.States._fields})
+    _delta_rule.check_states(states, sizes, tokens.q)
+    if reads_values(tokens.q.device):
+        _delta_rule.check_state_values(states, tokens.cu_seqlens, sizes, tokens.q.device)
+    operator.check_places(arguments, given)
+    slots = Slots(states.state_indices, states.has_initial_state, states.null_slot, sizes.num_sequences, tokens.q.device)
+    part = Part(sizes, tokens, slots, {name: given[name] for name in _OF_A_PASS})
+    part.prepare()
+    return part
+
+
+def _shared(part: Part) -> dict[str, int | float | torch.dtype]:
+    """What must be the same on all ranks: shapes of what they exchange, and what the results depend on."""
+    sizes, given, options = part.sizes, part.given, part.options
+    scale = options["scale"]
+    return {
+        "sequences": sizes.num_sequences, "state heads": sizes.num_heads, "K": sizes.head_k_dim, "V": sizes.head_v_dim,
+        "q heads": sizes.num_q_heads, "k heads": sizes.num_k_heads, "v heads": sizes.num_v_heads, "dtype": given.q.dtype,
+        "presence of g": given.g is not None, "presence of beta": given.beta is not None,
+        "presence of dt_bias": given.dt_bias is not None, "scale": sizes.head_k_dim**-0.5 if scale is None else scale,
+        **{name: options[name] for name in _OF_A_PASS if name.startswith("use_")}, "state_v_first": part.v_first,
+    }  # fmt: skip

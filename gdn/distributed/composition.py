@@ -7,17 +7,21 @@ pass of the chunk operator, as if the part were a sequence of its own.
 Where a rank's sequences are few, each part is cut further, into segments that run side by side in both phases.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import gdn
+from gdn import runtime
 from gdn.device import H100
 from gdn.distributed.group import Ranks
 from gdn.distributed.parts import CHUNK
 from gdn.distributed.slots import Slots
-from gdn.ops import _delta_rule
+from gdn.ops import _delta_rule, chunk, chunk_summary
+from gdn.ops._check import bad_value
+from gdn.ops._tensors import ALIGNMENT
 from gdn.ops.chunk_summary import serves
 
 LEAST_SEGMENT = 4096  # tokens; with fewer, composing costs more than it gains
@@ -45,6 +49,31 @@ class Part:
             self.given = given._replace(cu_seqlens=_segment_offsets(sizes, given, self.segments))
             own = torch.arange(sizes.num_sequences * self.segments, dtype=torch.int32, device=given.q.device)
             self.private = torch.where(slots.is_live[:, None].expand(-1, self.segments).reshape(-1), own, -1)
+
+    def prepare(self) -> None:
+        """Chooses and compiles the kernels of the passes: ValueError where the backend that was asked for cannot run them.
+
+        All ranks choose alike, whatever they will run: which backends serve a call does not depend on its numbers of tokens.
+        """
+        sizes, given, options = (
+            replace(self.sizes, num_sequences=self.sizes.num_sequences * self.segments),
+            self.given,
+            self.options,
+        )
+        device, norm, backend = given.q.device, options["use_qk_l2norm_in_kernel"], options["backend"]
+        size = self.dtype().itemsize * sizes.num_heads * sizes.head_k_dim
+        if size * sizes.head_v_dim % ALIGNMENT or size * sizes.head_k_dim % ALIGNMENT:
+            got = f"HS={sizes.num_heads}, K={sizes.head_k_dim}, V={sizes.head_v_dim}"
+            bad_value("q, k, v", f"heads whose states and K x K matrices are multiples of {ALIGNMENT} bytes together", got)
+        states = _delta_rule.States(
+            given.q.new_empty(0, dtype=self.dtype()), self.private, None, None, None, None, self.v_first, -1
+        )
+        runtime.prepare(chunk.problem_of(sizes, given, states, norm, True), device, backend)
+        if serves(self.sizes, given, norm, backend):
+            runtime.prepare(chunk_summary.problem_of(sizes, given, norm, self.v_first), device, backend)
+        else:
+            square = replace(sizes, head_v_dim=sizes.head_k_dim)
+            runtime.prepare(chunk.problem_of(square, given, states, norm, True), device, backend)
 
     def buffer(self) -> tuple[Tensor, _Summary]:
         """An empty summary, and the tensor that its fields are views of."""

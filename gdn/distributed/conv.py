@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 import gdn
+from gdn import runtime
 from gdn.distributed.group import Ranks, without_modes
 from gdn.distributed.slots import Slots
 from gdn.ops import _check as check
 from gdn.ops import _values
-from gdn.ops._call import reads_values
+from gdn.ops._call import operator_of, reads_values
 from gdn.ops._check import FLOAT_DTYPES, bad_value
-from gdn.ops._tensors import even_offsets
-from gdn.ops.conv import check_filter
+from gdn.ops._tensors import contiguous_last, even_offsets
+from gdn.ops.conv import check_filter, problem_of
 
 
 @without_modes
@@ -67,36 +68,20 @@ def causal_conv1d_fn(
     TypeError, ValueError, RuntimeError
         As for `gdn.distributed.chunk_gated_delta_rule`.
     """
-    for name, value in (("checkpoint_offsets", checkpoint_offsets), ("checkpoint_slots", checkpoint_slots)):
-        if value is not None:
-            bad_value(name, "None with a process group", "a tensor")
+    arguments = dict(locals())
+    del arguments["group"], arguments["final_rank"]
     ranks = Ranks(group)
-    final = ranks.number("final_rank", final_rank)
-    check.tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)
-    check_filter(x, weight, bias, activation)
-    check.null_slot(null_slot)
-    device, dim, width = x.device, x.shape[1], weight.shape[1] - 1
-    count = check.offsets("query_start_loc", query_start_loc, device, otherwise=1)
-    if conv_states is not None:
-        check.windows("conv_states", conv_states, dim, width, device)
-        if cache_indices is None and conv_states.shape[0] < count:
-            bad_value("conv_states", f"at least {count} slots without cache_indices", f"shape {list(conv_states.shape)}")
-    if cache_indices is not None:
-        check.indices("cache_indices", cache_indices, count, device, ranks=(1,))
-    check.per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
-    check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=True)
-    if reads_values(device):
-        bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, x.shape[0], device)
-        if conv_states is not None:
-            touched = _values.prefill_slots("cache_indices", bounds, cache_indices, null_slot)
-            _values.check_touched(touched, conv_states, null_slot)
-    same = {"sequences": count, "dim": dim, "width": width, "conv_states": conv_states is not None}
-    ranks.agree(device, **same, final_rank=-1 if final is None else final)
+    with ranks.refusing(x, weight):
+        final = ranks.number("final_rank", final_rank)
+        x, window, slots = _checked(arguments, ranks.rank)
+    device, (count, dim, width), dtype = x.device, window.shape, window.dtype
+    shared: dict[str, int | float | torch.dtype] = {
+        "sequences": count, "dim": dim, "width": width + 1, "dtype": dtype, "presence of bias": bias is not None,
+        "activation": activation is not None, "presence of conv_states": conv_states is not None,
+    }  # fmt: skip
+    ranks.agree(device, shared | {"final_rank": -1 if final is None else final})
+    ranks.agree_on_padding("cache_indices", slots.is_live)
 
-    slots = Slots(cache_indices, has_initial_state, null_slot, count, device)
-    dtype = x.dtype if conv_states is None else torch.promote_types(x.dtype, conv_states.dtype)
-    window = torch.empty(count, dim, width, dtype=dtype, device=device)  # before this rank's part, and then after it
-    slots.start(None if conv_states is None or ranks.rank > 0 else conv_states[:, :, :width], window)
     offsets = even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc
     lengths = offsets.diff()
     tail = _last_columns(x, offsets, width).to(dtype)
@@ -121,6 +106,47 @@ def causal_conv1d_fn(
     if conv_states is not None and (final is None or final == ranks.rank):
         slots.store(after, conv_states[:, :, :width], has_tokens)
     return y
+
+
+def _checked(arguments: dict[str, Any], rank: int) -> tuple[Tensor, Tensor, Slots]:
+    """x, a window for each sequence and their slots, after every check that the operator called on a part would make.
+
+    Nothing has been sent or written. The windows are those before the sequences on the first rank, and zeros on others.
+    """
+    operator = operator_of(gdn.causal_conv1d_fn)
+    given = operator.check_types(arguments)
+    for name in ("checkpoint_offsets", "checkpoint_slots"):
+        if given[name] is not None:
+            bad_value(name, "None with a process group", "a tensor")
+    x, weight, bias, conv_states = (given[name] for name in ("x", "weight", "bias", "conv_states"))
+    query_start_loc, cache_indices, null_slot = (given[name] for name in ("query_start_loc", "cache_indices", "null_slot"))
+    check.tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)
+    check_filter(x, weight, bias, given["activation"])
+    check.null_slot(null_slot)
+    device, dim, width = x.device, x.shape[1], weight.shape[1] - 1
+    count = check.offsets("query_start_loc", query_start_loc, device, otherwise=1)
+    if conv_states is not None:
+        check.windows("conv_states", conv_states, dim, width, device)
+        if cache_indices is None and conv_states.shape[0] < count:
+            bad_value("conv_states", f"at least {count} slots without cache_indices", f"shape {list(conv_states.shape)}")
+    if cache_indices is not None:
+        check.indices("cache_indices", cache_indices, count, device, ranks=(1,))
+    check.per_sequence("has_initial_state", given["has_initial_state"], count, device, (torch.bool,))
+    check.optional("out", given["out"], shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=True)
+    if reads_values(device):
+        bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, x.shape[0], device)
+        if conv_states is not None:
+            touched = _values.prefill_slots("cache_indices", bounds, cache_indices, null_slot)
+            _values.check_touched(touched, conv_states, null_slot)
+    x = contiguous_last("x", x)
+    operator.check_places(arguments, {**given, "x": x})  # in place, x must be the caller's, not a copy
+    slots = Slots(cache_indices, given["has_initial_state"], null_slot, count, device)
+    dtype = x.dtype if conv_states is None else torch.promote_types(x.dtype, conv_states.dtype)
+    window = torch.empty(count, dim, width, dtype=dtype, device=device)
+    slots.start(None if conv_states is None or rank > 0 else conv_states[:, :, :width], window)
+    problem = problem_of(x, weight, bias, given["activation"], window, query_start_loc, count, torch.int32)
+    runtime.prepare(problem, device, given["backend"])
+    return x, window, slots
 
 
 def _last_columns(x: Tensor, offsets: Tensor, width: int) -> Tensor:

@@ -107,7 +107,10 @@ def problem_of(
 def serves(sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, use_k_l2norm: bool, backend: str | None) -> bool:
     """Whether a call of this backend is worth it: by a kernel, or where all runs on the reference. The layout of the states does
     not matter."""
-    if given.q.device.type == "cpu" or backend == "reference":
+    device = given.q.device
+    if device.type == "cpu" or backend == "reference":
         return True
     problem: Any = problem_of(sizes, given, use_k_l2norm, False)
-    return backend in (None, "cute") and runtime.prepare(problem, given.q.device, backend).launch is not None
+    if backend is None:
+        return runtime.prepare(problem, device).launch is not None
+    return runtime.can_run(problem, device, backend)

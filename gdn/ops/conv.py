@@ -110,14 +110,10 @@ def causal_conv1d_fn(
     slot_dtype = common_dtype(cache_indices, checkpoint_slots)
     if conv_states is None:
         has_initial_state = None
-    problem = Conv1dProblem(
-        **_static_fields(x, weight, bias, activation, conv_states, None if cache_indices is None else slot_dtype),
-        cu_seqlens_dtype="int32" if query_start_loc is None else dtype_name(query_start_loc.dtype),
-        has_mask=has_initial_state is not None,
-        checkpoint_dtype=None if checkpoint_slots is None else dtype_name(slot_dtype),
-        num_tokens=x.shape[0],
-        num_sequences=count,
-    )
+    problem = problem_of(
+        x, weight, bias, activation, conv_states, query_start_loc, count, None if cache_indices is None else slot_dtype,
+        has_mask=has_initial_state is not None, checkpoint_dtype=None if checkpoint_slots is None else slot_dtype,
+    )  # fmt: skip
     prepared = prepare(problem, device, backend)
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
     if is_empty(*x.shape, count):
@@ -292,6 +288,22 @@ def _static_fields(
         "state_channels_contiguous": states is not None and is_aligned(states.mT),
         "index_dtype": None if index_dtype is None else dtype_name(index_dtype),
     }
+
+
+def problem_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, conv_states: Tensor | None,
+    query_start_loc: Tensor | None, count: int, index_dtype: torch.dtype | None, *, has_mask: bool = False,
+    checkpoint_dtype: torch.dtype | None = None,
+) -> Conv1dProblem:  # fmt: skip
+    """The problem of a call of `causal_conv1d_fn` with so many sequences."""
+    return Conv1dProblem(
+        **_static_fields(x, weight, bias, activation, conv_states, index_dtype),
+        cu_seqlens_dtype="int32" if query_start_loc is None else dtype_name(query_start_loc.dtype),
+        has_mask=has_mask,
+        checkpoint_dtype=None if checkpoint_dtype is None else dtype_name(checkpoint_dtype),
+        num_tokens=x.shape[0],
+        num_sequences=count,
+    )
 
 
 def check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:

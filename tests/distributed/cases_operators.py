@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -15,6 +16,7 @@ from torch import Tensor
 import gdn
 import gdn.distributed
 from gdn.distributed import composition
+from gdn.distributed import group as groups
 from gdn.distributed.composition import LEAST_SEGMENT
 
 SLOTS = 9
@@ -253,6 +255,114 @@ def chunk_refuses(group: Any) -> None:
     assert not state.any()
 
 
+def refused_calls() -> list[tuple[type[Exception], str, Callable[..., Any]]]:
+    """Calls that every operator on a part would refuse, each with its error, whatever the rank."""
+    own, chunk_call, conv_call = tokens(8), gdn.distributed.chunk_gated_delta_rule, gdn.distributed.causal_conv1d_fn
+    x, weight, windows = torch.ones(8, 6), torch.ones(6, 4), torch.ones(1, 6, 3)
+    cannot, overlaps = "backend: expected a backend that can run", "out: expected memory of its own, got elements that it shares"
+    chunks: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, cannot, {"backend": "cute"}),
+        (ValueError, "backend: expected 'tilelang'", {"backend": "x"}),
+        (TypeError, "backend: expected a str", {"backend": 3}),
+        (TypeError, "use_qk_l2norm_in_kernel: expected a bool", {"use_qk_l2norm_in_kernel": "yes"}),
+        (TypeError, "use_beta_sigmoid_in_kernel: expected a bool", {"use_beta_sigmoid_in_kernel": 1}),
+        (TypeError, "state_v_first: expected a bool", {"state_v_first": 1}),
+        (TypeError, "output_final_state: expected a bool", {"output_final_state": None}),
+        (TypeError, "scale: expected a number", {"scale": "x"}),
+        (ValueError, "scale: expected a finite number", {"scale": float("nan")}),
+        (TypeError, "null_slot: expected an int", {"null_slot": 0.5}),
+        (TypeError, "initial_state: expected", {"initial_state": 3}),
+        (ValueError, overlaps + " with v", {"out": own["v"]}),
+        (ValueError, "A_log: expected", {"use_gate_in_kernel": True, "A_log": torch.ones(3)}),
+        (ValueError, "heads whose states", {name: torch.ones(1, 4, 1, 3) for name in "qkv"} | {"g": None, "beta": None}),
+    ]  # fmt: skip
+    convs: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, cannot, {"backend": "cute"}),
+        (TypeError, "null_slot: expected an int", {"null_slot": "0"}),
+        (ValueError, "activation: expected", {"activation": "relu"}),
+        (ValueError, overlaps + " with x", {"out": x[1:], "x": x[:-1]}),
+        (ValueError, overlaps + " with x", {"x": (strided := torch.ones(6, 8).t()), "out": strided.mT.view(8, 6)}),
+        (TypeError, "conv_states: expected", {"conv_states": [windows]}),
+    ]  # fmt: skip
+    return [(kind, text, partial(chunk_call, **{**own, **wrong})) for kind, text, wrong in chunks] + [
+        (kind, text, partial(conv_call, **{"x": x, "weight": weight, **wrong})) for kind, text, wrong in convs
+    ]
+
+
+def refusals_are_alike(group: Any) -> None:
+    """The error of a wrong call is its own on every rank, and as on a GPU none of them has begun an exchange."""
+    for kind, text, call in refused_calls():
+        raises(kind, text, call, group=group)
+    with ExitStack() as stack:
+        for module in (gdn.distributed.chunk, gdn.distributed.conv, groups):
+            stack.enter_context(mock.patch.object(module, "reads_values", lambda _: False))
+        stack.enter_context(mock.patch.object(groups, "_all_gather", None))
+        for kind, text, call in refused_calls():
+            raises(kind, text, call, group=group)
+
+
+def one_rank_refuses(group: Any) -> None:
+    """The others raise too: no rank waits for it."""
+    rank = dist.get_rank(group)
+    begin = time.monotonic()
+    for kind, text, call in refused_calls():
+        if rank == 1:
+            raises(kind, text, call, group=group)
+        elif "weight" in call.keywords:
+            raises(ValueError, "group: expected ranks that all accept their arguments, got an error on rank 1",
+                   gdn.distributed.causal_conv1d_fn, torch.ones(8, 6), torch.ones(6, 4), group=group)  # fmt: skip
+        else:
+            raises(ValueError, "group: expected ranks that all accept their arguments, got an error on rank 1",
+                   gdn.distributed.chunk_gated_delta_rule, **tokens(8), group=group)  # fmt: skip
+    assert time.monotonic() - begin < 20
+
+
+def calls_differ(group: Any) -> None:
+    """What ranks exchange, and what their parts' maps depend on, is the same on all ranks; else all raise."""
+    first, own = dist.get_rank(group) == 0, tokens(8)
+    call = partial(gdn.distributed.chunk_gated_delta_rule, group=group)
+    for name, other in (
+        ("use_qk_l2norm_in_kernel", {"use_qk_l2norm_in_kernel": True}),
+        ("use_beta_sigmoid_in_kernel", {"use_beta_sigmoid_in_kernel": True}),
+        ("use_gate_in_kernel", {"use_gate_in_kernel": True, "A_log": torch.ones(4)}),
+        ("presence of g", {"g": None}),
+        ("presence of beta", {"beta": None}),
+        ("scale", {"scale": 0.5}),
+        ("state_v_first", {"state_v_first": True}),
+        ("dtype", {name: x.double() for name, x in own.items()}),
+        ("dtype", {name: x.bfloat16() for name, x in own.items()}),
+        ("q heads", {"k": own["k"].repeat(1, 1, 2, 1), "q": own["q"].repeat(1, 1, 2, 1)}),
+    ):
+        raises(
+            ValueError, f"group: expected ranks whose calls have the same {name}, got [", call, **own | (other if first else {})
+        )
+    raises(ValueError, "final_rank, got [1, 0", call, **own, final_rank=1 if first else 0)
+    x, weight, windows = torch.ones(4, 6), torch.ones(6, 4), torch.zeros(1, 6, 3)
+    convolve = partial(gdn.distributed.causal_conv1d_fn, group=group)
+    for name, one, other in (
+        ("dtype, got [torch.float32, torch.bfloat16", {}, {"x": x.bfloat16()}),
+        ("dtype", {"x": x.bfloat16(), "conv_states": windows}, {"x": x.bfloat16(), "conv_states": windows.bfloat16()}),
+        ("presence of conv_states", {"conv_states": windows}, {}),
+        ("presence of bias", {"bias": torch.ones(6)}, {}),
+        ("activation", {"activation": None}, {}),
+    ):
+        text = f"group: expected ranks whose calls have the same {name}"
+        raises(ValueError, text, convolve, **{"x": x, "weight": weight} | (one if first else other))
+    if first:
+        raises(ValueError, "group: expected ranks that make the same call", call, **own)
+    else:
+        raises(ValueError, "group: expected ranks that make the same call", convolve, x=x, weight=weight)
+    # Padding on one rank alone.
+    rank, pool = dist.get_rank(group), torch.zeros(3, 4, 16, 16)
+    slots, offset = torch.tensor([1, -1 if rank == 1 else 2]), torch.tensor([0, 4, 8])
+    text = ": expected a sequence to be padding on all ranks or on none, got sequence 1, which is padding on rank 1 alone"
+    raises(ValueError, "state_indices" + text, call, **own, initial_state=pool, state_indices=slots, cu_seqlens=offset)
+    windows = torch.zeros(3, 6, 3)
+    raises(ValueError, "cache_indices" + text, convolve, x=torch.ones(8, 6), weight=weight, conv_states=windows,
+           cache_indices=slots, query_start_loc=offset)  # fmt: skip
+    assert not pool.any() and not windows.any()
+
+
 def conv(
     group: Any, lengths: list[list[int]], final_rank: int | None = -1, width: int = 4, columns: int = 3, in_place: bool = False
 ) -> None:
@@ -357,6 +467,9 @@ def a_rank_that_dies(group: Any) -> None:
 CASES: dict[str, Callable[[Any], None]] = {
     "chunk, refusals": chunk_refuses,
     "conv, refusals": conv_refuses,
+    "refusals are alike on all ranks": refusals_are_alike,
+    "one rank refuses": one_rank_refuses,
+    "calls differ": calls_differ,
     "chunk, one sequence": partial(chunk, lengths=ONE),
     "chunk, one sequence, all ranks get the state": partial(chunk, lengths=ONE, final_rank=None),
     "chunk, one sequence, K first": partial(chunk, lengths=ONE, final_rank=0, state_v_first=False),
