@@ -134,13 +134,16 @@ class Ranks:
         _all_gather(gathered.view(-1), part.contiguous().view(-1), group=self.group)
         return gathered
 
-    def gather_rows(self, rows: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """The rows of all ranks one after the other. counts: rows of each rank, known on every host."""
+    def gather_rows(self, rows: Tensor, counts: tuple[int, ...], argument: str = "rows") -> Tensor:
+        """The rows of all ranks one after the other.
+
+        counts: rows of each rank, known on every host; argument: what an error calls the rows.
+        """
         if self.size == 1:
             return rows
         with self.refusing(rows):
             if rows.shape[0] != counts[self.rank]:
-                bad_value("rows", f"{counts[self.rank]} rows (this rank's)", f"shape {list(rows.shape)}")
+                bad_value(argument, f"{counts[self.rank]} rows of this rank alone", rows.shape[0])
         checksum, width = zlib.crc32(repr(counts).encode()), rows[:0].flatten(1).shape[1]
         self.agree(rows.device, {"rows by rank (a checksum)": checksum, "numbers in a row": width, "dtype": rows.dtype})
         longest = max(counts)

@@ -214,6 +214,7 @@ class AttentionMetadataBuilder:
             to_device(rows[self.cp_rank], self.device),
             to_device(np.argsort(np.concatenate(rows)), self.device),
             tuple(counts),
+            self.cp_rank,
         )
 
     def _fields(self, queries: Array, lengths: Array, slots: Array, tables: Array) -> dict[str, Array]:

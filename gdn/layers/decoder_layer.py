@@ -134,7 +134,7 @@ class DecoderLayer(nn.Module):
             mixed: Tensor = self.linear_attn(hidden_states, step.gdn, states.conv_states[place], states.ssm_states[place])
         else:
             keys, ring = (caches.indexer.keys[place], caches.indexer.rings[place]) if self.has_indexer else (None, None)
-            parts = self.context_parallel.parts(step.gdn)
+            parts = self.context_parallel.parts(step.gdn, "positions", positions, own=False)
             hidden_states = self.context_parallel.whole(hidden_states, parts, positions.shape[0])
             mixed = self.self_attn(hidden_states, positions, step.attention, caches.kv.kv[place], keys, ring)
             mixed = self.context_parallel.own(mixed, parts)

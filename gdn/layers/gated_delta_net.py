@@ -111,6 +111,11 @@ class GatedDeltaNet(nn.Module):
         Returns
         -------
         Tensor [tokens, hidden]
+
+        Raises
+        ------
+        ValueError
+            Where `metadata` has `parts` and they are those of another rank, or the rows are not as many as this rank's.
         """
         # A plain dict: attributes of a module that are parameters are looked up in Python, in every step.
         parameters: dict[str, Any] = self._parameters
@@ -174,7 +179,8 @@ class GatedDeltaNet(nn.Module):
         slots, offsets, mask = (
             metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc, metadata.has_initial_state
         )  # fmt: skip
-        pools, parts = (conv_states, ssm_states), self.context_parallel.parts(metadata)
+        pools = (conv_states, ssm_states)
+        parts = self.context_parallel.parts(metadata, "hidden_states", projected, own=True)
         if parts is None or self.context_parallel.size == 1:
             checkpoints = {name: getattr(metadata, name, None) for name in ("checkpoint_offsets", "checkpoint_slots")}
             return self._continue(projected, pools, slots, offsets, {"has_initial_state": mask, **checkpoints})

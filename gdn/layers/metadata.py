@@ -272,7 +272,7 @@ class GDNMetadataBuilder:
             return metadata
         ends, shared = np.cumsum(queries), int(queries[:first_prefill].sum())
         lengths = split_tokens(int(ends[-1]) - shared, self.cp_size)
-        parts = ContextParts(tuple((shared + np.cumsum(lengths)).tolist()), shared, first_prefill)
+        parts = ContextParts(tuple((shared + np.cumsum(lengths)).tolist()), self.cp_rank, shared, first_prefill)
         first, stop = parts.bounds(self.cp_rank, int(ends[-1]))
         own = np.clip(ends, first, stop) - np.clip(ends - queries, first, stop)
         own[:first_prefill] = queries[:first_prefill]

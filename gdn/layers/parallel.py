@@ -5,6 +5,8 @@ Tensor-parallel: a layer takes the whole model's configuration and holds the sha
 the output projection of the mixer, and after the MLP. Everything else is whole on every rank and gives the same bits there.
 """
 
+import zlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,11 +74,14 @@ class ContextParts:
     ----------
     stops : tuple of int
         Row after the last one of each rank. The last rank has padding too.
+    rank : int
+        Rank that the metadata are of.
     shared_rows, shared_sequences : int
         First rows and sequences, those of decode, which every rank computes: less work than an exchange of their states.
     """
 
     stops: tuple[int, ...]
+    rank: int
     shared_rows: int = 0
     shared_sequences: int = 0
 
@@ -107,12 +112,15 @@ class DealtRows:
         Place of each row of the step among those of all ranks, one rank after the other.
     counts : tuple of int
         Rows of each rank.
+    rank : int
+        Rank that `metadata` and `rows` are of.
     """
 
     metadata: Any
     rows: Tensor
     order: Tensor
     counts: tuple[int, ...]
+    rank: int
 
 
 class ContextParallel:
@@ -143,19 +151,51 @@ class ContextParallel:
     def group(self) -> Any:
         return None if self.ranks is None else self.ranks.group
 
-    def parts(self, metadata: Any) -> ContextParts | None:
-        """Parts of a step's rows; None = each rank computes all. ValueError where they are those of other ranks."""
+    def parts(self, metadata: Any, argument: str, rows: Tensor, *, own: bool) -> ContextParts | None:
+        """Parts of a step's rows; None = each rank computes all.
+
+        ValueError where they are another rank's or of other ranks, or where the argument has other rows than this rank's (own)
+        or fewer than all ranks' (not own). All ranks get here, and none goes on where one raises (`Ranks.agree`).
+        """
         parts: ContextParts | None = getattr(metadata, "parts", None)
-        if parts is not None and len(parts.stops) != self.size:
-            refuse("metadata", f"rows parted over {self.size} ranks (cp_group's)", f"over {len(parts.stops)}")
+        with self.refusing(rows):
+            if parts is not None:
+                self._check_place("parted", len(parts.stops), parts.rank)
+                count, found = parts.shared_rows if own else parts.stops[-1], rows.shape[0]
+                if own:
+                    first, stop = parts.bounds(self.rank, parts.stops[-1])
+                    count += stop - first
+                whose, may_have_padding = "this rank's" if own else "those of all ranks", not own or self.rank == self.size - 1
+                if found < count or (found > count and not may_have_padding):
+                    refuse(argument, f"{'at least ' if may_have_padding else ''}{count} rows ({whose})", found)
+        self._agree("parted", () if parts is None else parts.stops, rows)
         return parts
 
-    def dealt(self, metadata: Any) -> DealtRows | None:
-        """Query rows of attention by rank; None = each rank computes all. ValueError where they are those of other ranks."""
+    def dealt(self, metadata: Any, hidden_states: Tensor) -> DealtRows | None:
+        """Query rows of attention by rank; None = each rank computes all. Raises as `parts`; hidden_states: rows of all ranks."""
         dealt: DealtRows | None = getattr(metadata, "dealt", None)
-        if dealt is not None and len(dealt.counts) != self.size:
-            refuse("metadata", f"rows dealt over {self.size} ranks (cp_group's)", f"over {len(dealt.counts)}")
+        with self.refusing(hidden_states):
+            if dealt is not None:
+                self._check_place("dealt", len(dealt.counts), dealt.rank)
+                if hidden_states.shape[0] != sum(dealt.counts):
+                    refuse("hidden_states", f"{sum(dealt.counts)} rows (those of all ranks)", hidden_states.shape[0])
+        self._agree("dealt", () if dealt is None else dealt.counts, hidden_states)
         return dealt
+
+    def _check_place(self, what: str, size: int, rank: int) -> None:
+        """Raises ValueError where metadata are those of another rank."""
+        if size != self.size:
+            refuse("metadata", f"rows {what} over {self.size} ranks (cp_group's)", f"over {size}")
+        if rank != self.rank:
+            refuse("metadata", f"rows {what} for rank {self.rank} (this one, of cp_group)", f"for rank {rank}")
+
+    def _agree(self, what: str, numbers: tuple[int, ...], rows: Tensor) -> None:
+        if self.ranks is not None:
+            self.ranks.agree(rows.device, {f"{what} rows (a checksum of them)": zlib.crc32(repr(numbers).encode())})
+
+    def refusing(self, rows: Tensor) -> AbstractContextManager[None]:
+        """Around checks of a rank's arguments, as `Ranks.refusing`."""
+        return nullcontext() if self.ranks is None else self.ranks.refusing(rows)
 
     def agree(self, choice: Tensor) -> Tensor:
         """The first rank's tensor, in place of this rank's."""
@@ -173,5 +213,6 @@ class ContextParallel:
             return rows
         bounds = [parts.bounds(rank, total) for rank in range(self.size)]
         shared = rows[: parts.shared_rows]
-        gathered = self.ranks.gather_rows(rows[parts.shared_rows :], tuple(stop - first for first, stop in bounds))
+        counts = tuple(stop - first for first, stop in bounds)
+        gathered = self.ranks.gather_rows(rows[parts.shared_rows :], counts, "hidden_states")
         return torch.cat([shared, gathered]) if parts.shared_rows else gathered

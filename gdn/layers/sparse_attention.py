@@ -121,11 +121,13 @@ class SparseAttention(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            Named after the argument. Wrong caches of the indexer are refused before anything is written.
+            Named after the argument. Wrong caches of the indexer, and metadata of another context-parallel rank, are refused
+            before anything is written.
         """
         if self.indexer is not None:
-            self.indexer.check_caches(indexer_cache, indexer_ring)
-        dealt: DealtRows | None = self.context_parallel.dealt(metadata)
+            with self.context_parallel.refusing(hidden_states):
+                self.indexer.check_caches(indexer_cache, indexer_ring)
+        dealt: DealtRows | None = self.context_parallel.dealt(metadata, hidden_states)
         heads, q = self._project(hidden_states, positions, metadata.slot_mapping, kv_cache, None if dealt is None else dealt.rows)
         step, metadata = metadata, metadata if dealt is None else dealt.metadata  # from here on this rank's rows
         out = heads[..., : self.head_dim]  # the raw queries are done with: their place, next to the gates, takes the result

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,6 +78,90 @@ def delta_net(group: Any) -> None:
     wrong = f"metadata: expected rows parted over {size} ranks (cp_group's), got over {size + 1}"
     raises(ValueError, wrong, layer, hidden, foreign, *own)
     raises(TypeError, "cp_group: expected a torch.distributed.ProcessGroup, got int", GatedDeltaNet, config, cp_group=3)
+
+
+def delta_net_refuses(group: Any) -> None:
+    """Rows or metadata that are another rank's, on all ranks and on one alone: all raise, and no pool is written."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    layer = filled(GatedDeltaNet(small_config(), cp_group=group, dtype=torch.float32), 1)
+    pools = [torch.zeros(SLOTS, layer.conv_dim, 3), torch.zeros(SLOTS, layer.num_v_heads, 8, 8)]
+    own = GDNMetadataBuilder("cpu", cp_rank=rank, cp_size=size).build([1, 64 * size], [9, 64 * size], [2, 1])
+    first = GDNMetadataBuilder("cpu", cp_rank=0, cp_size=size).build([1, 64 * size], [9, 64 * size], [2, 1])
+    hidden = torch.ones(1 + 64 * size, layer.hidden_size)
+    is_last, least = rank == size - 1, "at least " if rank == size - 1 else ""
+    wrong = "cp_group: expected ranks that all accept their arguments, got an error on rank "
+    # The last rank takes the rows after its own for padding, so it is told by the others.
+    text = (
+        wrong + ", ".join(map(str, range(size - 1)))
+        if is_last
+        else f"hidden_states: expected 65 rows (this rank's), got {64 * size + 1}"
+    )
+    raises(ValueError, text, layer, hidden, own, *pools)
+    raises(ValueError, f"hidden_states: expected {least}65 rows (this rank's), got 33", layer, hidden[:33], own, *pools)
+    text = f"hidden_states: expected {least}65 rows (this rank's), got 64" if rank == 1 else wrong + "1"
+    raises(ValueError, text, layer, hidden[: 64 if rank == 1 else 65], own, *pools)
+    ranks = ", ".join(map(str, range(1, size)))
+    text = (
+        f"metadata: expected rows parted for rank {rank} (this one, of cp_group), got for rank 0" if rank else f"{wrong}{ranks}"
+    )
+    raises(ValueError, text, layer, hidden[:65], first, *pools)
+    alone = GDNMetadataBuilder("cpu").build([1, 64 * size], [9, 64 * size], [2, 1])
+    text = "cp_group: expected ranks whose calls have the same parted rows"
+    raises(ValueError, text, layer, hidden[: 65 if rank else None], own if rank else alone, *pools)
+    assert not any(pool.any() for pool in pools)
+    layer(hidden[:65], own, *pools)
+    assert all(pool.any() for pool in pools)
+
+
+def attention_refuses(group: Any) -> None:
+    """As Gated DeltaNet."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    config = small_config(index_topk=0)
+    layer = filled(SparseAttention(config, cp_group=group, dtype=torch.float32), 1)
+    kv = torch.zeros(2, 10, 16, config.num_key_value_heads, config.head_dim)
+
+    def metadata(of_rank: int, ranks: int = size) -> Any:
+        builder = AttentionMetadataBuilder(
+            "cpu", block_size=16, max_seq_len=160, cp_rank=of_rank, cp_size=ranks, deal_longer_than=40
+        )
+        return builder.build([90], [90], [list(range(6))], [1])
+
+    def call(rows: int, of: Any) -> Tensor:
+        output: Tensor = layer(torch.ones(rows, config.hidden_size), torch.arange(rows), of, (kv[0], kv[1]))
+        return output
+
+    others, ranks = (
+        "cp_group: expected ranks that all accept their arguments, got an error on rank ",
+        ", ".join(map(str, range(1, size))),
+    )
+    text = f"metadata: expected rows dealt for rank {rank} (this one, of cp_group), got for rank 0" if rank else others + ranks
+    raises(ValueError, text, call, 90, metadata(0))
+    raises(ValueError, "hidden_states: expected 90 rows (those of all ranks), got 45", call, 45, metadata(rank))
+    raises(
+        ValueError,
+        "hidden_states: expected 90 rows" if rank == 1 else others + "1",
+        call,
+        45 if rank == 1 else 90,
+        metadata(rank),
+    )
+    text = "cp_group: expected ranks whose calls have the same dealt rows"
+    raises(ValueError, text, call, 90, metadata(rank) if rank else metadata(0, 1))
+    assert not kv.any()
+    call(90, metadata(rank))
+    assert kv.any()
+
+
+def model_refuses(group: Any) -> None:
+    """A model with the metadata of the first rank on all, and with too few rows."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    config = HybridConfig(**_MODEL | {"index_topk": 0})
+    one = HybridModel(config, cp_group=group, dtype=torch.float32)
+    load(one, RandomTensors(config, 5), config)
+    server = Server(one, config, 4, 192, is_packaged=True, cp=(0, size))
+    text = "metadata: expected rows parted for rank" if rank else "cp_group: expected ranks that all accept"
+    raises(ValueError, text, server.step, [[1] * 100, [2] * 40, [], []])
+    step = SimpleNamespace(gdn=GDNMetadataBuilder("cpu", cp_rank=rank, cp_size=size).build([100], [100], [1]))
+    raises(ValueError, "input_ids: expected at least 100 rows", one, *[torch.zeros(99, dtype=torch.int64)] * 2, step, None)
 
 
 def attention(group: Any, use_fp8: bool = False, **fields: Any) -> None:
@@ -168,6 +253,9 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 CASES: dict[str, Callable[[Any], None]] = {
     "Gated DeltaNet": delta_net,
+    "Gated DeltaNet, refusals": delta_net_refuses,
+    "attention, refusals": attention_refuses,
+    "model, refusals": model_refuses,
     "attention, an indexer": attention,
     "attention, a compressed indexer": partial(attention, index_ratio=4),
     "attention, an FP8 indexer": partial(attention, use_fp8=True),

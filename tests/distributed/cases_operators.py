@@ -18,6 +18,7 @@ import gdn.distributed
 from gdn.distributed import composition
 from gdn.distributed import group as groups
 from gdn.distributed.composition import LEAST_SEGMENT
+from gdn.distributed.group import Ranks
 
 SLOTS = 9
 # Tokens of each sequence on each of four ranks; smaller groups take the first ones, and the last of these has the rest.
@@ -317,6 +318,19 @@ def one_rank_refuses(group: Any) -> None:
     assert time.monotonic() - begin < 20
 
 
+def rows_of_all(group: Any) -> None:
+    """Rows of unequal ranks one after the other; wrong numbers of them, and of columns."""
+    rank, size, others = dist.get_rank(group), dist.get_world_size(group), "ranks that all accept their arguments, got an error"
+    ranks, counts = Ranks(group), tuple(range(1, size + 1))
+    rows = torch.full((rank + 1, 2), float(rank))
+    found = ranks.gather_rows(rows, counts)
+    assert found.tolist() == [[float(one)] * 2 for one in range(size) for _ in range(one + 1)]
+    raises(ValueError, "x: expected" if rank == 1 else others, ranks.gather_rows, rows[: 1 if rank == 1 else None], counts, "x")
+    raises(ValueError, "the same numbers in a row, got [1, 2", ranks.gather_rows, rows[:, : 1 if rank == 0 else 2], counts)
+    raises(ValueError, "the same dtype", ranks.gather_rows, rows.double() if rank == 0 else rows, counts)
+    raises(ValueError, "the same rows by rank", ranks.gather_rows, rows, (*counts, 1) if rank == 0 else counts)
+
+
 def calls_differ(group: Any) -> None:
     """What ranks exchange, and what their parts' maps depend on, is the same on all ranks; else all raise."""
     first, own = dist.get_rank(group) == 0, tokens(8)
@@ -470,6 +484,7 @@ CASES: dict[str, Callable[[Any], None]] = {
     "refusals are alike on all ranks": refusals_are_alike,
     "one rank refuses": one_rank_refuses,
     "calls differ": calls_differ,
+    "rows of all ranks": rows_of_all,
     "chunk, one sequence": partial(chunk, lengths=ONE),
     "chunk, one sequence, all ranks get the state": partial(chunk, lengths=ONE, final_rank=None),
     "chunk, one sequence, K first": partial(chunk, lengths=ONE, final_rank=0, state_v_first=False),

@@ -1,5 +1,6 @@
 """How a sequence and query rows are parted, and how metadata says so; no process group."""
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -47,7 +48,10 @@ def test_a_step_is_cut_where_the_ranks_meet() -> None:
         for rank in range(3)
     ]
     stops = built[0].parts.stops
-    assert stops[-1] == 640 and all(one.parts == built[0].parts for one in built) and 0 < stops[0] < stops[1] < 640
+    assert [one.parts.rank for one in built] == [0, 1, 2]
+    assert (
+        stops[-1] == 640 and all(replace(one.parts, rank=0) == built[0].parts for one in built) and 0 < stops[0] < stops[1] < 640
+    )
     lengths = torch.stack([one.non_spec_query_start_loc.diff() for one in built])
     assert lengths.sum(0).tolist() == [3, 300, 0, 339]
     assert lengths.sum(1).tolist() == [stops[0], stops[1] - stops[0] + 1, 640 - stops[1] + 1]
@@ -66,6 +70,7 @@ def test_dealt_rows_are_sequences_of_their_own() -> None:
         for rank in (0, 1)
     ]
     first, second = (builder.build([40, 9], [48, 20], [[5, 6, 7], [1, 2]], [3, 4]).dealt for builder in builders)
+    assert (first.rank, second.rank) == (0, 1)
     assert first.counts == second.counts == (29, 20)  # the short sequence is the first rank's: both have as few
     assert first.rows.tolist() == [*range(10), *range(30, 40), *range(40, 49)] and second.rows.tolist() == [*range(10, 30)]
     assert torch.cat([first.rows, second.rows])[first.order].tolist() == list(range(49))
