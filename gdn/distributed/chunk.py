@@ -152,7 +152,7 @@ def _checked(arguments: dict[str, Any]) -> Part:
 
 
 def _shared(part: Part) -> dict[str, int | float | torch.dtype]:
-    """What must be the same on all ranks: shapes of what they exchange, and what the results depend on."""
+    """Values that must be the same on all ranks: shapes of the exchange, and what the results depend on."""
     sizes, given, options = part.sizes, part.given, part.options
     scale = options["scale"]
     return {

@@ -1,4 +1,4 @@
-"""What the ranks of `chunk_gated_delta_rule` compute: summaries of a part before the exchange, outputs after it.
+"""Work of the ranks of `chunk_gated_delta_rule`: summaries of a part before the exchange, outputs after it.
 
 A part of a sequence is an affine map of its start state, S -> P S + h (`gdn.chunk_summary`). Each rank makes h and P of its
 parts, all ranks exchange them once, and each composes the state that its own part starts from. Then it makes its outputs with one

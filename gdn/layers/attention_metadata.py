@@ -11,7 +11,17 @@ from torch import Tensor
 
 from gdn.distributed import zigzag
 from gdn.layers.attention_runs import MOST_DECODE_TOKENS
-from gdn.layers.host_arrays import PersistentBuffers, as_array, as_lengths, at_least, check_rank, refuse, to_device
+from gdn.layers.host_arrays import (
+    PersistentBuffers,
+    are_beyond,
+    as_array,
+    as_indices,
+    as_lengths,
+    at_least,
+    check_rank,
+    refuse,
+    to_device,
+)
 from gdn.layers.parallel import DealtRows
 from gdn.runtime import env
 
@@ -163,7 +173,7 @@ class AttentionMetadataBuilder:
             refuse("seq_lens", "no sequence shorter than its new tokens", lengths.tolist())
         if (lengths > self.max_seq_len).any():
             refuse("seq_lens", f"at most {self.max_seq_len} tokens (max_seq_len)", int(lengths.max()))
-        slots = as_array("sequence_slots", sequence_slots, count)
+        slots = as_indices("sequence_slots", sequence_slots, count)
         needed = -(-lengths // self.block_size)
         tables = _tables(block_tables, needed)
         if pad_to is not None:  # rows without tokens are padding: token i of a decode step is then that of row i
@@ -293,9 +303,9 @@ def _tables(block_tables: Any, needed: Array) -> Array:
         row = int(needed.argmax())
         refuse(f"block_tables[{row}]", f"at least {columns} blocks", f"{tables.shape[1]} blocks")
     found = np.where(np.arange(columns) < needed[:, None], tables[:, :columns], 0)
-    if (found < 0).any():
-        row = int((found < 0).any(axis=1).argmax())
-        refuse(f"block_tables[{row}]", f"{needed[row]} blocks, none of them negative", tables[row].tolist())
+    if are_beyond(found):
+        row = next(row for row, blocks in enumerate(found) if are_beyond(blocks))
+        refuse(f"block_tables[{row}]", f"{needed[row]} blocks, none of them negative or beyond int32", tables[row].tolist())
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_DECODE_TOKENS = 8  # new tokens of a sequence up to which the sparse attention counts a step as decode
+from gdn.ops.sparse_attention import MOST_DECODE_TOKENS as MOST_DECODE_TOKENS
 
 
 @dataclass(frozen=True)

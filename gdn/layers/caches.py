@@ -12,7 +12,7 @@ from gdn.layers.config import HybridConfig
 from gdn.layers.host_arrays import at_least, refuse
 from gdn.runtime import env
 
-PAGE_MULTIPLE = 4  # rows: what the operators take as the size of an indexer page
+PAGE_MULTIPLE = 4  # rows: what the operators that write a cache take as the size of a page
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -100,7 +100,7 @@ class KVCache:
     config : HybridConfig
         Sizes of one rank.
     num_blocks, block_size : int
-        Blocks, and tokens of a block.
+        Blocks, and tokens of a block: a multiple of 4.
     dtype, device : torch.dtype, torch.device
         Dtype of keys and values, and where they are.
 
@@ -121,6 +121,8 @@ class KVCache:
     ) -> None:
         at_least("num_blocks", num_blocks, 0)
         at_least("block_size", block_size, 1)
+        if block_size % PAGE_MULTIPLE:
+            refuse("block_size", f"a multiple of {PAGE_MULTIPLE}", block_size)
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (config.num_full_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         self._buffer = torch.zeros(shape, dtype=dtype, device=device)

@@ -33,9 +33,9 @@ def check_rank(cp_rank: int, cp_size: int) -> None:
 
 
 def as_array(name: str, values: Any, rows: int | None = None, ranks: tuple[int, ...] = (1,)) -> Array:
-    """Integers (or flags) of the host as an int64 array, all of which fit int32, the dtype that they have on the device.
+    """Integers (or flags) of the host as an int64 array. Tensors on another device are refused: reading them would wait.
 
-    Tensors on another device are refused: reading them would wait. Raises TypeError or ValueError named after the argument.
+    Raises TypeError or ValueError named after the argument.
     """
     if isinstance(values, Tensor):
         if values.device.type != "cpu":
@@ -52,17 +52,31 @@ def as_array(name: str, values: Any, rows: int | None = None, ranks: tuple[int, 
         refuse(name, f"{' or '.join(map(str, ranks))} dimensions", f"shape {list(found.shape)}")
     if rows is not None and found.shape[0] != rows:
         refuse(name, f"{rows} rows", f"shape {list(found.shape)}")
-    if found.dtype.itemsize > 4 and (beyond := found != found.astype(np.int32)).any():
-        refuse(name, "numbers that fit int32", found[beyond][0])
+    if found.dtype == np.uint64 and (beyond := found > np.iinfo(np.int64).max).any():
+        refuse(name, "numbers that fit int64", found[beyond][0])
     return found.astype(np.int64)
 
 
-def as_lengths(name: str, values: Any, rows: int | None = None) -> Array:
-    """Lengths: integers, none of them negative."""
-    found = as_array(name, values, rows)
-    if (found < 0).any():
-        refuse(name, "no negative length", found.tolist())
+def as_indices(name: str, values: Any, rows: int | None = None, ranks: tuple[int, ...] = (1,)) -> Array:
+    """Indices: integers that fit int32, their dtype on the device."""
+    found = as_array(name, values, rows, ranks)
+    if (beyond := found != found.astype(np.int32)).any():
+        refuse(name, "numbers that fit int32", found[beyond][0])
     return found
+
+
+def as_lengths(name: str, values: Any, rows: int | None = None) -> Array:
+    """Lengths: integers, none of them negative or beyond int32."""
+    found = as_array(name, values, rows)
+    if are_beyond(found):
+        expected = "no negative length" if (found < 0).any() else "numbers that fit int32"
+        refuse(name, expected, found.tolist())
+    return found
+
+
+def are_beyond(values: Array) -> bool:
+    """Whether one of the values [int64] is negative or does not fit int32. One reduction: a negative one is large unsigned."""
+    return bool(values.view(np.uint64).max(initial=0) > np.iinfo(np.int32).max)
 
 
 def to_device(values: Array, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gdn.distributed import split_tokens
-from gdn.layers.host_arrays import PersistentBuffers, as_array, as_lengths, at_least, check_rank, refuse, to_device
+from gdn.layers.host_arrays import PersistentBuffers, as_array, as_indices, as_lengths, at_least, check_rank, refuse, to_device
 from gdn.layers.parallel import ContextParts
 
 Ints = Sequence[int] | Tensor | NDArray[Any]
@@ -50,7 +50,8 @@ class GDNMetadata:
     checkpoint_offsets, checkpoint_slots : Tensor [non-speculative rows, C] of int32, optional
         States to keep, as for `gdn.chunk_gated_delta_rule`.
     non_spec_lengths_host : tuple of int, optional
-        Query lengths of the non-speculative rows. None in batches for a captured graph.
+        Query lengths of the non-speculative rows, as `lengths_host` of `gdn.gated_delta_rule`. None in batches for a captured
+        graph.
     parts : ContextParts, optional
         How the tokens of the step lie on context-parallel ranks. Then non_spec_query_start_loc are the offsets of this rank's
         tokens of every row. None = every rank computes all.
@@ -222,7 +223,7 @@ class GDNMetadataBuilder:
         return self._without_spec(rows, pad_to)
 
     def _slots(self, slots: Any, count: int) -> Array:
-        found = as_array("slots", slots, rows=count, ranks=(1, 2))
+        found = as_indices("slots", slots, rows=count, ranks=(1, 2))
         if found.ndim == 1:
             found = found[:, None]
         if found.shape[1] < 1 + self.num_spec and count:
@@ -369,8 +370,8 @@ def _checkpoints(offsets: Any, slots: Any, count: int) -> tuple[Array, Array] | 
         return None
     if offsets is None or slots is None:
         refuse("checkpoint_offsets, checkpoint_slots", "both or neither", "one of them")
-    found = as_array("checkpoint_offsets", offsets, rows=count, ranks=(2,))
-    places = as_array("checkpoint_slots", slots, rows=count, ranks=(2,))
+    found = as_indices("checkpoint_offsets", offsets, rows=count, ranks=(2,))
+    places = as_indices("checkpoint_slots", slots, rows=count, ranks=(2,))
     if found.shape != places.shape:
         refuse("checkpoint_slots", f"shape {list(found.shape)}, as checkpoint_offsets", f"shape {list(places.shape)}")
     if ((found < 0) | (found % CHECKPOINT_MULTIPLE != 0)).any():

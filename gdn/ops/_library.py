@@ -6,6 +6,8 @@ one. Therefore
 
     an argument that only some calls write (a state that may be a pool) becomes two arguments of the schema: `initial_state`,
     read, and `initial_state_written`, written; a call passes one of them
+    so does `out`, both written: the traced call passes `out_written`, because Dynamo refuses a tensor with gaps between its rows
+    in an argument of the name `out`
     a result that is an argument (`out`, a pool) or None comes back as an empty tensor, and the public function replaces it by
     the argument or None: `Returns` says which
 
@@ -28,6 +30,7 @@ Returns = Callable[[Arguments], tuple[str | None, ...]]  # per result: an argume
 
 NEW = "<new>"
 _WRITTEN = "_written"  # suffix of an argument that some calls write
+_OUT = "out"
 
 _library = torch.library.Library("gdn", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)  # inductor may not restride pools and outputs
@@ -52,7 +55,7 @@ class Registered:
         self._names = list(signature.parameters)
         self._defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
         self._writes, self._returns, self._run = writes, returns, run
-        self._sometimes = [argument for argument, condition in writes.items() if condition is not always]
+        self._doubled = [argument for argument, condition in writes.items() if condition is not always or argument == _OUT]
         self.public: Callable[..., Any] | None = None  # the public function, with its memo of repeated calls
         self._num_results = _count_results(signature.return_annotation)
         _library.define(name + self._schema(signature), tags=_TAGS)
@@ -64,9 +67,9 @@ class Registered:
 
     def _schema(self, signature: inspect.Signature) -> str:
         parameters = list(signature.parameters.values())
-        sometimes = [
+        doubled = [
             inspect.Parameter(argument + _WRITTEN, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Tensor | None)
-            for argument in self._sometimes
+            for argument in self._doubled
         ]
         result: Any = None if self._num_results == 0 else Tensor
         if self._num_results > 1:
@@ -74,14 +77,15 @@ class Registered:
 
         def prototype() -> None: ...
 
-        prototype.__signature__ = inspect.Signature([*parameters, *sometimes], return_annotation=result)  # type: ignore[attr-defined]
-        written = [name + _WRITTEN if name in self._sometimes else name for name in self._writes]
+        prototype.__signature__ = inspect.Signature([*parameters, *doubled], return_annotation=result)  # type: ignore[attr-defined]
+        written = [name + _WRITTEN if name in self._doubled else name for name in self._writes]
+        written += [_OUT] if _OUT in self._writes else []
         return torch.library.infer_schema(prototype, mutates_args=tuple(written))
 
     def call(self, arguments: Arguments) -> Any:
         """Adds the operator to the graph that is traced."""
         given = dict(arguments)
-        for name in self._sometimes:
+        for name in self._doubled:
             if self._writes[name](arguments):
                 given[name + _WRITTEN], given[name] = given[name], None
         has_gradient = any(arguments[name] is not None and arguments[name].requires_grad for name in self._writes)
@@ -124,7 +128,7 @@ class Registered:
     def _bind(self, values: tuple[Any, ...], named: Arguments) -> Arguments:
         """Maps arguments of the schema to those of the public function."""
         given = self._defaults | dict(zip(self._names, values, strict=False)) | named
-        for name in self._sometimes:
+        for name in self._doubled:
             written = given.pop(name + _WRITTEN, None)
             given[name] = written if written is not None else given[name]
         return {name: given[name] for name in self._names}

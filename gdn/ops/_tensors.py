@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gdn.ops._check import dtype_name
-from gdn.ops._modes import address, has_memory, is_tracing
+from gdn.ops._modes import address, has_memory
 from gdn.runtime import log
 
 ALIGNMENT = 16  # bytes: the widest load or store of a thread, and the unit of bulk copies
@@ -83,8 +83,8 @@ def copied(name: str, x: Tensor, why: str) -> Tensor:
 
 
 def log_copy(name: str, x: Tensor, why: str) -> None:
-    """Warns once that an argument is copied; never while a compiler traces, since the reference may run in the end."""
-    if not is_tracing():
+    """Warns once that an argument is copied; never where a call is traced or explained: nothing is copied then."""
+    if has_memory():
         message = f"{name}: copied, because {why} (shape {list(x.shape)}, strides {x.stride()})"
         log.once(message, logging.WARNING, key=("copied", name))
 

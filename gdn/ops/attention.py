@@ -68,8 +68,8 @@ def attention(
     out : Tensor [tokens, heads, D], optional
         Tensor to write o into, dtype of `q`, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation of the paged kernel; ValueError where it cannot run. "reference" applies to all rows. None = chosen by
-        ``GDN_BACKEND`` and the tables, see `gdn.explain`.
+        Implementation of the paged kernel; ValueError where it cannot run. "reference" applies to all rows, from ``GDN_BACKEND``
+        too. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
 
     Returns
     -------
@@ -83,6 +83,11 @@ def attention(
     TypeError, ValueError
         Named after the argument, before anything is written. With ``GDN_VALIDATE=1`` (which waits for the device; on the CPU
         always) lengths, blocks of visible positions and the agreement with the lengths and bounds on the host are checked too.
+
+    References
+    ----------
+    .. [1] A. Vaswani et al., "Attention Is All You Need", arXiv:1706.03762.
+    .. [2] W. Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", arXiv:2309.06180.
     """
     k_cache, v_cache = split_pair(kv_cache)
     return_lse = Kind(bool, False).check("return_lse", return_lse)
@@ -127,9 +132,11 @@ def _dense(
         # To a power of two: a width of its own for each step would be a problem of its own, with tiles and plan of its own.
         block_tables = block_tables[:, : 1 << (-(-max_seq_len // block_size) - 1).bit_length()]
     decodes = list(itertools.takewhile(lambda one: one.query_len <= MOST_DECODE_TOKENS, items))
-    prefills = [] if env.current().batch_invariant else items[len(decodes) :]  # torch's sums depend on the batch
+    switches = env.current()
+    prefills = [] if switches.batch_invariant else items[len(decodes) :]  # torch's sums depend on the batch
+    is_decode = max_query_len is not None and max_query_len <= MOST_DECODE_TOKENS
     with ordered(backend, "attention") as backend:
-        if not prefills or backend == "reference" or (max_query_len is not None and max_query_len <= MOST_DECODE_TOKENS):
+        if not prefills or is_decode or (backend or switches.backend) == "reference":
             return attend(
                 q, k_cache, v_cache, None, block_tables, query_start_loc, seq_lens, None, scale, max_query_len, out, backend
             )

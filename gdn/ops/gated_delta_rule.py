@@ -133,6 +133,10 @@ def gated_delta_rule(
         Named after the argument, before anything is launched or written; slots as for `chunk_gated_delta_rule`. That
         `lengths_host` agrees with `cu_seqlens` is checked on the CPU always, on a GPU with ``GDN_VALIDATE=1`` only.
 
+    References
+    ----------
+    .. [1] S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.
+
     Examples
     --------
     >>> import torch, gdn

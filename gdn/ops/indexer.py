@@ -295,6 +295,10 @@ def compress_indexer_keys(
     ------
     TypeError, ValueError
         Named after the argument; `ring` and `cache` are untouched then. Slots as for `chunk_gated_delta_rule`.
+
+    References
+    ----------
+    .. [1] ``Qwen4ExpTextQSAIndexer`` of ``qwen4_exp`` in Hugging Face Transformers, 5.23 or newer.
     """
     check.tensor("raw_k", raw_k)
     device = raw_k.device

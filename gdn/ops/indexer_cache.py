@@ -91,6 +91,10 @@ def gather_indexer_cache(
     ------
     TypeError, ValueError
         Named after the argument, before anything is launched.
+
+    References
+    ----------
+    .. [1] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM.
     """
     check.tensor("cache", cache)
     device = cache.device

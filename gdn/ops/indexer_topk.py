@@ -71,6 +71,10 @@ def indexer_topk(
     TypeError, ValueError
         Named after the argument, before anything is launched or written.
 
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
+
     Examples
     --------
     >>> import torch, gdn
@@ -156,6 +160,10 @@ def paged_indexer_topk(
     ------
     TypeError, ValueError
         Named after the argument, before anything is launched or written.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     """
     page_size, _ = check_paged_operands(q, cache, weights, context_lens, block_tables)
     (batch, next_n), device = q.shape[:2], q.device

@@ -181,6 +181,10 @@ def fp8_mqa_logits(
     ------
     TypeError, ValueError
         As raised by `mqa_logits`.
+
+    References
+    ----------
+    .. [1] ``fp8_mqa_logits`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
     """
     if not isinstance(kv, tuple | list) or len(kv) != 2:
         bad_type("kv", "a pair (k, k_scale)", type(kv).__name__)

@@ -168,6 +168,10 @@ def fp8_paged_mqa_logits(
     ------
     TypeError, ValueError
         As raised by `paged_mqa_logits`.
+
+    References
+    ----------
+    .. [1] ``fp8_paged_mqa_logits`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
     """
     if indices is not None:
         bad_value("indices", "None", type(indices).__name__)

@@ -56,6 +56,10 @@ def topk_indices(
     TypeError, ValueError
         Named after the argument, before anything is launched or written.
 
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
+
     Examples
     --------
     >>> import torch, gdn
@@ -150,6 +154,10 @@ def expand_topk_groups(
     ------
     TypeError, ValueError
         Named after the argument, before anything is launched or written.
+
+    References
+    ----------
+    .. [1] ``Qwen4ExpTextQSAIndexer`` of ``qwen4_exp`` in Hugging Face Transformers, 5.23 or newer.
 
     Examples
     --------

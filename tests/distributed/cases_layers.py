@@ -114,7 +114,7 @@ def delta_net_refuses(group: Any) -> None:
 
 
 def attention_refuses(group: Any) -> None:
-    """As Gated DeltaNet."""
+    """The same of dealt rows."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     config = small_config(index_topk=0)
     layer = filled(SparseAttention(config, cp_group=group, dtype=torch.float32), 1)

@@ -332,7 +332,7 @@ def rows_of_all(group: Any) -> None:
 
 
 def calls_differ(group: Any) -> None:
-    """What ranks exchange, and what their parts' maps depend on, is the same on all ranks; else all raise."""
+    """All ranks raise where they differ in what they exchange, or in what their parts' maps depend on."""
     first, own = dist.get_rank(group) == 0, tokens(8)
     call = partial(gdn.distributed.chunk_gated_delta_rule, group=group)
     for name, other in (

@@ -22,7 +22,7 @@ DELTA_NET_EXCHANGES = 4  # the convolution's and the operator's, of two steps
 
 
 class Step(NamedTuple):
-    """What a step of a Gated DeltaNet layer leaves on a rank."""
+    """Results of a step of a Gated DeltaNet layer on a rank."""
 
     rows: Tensor  # places of the rank's rows in the step
     output: Tensor

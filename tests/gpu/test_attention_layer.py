@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from gdn.layers import AttentionMetadataBuilder
 from gdn.layers.config import HybridConfig
+from gdn.layers.cuts import CUTS, Rank
 from gdn.layers.rotary import apply_rotary
 from gdn.layers.sparse_attention import SparseAttention
 from gdn.testing.compare import same_bits
@@ -73,12 +74,10 @@ def row_error(found: Tensor, wanted: Tensor) -> float:
     return float(((found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_error_next_to_torch(form: str, device: torch.device) -> None:
-    """Prompts in two chunks, the second with a cached prefix, then decode steps."""
-    layer, config, cache_dtype = made(form, device)
-    generator = torch.Generator().manual_seed(1)
-    rows = [torch.randn(length, config.hidden_size, generator=generator).to(device, DTYPE) for length in LENGTHS]
+def outputs(
+    layer: SparseAttention, config: HybridConfig, rows: list[Tensor], cache_dtype: torch.dtype | None, device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Results of prompts in two chunks, the second with a cached prefix, then of decode steps; and masks of what was selected."""
     batch = Batch(layer, config, len(rows), 1712, dtype=DTYPE, cache_dtype=cache_dtype, device=device)
     selected: list[list[Tensor]] = [[] for _ in rows]
     queries: list[int] = []
@@ -88,8 +87,7 @@ def test_error_next_to_torch(form: str, device: torch.device) -> None:
             kept.append(torch.full((count, 0), -1, device=device) if indices is None else indices[:count])
             indices = None if indices is None else indices[count:]
 
-    if layer.indexer is not None:
-        layer.indexer.register_forward_hook(keep)
+    hook = None if layer.indexer is None else layer.indexer.register_forward_hook(keep)
     parts: list[list[Tensor]] = [[] for _ in rows]
     shares = [[length // 2 for length in LENGTHS], [length - length // 2 - STEPS for length in LENGTHS], *[[1] * 3] * STEPS]
     with torch.inference_mode():
@@ -98,13 +96,55 @@ def test_error_next_to_torch(form: str, device: torch.device) -> None:
             new = [one[old : old + count] for one, old, count in zip(rows, batch.lengths, share, strict=True)]
             for kept, one in zip(parts, batch.step(new), strict=True):
                 kept.append(one)
-        for row, kept, indices in zip(rows, parts, selected, strict=True):
-            mask = torch.ones(len(row), len(row), dtype=torch.bool, device=device).tril()
-            if layer.indexer is not None:
-                mask &= mask_of(indices, len(row))
+    if hook is not None:
+        hook.remove()
+    masks = [torch.ones(len(row), len(row), dtype=torch.bool, device=device).tril() for row in rows]
+    if layer.indexer is not None:
+        masks = [mask & mask_of(indices, len(mask)) for mask, indices in zip(masks, selected, strict=True)]
+    return [torch.cat(kept) for kept in parts], masks
+
+
+def prompts(config: HybridConfig, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(length, config.hidden_size, generator=generator).to(device, DTYPE) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_error_next_to_torch(form: str, device: torch.device) -> None:
+    layer, config, cache_dtype = made(form, device)
+    rows = prompts(config, device)
+    with torch.inference_mode():
+        for row, found, mask in zip(rows, *outputs(layer, config, rows, cache_dtype, device), strict=True):
             wanted = oracle.attention(dict(layer.named_parameters()), row, config, mask).out
-            error, of_torch = row_error(torch.cat(kept), wanted), row_error(plain(layer, row, mask), wanted)
+            error, of_torch = row_error(found, wanted), row_error(plain(layer, row, mask), wanted)
             assert error <= 2 * of_torch, (error, of_torch)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("form", ["no indexer", "token-wise, FP8", "compressed"])
+def test_sum_of_the_shards(form: str, size: int, device: torch.device) -> None:
+    """With eight ranks there are fewer key heads than ranks."""
+    layer, config, cache_dtype = made(form, device)
+    rows, parameters = prompts(config, device), dict(layer.named_parameters())
+    whole, masks = outputs(layer, config, rows, cache_dtype, device)
+    sums = [torch.zeros_like(one, dtype=torch.float64) for one in whole]
+    for number in range(size):
+        rank = Rank(config, number, size)
+        shard = SparseAttention(config.per_rank(size), use_fp8_indexer="FP8" in form, device=device, dtype=DTYPE)
+        own = dict(shard.named_parameters())
+        q, k, v = parameters["qkv_proj.weight"].split([layer.q_width, layer.kv_width, layer.kv_width])
+        taken = [CUTS["rows"].take(q, rank), *(CUTS["kv_heads"].take(x, rank) for x in (k, v))]
+        own.pop("qkv_proj.weight").copy_(torch.cat(taken))
+        own.pop("o_proj.weight").copy_(CUTS["columns"].take(parameters["o_proj.weight"], rank))
+        for name, parameter in own.items():
+            parameter.copy_(parameters[name])
+        found, its_masks = outputs(shard, config.per_rank(size), rows, cache_dtype, device)
+        assert all(map(torch.equal, its_masks, masks)), "the ranks select the same"
+        for total, one in zip(sums, found, strict=True):
+            total += one.double()
+    for row, total, one, mask in zip(rows, sums, whole, masks, strict=True):
+        wanted = oracle.attention(parameters, row, config, mask).out
+        assert row_error(total, wanted) <= 2 * row_error(one, wanted)
 
 
 def mask_of(parts: list[Tensor], tokens: int) -> Tensor:

@@ -97,9 +97,10 @@ def test_all_caches_report_their_bytes() -> None:
 
 BAD: dict[str, tuple[Any, str]] = {
     "ratio": (
-        lambda: HybridCaches(small_config(index_ratio=4), 4, 18, 2),
+        lambda: HybridCaches(small_config(index_ratio=4), 4, 20, 2),
         "block_size: expected a multiple of 4 . index_ratio = 16",
     ),
+    "a block that no operator writes": (lambda: KVCache(CONFIG, 4, 17), "block_size: expected a multiple of 4, got 17"),
     "blocks in words": (lambda: HybridCaches(CONFIG, "4", 16, 2), "num_blocks: expected an int, got str"),
     "half a block": (lambda: KVCache(CONFIG, 1.5, 16), "num_blocks: expected an int, got float"),
     "blocks": (lambda: KVCache(CONFIG, -1, 16), "num_blocks: expected at least 0, got -1"),

@@ -181,6 +181,15 @@ def test_batch_invariant_rows_all_take_the_paged_kernel(switch: Callable[..., en
     assert [part.op for part in gdn.explain("attention", **step(*STEPS["mixed"])).parts] == ["sparse_attention_decode"]
 
 
+@pytest.mark.parametrize("name", ["GDN_BACKEND", "GDN_BACKEND_ATTENTION"])
+def test_the_reference_runs_all_rows_where_a_switch_asks_for_it(name: str, switch: Callable[..., env.Switches]) -> None:
+    switch(**{name: "reference"})
+    parts = gdn.explain("attention", **step(*STEPS["mixed"])).parts
+    assert [(part.op, part.backend, part.decided_by) for part in parts] == [
+        ("sparse_attention_decode", "reference", f"{name}=reference")
+    ]
+
+
 def test_explain_names_both_parts() -> None:
     answer = gdn.explain("attention", **step(*STEPS["mixed"]))
     assert [(part.op, part.backend) for part in answer.parts] == [

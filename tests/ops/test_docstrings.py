@@ -32,10 +32,11 @@ def test_every_parameter_is_documented_in_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_results_errors_and_the_backend_are_documented(name: str) -> None:
+def test_results_errors_sources_and_the_backend_are_documented(name: str) -> None:
     function = getattr(gdn, name)
     found = sections(function)
     assert "TypeError, ValueError\n    " in found["Raises"]
+    assert name == "get_paged_mqa_logits_metadata" or "[1]" in found["References"]
     assert ("Returns" in found) == (inspect.signature(function).return_annotation is not None)
     if name not in COMPATIBLE:
         assert '{"tilelang", "cute", "reference"}' in found["Parameters"] and "GDN_BACKEND" in found["Parameters"]

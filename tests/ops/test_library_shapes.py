@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import gdn
 from gdn.runtime import env
 from tests.ops.library_calls import REGISTERED, seeded
 from tests.ops.spoiling.call import Call
@@ -80,3 +81,15 @@ def test_shapes_alone_warn_of_no_copy(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="gdn"):
         torch.ops.gdn.causal_conv1d_fn(x, on_meta(call["weight"][:1].expand(4, -1).contiguous()))
     assert not caplog.records
+
+
+def test_an_explanation_warns_of_no_copy(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither of one that a kernel would get, nor of that of the last dimension, which the reference gets too."""
+    env.reload()
+    x, weight = torch.zeros(6, 4, dtype=torch.float16), torch.zeros(4, 4, dtype=torch.float16)
+    with caplog.at_level(logging.WARNING, logger="gdn"):
+        gdn.explain("causal_conv1d_fn", x, weight)
+        gdn.explain("causal_conv1d_fn", x.mT.contiguous().mT, weight)
+        assert not caplog.records
+        gdn.causal_conv1d_fn(x.mT.contiguous().mT, weight)
+    assert [record.getMessage()[:10] for record in caplog.records] == ["x: copied,"]

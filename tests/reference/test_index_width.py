@@ -1,4 +1,4 @@
-"""Indices beyond 32 bits: each is compared in its own width, so that padding stays padding (spec/gdn.md).
+"""Indices beyond 32 bits: each is compared in its own width, so that padding stays padding.
 
 Narrowed to int32, -2**33 + 1 is slot 1, 2**32 + 1 accepted tokens are 1, and -2**40 is slot 0.
 """

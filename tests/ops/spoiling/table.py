@@ -15,11 +15,11 @@ Decided here, where the contract is silent:
   size is a ValueError; so is an unknown word, while anything but a word is a TypeError.
 - A cache that is only read is refused too where its pages overlap: it is an engine's error in any case.
 - On the CPU all that GDN_VALIDATE=1 finds elsewhere is found always: starts of ranges below 0, sequences longer than their
-  block table (a length beyond max_context_len alone is none), rows written twice. Padding by gdn.md stays padding,
-  accepted counts out of range included.
+  block table (a length beyond max_context_len alone is none), rows written twice. Padding by the operators' contracts stays
+  padding, accepted counts out of range included.
 - Tensors made under inference_mode are taken outside of it too, written ones included: a kernel could not tell.
 - mqa_logits and its relatives take q in all dtypes that prepare_indexer returns: bfloat16 caches then hold the keys.
-- Not in the table: one slot that two live sequences read and neither writes (final_state_indices; gdn.md forbids it, and
+- Not in the table: one slot that two live sequences read and neither writes (final_state_indices; the contract forbids it, and
   it harms nothing), keys that max_seqlen_k leaves out, FP8 keys without scales in fp8_mqa_logits, numpy integers as counts.
 """
 
