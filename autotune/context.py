@@ -22,6 +22,8 @@ from torch import Tensor
 
 import gdn
 import gdn.distributed
+from autotune.ranks import TIMEOUT
+from gdn.cli.demo_ranks import join
 from gdn.cli.plain import table
 from gdn.layers import AttentionMetadataBuilder, GatedDeltaNet, GDNMetadataBuilder, HybridConfig, SparseAttention
 from gdn.layers.named import NAMED
@@ -130,10 +132,7 @@ def _rank(rank: int, ranks: int, job: Job, folder: str) -> None:
     if is_cuda:
         torch.cuda.set_device(device)
     if ranks > 1:
-        backend, place = ("nccl", device) if is_cuda else ("gloo", None)
-        store = f"file://{folder}/store"
-        dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, device_id=place)
-        group = dist.group.WORLD
+        group = join(device, TIMEOUT, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     dtype = torch.bfloat16 if is_cuda else torch.float32
     makers = {OPERATOR.name: operator_call, LAYER.name: layer_call, ATTENTION.name: attention_call}
     found = []

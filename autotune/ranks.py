@@ -9,6 +9,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from autotune.stacks import BLOCK_SIZE, decode_step, fill
 from gdn.cli.demo_graphs import FixedStep
+from gdn.cli.demo_ranks import join
 from gdn.layers import HybridCaches, HybridConfig, HybridModel
 from gdn.layers.loading import load
 from gdn.layers.named import NAMED, first_layers
@@ -26,6 +28,7 @@ from gdn.layers.random_weights import RandomTensors
 SIZES = (1, 2, 4)
 BATCHES = (64, 1)
 MUST = {(2, 64): 1.2, (4, 64): 1.5}  # (ranks, batch) -> least times as fast as one rank
+TIMEOUT = timedelta(minutes=3)  # of an exchange: a rank that hangs leaves a traceback within the time of a test run
 WARM_UPS, CALLS = 3, 20  # samples before those that count, and steps of a sample
 
 
@@ -91,10 +94,7 @@ def _rank(rank: int, ranks: int, job: Job, folder: str) -> None:
     if is_cuda:
         torch.cuda.set_device(device)
     if ranks > 1:
-        backend, place = ("nccl", device) if is_cuda else ("gloo", None)
-        store = f"file://{folder}/store"
-        dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, device_id=place)
-        group = dist.group.WORLD
+        group = join(device, TIMEOUT, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     dtype = torch.bfloat16 if is_cuda else torch.float32
     model = HybridModel(job.config, tp_group=group, device=device, dtype=dtype)
     load(model, RandomTensors(job.config, device=device, dtype=dtype), job.config, rank, ranks)

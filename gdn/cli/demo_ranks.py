@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -30,19 +31,29 @@ def own_device(device: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
+def join(device: torch.device, timeout: timedelta, **where: Any) -> dist.ProcessGroup:
+    """Makes the group of all processes, NCCL on GPUs and gloo on CPUs, and returns it. where: as for `init_process_group`.
+
+    NVLink multicast stays off where the environment does not say otherwise: not all programs of a host may survive it.
+    """
+    if device.type == "cuda":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device, **where)
+    else:
+        dist.init_process_group("gloo", timeout=timeout, **where)
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 @contextlib.contextmanager
 def joined(ranks: int, device: torch.device) -> Iterator[dist.ProcessGroup | None]:
     """Group of so many ranks, which torchrun started, NCCL on GPUs and gloo on CPUs; None where this process is alone."""
     if not are_launched():
         yield None
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
-    group = dist.group.WORLD
-    assert group is not None
+    group = join(device, TIMEOUT)
     if group.size() != ranks:
         dist.destroy_process_group()
         message = f"expected {group.size()} ranks, the number of processes that torchrun started, got {ranks}"

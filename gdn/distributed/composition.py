@@ -79,7 +79,8 @@ class Part:
         """An empty summary, and the tensor that its fields are views of."""
         sizes = self.sizes
         each = sizes.num_heads * sizes.head_k_dim * (sizes.head_v_dim + sizes.head_k_dim) + 1
-        whole = torch.empty(sizes.num_sequences * each, dtype=self.dtype(), device=self.given.q.device)
+        numbers = -(-sizes.num_sequences * each // ALIGNMENT) * ALIGNMENT  # those of the next rank are aligned as these are
+        whole = torch.empty(numbers, dtype=self.dtype(), device=self.given.q.device)
         return whole, self.views(whole)
 
     def dtype(self) -> torch.dtype:
@@ -90,7 +91,7 @@ class Part:
         sizes, count = self.sizes, self.sizes.num_sequences
         shapes = [sizes.state_shape(self.v_first), (sizes.num_heads, sizes.head_k_dim, sizes.head_k_dim), ()]
         numbers = [count * torch.Size(shape).numel() for shape in shapes]
-        parts = whole.split(numbers, dim=-1)
+        parts = whole.split([*numbers, whole.shape[-1] - sum(numbers)], dim=-1)[:-1]
         return _Summary(*(x.view(*x.shape[:-1], count, *shape) for x, shape in zip(parts, shapes, strict=True)))
 
     def states(self) -> Tensor:

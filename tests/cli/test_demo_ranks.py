@@ -1,13 +1,18 @@
 """`gdn demo` under torchrun: who runs, who prints, and what is refused."""
 
+import inspect
 import json
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import typer
 
+from autotune import context, ranks
 from gdn.cli import demo_ranks
 
 
@@ -15,6 +20,28 @@ def torchrun(size: int, *options: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "-m", "gdn", "demo"]
     options = ("--model", "tiny", "--device", "cpu", "--steps", "2", *options)
     return subprocess.run([*line, *options], capture_output=True, text=True, timeout=400, check=False)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "0"), ("1", "1")])
+def test_groups_leave_multicast_off(before: str | None, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is set before the group is made, and not against the environment."""
+    seen = []
+
+    def init(backend: str, **options: Any) -> None:
+        seen.append((backend, os.environ.get("NCCL_NVLS_ENABLE"), options["timeout"], options.get("rank")))
+
+    made = SimpleNamespace(init_process_group=init, group=SimpleNamespace(WORLD="all"))
+    monkeypatch.setattr(demo_ranks, "dist", made)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", before or "")
+    if before is None:
+        monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    assert demo_ranks.join(torch.device("cuda", 1), ranks.TIMEOUT, rank=1) == "all"
+    demo_ranks.join(torch.device("cpu"), demo_ranks.TIMEOUT)
+    assert seen[0] == ("nccl", after, ranks.TIMEOUT, 1) and seen[1][0] == "gloo"
+    assert ranks.TIMEOUT.total_seconds() <= 180
+    for module in (ranks, context):  # every timing makes its group there
+        assert "init_process_group" not in inspect.getsource(module)
 
 
 @pytest.mark.cover

@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdn.distributed import split_tokens, zigzag
+from gdn.distributed.composition import Part
+from gdn.distributed.slots import Slots
 from gdn.layers import AttentionMetadataBuilder, GDNMetadataBuilder
+from gdn.ops import _delta_rule
 
 
 @given(st.integers(0, 100_000), st.integers(1, 9))
@@ -39,6 +42,21 @@ def test_zigzag_rows_cost_each_rank_as_much(rows: int, ranks: int) -> None:
     assert sorted(chain.from_iterable(shares)) == list(range(rows))
     costs = [sum(row + 1 for row in share) for share in shares]  # a row sees as many keys as there are up to it
     assert max(costs) - min(costs) <= 2 * rows + 2
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_received_summaries_are_aligned(count: int, v_first: bool) -> None:
+    """Rows of matrices start at multiples of 16 bytes on every rank, for loads of that size."""
+    sizes = _delta_rule.Sizes(1, 64, count, 1, 1, 2, 4, 4)
+    q = torch.zeros(1, 64, 1, 4)
+    given = _delta_rule.Tokens(q, q, q, None, None, torch.zeros(count + 1, dtype=torch.int32), False, None, None, False)
+    part = Part(sizes, given, Slots(None, None, -1, count, q.device), {"state_v_first": v_first})
+    sent, own = part.buffer()
+    received = part.views(torch.empty(3, *sent.shape))
+    assert own.h.shape == (count, 2, 4, 4) and received.P.shape == (3, count, 2, 4, 4) and received.lengths.shape == (3, count)
+    for matrices in (own.h[None], own.P[None], received.h, received.P):
+        assert all(rank.is_contiguous() and rank.storage_offset() * 4 % 16 == 0 for rank in matrices)
 
 
 def test_a_step_is_cut_where_the_ranks_meet() -> None:
