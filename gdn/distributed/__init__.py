@@ -2,6 +2,8 @@
 
 Every rank calls an operator with its own part of every sequence, of any length, none included. Each call makes one exchange,
 whose size does not depend on the number of tokens. NCCL carries it on GPUs, gloo on the CPU.
+
+``import gdn`` does not import this module, as little as `gdn.layers`: ``import gdn.distributed``.
 """
 
 from gdn.distributed.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule

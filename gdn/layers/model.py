@@ -31,7 +31,8 @@ class HybridModel(nn.Module):
         Tensor-parallel ranks, which divide the layers; all ranks run the same steps. None = one rank.
     cp_group : torch.distributed.ProcessGroup, optional
         Context-parallel ranks, which part the rows of steps with prompts, where the metadata says so; all ranks run the same
-        steps on equal caches and get the whole output. None = one rank.
+        steps, each on its own caches, and get the whole output. The caches are equal, but for the last bits of what decode rows
+        leave in steps with prompts: a rank computes these in products with its own rows. None = one rank.
     device, dtype : torch.device, torch.dtype
         Device and dtype of the parameters. The decay parameters of Gated DeltaNet and the rotary table stay float32.
 

@@ -126,8 +126,8 @@ class DealtRows:
 class ContextParallel:
     """The ranks that share the rows of a prefill step.
 
-    Every rank runs every step, with the same caches. Where the metadata of a step has `parts`, a rank computes the rows of its
-    part, and the states of sequences are stored on every rank.
+    Every rank runs every step, with caches of its own that hold the same (`HybridModel`). Where the metadata of a step has
+    `parts`, a rank computes the rows of its part, and the states of sequences are stored on every rank.
 
     Parameters
     ----------
