@@ -56,3 +56,10 @@ def test_a_wrong_transition_exceeds_the_limits_of_the_gpu_tests(name: str, size:
         if rank:
             assert token_error(o, wanted[:, every.rows(rank)]) > 5 * O_ERROR
         assert state_error(pool[1:-1], wanted_pool[1:-1]) > 5 * STATE_ERROR
+
+
+def test_a_small_head_of_a_slot_counts_as_much_as_a_large_one() -> None:
+    wanted = torch.ones(3, 2, 4, 4) * torch.tensor([1e3, 1.0])[:, None, None]
+    found = wanted.clone()
+    found[1, 1] *= 1.5
+    assert state_error(found, wanted) == pytest.approx(0.5)
