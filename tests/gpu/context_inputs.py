@@ -133,13 +133,13 @@ class Sequences:
         """o and the pool in float64."""
         return self.chunk(**{name: x.double() for name, x in self.tokens.items()}, backend="reference")
 
-    def chunk_on(self, group: Any) -> tuple[Tensor, Tensor]:
+    def chunk_on(self, group: Any, **changes: Any) -> tuple[Tensor, Tensor]:
         """o of a rank's tokens, and its pool."""
         rows, pool = self.rows(group.rank()), self.pool.clone()
-        mine = {name: x[:, rows] for name, x in self.tokens.items()}
+        mine = {**{name: x[:, rows] for name, x in self.tokens.items()}, **self.options, **changes}
         with segmented(self.case):
             o, state = gdn.distributed.chunk_gated_delta_rule(
-                **mine, **self.options, initial_state=pool, cu_seqlens=self.offsets(group.rank()), group=group, final_rank=None
+                **mine, initial_state=pool, cu_seqlens=self.offsets(group.rank()), group=group, final_rank=None
             )
         assert state is pool
         return o, pool

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
@@ -58,6 +59,25 @@ def operators(group: Any) -> None:
         assert same_bits(own_y, y[rows]) and same_bits(own_windows, windows), f"{name}: the convolution"
 
 
+def refusals(group: Any) -> None:
+    """A wrong call of all ranks raises on each of them, with GDN_VALIDATE=1 that of one too; the next call is right."""
+    every, is_wrong = Sequences(cases(group.size())["one sequence, weak decay"]), group.rank() == 1
+    wanted = every.chunk_on(group)
+    for name, wrong in (("backend", "x"), ("use_gate_in_kernel", 1), ("scale", "x")):
+        with pytest.raises((TypeError, ValueError), match=f"{name}: expected"):
+            every.chunk_on(group, **{name: wrong})
+    assert all(same_bits(one, other) for one, other in zip(every.chunk_on(group), wanted, strict=True))
+    os.environ["GDN_VALIDATE"] = "1"
+    env.reload()
+    try:
+        with pytest.raises((TypeError, ValueError), match="scale: expected" if is_wrong else "got an error on rank 1"):
+            every.chunk_on(group, **({"scale": "x"} if is_wrong else {}))
+        assert all(same_bits(one, other) for one, other in zip(every.chunk_on(group), wanted, strict=True))
+    finally:
+        del os.environ["GDN_VALIDATE"]
+        env.reload()
+
+
 def delta_net(group: Any) -> None:
     """Steps of a layer; the states of a decode row may differ between ranks in their last bits, and how they do is printed."""
     for is_weak in (False, True):
@@ -83,7 +103,12 @@ def attention(group: Any) -> None:
         assert median < O_ERROR and most < 0.1, (median, most)
 
 
-CASES: dict[str, Callable[[Any], None]] = {"operators": operators, "Gated DeltaNet": delta_net, "attention": attention}
+CASES: dict[str, Callable[[Any], None]] = {
+    "operators": operators,
+    "refusals": refusals,
+    "Gated DeltaNet": delta_net,
+    "attention": attention,
+}
 
 
 def run(size: int, folder: Path) -> dict[str, list[str]]:
