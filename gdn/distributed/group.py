@@ -122,6 +122,7 @@ class Ranks:
 
     def _tell(self, device: torch.device, numbers: list[int]) -> list[list[int]]:
         """The numbers of every rank, zeros after the last. No numbers: this rank refuses its call."""
+        assert len(numbers) <= 2 + _MOST_VALUES, "all messages have one size"
         message = torch.tensor(numbers + [0] * (2 + _MOST_VALUES - len(numbers)), dtype=torch.int64, device=device)
         rows: list[list[int]] = self.gather(message).tolist()
         return rows

@@ -25,7 +25,7 @@ def inference(device: torch.device) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", list(cases(2)))
 def test_operators(name: str, size: int) -> None:
-    """Composed parts are as near to float64 as the operator on all tokens, but for a fifth, and near the operator itself."""
+    """Composed parts are about as near to float64 as the operator on all tokens: P has been rounded too, for less than a half."""
     every = Sequences(cases(size)[name])
     (wanted, wanted_pool), (exact, exact_pool) = every.chunk(), every.exact()
     found, again = in_turn(every.chunk_on, size), in_turn(every.chunk_on, size)
@@ -39,8 +39,8 @@ def test_operators(name: str, size: int) -> None:
     states, wanted_states, exact_states = (x[1:-1] for x in (found[0][1], wanted_pool, exact_pool))
     assert token_error(o, wanted) < O_ERROR and state_error(states, wanted_states) < STATE_ERROR
     floor = 2.0**-10
-    assert token_error(o, exact) < 1.2 * token_error(wanted, exact) + floor
-    assert state_error(states, exact_states) < 1.2 * state_error(wanted_states, exact_states) + floor
+    assert token_error(o, exact) < 1.5 * token_error(wanted, exact) + floor
+    assert state_error(states, exact_states) < 1.5 * state_error(wanted_states, exact_states) + floor
     y, windows = every.conv()
     for rank, (part, own) in enumerate(in_turn(every.conv_on, size)):
         assert same_bits(part, y[every.rows(rank)]) and same_bits(own, windows)
