@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import typer
+
+from gdn.runtime import env
 
 TIMEOUT = timedelta(minutes=10)  # of an exchange: a rank may compile kernels while the others wait
 
@@ -37,7 +38,7 @@ def join(device: torch.device, timeout: timedelta, **where: Any) -> dist.Process
     NVLink multicast stays off where the environment does not say otherwise: not all programs of a host may survive it.
     """
     if device.type == "cuda":
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        env.set_default("NCCL_NVLS_ENABLE", "0")
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=timeout, device_id=device, **where)
     else:

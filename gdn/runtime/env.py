@@ -205,3 +205,8 @@ def reload() -> Switches:
             log.LOGGER.warning(f"{name} is set and has {reason}")
     _current = switches
     return switches
+
+
+def set_default(name: str, value: str) -> None:
+    """Sets a variable that another library reads, where the environment has none."""
+    os.environ.setdefault(name, value)
