@@ -158,6 +158,8 @@ class ContextParallel:
         or fewer than all ranks' (not own). All ranks get here, and none goes on where one raises (`Ranks.agree`).
         """
         parts: ContextParts | None = getattr(metadata, "parts", None)
+        if parts is None and self.ranks is None:
+            return None
         with self.refusing(rows):
             if parts is not None:
                 self._check_place("parted", len(parts.stops), parts.rank)
@@ -174,6 +176,8 @@ class ContextParallel:
     def dealt(self, metadata: Any, hidden_states: Tensor) -> DealtRows | None:
         """Query rows of attention by rank; None = each rank computes all. Raises as `parts`; hidden_states: rows of all ranks."""
         dealt: DealtRows | None = getattr(metadata, "dealt", None)
+        if dealt is None and self.ranks is None:
+            return None
         with self.refusing(hidden_states):
             if dealt is not None:
                 self._check_place("dealt", len(dealt.counts), dealt.rank)
