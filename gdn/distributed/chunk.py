@@ -87,7 +87,7 @@ use_beta_sigmoid_in_kernel, null_slot, out, backend
     Raises
     ------
     TypeError, ValueError
-        Named after the argument, before anything is sent or written. Where values are checked (on the CPU, and with
+        Named after the argument, before any part is exchanged or anything written. Where values are checked (on the CPU, and with
         ``GDN_VALIDATE=1``, on all ranks or on none) also where the ranks' calls do not fit together, and on all ranks where one
         refuses its own. Elsewhere the others wait for such a rank.
     RuntimeError
