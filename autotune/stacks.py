@@ -59,8 +59,9 @@ def make_stack(
     captured batch.
     """
     generator, dtype = torch.Generator(device).manual_seed(seed), torch.bfloat16
-    blocks = -(-context // BLOCK_SIZE)
-    caches = HybridCaches(config, batch * blocks, BLOCK_SIZE, batch, use_fp8_indexer=use_fp8, dtype=dtype, device=device)
+    caches = HybridCaches(
+        config, batch * -(-context // BLOCK_SIZE), BLOCK_SIZE, batch, use_fp8_indexer=use_fp8, dtype=dtype, device=device
+    )
     rotary = RotaryEmbedding(config, device=device)
     layers = [DecoderLayer(config, place, rotary, device=device, dtype=dtype) for place in range(config.num_hidden_layers)]
     for place, layer in enumerate(layers):
@@ -68,24 +69,29 @@ def make_stack(
         if layer.layer_type == "full_attention" and layer.self_attn.indexer is not None:
             layer.self_attn.indexer.use_fp8 = use_fp8
         fill_randomly(layer, seed + place)
-    _fill(caches, generator)
-    ones, lengths, slots = [1] * batch, [context] * batch, list(range(batch))
-    states = GDNMetadataBuilder(device, max_num_sequences=batch).build(ones, lengths, [[slot] for slot in slots], pad_to=batch)
-    builder = AttentionMetadataBuilder(
-        device, block_size=BLOCK_SIZE, max_seq_len=context, index_ratio=config.index_ratio, max_num_sequences=batch
-    )
-    order = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(seed))
-    attention = builder.build(ones, lengths, order.view(batch, blocks), slots, pad_to=batch)
+    fill(caches, generator)
 
     def rows() -> Tensor:
         return torch.randn(batch, config.hidden_size, generator=generator, device=device).to(dtype)
 
     positions = torch.full((batch,), context - 1, dtype=torch.int64, device=device)
-    return Stack(layers, caches, StepMetadata(states, attention), rows(), rows(), positions)
+    return Stack(layers, caches, decode_step(config, batch, context, device, seed), rows(), rows(), positions)
 
 
-def _fill(caches: HybridCaches, generator: torch.Generator) -> None:
-    """Random contents. Keys of the indexer go through its own operator, which makes their scales."""
+def decode_step(config: HybridConfig, batch: int, context: int, device: torch.device, seed: int = 0) -> StepMetadata:
+    """Metadata of a decode step of `batch` sequences of `context` tokens, in the buffers of a captured batch."""
+    ones, lengths, slots = [1] * batch, [context] * batch, list(range(batch))
+    states = GDNMetadataBuilder(device, max_num_sequences=batch).build(ones, lengths, [[slot] for slot in slots], pad_to=batch)
+    builder = AttentionMetadataBuilder(
+        device, block_size=BLOCK_SIZE, max_seq_len=context, index_ratio=config.index_ratio, max_num_sequences=batch
+    )
+    blocks = -(-context // BLOCK_SIZE)
+    order = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(seed))
+    return StepMetadata(states, builder.build(ones, lengths, order.view(batch, blocks), slots, pad_to=batch))
+
+
+def fill(caches: HybridCaches, generator: torch.Generator) -> None:
+    """Fills caches randomly. Keys of the indexer go through its own operator, which makes their scales."""
     for windows, states in zip(caches.gdn.conv_states, caches.gdn.ssm_states, strict=True):
         windows.normal_(generator=generator)
         states.normal_(0.0, 0.1, generator=generator)

@@ -32,6 +32,19 @@ def chunk(model: ModelShape, fp8: bool = False) -> problems.ChunkProblem:
     return problems.ChunkProblem(**_delta_rule(model), has_mask=True, has_checkpoints=False, **sizes)
 
 
+def chunk_summary(model: ModelShape, fp8: bool = False) -> problems.ChunkSummaryProblem:
+    """A rank's half of a prompt of 131072 tokens, in two segments."""
+    heads: dict[str, Any] = {
+        "num_k_heads": model.num_k_heads,
+        "num_v_heads": model.num_v_heads,
+        "num_state_heads": model.num_v_heads,
+    }
+    dims: dict[str, Any] = {"head_k_dim": model.head_k_dim, "head_v_dim": model.head_v_dim}
+    dtypes: dict[str, Any] = {"dtype": _BF16, "gate_dtype": _BF16, "beta_dtype": _BF16, "cu_seqlens_dtype": "int32"}
+    flags = _all(True, "state_v_first", "use_k_l2norm", "use_gate", "use_beta_sigmoid")
+    return problems.ChunkSummaryProblem(**heads, **dims, **dtypes, **flags, num_tokens=65536, num_sequences=2)
+
+
 def recurrent(model: ModelShape, fp8: bool = False) -> problems.RecurrentProblem:
     """One token of each of 128 sequences, without drafts."""
     flags = _all(False, "write_every_token", "has_accepted", "has_parent", "has_rounding")

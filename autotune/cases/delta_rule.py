@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autotune.cases import base
+from gdn import reference
 from gdn.runtime import Prepared
 from gdn.testing import compare, inputs, oracle
 
@@ -54,6 +55,32 @@ class DeltaRuleCase(base.SeededCase):
         state = base.state_error(pool, before, expected.state, expected.written_slots, limit)
         output = compare.token_error(work.params.out, expected.o, expected.offsets)
         return max(state, base.limited("output", output, _OUTPUT_LIMIT[problem.op][problem.dtype]))
+
+
+class SummaryCase(base.SeededCase):
+    """Summaries of the segments of a part, judged by the states that they make of random ones: P may be next to nothing."""
+
+    def _work(self, seed: int) -> base.Work:
+        arguments = inputs.summary_inputs(self._problem, self._device, seed, lengths=self._shape.lengths, strided=True)
+        arguments |= {name: arguments[name].contiguous() for name in ("g", "beta") if name in arguments}
+        params = inputs.summary_tensors(self._problem, arguments)
+        return base.Work("chunk_summary", arguments, params, (params.h, params.P))
+
+    @cached_property
+    def _expected(self) -> tuple[torch.Tensor, ...]:
+        given = self._work(seed=0).arguments
+        wide: dict[str, Any] = {}
+        for name, x in given.items():
+            wide[name] = x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        return reference.chunk_summary(**wide)
+
+    def check(self, prepared: Prepared) -> float:
+        work = self._work(seed=0)
+        work.launch(prepared)()
+        exact, found = (
+            compare.after_summary(h, P, self._problem.state_v_first) for h, P in (self._expected, (work.params.h, work.params.P))
+        )
+        return base.limited("state", compare.error(found, exact, groups=2), _STATE_LIMIT["chunk"]["float32"])
 
 
 _RAGGED = (37, 4000, 511, 2048, 7, 6001, 1200, 2580)
@@ -121,6 +148,15 @@ chunk = base.Tunable(
     small=lambda shape: _few_heads(shape, (70, 5)),
     peer_arguments=partial(_peer_arguments, inputs.chunk_inputs),
 )  # fmt: skip
+
+chunk_summary = base.Tunable(
+    SummaryCase,
+    shapes=tuple(
+        base.packed("chunk_summary", f"{heads[0]}/{heads[1]} {{}}", lengths, base.heads_of(*heads))
+        for heads, lengths in (((16, 32), [8192] * 2), ((16, 32), [32768] * 2), ((4, 8), [8192] * 8))
+    ),
+    small=lambda shape: base.resized(shape, (70, 5), num_k_heads=2, num_v_heads=4, num_state_heads=4),
+)
 
 recurrent = base.Tunable(
     partial(DeltaRuleCase, "fused_recurrent_gated_delta_rule", inputs.recurrent_inputs, inputs.recurrent_tensors),

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
+from gdn.cli import demo_ranks
 from gdn.cli.demo_calls import Row
 from gdn.cli.demo_run import PHASES, VERIFIED, Plan, Report, run
 from gdn.cli.plain import print_json, section, table
@@ -37,7 +38,10 @@ def demo(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder of a Transformers checkpoint (config.json, *.safetensors).")
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks; the shapes of one rank run.")] = 1,
+    tp: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel ranks: torchrun's processes; without torchrun the first rank runs alone.")
+    ] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="Context-parallel ranks of prefill, under torchrun: tp * cp processes.")] = 1,
     device: Annotated[str, typer.Option(help="'cuda', 'cpu', or 'auto': a GPU if there is one.")] = "auto",
     steps: Annotated[
         int | None, typer.Option(min=1, help="Decode steps.", show_default=f"{GPU_STEPS}; {CPU_STEPS} on a CPU")
@@ -48,23 +52,27 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prefill, verify drafts and decode with a hybrid model; check every operator, and the model against a reference."""
-    plan = replace(_plan(model, layers, checkpoint, tp, device, steps, drafts, seed), eager=eager)
-    console = Console(quiet=as_json)
-    limits = None
-    if plan.device.type == "cuda":
-        limits = measure_limits()
-        torch.cuda.empty_cache()
-    console.print("\n".join(_head(plan, limits)), highlight=False)
-    started = time.perf_counter()
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True, disable=as_json
-    ) as progress:
-        task = progress.add_task("weights")
-        report = run(plan, limits, lambda row: progress.update(task, description=f"{row.phase} {row.operator}"))
-    if as_json:
-        print_json(_data(plan, report))
-    else:
-        _print(console, report, str(plan.dtype).removeprefix("torch."), time.perf_counter() - started)
+    if cp > 1 and not demo_ranks.are_launched():
+        raise typer.BadParameter(f"expected 1 without torchrun, got {cp}", param_hint="--cp")
+    plan = replace(_plan(model, layers, checkpoint, tp, device, steps, drafts, seed), eager=eager, context_parallel=cp)
+    with demo_ranks.joined(tp * cp, plan.device) as group:
+        is_first = group is None or group.rank() == 0
+        console = Console(quiet=as_json or not is_first)
+        limits = None
+        if plan.device.type == "cuda":
+            limits = measure_limits()
+            torch.cuda.empty_cache()
+        console.print("\n".join(_head(plan, limits, alone=group is None)), highlight=False)
+        started = time.perf_counter()
+        with Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True, disable=console.quiet
+        ) as progress:
+            task = progress.add_task("weights")
+            report = run(plan, limits, lambda row: progress.update(task, description=f"{row.phase} {row.operator}"), group)
+        if is_first and as_json:
+            print_json(_data(plan, report))
+        elif is_first:
+            _print(console, report, str(plan.dtype).removeprefix("torch."), time.perf_counter() - started)
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -95,7 +103,7 @@ def _plan(
     is_long = on_gpu and max(LONG_LENGTHS) < config.max_position_embeddings
     plan = Plan(
         name, config, LONG_LENGTHS if is_long else SHORT_LENGTHS, steps or (GPU_STEPS if on_gpu else CPU_STEPS), drafts,
-        torch.device("cuda" if on_gpu else "cpu"), tp, seed, checkpoint,
+        demo_ranks.own_device(torch.device("cuda" if on_gpu else "cpu")), tp, seed, checkpoint,
     )  # fmt: skip
     if plan.sizes.max_seq_len > config.max_position_embeddings:
         most = config.max_position_embeddings - plan.sizes.max_seq_len + plan.steps
@@ -103,7 +111,7 @@ def _plan(
     return plan
 
 
-def _head(plan: Plan, limits: Limits | None) -> list[str]:
+def _head(plan: Plan, limits: Limits | None, *, alone: bool) -> list[str]:
     """Lines that say what will run and where: the model's shapes, the batch, and what is generated."""
     config = plan.config.per_rank(plan.tensor_parallel)
     dtype = str(plan.dtype).removeprefix("torch.")
@@ -122,7 +130,10 @@ def _head(plan: Plan, limits: Limits | None) -> list[str]:
     if limits is not None:
         rates = f"bf16 {limits.bf16_tflops:.0f}, fp8 {limits.fp8_tflops:.0f} TFLOP/s"
         where = f"{torch.cuda.get_device_name()}: copy {limits.copy_gbps / 1e3:.2f} TB/s, {rates}"
-    ranks = f"one of {plan.tensor_parallel} tensor-parallel rank{'s' if plan.tensor_parallel > 1 else ''}"
+    ranks = f"{plan.tensor_parallel} tensor-parallel rank{'s' if plan.tensor_parallel > 1 else ''}"
+    ranks = f"one of {ranks}" if alone else f"on all {ranks}"
+    if plan.context_parallel > 1:
+        ranks += f" times {plan.context_parallel} context-parallel ranks"
     return [
         where,
         f"{plan.name}, {ranks}, {weights}, {dtype}; hidden size {config.hidden_size}",
@@ -145,12 +156,14 @@ def _data(plan: Plan, report: Report) -> dict[str, Any]:
     """The report as JSON shows it."""
     return {
         "model": plan.name, "layers": plan.config.num_hidden_layers, "tensor_parallel": plan.tensor_parallel,
-        "device": plan.device.type, "dtype": str(plan.dtype).removeprefix("torch."), "captured": report.captured,
-        "passed": report.passed,
+        "context_parallel": plan.context_parallel,
+        "ranks": 1 + len(report.others), "device": plan.device.type, "dtype": str(plan.dtype).removeprefix("torch."),
+        "captured": report.captured, "passed": report.passed,
         "phases": [{**vars(one), "tokens_per_second": one.tokens_per_second} for one in report.speeds],
         "calls": [{**vars(one), "passed": one.passed} for one in report.rows],
         "memory": report.memory,
         "deviations": [{**vars(one), "passed": one.passed} for one in report.deviations],
+        "tokens": report.tokens, "wrong_on_other_ranks": sum(report.others),
     }  # fmt: skip
 
 
@@ -168,12 +181,14 @@ def _print(console: Console, report: Report, dtype: str, seconds: float) -> None
         f"({memory.per_token / 2**10:.2f} KiB a token, {memory.per_sequence / 2**20:.2f} MiB a sequence){peak}",
         highlight=False,
     )
-    wrong = sum(not row.passed for row in report.rows) + sum(not one.passed for one in report.deviations)
     ran = ", ".join(f"{backend} {count}" for backend, count in Counter(row.backend for row in report.rows).most_common())
     console.print(
         f"{len(report.rows)} calls ({ran}), each checked against an independent computation in float64, and the logits of "
-        f"{sum(one.positions for one in report.deviations)} positions against the reference model, {wrong} wrong, {seconds:.1f} s"
+        f"{sum(one.positions for one in report.deviations)} positions against the reference model, {report.wrong} wrong, "
+        f"{seconds:.1f} s"
     )
+    if report.others:
+        console.print(f"other ranks: {len(report.others)}, checked alike, {sum(report.others)} wrong")
 
 
 def _speeds(report: Report) -> Table:

@@ -140,7 +140,7 @@ class Engine:
     Parameters
     ----------
     model : HybridModel
-        On its device; its null slot is that of `caches`.
+        On its device; its null slot is that of `caches`. Tensor-parallel ranks make the same calls of their engines.
     sizes : EngineSizes
     state_dtype : torch.dtype
         Dtype of the recurrent states.
@@ -176,10 +176,11 @@ class Engine:
         )  # fmt: skip
         self.allocator = CacheAllocator(self.caches)
         rows = sizes.max_num_sequences
-        self._gdn = GDNMetadataBuilder(self.device, num_spec=sizes.num_spec, max_num_sequences=rows, null_slot=null_slot)
+        ranks = {"cp_rank": model.context_parallel.rank, "cp_size": model.context_parallel.size}
+        self._gdn = GDNMetadataBuilder(self.device, num_spec=sizes.num_spec, max_num_sequences=rows, null_slot=null_slot, **ranks)
         self._attention = AttentionMetadataBuilder(
             self.device, block_size=sizes.block_size, max_seq_len=sizes.max_seq_len, index_ratio=config.index_ratio,
-            max_num_sequences=rows, max_query_len=1 + sizes.num_spec,
+            max_num_sequences=rows, max_query_len=1 + sizes.num_spec, **ranks,
         )  # fmt: skip
         on_gpu = self.device.type == "cuda"
         self.use_graphs = on_gpu if use_graphs is None else use_graphs
@@ -245,7 +246,7 @@ class Engine:
             drafts = 0 if self.sizes.num_spec else -1
             works = [Work(stream, [-1], drafts) for stream in streams]  # the token is on the device
             logits = self._run(works, current) if fixed is None else self._run_fixed(works, current, fixed, rows, 1)
-            best = logits.argmax(dim=-1) if fixed is None else fixed.next_ids[:count]
+            best = self.model.greedy_tokens(logits) if fixed is None else fixed.next_ids[:count]
             chosen[step] = best if given is None else given[step]
             current = chosen[step]
             self._tell(works, logits[:count])
@@ -294,7 +295,7 @@ class Engine:
         ids = self._to_device([token for work in works for token in work.tokens])
         logits = self._run(works, ids) if fixed is None else self._run_fixed(works, ids, fixed, rows, 1 + most)
         logits = logits[: ids.shape[0]]
-        best = iter(logits.argmax(dim=-1).tolist())
+        best = iter(self.model.greedy_tokens(logits).tolist())
         self._tell(works, logits)
         tokens = []
         for work in works:
@@ -345,6 +346,10 @@ class Engine:
             self.streams.remove(one)
             self.allocator.free(one.cached)
 
+    def drop_graphs(self) -> None:
+        """Frees captured steps: NCCL does not let a group of ranks end before the graphs with its exchanges."""
+        self._fixed.clear()
+
     def _admit(self, prompts: Sequence[Sequence[int]]) -> list[Stream]:
         """A stream for every prompt, or for none."""
         streams: list[Stream] = []
@@ -382,7 +387,7 @@ class Engine:
                 if work.checkpoint is not None:
                     self.allocator.drop(work.checkpoint)
             raise
-        best = logits.argmax(dim=-1).tolist()
+        best = self.model.greedy_tokens(logits).tolist()
         self._tell(works, logits)
         for work, token in zip(works, best, strict=True):
             stream = work.stream

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from gdn.testing.compare import after_summary
 from gdn.testing.inputs_logits import MqaInputs, PagedInputs
 from gdn.testing.oracle import oracle_delta_rule
 from gdn.testing.oracle_logits import ExactLogits, exact_mqa_logits, exact_paged_mqa_logits
@@ -84,19 +85,40 @@ def _convolve(line: Tensor, weight: Tensor) -> Tensor:
     return _silu((line.unfold(1, weight.shape[1], 1) @ weight.double()[:, :, None])[..., 0]).T
 
 
+def _convolved(x: Tensor, slots: Tensor, weight: Tensor, before: Arguments) -> tuple[Tensor, Tensor]:
+    """Convolution of a part of a prompt of each sequence: its result, zero in rows of padding, and the pool of windows."""
+    windows, width = before["conv_states"].double(), weight.shape[1] - 1
+    bounds, live, mask = before["query_start_loc"].tolist(), slots.tolist(), before["has_initial_state"]
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        if start == end or live[n] <= before["null_slot"]:
+            continue
+        own = windows[live[n], :, :width]
+        history = own.clone() if mask is None or bool(mask[n]) else torch.zeros_like(own)
+        line = torch.cat([history, x[start:end].double().T], dim=1)
+        out[start:end] = _convolve(line, weight)
+        own.copy_(line[:, -width:])
+    return out, windows
+
+
+def _convolution(call: Call, before: Arguments) -> Pairs:
+    out, windows = _convolved(before["x"], before["cache_indices"], before["weight"], before)
+    return [Pair(call.result, out, _once(before["x"])), Pair(call.after["conv_states"].double(), windows, 0.0)]
+
+
+def _delta_rule(call: Call, before: Arguments) -> Pairs:
+    """The token recurrence."""
+    exact = oracle_delta_rule(**before)
+    assert exact.state is not None
+    # o [1, tokens, heads, V] is compared head by head.
+    output = Pair(call.result[0][0].transpose(0, 1), exact.o[0].transpose(0, 1), _often(before["q"]))
+    return [output, Pair(call.after["initial_state"], exact.state, _often(before["q"]))]
+
+
 def _prefill_step(call: Call, before: Arguments) -> Pairs:
     """Convolution, token recurrence and gated norm of a part of a prompt of each sequence."""
-    x, weight, windows = before["mixed_qkv"], before["conv_weight"], before["conv_states"].double()
-    slots, bounds, width = before["state_indices"].tolist(), before["query_start_loc"].tolist(), weight.shape[1] - 1
-    mixed = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        if start == end or slots[n] <= before["null_slot"]:
-            continue
-        own = windows[slots[n], :, :width]
-        history = own.clone() if bool(before["has_initial_state"][n]) else torch.zeros_like(own)
-        line = torch.cat([history, x[start:end].double().T], dim=1)
-        mixed[start:end] = _convolve(line, weight)
-        own.copy_(line[:, -width:])
+    x = before["mixed_qkv"]
+    mixed, windows = _convolved(x, before["state_indices"], before["conv_weight"], before)
     names = ("has_initial_state", "state_indices", "checkpoint_offsets", "checkpoint_slots")
     given = {"cu_seqlens": before["query_start_loc"], **{name: before[name] for name in names}}
     out, states = _after_convolution(mixed, before["z"].flatten(1), before["b"], before["a"], before, given)
@@ -126,6 +148,18 @@ def _ends(*sizes: int) -> list[int]:
     return list(itertools.accumulate(sizes))
 
 
+def _summary(call: Call, before: Arguments) -> Pairs:
+    """The token recurrence from zeros, and from the identity without values; judged by what they make of a random state."""
+    h, P = call.result
+    identity = torch.eye(P.shape[-1], device=P.device, dtype=torch.float64).expand(P.shape).contiguous()
+    zeros = torch.zeros(*before["v"].shape[:-1], P.shape[-1], device=P.device)
+    runs = (oracle_delta_rule(**before), oracle_delta_rule(**before | {"v": zeros, "initial_state": identity}))
+    exact = [one.state for one in runs]
+    assert exact[0] is not None and exact[1] is not None
+    v_first = before["state_v_first"]
+    return [Pair(after_summary(h, P, v_first), after_summary(exact[0], exact[1], v_first), _often(before["q"]))]
+
+
 def _decode_step(call: Call, before: Arguments) -> Pairs:
     """Convolution, token recurrence and gated norm of one or some tokens of each sequence; concatenated projections."""
     weight, windows = before["conv_weight"], before["conv_state"].double()
@@ -149,6 +183,12 @@ def _decode_step(call: Call, before: Arguments) -> Pairs:
     out, exact = _after_convolution(mixed, z, b, a, before, given)
     states = Pair(call.after["ssm_state"], exact, _often(x))
     return [Pair(call.result, out, _often(x)), Pair(call.after["conv_state"].double(), windows, 0.0), states]
+
+
+def _gated_norm(call: Call, before: Arguments) -> Pairs:
+    x, z, weight = (before[name].double() for name in ("x", "z", "weight"))
+    normed = functional.rms_norm(x, x.shape[-1:], weight, before["eps"])
+    return [Pair(call.result, normed * _gate(z, before["activation"]), _once(before["x"]))]
 
 
 def _add_norm(call: Call, before: Arguments) -> Pairs:
@@ -355,8 +395,9 @@ def _attention(call: Call, before: Arguments) -> Pairs:
 
 
 _EXPECTED: dict[str, Callable[[Call, Arguments], Pairs]] = {
-    "fused_gdn_prefill": _prefill_step, "fused_gdn_decode": _decode_step, "add_rms_norm": _add_norm,
-    "prepare_indexer": _prepared,
+    "fused_gdn_prefill": _prefill_step, "fused_gdn_decode": _decode_step, "causal_conv1d_fn": _convolution,
+    "chunk_gated_delta_rule": _delta_rule, "chunk_summary": _summary, "rms_norm_gated": _gated_norm,
+    "add_rms_norm": _add_norm, "prepare_indexer": _prepared,
     "compress_indexer_keys": _compressed, "expand_topk_groups": _expanded, "gather_indexer_cache": _gathered,
     "indexer_topk": _ragged_selection, "paged_indexer_topk": _paged_selection, "sparse_attention": _attention,
     "attention": _attention,

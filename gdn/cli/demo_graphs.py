@@ -56,7 +56,7 @@ class FixedStep:
     def _run(self, step: StepMetadata) -> None:
         hidden_states = self._model(self.input_ids, self.positions, step, self._caches)
         self.logits = self._model.compute_logits(hidden_states)
-        self.next_ids.copy_(self.logits.argmax(dim=-1))
+        self.next_ids.copy_(self._model.greedy_tokens(self.logits))
 
     def _capture(self, step: StepMetadata) -> None:
         stream = torch.cuda.Stream()
@@ -66,7 +66,8 @@ class FixedStep:
                 self._run(step)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # With several ranks, another thread watches NCCL's events meanwhile: what it calls is no concern of the capture.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._run(step)
 
 
@@ -94,3 +95,7 @@ class FixedSteps:
         if key not in self._made:
             self._made[key] = self._make(rows, query_len)
         return self._made[key]
+
+    def clear(self) -> None:
+        """Frees all steps."""
+        self._made.clear()

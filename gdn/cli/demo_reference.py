@@ -38,7 +38,7 @@ class ExpertByExpert(nn.Module):
             tokens, column = (experts == expert).nonzero(as_tuple=True)
             found = _mlp(hidden_states[tokens], moe.gate_up_proj[expert], moe.down_proj[expert])
             result[tokens] += weights[tokens, column, None] * found
-        return result
+        return moe.tensor_parallel.sum(result)
 
 
 def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -2,18 +2,21 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict
 
 import torch
+import torch.distributed as dist
 
 from gdn.cli.demo_calls import Checker, Row, intercepting
 from gdn.cli.demo_drafts import ngram_drafts, random_drafts
 from gdn.cli.demo_engine import Engine, EngineSizes, Generated
+from gdn.cli.demo_ranks import divided, told_by_all
 from gdn.cli.demo_reference import Deviation, Trace, deviations
 from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.loading import SafetensorsFolder, load
-from gdn.layers.random_weights import fill_randomly
+from gdn.layers.random_weights import RandomTensors
 from gdn.testing.timing import Limits
 
 PHASES = ("prefill", "verify", "decode")
@@ -38,7 +41,9 @@ class Plan:
         Decode steps, and drafts of a speculative step.
     device : torch.device
     tensor_parallel, seed : int
-        Ranks, of which one runs; seed of weights, prompts and drafts.
+        Ranks, of which the first runs alone, or all run in a group; seed of weights, prompts and drafts.
+    context_parallel : int
+        Ranks that part the rows of prompts, each with all tensor-parallel ones.
     checkpoint : Path, optional
         Folder of the weights; None = random.
     eager : bool
@@ -55,6 +60,7 @@ class Plan:
     seed: int = 0
     checkpoint: Path | None = None
     eager: bool = False
+    context_parallel: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,30 +108,52 @@ class Report:
     memory: Memory
     deviations: list[Deviation]
     captured: bool  # whether the measured steps of fixed shape were CUDA graphs
+    tokens: list[list[int]]  # prompts with what was generated
+    others: tuple[int, ...] = ()  # wrong calls and phases of the other ranks
+
+    @property
+    def wrong(self) -> int:
+        return sum(not row.passed for row in self.rows) + sum(not one.passed for one in self.deviations)
 
     @property
     def passed(self) -> bool:
-        return all(row.passed for row in self.rows) and all(one.passed for one in self.deviations)
+        return not self.wrong and not any(self.others)
 
 
-def make_model(plan: Plan) -> HybridModel:
-    """The model of one rank, with random weights or those of the checkpoint."""
-    model = HybridModel(plan.config.per_rank(plan.tensor_parallel), device=plan.device, dtype=plan.dtype)
-    if plan.checkpoint is None:
-        fill_randomly(model, plan.seed)
+class _Placed(TypedDict):
+    device: torch.device
+    dtype: torch.dtype
+
+
+def make_model(plan: Plan, group: dist.ProcessGroup | None = None) -> HybridModel:
+    """The model of this rank of a group, or of the first rank alone, with random weights or those of the checkpoint."""
+    config, placed = plan.config, _Placed(device=plan.device, dtype=plan.dtype)
+    if group is None:
+        model = HybridModel(config.per_rank(plan.tensor_parallel), **placed)
     else:
-        load(model, SafetensorsFolder(plan.checkpoint), plan.config, 0, plan.tensor_parallel, only_first_layers=True)
+        tp_group, cp_group = divided(group, plan.tensor_parallel, plan.context_parallel)
+        model = HybridModel(config, tp_group=tp_group, cp_group=cp_group, **placed)
+    tensors = RandomTensors(config, plan.seed, **placed) if plan.checkpoint is None else SafetensorsFolder(plan.checkpoint)
+    load(model, tensors, config, model.tensor_parallel.rank, plan.tensor_parallel, only_first_layers=True)
+    if plan.device.type == "cuda":
+        torch.cuda.empty_cache()  # whole tensors, of which a rank takes its share
     return model
 
 
-def run(plan: Plan, limits: Limits | None, on_row: Callable[[Row], None] = lambda row: None) -> Report:
+def run(
+    plan: Plan,
+    limits: Limits | None,
+    on_row: Callable[[Row], None] = lambda row: None,
+    group: dist.ProcessGroup | None = None,
+) -> Report:
     """Runs the demo.
 
-    limits: measured rates of the GPU; None = no call is timed. on_row: called after every checked call.
+    limits: measured rates of the GPU; None = no call is timed. on_row: called after every checked call. group: all ranks, which
+    run the same plan.
     """
     draw = random.Random(plan.seed)
     prompts = [random_drafts(draw, plan.config.vocab_size, length) for length in plan.lengths]
-    engine = Engine(make_model(plan), plan.sizes, use_graphs=False)
+    engine = Engine(make_model(plan, group), plan.sizes, use_graphs=False)
     checker = Checker(limits, on_row=on_row)
     known = _checked(engine, checker, prompts, draw)
     is_cuda = plan.device.type == "cuda"
@@ -137,11 +165,17 @@ def run(plan: Plan, limits: Limits | None, on_row: Callable[[Row], None] = lambd
     engine.on_logits = trace.record
     speeds = _measured(engine, trace, prompts, known, plan.steps)
     engine.on_logits = None
+    tokens = [stream.tokens for stream in engine.streams]
     engine.finish()
     caches, weights = engine.caches, {id(one): one.nbytes for one in engine.model.parameters()}
     peak = torch.cuda.max_memory_allocated(plan.device) if is_cuda else None
     memory = Memory(sum(weights.values()), caches.nbytes, caches.bytes_per_token, caches.bytes_per_sequence, peak)
-    return Report(checker.rows, speeds, memory, deviations(trace, engine), captured)
+    engine.drop_graphs()
+    report = Report(checker.rows, speeds, memory, deviations(trace, engine), captured, tokens)
+    if group is None:
+        return report
+    wrong = told_by_all(report.wrong, group)
+    return replace(report, others=tuple(wrong[: group.rank()] + wrong[group.rank() + 1 :]))
 
 
 def can_capture(rows: Sequence[Row]) -> bool:

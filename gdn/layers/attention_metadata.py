@@ -1,7 +1,7 @@
 """Metadata of the full attention layers of one step, built on the host without a wait for the device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gdn.layers.host_arrays import PersistentBuffers, are_beyond, as_array, as_indices, as_lengths, at_least, refuse, to_device
+from gdn.distributed import zigzag
+from gdn.layers.attention_runs import MOST_DECODE_TOKENS
+from gdn.layers.host_arrays import (
+    PersistentBuffers,
+    are_beyond,
+    as_array,
+    as_indices,
+    as_lengths,
+    at_least,
+    check_rank,
+    refuse,
+    to_device,
+)
+from gdn.layers.parallel import DealtRows
+from gdn.runtime import env
 
 Ints = Sequence[int] | Tensor | NDArray[Any]
 Array = NDArray[Any]
@@ -44,6 +58,8 @@ class AttentionMetadata:
     group_slots, ring_slots : Tensor [tokens] of int64, Tensor [tokens] of int32, optional
         Compressed indexer keys alone: row of each token's group in the indexer's pages, and slot of its sequence in the rings;
         -1 = padding.
+    dealt : DealtRows, optional
+        Query rows by context-parallel rank. None = every rank computes all.
     """
 
     query_start_loc: Tensor
@@ -61,6 +77,7 @@ class AttentionMetadata:
     visible_keys: Tensor | None = None
     group_slots: Tensor | None = None
     ring_slots: Tensor | None = None
+    dealt: DealtRows | None = None
 
 
 class AttentionMetadataBuilder:
@@ -79,6 +96,12 @@ class AttentionMetadataBuilder:
     max_num_sequences, max_query_len : int
         Most rows and most new tokens of a row in batches for a captured graph: the sizes of the persistent buffers, which the
         first such batch makes.
+    cp_rank, cp_size : int
+        This process among context-parallel ranks. With ``VLLM_QSA_PREFILL_USE_CP`` and a prompt in the step whose sequence is
+        longer than ``VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD`` tokens, the query rows are dealt over them: those of such a prompt
+        zig-zag, so that all ranks have as much to score, those of another sequence to the rank that has the fewest.
+    deal_longer_than : int, optional
+        Threshold for this builder, whatever the switches say.
 
     Notes
     -----
@@ -95,7 +118,12 @@ class AttentionMetadataBuilder:
         index_ratio: int = 1,
         max_num_sequences: int = 256,
         max_query_len: int = 1,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        deal_longer_than: int | None = None,
     ) -> None:
+        check_rank(cp_rank, cp_size)
+        self.cp_rank, self.cp_size, self.deal_longer_than = cp_rank, cp_size, deal_longer_than
         sizes = {"block_size": block_size, "max_seq_len": max_seq_len, "index_ratio": index_ratio}
         for name, value in {**sizes, "max_num_sequences": max_num_sequences, "max_query_len": max_query_len}.items():
             at_least(name, value, 1)
@@ -151,8 +179,57 @@ class AttentionMetadataBuilder:
         if pad_to is not None:  # rows without tokens are padding: token i of a decode step is then that of row i
             has_tokens = queries > 0
             queries, lengths, slots, tables = (values[has_tokens] for values in (queries, lengths, slots, tables))
-            count = queries.shape[0]
-        rows = np.repeat(np.arange(count), queries)
+        fields = self._fields(queries, lengths, slots, tables)
+        if pad_to is not None:
+            longest_query = self.max_query_len if pad_query_len is None else pad_query_len
+            return self._padded(fields, int(queries.max(initial=0)), int(queries.sum()), pad_to, longest_query)
+        step = self._moved(fields, queries, lengths)
+        threshold, switches = self.deal_longer_than, env.current()
+        if threshold is None and switches.qsa_prefill_use_cp:
+            threshold = switches.dsa_context_parallel_threshold
+        if self.cp_size == 1 or threshold is None:
+            return step
+        is_dealt = (queries > MOST_DECODE_TOKENS) & (lengths > threshold)
+        if not is_dealt.any():
+            return step
+        return replace(step, dealt=self._dealt(queries, lengths, slots, tables, is_dealt))
+
+    def _dealt(self, queries: Array, lengths: Array, slots: Array, tables: Array, is_dealt: Array) -> DealtRows:
+        """Deals the rows of a step."""
+        blocks: list[list[tuple[int, range]]] = [[] for _ in range(self.cp_size)]  # of each rank: sequence, rows of it
+        counts = [0] * self.cp_size
+        for sequence, count in enumerate(queries.tolist()):
+            if is_dealt[sequence]:
+                shares = zigzag(count, self.cp_size)
+            else:
+                fewest = counts.index(min(counts))
+                shares = [(range(count),) if rank == fewest and count else () for rank in range(self.cp_size)]
+            for rank, share in enumerate(shares):
+                blocks[rank] += [(sequence, block) for block in share]
+                counts[rank] += sum(map(len, share))
+        starts = np.concatenate(([0], np.cumsum(queries)))
+        rows = [
+            np.concatenate([np.arange(starts[one] + block.start, starts[one] + block.stop) for one, block in share])
+            if share
+            else np.zeros(0, np.int64)
+            for share in blocks
+        ]
+        own = blocks[self.cp_rank]
+        sequences = np.array([one for one, _ in own], np.int64)
+        queries_of = np.array([len(block) for _, block in own], np.int64)
+        lengths_of = (lengths - queries)[sequences] + np.array([block.stop for _, block in own], np.int64)
+        fields = self._fields(queries_of, lengths_of, slots[sequences], tables[sequences])
+        return DealtRows(
+            self._moved(fields, queries_of, lengths_of),
+            to_device(rows[self.cp_rank], self.device),
+            to_device(np.argsort(np.concatenate(rows)), self.device),
+            tuple(counts),
+            self.cp_rank,
+        )
+
+    def _fields(self, queries: Array, lengths: Array, slots: Array, tables: Array) -> dict[str, Array]:
+        """Tensors of a batch, on the host."""
+        rows = np.repeat(np.arange(queries.shape[0]), queries)
         starts = np.concatenate(([0], np.cumsum(queries)))
         positions = (lengths - queries)[rows] + np.arange(rows.shape[0]) - starts[rows]
         blocks = tables[rows, positions // self.block_size] if rows.size else positions
@@ -168,15 +245,16 @@ class AttentionMetadataBuilder:
         }
         if self.index_ratio > 1:
             fields |= {"group_slots": slot_mapping // self.index_ratio, "ring_slots": slots[rows].astype(np.int32)}
-        tokens = rows.shape[0]
-        if pad_to is not None:
-            longest_query = self.max_query_len if pad_query_len is None else pad_query_len
-            return self._padded(fields, int(queries.max(initial=0)), tokens, pad_to, longest_query)
+        return fields
+
+    def _moved(self, fields: dict[str, Array], queries: Array, lengths: Array) -> AttentionMetadata:
+        """A batch that is not padded, on the device."""
+        tensors: dict[str, Any] = {name: to_device(value, self.device) for name, value in fields.items()}
         return AttentionMetadata(
-            **{name: to_device(value, self.device) for name, value in fields.items()},
+            **tensors,
             max_query_len=int(queries.max(initial=0)),
             max_seq_len=int(lengths.max(initial=0)),
-            num_actual_tokens=tokens,
+            num_actual_tokens=int(queries.sum()),
             index_ratio=self.index_ratio,
             seq_lens_host=tuple(lengths.tolist()),
             query_lens_host=tuple(queries.tolist()),

@@ -113,6 +113,8 @@ def _give_groups(cut: str) -> Callable[[Tensor, Rank], Tensor]:
 
 
 def _take_expert_rows(tensor: Tensor, rank: Rank) -> Tensor:
+    if rank.size == 1:  # the largest tensors: no second one in memory
+        return tensor
     return torch.cat([rank.share(half, 1) for half in tensor.chunk(2, dim=1)], dim=1)
 
 

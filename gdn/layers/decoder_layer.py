@@ -1,9 +1,9 @@
 """One decoder layer: a token mixer and an MLP on the residual stream."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gdn.layers.config import HybridConfig
@@ -12,10 +12,9 @@ from gdn.layers.host_arrays import at_least, refuse
 from gdn.layers.hyper import HyperConnection
 from gdn.layers.mlp import MLP, MoE
 from gdn.layers.norm import RMSNorm
+from gdn.layers.parallel import ContextParallel
 from gdn.layers.rotary import RotaryEmbedding
 from gdn.layers.sparse_attention import SparseAttention
-
-Reduce = Callable[[Tensor], Tensor]
 
 
 class DecoderLayer(nn.Module):
@@ -24,14 +23,17 @@ class DecoderLayer(nn.Module):
     Parameters
     ----------
     config, layer : HybridConfig, int
-        Sizes of this rank; index of the layer in the model, which says what kind of layer it is.
+        Sizes of the whole model (without a group, what this layer holds); index of the layer in the model, which says what kind
+        of layer it is.
     rotary : RotaryEmbedding
         Table that all layers share.
     null_slot : int
         Largest index of a state slot that means padding.
-    reduce : callable, optional
-        Sums a tensor over the tensor-parallel ranks (``all_reduce``) and returns the sum; None = one rank. It gets the output of
-        the mixer and that of the MLP.
+    tp_group : torch.distributed.ProcessGroup, optional
+        Tensor-parallel ranks: the mixer and the MLP are divided, each with one sum over the ranks. None = one rank.
+    cp_group : torch.distributed.ProcessGroup, optional
+        Context-parallel ranks, which part the rows of steps with prompts: a layer takes and returns the rank's own. Attention
+        gathers all of them. None = one rank.
     device, dtype : torch.device, torch.dtype
         Device and dtype of the parameters.
 
@@ -55,7 +57,8 @@ class DecoderLayer(nn.Module):
         rotary: RotaryEmbedding,
         *,
         null_slot: int = -1,
-        reduce: Reduce | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        cp_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -63,18 +66,20 @@ class DecoderLayer(nn.Module):
         at_least("layer", layer, 0)
         if layer >= config.num_hidden_layers:
             refuse("layer", f"0 to {config.num_hidden_layers - 1} (num_hidden_layers)", layer)
-        self.layer_type, self.place, self.reduce = config.layer_types[layer], config.place(layer), reduce
+        self.layer_type, self.place = config.layer_types[layer], config.place(layer)
+        self.context_parallel = ContextParallel(cp_group)
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        divided: dict[str, Any] = {"tp_group": tp_group, **placed}
         if self.layer_type == "linear_attention":
-            self.linear_attn = GatedDeltaNet(config, null_slot=null_slot, **placed)
+            self.linear_attn = GatedDeltaNet(config, null_slot=null_slot, cp_group=cp_group, **divided)
         else:
-            self.self_attn = SparseAttention(config, rotary, **placed)
+            self.self_attn = SparseAttention(config, rotary, cp_group=cp_group, **divided)
         self.mlp: nn.Module
         if config.is_moe(layer):
-            self.mlp = MoE(config, **placed)
+            self.mlp = MoE(config, **divided)
         else:
             at_least("intermediate_size", config.intermediate_size, 1)  # of the layers without experts
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, **placed)
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, **divided)
         self.is_hyper, self.has_scale, self.has_indexer = config.residual == "hyper", config.layer_scale, config.index_topk > 0
         if self.is_hyper:
             self.attn_hyper_connection = HyperConnection(config, **placed)
@@ -97,7 +102,7 @@ class DecoderLayer(nn.Module):
             Output of the MLP of the layer before, not yet added to the residual (or the streams).
         residual : Tensor [tokens, hidden] or None
             Residual stream; None in the first layer, and always with residual "hyper".
-        positions : Tensor [tokens] of int64
+        positions : Tensor [all tokens of the step] of int64
             Position of each token in its sequence.
         step, caches : StepMetadata, HybridCaches
             Sequences of the step, and the caches of all layers, updated in place.
@@ -112,28 +117,26 @@ class DecoderLayer(nn.Module):
             mixed, injection = self.attn_hyper_connection(streams)
             streams = self.attn_hyper_connection.inject(streams, self._mix(mixed, positions, step, caches), injection)
             mixed, injection = self.mlp_hyper_connection(streams)
-            return self.mlp_hyper_connection.inject(streams, self._transform(mixed), injection), None
+            return self.mlp_hyper_connection.inject(streams, self.mlp(mixed), injection), None
         hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
         hidden_states = self._mix(hidden_states, positions, step, caches)
         scale = self.attn_layer_scale if self.has_scale else None
         hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual, scale)
-        hidden_states = self._transform(hidden_states)
+        hidden_states = self.mlp(hidden_states)
         if self.has_scale:  # the norm that adds this output is the next layer's, which does not know the scale
             hidden_states = torch.addcmul(hidden_states, hidden_states, self.mlp_layer_scale)
         return hidden_states, residual
 
     def _mix(self, hidden_states: Tensor, positions: Tensor, step: Any, caches: Any) -> Tensor:
-        """Output of the token mixer, summed over the ranks."""
+        """Output of the token mixer."""
         place = self.place
         if self.layer_type == "linear_attention":
             states = caches.gdn
             mixed: Tensor = self.linear_attn(hidden_states, step.gdn, states.conv_states[place], states.ssm_states[place])
         else:
             keys, ring = (caches.indexer.keys[place], caches.indexer.rings[place]) if self.has_indexer else (None, None)
+            parts = self.context_parallel.parts(step.gdn, "positions", positions, own=False)
+            hidden_states = self.context_parallel.whole(hidden_states, parts, positions.shape[0])
             mixed = self.self_attn(hidden_states, positions, step.attention, caches.kv.kv[place], keys, ring)
-        return mixed if self.reduce is None else self.reduce(mixed)
-
-    def _transform(self, hidden_states: Tensor) -> Tensor:
-        """Output of the MLP, summed over the ranks."""
-        output: Tensor = self.mlp(hidden_states)
-        return output if self.reduce is None else self.reduce(output)
+            mixed = self.context_parallel.own(mixed, parts)
+        return mixed

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import gdn
+import gdn.distributed
 from gdn.layers.config import HybridConfig
+from gdn.layers.parallel import ContextParallel, TensorParallel
 
 ROW_MULTIPLE = 8  # rows of the input projection: a token's projections then start at a multiple of 16 bytes
 
@@ -23,9 +26,15 @@ class GatedDeltaNet(nn.Module):
     Parameters
     ----------
     config : HybridConfig
-        Sizes of this rank.
+        Sizes of the whole model; without a group, what this layer holds.
     null_slot : int
         Largest slot index that means padding (vLLM's convention is 0).
+    tp_group : torch.distributed.ProcessGroup, optional
+        Tensor-parallel ranks: each holds an equal share of the key heads with their value heads, and the outputs are summed.
+        None = one rank; its output is a summand where `config` is a share (`HybridConfig.per_rank`).
+    cp_group : torch.distributed.ProcessGroup, optional
+        Context-parallel ranks, for steps whose metadata has `parts`: each rank is called with its rows, and all store the
+        states. One exchange of states and one of the convolution's windows. None = one rank.
     device, dtype : torch.device, torch.dtype
         Device and dtype of the parameters. `A_log` and `dt_bias` stay float32.
 
@@ -44,7 +53,12 @@ class GatedDeltaNet(nn.Module):
     A_log, dt_bias, norm_weight : Parameter [HV], Parameter [HV], Parameter [V]
         Logarithm of the decay rate, bias of the raw decay gate, gain of the gated norm.
     out_proj : Parameter [hidden, HV * V]
-        Output projection. On a rank its output is a summand of the layer's.
+        Output projection.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where `tp_group` or `cp_group` is no group, or the size of `tp_group` does not divide the heads.
     """
 
     def __init__(
@@ -52,10 +66,14 @@ class GatedDeltaNet(nn.Module):
         config: HybridConfig,
         *,
         null_slot: int = -1,
+        tp_group: dist.ProcessGroup | None = None,
+        cp_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.tensor_parallel, self.context_parallel = TensorParallel(tp_group), ContextParallel(cp_group)
+        config = self.tensor_parallel.share(config)
         self.num_k_heads, self.num_v_heads = config.linear_num_key_heads, config.linear_num_value_heads
         self.head_k_dim, self.head_v_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.null_slot, self.eps, self.gate_activation = null_slot, config.rms_norm_eps, config.gdn_gate_activation
@@ -83,7 +101,8 @@ class GatedDeltaNet(nn.Module):
         Parameters
         ----------
         hidden_states : Tensor [tokens, hidden]
-            Inputs of all sequences, packed. Rows from `metadata.num_actual_tokens` on are padding.
+            Inputs of all sequences, packed; where `metadata` has `parts`, this rank's rows of them. Rows from
+            `metadata.num_actual_tokens` on are padding.
         metadata : GDNMetadata
             Sequences of the step; an engine's own object with the same fields serves too.
         conv_states : Tensor [slots, conv_dim, columns >= w - 1 + num_spec]
@@ -94,7 +113,11 @@ class GatedDeltaNet(nn.Module):
         Returns
         -------
         Tensor [tokens, hidden]
-            On a tensor-parallel rank a summand of the output.
+
+        Raises
+        ------
+        ValueError
+            Where `metadata` has `parts` and they are those of another rank, or the rows are not as many as this rank's.
         """
         # A plain dict: attributes of a module that are parameters are looked up in Python, in every step.
         parameters: dict[str, Any] = self._parameters
@@ -114,7 +137,7 @@ class GatedDeltaNet(nn.Module):
             core = self._decode(projected, *pools, slots, offsets, None)
         else:
             core = projected.new_zeros(projected.shape[0], self.value_dim)
-        return linear(core, parameters["out_proj"])
+        return self.tensor_parallel.sum(linear(core, parameters["out_proj"]))
 
     def _decode(
         self,
@@ -155,36 +178,51 @@ class GatedDeltaNet(nn.Module):
 
     def _prefill(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
         """Prompt chunks, with or without a state to continue, and the decode rows before them."""
+        slots, offsets, mask = (
+            metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc, metadata.has_initial_state
+        )  # fmt: skip
+        pools = (conv_states, ssm_states)
+        parts = self.context_parallel.parts(metadata, "hidden_states", projected, own=True)
+        if parts is None or self.context_parallel.size == 1:
+            checkpoints = {name: getattr(metadata, name, None) for name in ("checkpoint_offsets", "checkpoint_slots")}
+            return self._continue(projected, pools, slots, offsets, {"has_initial_state": mask, **checkpoints})
+        rows, count = parts.shared_rows, parts.shared_sequences
+        ranks = {"group": self.context_parallel.group, "final_rank": None}
+        own = (slots[count:], offsets[count:] - rows, {"has_initial_state": mask[count:], **ranks})
+        if not rows:
+            return self._continue_apart(projected, pools, *own)
+        first = self._continue(projected[:rows], pools, slots[:count], offsets[: count + 1], {"has_initial_state": mask[:count]})
+        return torch.cat([first, self._continue_apart(projected[rows:], pools, *own)])
+
+    def _continue(
+        self, projected: Tensor, pools: tuple[Tensor, Tensor], slots: Tensor, offsets: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """Everything between the projections for prompt chunks: in one operator where it has a kernel for the head dims."""
         if not self.has_fused_prefill:
-            return self._prefill_apart(projected, metadata, conv_states, ssm_states)
+            return self._continue_apart(projected, pools, slots, offsets, options)
         parameters: dict[str, Any] = self._parameters
         mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
         core: Tensor = gdn.fused_gdn_prefill(
-            mixed_qkv, z.view(-1, self.num_v_heads, self.head_v_dim), b, a, conv_states, parameters["conv_weight"],
-            parameters["A_log"], parameters["dt_bias"], parameters["norm_weight"], ssm_states,
-            metadata.non_spec_state_indices_tensor, query_start_loc=metadata.non_spec_query_start_loc,
-            has_initial_state=metadata.has_initial_state, num_k_heads=self.num_k_heads, head_k_dim=self.head_k_dim,
-            head_v_dim=self.head_v_dim, eps=self.eps, gate_activation=self.gate_activation,
-            checkpoint_offsets=getattr(metadata, "checkpoint_offsets", None),
-            checkpoint_slots=getattr(metadata, "checkpoint_slots", None), state_v_first=True, null_slot=self.null_slot,
+            mixed_qkv, z.view(-1, self.num_v_heads, self.head_v_dim), b, a, pools[0], parameters["conv_weight"],
+            parameters["A_log"], parameters["dt_bias"], parameters["norm_weight"], pools[1], slots, query_start_loc=offsets,
+            num_k_heads=self.num_k_heads, head_k_dim=self.head_k_dim, head_v_dim=self.head_v_dim, eps=self.eps,
+            gate_activation=self.gate_activation, state_v_first=True, null_slot=self.null_slot, **options,
         )  # fmt: skip
         return core
 
-    def _prefill_apart(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
-        """The same by one operator after the other, which have kernels for more head dims."""
-        slots, offsets = metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc
-        shared: dict[str, Any] = {
-            "has_initial_state": metadata.has_initial_state, "null_slot": self.null_slot,
-            "checkpoint_offsets": getattr(metadata, "checkpoint_offsets", None),
-            "checkpoint_slots": getattr(metadata, "checkpoint_slots", None),
-        }  # fmt: skip
+    def _continue_apart(
+        self, projected: Tensor, pools: tuple[Tensor, Tensor], slots: Tensor, offsets: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """The same by one operator after the other: any head dims, and this rank's parts where the options have a group."""
+        space: Any = gdn.distributed if "group" in options else gdn
+        options = {**options, "null_slot": self.null_slot}
         mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
-        mixed_qkv = gdn.causal_conv1d_fn(
-            mixed_qkv, self.conv_weight, conv_states=conv_states, query_start_loc=offsets, cache_indices=slots, **shared
+        mixed_qkv = space.causal_conv1d_fn(
+            mixed_qkv, self.conv_weight, conv_states=pools[0], query_start_loc=offsets, cache_indices=slots, **options
         )
         q, k, v = self._heads(mixed_qkv)
-        o, _ = gdn.chunk_gated_delta_rule(
-            q, k, v, **self._gates(a, b), **shared, initial_state=ssm_states, cu_seqlens=offsets, state_indices=slots
+        o, _ = space.chunk_gated_delta_rule(
+            q, k, v, **self._gates(a, b), **options, initial_state=pools[1], cu_seqlens=offsets, state_indices=slots
         )
         return self._norm(o, z)
 

@@ -24,6 +24,14 @@ def at_least(name: str, value: Any, least: int) -> None:
         refuse(name, f"at least {least}", value)
 
 
+def check_rank(cp_rank: int, cp_size: int) -> None:
+    """Raises TypeError or ValueError, named after the argument, where this is no rank of so many."""
+    at_least("cp_size", cp_size, 1)
+    at_least("cp_rank", cp_rank, 0)
+    if cp_rank >= cp_size:
+        refuse("cp_rank", f"0 to {cp_size - 1} (cp_size - 1)", cp_rank)
+
+
 def as_array(name: str, values: Any, rows: int | None = None, ranks: tuple[int, ...] = (1,)) -> Array:
     """Integers (or flags) of the host as an int64 array. Tensors on another device are refused: reading them would wait.
 

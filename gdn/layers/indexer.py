@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 import gdn
 from gdn.layers.attention_runs import Run, compressed_slots, deal, token_sequences, visible_keys
@@ -46,7 +47,7 @@ class Indexer(nn.Module):
     ----------
     config : HybridConfig
         Gives hidden_size, index_topk, index_n_heads, index_kv_heads, index_head_dim, index_ratio, rms_norm_eps and the rotary
-        embedding. The indexer is replicated: tensor parallelism does not divide it.
+        embedding. Tensor parallelism does not divide an indexer: every rank holds and runs all of it.
     rotary : RotaryEmbedding, optional
         Table of the model, used where the indexer rotates as many dimensions; None = a table of its own.
     use_fp8 : bool, optional
@@ -110,6 +111,7 @@ class Indexer(nn.Module):
             Position of each token in its sequence, int32 or int64; a position within the table at padding.
         metadata : AttentionMetadata
             Lengths, block tables and slots of the step. Without lengths on the host, sequences without new tokens come last.
+            Where its rows are `dealt`, keys of all rows are written, and queries made of this rank's.
         cache : Tensor
             Pages of this layer, updated in place; a page holds block_size / index_ratio rows.
         ring : Tensor [slots, size, index_kv_heads, D], optional
@@ -117,7 +119,7 @@ class Indexer(nn.Module):
 
         Returns
         -------
-        Tensor [tokens, num_selected] of int32 or None
+        Tensor [tokens (of this rank, where they are dealt), num_selected] of int32 or None
             Selected positions, -1 after the last; -1 in rows that attend densely. None where all rows do.
 
         Raises
@@ -126,9 +128,15 @@ class Indexer(nn.Module):
             Named after the argument. Wrong caches are refused before anything is written.
         """
         self.check_caches(cache, ring)
+        dealt = getattr(metadata, "dealt", None)
+        if dealt is None:
+            queries = self._prepare(hidden_states, positions, metadata, cache, ring)
+        else:
+            self._write_keys(hidden_states, positions, metadata, cache, ring)
+            hidden_states, positions, metadata = hidden_states[dealt.rows], positions[dealt.rows], dealt.metadata
+            queries = self._make_queries(hidden_states, positions, metadata)
         tokens = hidden_states.shape[0]
         runs = deal(metadata, tokens, self.dense_below())
-        queries = self._prepare(hidden_states, positions, metadata, cache, ring)
         if all(run.form == "dense" for run in runs):
             return None
         selected = torch.empty(tokens, self.topk // self.ratio, dtype=torch.int32, device=hidden_states.device)
@@ -164,8 +172,13 @@ class Indexer(nn.Module):
 
     def _prepare(self, hidden_states: Tensor, positions: Tensor, metadata: Any, cache: Tensor, ring: Tensor | None) -> _Queries:
         """Makes the queries and writes the keys."""
-        heads, kv_heads, dim, table = self.num_heads, self.num_kv_heads, self.head_dim, self.rotary.cos_sin
-        options: dict[str, Any] = {"rotary_dim": self.rotary_dim, "eps": self.eps, "zero_centred": self.zero_centred}
+        heads, kv_heads, dim, table, options = (
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.rotary.cos_sin,
+            self._options(),
+        )
         slots, visible = metadata.slot_mapping, visible_keys(metadata, positions, self.ratio)
         q_norm, k_norm = self.q_layernorm.weight, self.k_layernorm.weight
         if not self.is_compressed:
@@ -183,6 +196,39 @@ class Indexer(nn.Module):
         ring_slots, group_slots = compressed_slots(metadata, self.ratio)
         gdn.compress_indexer_keys(k, ring, cache, positions, table, k_norm, ring_slots, group_slots, ratio=self.ratio, **options)
         return _Queries(prepared, None, visible, dim**-0.5)
+
+    def _options(self) -> dict[str, Any]:
+        return {"rotary_dim": self.rotary_dim, "eps": self.eps, "zero_centred": self.zero_centred}
+
+    def _write_keys(self, hidden_states: Tensor, positions: Tensor, metadata: Any, cache: Tensor, ring: Tensor | None) -> None:
+        """Writes the keys alone."""
+        width, table, norm = self.num_heads * self.head_dim, self.rotary.cos_sin, self.k_layernorm.weight
+        k = linear(hidden_states, self._weight()[width : width + self.num_kv_heads * self.head_dim])
+        k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if not self.is_compressed:  # the operator takes queries: here the keys, whose result is dropped
+            gdn.prepare_indexer(
+                k, k, None, positions, table, norm, norm, cache, metadata.slot_mapping, fp8=self.use_fp8, **self._options()
+            )
+            return
+        assert ring is not None
+        ring_slots, group_slots = compressed_slots(metadata, self.ratio)
+        gdn.compress_indexer_keys(
+            k, ring, cache, positions, table, norm, ring_slots, group_slots, ratio=self.ratio, **self._options()
+        )
+
+    def _make_queries(self, hidden_states: Tensor, positions: Tensor, metadata: Any) -> _Queries:
+        """Makes the queries alone."""
+        width, dim, visible = self.num_heads * self.head_dim, self.head_dim, visible_keys(metadata, positions, self.ratio)
+        weight, norm = self._weight(), self.q_layernorm.weight
+        weights = None if self.is_compressed else linear(hidden_states, weight[-self.num_heads :])
+        prepared, folded = gdn.prepare_indexer(
+            linear(hidden_states, weight[:width]).unflatten(-1, (self.num_heads, dim)), None, weights, positions,
+            self.rotary.cos_sin, norm, None, None, None, fp8=self.use_fp8, **self._options(),
+        )  # fmt: skip
+        return _Queries(prepared, folded, visible, 1.0 if self.use_fp8 and not self.is_compressed else dim**-0.5)
+
+    def _weight(self) -> Tensor:
+        return (self.index_qk_proj if self.is_compressed else self.index_qkw_proj).weight
 
     def _select_paged(self, run: Run, queries: _Queries, cache: Tensor, metadata: Any, out: Tensor) -> None:
         """Every row reads the pages of its sequence; rows of a sequence share one read where all have as many."""

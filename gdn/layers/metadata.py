@@ -1,7 +1,7 @@
 """Metadata of the Gated DeltaNet layers of one step, built on the host without a wait for the device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gdn.layers.host_arrays import PersistentBuffers, as_array, as_indices, as_lengths, at_least, refuse, to_device
+from gdn.distributed import split_tokens
+from gdn.layers.host_arrays import PersistentBuffers, as_array, as_indices, as_lengths, at_least, check_rank, refuse, to_device
+from gdn.layers.parallel import ContextParts
 
 Ints = Sequence[int] | Tensor | NDArray[Any]
 Array = NDArray[Any]
@@ -50,10 +52,13 @@ class GDNMetadata:
     non_spec_lengths_host : tuple of int, optional
         Query lengths of the non-speculative rows, as `lengths_host` of `gdn.gated_delta_rule`. None in batches for a captured
         graph.
+    parts : ContextParts, optional
+        How the tokens of the step lie on context-parallel ranks. Then non_spec_query_start_loc are the offsets of this rank's
+        tokens of every row. None = every rank computes all.
 
     References
     ----------
-    .. [1] The fields and their meanings are those of ``GDNAttentionMetadata`` in vLLM; the last three are this project's.
+    .. [1] The fields and their meanings are those of ``GDNAttentionMetadata`` in vLLM; the last four are this project's.
     """
 
     num_prefills: int = 0
@@ -76,6 +81,7 @@ class GDNMetadata:
     checkpoint_offsets: Tensor | None = None
     checkpoint_slots: Tensor | None = None
     non_spec_lengths_host: tuple[int, ...] | None = None
+    parts: ContextParts | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,9 @@ class GDNMetadataBuilder:
         Most rows of a batch for a captured graph: the size of the persistent buffers, which the first such batch makes.
     null_slot : int
         Slot of padded rows, -1 (vLLM: 0).
+    cp_rank, cp_size : int
+        This process among context-parallel ranks. The tokens of prompts, packed, are parted over them; every rank computes decode
+        rows, and steps with speculative rows or checkpoints, by itself.
 
     Notes
     -----
@@ -117,11 +126,20 @@ class GDNMetadataBuilder:
     """
 
     def __init__(
-        self, device: torch.device | str, *, num_spec: int = 0, max_num_sequences: int = 256, null_slot: int = -1
+        self,
+        device: torch.device | str,
+        *,
+        num_spec: int = 0,
+        max_num_sequences: int = 256,
+        null_slot: int = -1,
+        cp_rank: int = 0,
+        cp_size: int = 1,
     ) -> None:
         at_least("num_spec", num_spec, 0)
         at_least("max_num_sequences", max_num_sequences, 1)
         at_least("null_slot", null_slot, -1)
+        check_rank(cp_rank, cp_size)
+        self.cp_rank, self.cp_size = cp_rank, cp_size
         self.device = torch.device(device)
         self.num_spec, self.max_num_sequences, self.null_slot = num_spec, max_num_sequences, null_slot
         self._buffers = PersistentBuffers(self.device)
@@ -229,7 +247,8 @@ class GDNMetadataBuilder:
         if num_prefills:
             if pad_to is not None:
                 refuse("pad_to", "None for a batch with prefills", pad_to)
-            return GDNMetadata(**counts, **self._non_spec(rows, np.full(queries.shape[0], True)))
+            metadata = GDNMetadata(**counts, **self._non_spec(rows, np.full(queries.shape[0], True)))
+            return self._parted(metadata, queries, first_prefill)
         # Rows without tokens are left out: token i is then that of row i, which lets a decode step do without offsets.
         slots = rows.slots[has_tokens, 0].astype(np.int32)
         offsets = np.arange(num_decodes + 1, dtype=np.int32)
@@ -247,6 +266,18 @@ class GDNMetadataBuilder:
             non_spec_query_start_loc=write("offsets", offsets, pad_to + 1, num_decodes, most=most + 1),
             non_spec_state_indices_tensor=write("slots", slots, pad_to, self.null_slot, most=most),
         )
+
+    def _parted(self, metadata: GDNMetadata, queries: Array, first_prefill: int) -> GDNMetadata:
+        """The same step, with this rank's offsets."""
+        if self.cp_size == 1 or metadata.checkpoint_offsets is not None:
+            return metadata
+        ends, shared = np.cumsum(queries), int(queries[:first_prefill].sum())
+        lengths = split_tokens(int(ends[-1]) - shared, self.cp_size)
+        parts = ContextParts(tuple((shared + np.cumsum(lengths)).tolist()), self.cp_rank, shared, first_prefill)
+        first, stop = parts.bounds(self.cp_rank, int(ends[-1]))
+        own = np.clip(ends, first, stop) - np.clip(ends - queries, first, stop)
+        own[:first_prefill] = queries[:first_prefill]
+        return replace(metadata, non_spec_query_start_loc=to_device(_offsets(own), self.device), parts=parts)
 
     def _with_spec(self, rows: _Rows, pad_to: int | None) -> GDNMetadata:
         queries, is_spec = rows.queries, rows.is_spec

@@ -1,10 +1,12 @@
 """MLPs: dense with a SiLU gate, and a mixture of experts with a shared expert."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from gdn.layers.config import HybridConfig
+from gdn.layers.parallel import TensorParallel
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", torch._grouped_mm)  # public from torch 2.10 on
 _MOST_ELEMENTS = 2**26  # of an intermediate tensor where every expert sees every token
@@ -16,7 +18,9 @@ class MLP(nn.Module):
     Parameters
     ----------
     hidden_size, intermediate_size : int
-        Width of the input and output, and of the gate (on a rank: its part).
+        Width of the input and output, and of the gate.
+    tp_group : torch.distributed.ProcessGroup, optional
+        Tensor-parallel ranks: each holds an equal share of the gate's width, and the outputs are summed. None = one rank.
     device, dtype : torch.device, torch.dtype
         Device and dtype of the parameters.
 
@@ -25,7 +29,11 @@ class MLP(nn.Module):
     gate_up_proj : Parameter [2 * intermediate, hidden]
         Rows of the gate, then those of its factor: one product.
     down_proj : Parameter [hidden, intermediate]
-        On a rank its output is a summand of the layer's.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where `tp_group` is no group, or its size does not divide the width.
     """
 
     def __init__(
@@ -33,10 +41,16 @@ class MLP(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
+        tp_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.tensor_parallel = TensorParallel(tp_group)
+        size = self.tensor_parallel.size
+        if intermediate_size % size:
+            raise ValueError(f"intermediate_size: expected a multiple of {size} ranks, got {intermediate_size}")
+        intermediate_size //= size
         up = torch.empty(2 * intermediate_size, hidden_size, device=device, dtype=dtype)
         self.gate_up_proj = nn.Parameter(up, requires_grad=False)
         self.down_proj = nn.Parameter(
@@ -45,7 +59,7 @@ class MLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Output [tokens, hidden] for hidden states [tokens, hidden]."""
-        return linear(_gated(linear(hidden_states, self.gate_up_proj)), self.down_proj)
+        return self.tensor_parallel.sum(linear(_gated(linear(hidden_states, self.gate_up_proj)), self.down_proj))
 
 
 class MoE(nn.Module):
@@ -57,7 +71,10 @@ class MoE(nn.Module):
     Parameters
     ----------
     config : HybridConfig
-        Sizes of this rank: its part of the width of every expert.
+        Sizes of the whole model; without a group, what this layer holds.
+    tp_group : torch.distributed.ProcessGroup, optional
+        Tensor-parallel ranks: each holds all experts with an equal share of their widths, so that all have as much to do; the
+        outputs, the shared expert's included, are summed once. None = one rank.
     device, dtype : torch.device, torch.dtype
         Device and dtype of the parameters.
 
@@ -69,12 +86,24 @@ class MoE(nn.Module):
         The experts.
     shared_expert, shared_expert_gate : MLP, Parameter [1, hidden]
         Expert of every token, and the input of its gate.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where `tp_group` is no group, or its size does not divide the widths.
     """
 
     def __init__(
-        self, config: HybridConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        config: HybridConfig,
+        *,
+        tp_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.tensor_parallel = TensorParallel(tp_group)
+        config = self.tensor_parallel.share(config)
         self.top_k, self.norm_topk_prob, self.num_experts = config.num_experts_per_tok, config.norm_topk_prob, config.num_experts
         hidden, width = config.hidden_size, config.moe_intermediate_size
 
@@ -93,7 +122,7 @@ class MoE(nn.Module):
         is_grouped = hidden_states.is_cuda and hidden_states.dtype == torch.bfloat16
         routed = (self._grouped if is_grouped else self._every_expert)(hidden_states, weights, experts)
         shared: Tensor = self.shared_expert(hidden_states)
-        return routed + torch.sigmoid(linear(hidden_states, self.shared_expert_gate)) * shared
+        return self.tensor_parallel.sum(routed + torch.sigmoid(linear(hidden_states, self.shared_expert_gate)) * shared)
 
     def route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, in the dtype of the input, and indices [tokens, top_k] of the experts of each token."""

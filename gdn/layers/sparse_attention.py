@@ -6,6 +6,7 @@ qkv_proj -> q/k norm (zero-centred) -> partial RoPE -> write K and V -> attentio
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from gdn.layers.attention_runs import deal
 from gdn.layers.config import HybridConfig
 from gdn.layers.indexer import Indexer
 from gdn.layers.norm import RMSNorm
+from gdn.layers.parallel import ContextParallel, DealtRows, TensorParallel
 from gdn.layers.rotary import RotaryEmbedding
 
 # Parameter -> (tensor of the checkpoint, how a tensor-parallel rank takes it), concatenated along dim 0. Transformers'
@@ -36,17 +38,26 @@ class SparseAttention(nn.Module):
     Parameters
     ----------
     config : HybridConfig
-        Sizes of one rank. index_topk 0 = no indexer: every query attends to all positions up to its own.
+        Sizes of the whole model; without a group, what this layer holds. index_topk 0 = no indexer: every query attends to all
+        positions up to its own.
     rotary : RotaryEmbedding, optional
         Table shared by the layers of a model; None = one of its own.
     use_fp8_indexer : bool, optional
         As `use_fp8` of `Indexer`.
+    tp_group : torch.distributed.ProcessGroup, optional
+        Tensor-parallel ranks: each holds an equal share of the heads (key and value heads that are fewer than the ranks are
+        replicated) and the whole indexer, so that all select the same positions; the outputs are summed. None = one rank; its
+        output is a summand where `config` is a share (`HybridConfig.per_rank`).
+    cp_group : torch.distributed.ProcessGroup, optional
+        Context-parallel ranks, for steps whose metadata has rows `dealt` over them: each rank writes all keys, selects and
+        attends for its rows, and one exchange puts the outputs together. None = one rank.
     device, dtype : torch.device, torch.dtype
         Device and dtype of the parameters.
 
-    Notes
-    -----
-    With tensor parallelism the result is this rank's share of a sum over ranks.
+    Raises
+    ------
+    TypeError, ValueError
+        Where `tp_group` or `cp_group` is no group, or the size of `tp_group` does not divide the heads.
     """
 
     def __init__(
@@ -55,10 +66,14 @@ class SparseAttention(nn.Module):
         rotary: RotaryEmbedding | None = None,
         *,
         use_fp8_indexer: bool | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        cp_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.tensor_parallel, self.context_parallel = TensorParallel(tp_group), ContextParallel(cp_group)
+        config = self.tensor_parallel.share(config)
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.rotary_dim, self.eps, self.has_gate = config.rotary_dim, config.rms_norm_eps, config.attn_output_gate
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -106,20 +121,15 @@ class SparseAttention(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            Named after the argument. Wrong caches of the indexer are refused before anything is written.
+            Named after the argument. Wrong caches of the indexer, and metadata of another context-parallel rank, are refused
+            before anything is written.
         """
         if self.indexer is not None:
-            self.indexer.check_caches(indexer_cache, indexer_ring)
-        qkv = self.qkv_proj(hidden_states)
-        heads, k, v = qkv.split([self.q_width, self.kv_width, self.kv_width], dim=-1)
-        heads = heads.unflatten(-1, (self.num_heads, -1))  # per head: query, then gate
-        k_cache, v_cache = kv_cache
-        # The operator of the indexer: norm, RoPE and cache writes in one launch; a block is a page of keys, or of values.
-        q, _ = gdn.prepare_indexer(
-            heads[..., : self.head_dim], k.unflatten(-1, (self.num_kv_heads, -1)), None, positions, self.rotary.cos_sin,
-            self.q_norm.weight, self.k_norm.weight, k_cache, metadata.slot_mapping, rotary_dim=self.rotary_dim, eps=self.eps,
-            fp8=False, v=v.unflatten(-1, (self.num_kv_heads, -1)), v_cache=v_cache,
-        )  # fmt: skip
+            with self.context_parallel.refusing(hidden_states):
+                self.indexer.check_caches(indexer_cache, indexer_ring)
+        dealt: DealtRows | None = self.context_parallel.dealt(metadata, hidden_states)
+        heads, q = self._project(hidden_states, positions, metadata.slot_mapping, kv_cache, None if dealt is None else dealt.rows)
+        step, metadata = metadata, metadata if dealt is None else dealt.metadata  # from here on this rank's rows
         out = heads[..., : self.head_dim]  # the raw queries are done with: their place, next to the gates, takes the result
         if self.indexer is None:
             gdn.attention(
@@ -129,11 +139,39 @@ class SparseAttention(nn.Module):
             )  # fmt: skip
         else:
             assert indexer_cache is not None
-            selected = self.indexer(hidden_states, positions, metadata, indexer_cache, indexer_ring)
+            selected = self.indexer(hidden_states, positions, step, indexer_cache, indexer_ring)
             self._attend(q, kv_cache, selected, metadata, out)
         attended = F.glu(heads, dim=-1) if self.has_gate else out
         projected: Tensor = self.o_proj(attended.flatten(1))
-        return projected
+        summed = self.tensor_parallel.sum(projected)
+        if dealt is None or self.context_parallel.ranks is None:
+            return summed
+        return self.context_parallel.ranks.gather_rows(summed, dealt.counts)[dealt.order]
+
+    def _project(
+        self, hidden_states: Tensor, positions: Tensor, slots: Tensor, kv_cache: tuple[Tensor, Tensor], rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Writes keys and values of all rows; returns raw heads (per head: query, then gate) and queries, of some rows or all."""
+        table, k_norm, (k_cache, v_cache) = self.rotary.cos_sin, self.k_norm.weight, kv_cache
+        options: dict[str, Any] = {"rotary_dim": self.rotary_dim, "eps": self.eps, "fp8": False}
+        # The operator of the indexer: norm, RoPE and cache writes in one launch; a block is a page of keys, or of values.
+        if rows is None:
+            heads, k, v = self.qkv_proj(hidden_states).split([self.q_width, self.kv_width, self.kv_width], dim=-1)
+            heads, k, v = heads.unflatten(-1, (self.num_heads, -1)), *(x.unflatten(-1, (self.num_kv_heads, -1)) for x in (k, v))
+            raw = heads[..., : self.head_dim]
+            q, _ = gdn.prepare_indexer(
+                raw, k, None, positions, table, self.q_norm.weight, k_norm, k_cache, slots, v=v, v_cache=v_cache, **options
+            )
+        else:
+            k, v = (
+                F.linear(hidden_states, self.qkv_proj.weight[self.q_width :]).unflatten(-1, (2, self.num_kv_heads, -1)).unbind(1)
+            )
+            # The operator takes queries: for all rows these are the keys, whose result is dropped.
+            gdn.prepare_indexer(k, k, None, positions, table, k_norm, k_norm, k_cache, slots, v=v, v_cache=v_cache, **options)
+            heads = F.linear(hidden_states[rows], self.qkv_proj.weight[: self.q_width]).unflatten(-1, (self.num_heads, -1))
+            raw, none = heads[..., : self.head_dim], (None, None, None)
+            q, _ = gdn.prepare_indexer(raw, None, None, positions[rows], table, self.q_norm.weight, *none, **options)
+        return heads, q
 
     def _attend(self, q: Tensor, kv_cache: tuple[Tensor, Tensor], selected: Tensor | None, metadata: Any, out: Tensor) -> None:
         """Attention run by run, into `out`."""
@@ -145,9 +183,9 @@ class SparseAttention(nn.Module):
             out[stop:] = 0
         for run in runs:
             part, sequences = run.tokens, run.sequences
-            starts = metadata.query_start_loc
-            if part != slice(0, tokens):
-                starts = starts[sequences.start : sequences.stop + 1] - part.start
+            starts = metadata.query_start_loc[sequences.start : sequences.stop + 1]
+            if part.start:
+                starts = starts - part.start
             step = (metadata.block_tables[sequences], starts, metadata.seq_lens[sequences])
             if run.form == "dense" or selected is None:
                 gdn.attention(

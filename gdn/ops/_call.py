@@ -117,15 +117,14 @@ class Operator:
         if _modes.has_memory() and _modes.lack_memory(values):
             return self.trace(*values)
         given = dict(arguments)
-        for name, kind in self.kinds.items():
-            arguments[name] = kind.check(name, arguments[name])
+        arguments = self.check_types(arguments)
         if is_explaining():
             return self._explain(arguments)
         call = Call(self, given, dict(arguments))
         switches = env.current()
         token = _current.set(call)
         try:
-            with _inference(given.values()), _without_autocast():
+            with inference(given.values()), without_autocast():
                 for name in self.contiguous:
                     if arguments[name] is not None:
                         take_contiguous(name, arguments[name])
@@ -146,7 +145,7 @@ class Operator:
         fakes, mode = _modes.faked(arguments)
         token = _current.set(Call(self, fakes, dict(fakes)))
         try:
-            with mode, torch.no_grad(), _without_autocast():
+            with mode, torch.no_grad(), without_autocast():
                 return self.body(**fakes)
         finally:
             _current.reset(token)
@@ -155,6 +154,33 @@ class Operator:
         """Arguments that a call may write."""
         given = {name: arguments[name] for name, condition in self.writes.items() if condition(arguments)}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    def check_types(self, given: Arguments) -> Arguments:
+        """The arguments of a call, numbers as Python numbers. Raises TypeError or ValueError, naming the argument."""
+        return {name: kind.check(name, given[name]) for name, kind in self.kinds.items()}
+
+    def check_places(self, given: Arguments, arguments: Arguments) -> None:
+        """Raises ValueError where a written argument overlaps itself or shares an element with another one.
+
+        given: the caller's; arguments: those that the operator goes on with, copies where it had to make some.
+        """
+        tensors = {name: given[name] for name in self.tensors if given[name] is not None}
+        places = {name: place for name, tensor in tensors.items() if (place := _modes.place(tensor)) is not None}
+        for name, written in self.written(given).items():
+            if overlaps_itself(written):
+                shape = f"shape {list(written.shape)}, strides {written.stride()}"
+                bad_value(name, "elements that do not overlap each other", shape)
+            for other, tensor in tensors.items():
+                if other == name or tensor.device != written.device or name not in places or other not in places:
+                    continue
+                (memory, address), (other_memory, other_address) = places[name], places[other]
+                if memory != other_memory:
+                    continue
+                is_whole = address == other_address and _is_same(written, tensor)
+                if is_whole and self.in_place.get(name) == other and arguments[other] is tensor:
+                    continue
+                if shares_element(written, tensor, address, other_address):
+                    bad_value(name, "memory of its own", f"elements that it shares with {other}")
 
     def _public(self) -> Callable[..., Any]:
         """Generates the public function from the signature; see the module's docstring."""
@@ -189,13 +215,19 @@ class Operator:
 operator = Operator
 
 
-def _inference(values: Iterable[Any]) -> AbstractContextManager[Any]:
+def operator_of(function: Callable[..., Any]) -> Operator:
+    """The operator that a public function calls."""
+    found: Operator = getattr(function, "operator")  # noqa: B009  # the attribute is unknown to type checkers
+    return found
+
+
+def inference(values: Iterable[Any]) -> AbstractContextManager[Any]:
     """No gradients; inference mode where one of the tensors was created in it and so may only be written in it."""
     is_inference = any(isinstance(value, Tensor) and value.is_inference() for value in values)
     return torch.inference_mode() if is_inference else torch.no_grad()
 
 
-class _without_autocast:
+class without_autocast:
     """Switches autocast off for the CPU and CUDA, where it is on."""
 
     def __enter__(self) -> None:
@@ -241,23 +273,7 @@ def check_memory() -> None:
     views of one tensor with known sizes and offsets are compared.
     """
     call = _current.get()
-    given = {name: call.given[name] for name in call.operator.tensors if call.given[name] is not None}
-    places = {name: place for name, tensor in given.items() if (place := _modes.place(tensor)) is not None}
-    for name, written in call.operator.written(call.given).items():
-        if overlaps_itself(written):
-            shape = f"shape {list(written.shape)}, strides {written.stride()}"
-            bad_value(name, "elements that do not overlap each other", shape)
-        for other, tensor in given.items():
-            if other == name or tensor.device != written.device or name not in places or other not in places:
-                continue
-            (memory, address), (other_memory, other_address) = places[name], places[other]
-            if memory != other_memory:
-                continue
-            is_whole = address == other_address and _is_same(written, tensor)
-            if is_whole and call.operator.in_place.get(name) == other and call.arguments[other] is tensor:
-                continue
-            if shares_element(written, tensor, address, other_address):
-                bad_value(name, "memory of its own", f"elements that it shares with {other}")
+    call.operator.check_places(call.given, call.arguments)
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:

@@ -32,8 +32,8 @@ class _Layout:
 
 def shares_element(first: Tensor, second: Tensor, first_address: int, second_address: int) -> bool:
     """Whether two tensors of one device, at these addresses, share a byte. Exact for strided views of one buffer."""
-    first_end, second_end = first_address + span_bytes(first), second_address + span_bytes(second)
-    if first_end <= second_address or second_end <= first_address or 0 in (first.numel(), second.numel()):
+    lower = first if first_address <= second_address else second  # the span of the other does not matter
+    if span_bytes(lower) <= abs(second_address - first_address) or 0 in (first.numel(), second.numel()):
         return False
     try:
         a, b = np.asarray(_Layout(first, first_address)), np.asarray(_Layout(second, second_address))

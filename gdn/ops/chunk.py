@@ -165,12 +165,7 @@ def chunk_gated_delta_rule(
         has_initial_state = None  # every sequence starts from zero anyway
 
     index_dtype = common_dtype(state_indices, final_state_indices, checkpoint_slots)
-    problem = ChunkProblem(
-        **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_pooled else None, state_v_first),
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
-        has_final_state=is_pooled or output_final_state,
-        **given_of(final_indices=final_state_indices, mask=has_initial_state, checkpoints=checkpoint_offsets),
-    )
+    problem = problem_of(sizes, given, states, use_qk_l2norm_in_kernel, is_pooled or output_final_state)
     prepared = prepare(problem, device, backend)
     final_state = initial_state if is_pooled else _delta_rule.new_state(sizes, q, state_v_first) if output_final_state else None
     returned = final_state if output_final_state else None
@@ -201,3 +196,18 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
     launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, out))
     return _delta_rule.finish(o, written), returned
+
+
+def problem_of(
+    sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, states: _delta_rule.States, use_qk_l2norm: bool, has_final_state: bool
+) -> ChunkProblem:
+    """The problem of a call."""
+    index_dtype = common_dtype(states.state_indices, states.final_state_indices, states.checkpoint_slots)
+    is_pooled, initial_state = states.state_indices is not None, states.initial_state
+    mask = None if initial_state is None else states.has_initial_state
+    return ChunkProblem(
+        **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_pooled else None, states.state_v_first),
+        use_qk_l2norm=use_qk_l2norm,
+        has_final_state=has_final_state,
+        **given_of(final_indices=states.final_state_indices, mask=mask, checkpoints=states.checkpoint_offsets),
+    )

@@ -83,7 +83,7 @@ def causal_conv1d_fn(
     .. [1] The name and the states are those of ``causal_conv1d_fn`` in vLLM, which follows the causal-conv1d package of Mamba.
     """
     check.tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)
-    _check_filter(x, weight, bias, activation)
+    check_filter(x, weight, bias, activation)
     check.null_slot(null_slot)
     device = x.device
     count = check.offsets("query_start_loc", query_start_loc, device, otherwise=1)
@@ -110,14 +110,10 @@ def causal_conv1d_fn(
     slot_dtype = common_dtype(cache_indices, checkpoint_slots)
     if conv_states is None:
         has_initial_state = None
-    problem = Conv1dProblem(
-        **_static_fields(x, weight, bias, activation, conv_states, None if cache_indices is None else slot_dtype),
-        cu_seqlens_dtype="int32" if query_start_loc is None else dtype_name(query_start_loc.dtype),
-        has_mask=has_initial_state is not None,
-        checkpoint_dtype=None if checkpoint_slots is None else dtype_name(slot_dtype),
-        num_tokens=x.shape[0],
-        num_sequences=count,
-    )
+    problem = problem_of(
+        x, weight, bias, activation, conv_states, query_start_loc, count, None if cache_indices is None else slot_dtype,
+        has_mask=has_initial_state is not None, checkpoint_dtype=None if checkpoint_slots is None else slot_dtype,
+    )  # fmt: skip
     prepared = prepare(problem, device, backend)
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
     if is_empty(*x.shape, count):
@@ -206,7 +202,7 @@ def causal_conv1d_update(
     if x.dim() == 2:  # [B, dim, T] may have any strides
         x = take_contiguous("x", x)
     device, dim = x.device, x.shape[1]
-    _check_filter(x, weight, bias, activation)
+    check_filter(x, weight, bias, activation)
     check.null_slot(null_slot)
     window = weight.shape[1] - 1
     num_tokens = x.shape[0] * (x.shape[2] if x.dim() == 3 else 1)
@@ -294,7 +290,23 @@ def _static_fields(
     }
 
 
-def _check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
+def problem_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, conv_states: Tensor | None,
+    query_start_loc: Tensor | None, count: int, index_dtype: torch.dtype | None, *, has_mask: bool = False,
+    checkpoint_dtype: torch.dtype | None = None,
+) -> Conv1dProblem:  # fmt: skip
+    """The problem of a call of `causal_conv1d_fn` with so many sequences."""
+    return Conv1dProblem(
+        **_static_fields(x, weight, bias, activation, conv_states, index_dtype),
+        cu_seqlens_dtype="int32" if query_start_loc is None else dtype_name(query_start_loc.dtype),
+        has_mask=has_mask,
+        checkpoint_dtype=None if checkpoint_dtype is None else dtype_name(checkpoint_dtype),
+        num_tokens=x.shape[0],
+        num_sequences=count,
+    )
+
+
+def check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
     device = x.device
     check.tensor("weight", weight, shape=("dim", "w >= 2"), dtypes=FLOAT_DTYPES, device=device)
     dim = weight.shape[0]

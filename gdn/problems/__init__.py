@@ -12,6 +12,8 @@ from gdn.problems.base import Problem as Problem
 from gdn.problems.base import size as size
 from gdn.problems.delta_rule import ChunkParams as ChunkParams
 from gdn.problems.delta_rule import ChunkProblem as ChunkProblem
+from gdn.problems.delta_rule import ChunkSummaryParams as ChunkSummaryParams
+from gdn.problems.delta_rule import ChunkSummaryProblem as ChunkSummaryProblem
 from gdn.problems.delta_rule import DeltaRuleProblem as DeltaRuleProblem
 from gdn.problems.delta_rule import GdnDecodeParams as GdnDecodeParams
 from gdn.problems.delta_rule import GdnDecodeProblem as GdnDecodeProblem

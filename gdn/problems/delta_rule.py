@@ -117,6 +117,57 @@ class ChunkParams(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ChunkSummaryProblem(Problem, op="chunk_summary"):
+    """`gdn.chunk_summary` on packed tokens; launches take ChunkSummaryParams."""
+
+    num_k_heads: int = field(metadata=TUNES)
+    num_v_heads: int = field(metadata=TUNES)
+    num_state_heads: int = field(metadata=TUNES)
+    head_k_dim: int = field(metadata=TUNES)
+    head_v_dim: int = field(metadata=TUNES)
+    dtype: str = field(metadata=TUNES)  # of k and v: bfloat16 | float16 (float32, float64 on the reference)
+    gate_dtype: str | None = field(metadata=COMPILES)  # of g (or raw a); None = no decay
+    beta_dtype: str | None = field(metadata=COMPILES)  # of beta (or raw b); None = beta is 1
+    cu_seqlens_dtype: str = field(metadata=COMPILES)  # int32 | int64
+    state_v_first: bool = field(metadata=TUNES)
+    use_k_l2norm: bool = field(metadata=COMPILES)
+    use_gate: bool = field(metadata=COMPILES)  # g is raw a
+    use_beta_sigmoid: bool = field(metadata=COMPILES)  # beta is raw b
+    num_tokens: int = size()
+    num_sequences: int = size()
+
+    def flops(self) -> int:
+        # K K^T and the inverse, and for h and P the 64-wide product and two with the state.
+        k, v = self.head_k_dim, self.head_v_dim
+        per_token = 2 * 64 * (k + k + v) + 2 * 2 * k * (k + v)
+        return self.num_tokens * self.num_state_heads * per_token
+
+    def bytes_moved(self) -> int:
+        heads = self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+        gates = sum(DTYPE_BYTES[d] for d in (self.gate_dtype, self.beta_dtype) if d is not None)
+        states = self.num_state_heads * self.head_k_dim * (self.head_k_dim + self.head_v_dim)
+        per_token = heads * DTYPE_BYTES[self.dtype] + gates * self.num_state_heads
+        return self.num_tokens * per_token + self.num_sequences * states * DTYPE_BYTES["float32"]
+
+
+class ChunkSummaryParams(NamedTuple):
+    """Arguments of a launch of the summaries' kernel, on packed tokens: L >= 1 tokens in N >= 1 sequences, HS state heads.
+
+    Every row of h and P is written.
+    """
+
+    k: Tensor  # [1, L, Hk, K], last dim contiguous; base and strides multiples of 16 bytes
+    v: Tensor  # [1, L, HV, V], as k
+    g: Tensor  # [1, L, HS], any strides: log decay, or with use_gate the raw gate; None: no decay
+    beta: Tensor  # [1, L, HS], any strides; None: beta is 1
+    A_log: Tensor  # [HS] float32 contiguous; None without use_gate
+    dt_bias: Tensor  # [HS] float32 contiguous; None without use_gate
+    cu_seqlens: Tensor  # [N + 1] contiguous
+    h: Tensor  # [N, HS, K, V] (or V first) float32, inner three dims contiguous, stride of N a multiple of 16 bytes
+    P: Tensor  # [N, HS, K, K], transposed with V first, as h
+
+
+@dataclass(frozen=True)
 class RecurrentProblem(DeltaRuleProblem, op="recurrent"):
     """`gdn.fused_recurrent_gated_delta_rule` on packed ragged tokens; launched with RecurrentParams.
 

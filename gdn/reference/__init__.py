@@ -5,6 +5,7 @@ from gdn.reference.attention import sparse_attention as sparse_attention
 from gdn.reference.conv import causal_conv1d_fn as causal_conv1d_fn
 from gdn.reference.conv import causal_conv1d_update as causal_conv1d_update
 from gdn.reference.delta_rule import chunk_gated_delta_rule as chunk_gated_delta_rule
+from gdn.reference.delta_rule import chunk_summary as chunk_summary
 from gdn.reference.delta_rule import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
 from gdn.reference.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from gdn.reference.indexer import compress_indexer_keys as compress_indexer_keys

@@ -94,6 +94,42 @@ def chunk_gated_delta_rule(
 
 
 @inference_only
+def chunk_summary(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`gdn.chunk_summary`: final states from zeros, and from the identity without values."""
+    tokens = _Tokens(
+        q, k, v, g, beta, None, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
+    )
+    sequences = _sequences(q, cu_seqlens)
+    found: list[Tensor] = []
+    for column_dim in (v.shape[-1], k.shape[-1]):
+        is_offset = not found
+        states = q.new_zeros(len(sequences), tokens.num_heads, k.shape[-1], column_dim, dtype=tokens.dtype)
+        if not is_offset:
+            states.diagonal(dim1=-2, dim2=-1).fill_(1)
+        for n, (b, start, end) in enumerate(sequences):
+            for first in range(start, end, CHUNK_SIZE):
+                q_rows, k_rows, v_rows, *gates = tokens.rows(b, first, min(first + CHUNK_SIZE, end))
+                values = v_rows if is_offset else torch.zeros_like(k_rows)
+                _, states[n] = _chunk(states[n], q_rows, k_rows, values, *gates)
+        found.append(states.mT.contiguous() if state_v_first else states)
+    return found[0], found[1]
+
+
+@inference_only
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -23,7 +23,7 @@ from gdn.runtime import compiled, devices, env, log, registry, select, source, t
 from gdn.runtime.select import Choice
 from gdn.runtime.tuned import Entry, Found
 
-__all__ = ["Asked", "Choice", "Prepared", "explain_problem", "explaining", "is_explaining", "ordering", "prepare"]
+__all__ = ["Asked", "Choice", "Prepared", "can_run", "explain_problem", "explaining", "is_explaining", "ordering", "prepare"]
 
 _MEMO_LIMIT = 4096
 _ANY_CUDA = torch.device("cuda")  # without an index: the current device
@@ -166,6 +166,12 @@ def explain_problem(
     ordered_by: the switch of a composed operator that `backend` comes from; None = the argument.
     """
     return select.choose(problem, spec, candidates(problem.op), env.current(), backend, device_name="none", ordered_by=ordered_by)
+
+
+def can_run(problem: Problem, device: torch.device, backend: str) -> bool:
+    """Whether a backend serves a problem on a device."""
+    spec, name = devices.describe(device)
+    return select.CandidateFilter(problem, spec, candidates(problem.op), name).accepts(backend)
 
 
 _memo: dict[tuple[Problem, torch.device, str | None, Any], Prepared] = {}

@@ -40,7 +40,6 @@ class Declaration:
     default: Any
     effect: str
     values: Mapping[str, str] = field(default_factory=dict)
-    awaits: str = ""  # the future reader of a switch that nothing reads yet
 
     @property
     def accepted(self) -> str:
@@ -62,12 +61,9 @@ class Declaration:
         raise ValueError(f"{self.name}: expected {self.accepted}, got {text!r}")
 
 
-def _switch(name: str, kind: str, default: Any, effect: str, values: Mapping[str, str] | None = None, *, awaits: str = "") -> Any:
-    declaration = Declaration(name, kind, default, effect, values or {}, awaits=awaits)
+def _switch(name: str, kind: str, default: Any, effect: str, values: Mapping[str, str] | None = None) -> Any:
+    declaration = Declaration(name, kind, default, effect, values or {})
     return field(default=default, metadata={"declaration": declaration})
-
-
-_CONTEXT_PARALLEL = "gdn.layers.SparseAttention with a process group"
 
 
 def _attention(phase: str) -> str:
@@ -98,13 +94,11 @@ class Switches:
     qsa_prefill_attn_backend: str = _switch("VLLM_QSA_PREFILL_ATTN_BACKEND", "choice", "auto", _attention("prefill"), _ATTENTION)
     qsa_decode_attn_backend: str = _switch("VLLM_QSA_DECODE_ATTN_BACKEND", "choice", "auto", _attention("decode"), _ATTENTION)
     qsa_prefill_use_cp: bool = _switch(
-        "VLLM_QSA_PREFILL_USE_CP", "bool", False, "context parallel for QSA prefill, where a process group is given",
-        awaits=_CONTEXT_PARALLEL,
-    )  # fmt: skip
+        "VLLM_QSA_PREFILL_USE_CP", "bool", False, "context parallel for QSA prefill, where a process group is given"
+    )
     dsa_context_parallel_threshold: int = _switch(
-        "VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD", "int", 16384, "tokens: sequences longer than this go context parallel",
-        awaits=_CONTEXT_PARALLEL,
-    )  # fmt: skip
+        "VLLM_DSA_USE_CONTEXT_PARALLEL_THRESHOLD", "int", 16384, "tokens: sequences longer than this go context parallel"
+    )
     dsa_dense_prefill_threshold: int = _switch(
         "VLLM_DSA_USE_DENSE_PREFILL_THRESHOLD", "int", 2048,
         "tokens: in prefill, sequences (context + new) shorter than this and than the top-k attend densely",
@@ -160,10 +154,7 @@ DECLARATIONS: dict[str, Declaration] = {
 
 
 def no_effect(name: str) -> str | None:
-    """Reason why a switch has no effect yet, naming its future reader; None where it has an effect."""
-    awaits = DECLARATIONS[name].awaits
-    if awaits:
-        return f"no effect yet: {awaits}, which reads it, is not part of this version"
+    """Reason why a switch has no effect yet; None where it has an effect."""
     operators = [op for op in registry.OPERATORS.values() if any(one.switch == name for one in op.preferences)]
     if operators and not any(op.modules for op in operators):
         names = ", ".join(op.name for op in operators)
@@ -214,3 +205,8 @@ def reload() -> Switches:
             log.LOGGER.warning(f"{name} is set and has {reason}")
     _current = switches
     return switches
+
+
+def set_default(name: str, value: str) -> None:
+    """Sets a variable that another library reads, where the environment has none."""
+    os.environ.setdefault(name, value)

@@ -90,6 +90,7 @@ _OPERATORS = (
     Operator(
         "recurrent", _DELTA_RULE, ("fused_recurrent_gated_delta_rule",), _modules("recurrent", "cute", "tilelang"), (_BLADNN,)
     ),
+    Operator("chunk_summary", _DELTA_RULE, ("chunk_summary",), _modules("chunk.summaries", "cute")),
     Operator("gated_delta_rule", None, ("gated_delta_rule",), composed_of=("chunk", "recurrent")),
     Operator("gdn_decode", _DECODE, ("fused_gdn_decode",), _modules("gdn_decode", "cute")),
     Operator("gdn_prefill", _DECODE, ("fused_gdn_prefill",), _modules("gdn_prefill", "cute")),

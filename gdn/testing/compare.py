@@ -54,6 +54,12 @@ def token_error(actual: torch.Tensor, expected: torch.Tensor, offsets: Sequence[
     return worst
 
 
+def after_summary(h: torch.Tensor, P: torch.Tensor, state_v_first: bool, seed: int = 0) -> torch.Tensor:
+    """States [N, HS, ...] in float64 that summaries make of random ones, the same for a seed."""
+    start = 0.3 * torch.randn(h.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(h.device)
+    return (start @ P.double() if state_v_first else P.double() @ start) + h.double()
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bitwise equality, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:

@@ -13,7 +13,15 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
-from gdn.problems import ChunkParams, ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
+from gdn.problems import (
+    ChunkParams,
+    ChunkProblem,
+    ChunkSummaryParams,
+    ChunkSummaryProblem,
+    DeltaRuleProblem,
+    RecurrentParams,
+    RecurrentProblem,
+)
 
 Case = Literal[
     "random",
@@ -85,6 +93,29 @@ def chunk_inputs(problem: ChunkProblem, device: torch.device | str = "cpu", seed
     if problem.has_mask:
         arguments["has_initial_state"] = torch.arange(count, device=gen.device) % 3 != 1
     return arguments
+
+
+def summary_inputs(
+    problem: ChunkSummaryProblem, device: torch.device | str = "cpu", seed: int = 0, **options: Any
+) -> dict[str, Any]:
+    """Keyword arguments of gdn.chunk_summary, as `chunk_inputs`."""
+    heads = {
+        "num_q_heads": max(problem.num_k_heads, problem.num_state_heads if problem.num_v_heads == problem.num_k_heads else 0)
+    }
+    shared = {name: value for name, value in vars(problem).items() if name not in ("num_state_heads", "use_k_l2norm")}
+    flags = {"use_qk_l2norm": problem.use_k_l2norm, "has_initial_state": False, "has_final_state": False}
+    arguments = chunk_inputs(chunk_problem(**shared, **heads, **flags), device, seed, **options)
+    del arguments["output_final_state"]
+    return arguments
+
+
+def summary_tensors(problem: ChunkSummaryProblem, arguments: Mapping[str, Any]) -> ChunkSummaryParams:
+    """The Params of a launch, with NaN-filled results."""
+    k_dim, v_dim = problem.head_k_dim, problem.head_v_dim
+    shape = (arguments["cu_seqlens"].shape[0] - 1, problem.num_state_heads)
+    inner = (v_dim, k_dim) if problem.state_v_first else (k_dim, v_dim)
+    h, P = (torch.full((*shape, *dims), torch.nan, device=arguments["k"].device) for dims in (inner, (k_dim, k_dim)))
+    return params_of(ChunkSummaryParams, arguments, h=h, P=P)
 
 
 def recurrent_inputs(

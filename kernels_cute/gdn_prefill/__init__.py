@@ -5,8 +5,8 @@
     out = o / sqrt(mean(o * o) + eps) * norm_weight * silu(z)
 
 Forms: launches of the kernels of the three operators one after the other, on one workspace (parts.py); the same with the norm in
-the chunk kernel (normed.py); or side by side, each some chunks later than the one before (side_by_side.py). DESIGN.md says when which
-one runs. `GdnPrefillParams` has the contract of each tensor.
+the chunk kernel (normed.py); or side by side, each some chunks later than the one before (side_by_side.py). DESIGN.md says when
+which one runs. `GdnPrefillParams` has the contract of each tensor.
 """
 
 from dataclasses import dataclass, field, replace

@@ -54,6 +54,17 @@ def _chunk(tensors: tuple[Any, ...], problem: Any) -> None:
     )  # fmt: skip
 
 
+def _chunk_summary(tensors: tuple[Any, ...], problem: Any) -> None:
+    k, v, g, beta, a_log, dt_bias, cu_seqlens, h, P = tensors
+    q = k.new_zeros(*k.shape[:2], problem.num_k_heads, problem.head_k_dim)
+    found = reference.chunk_summary(
+        q, k, v, g, beta, True, cu_seqlens, state_v_first=True, use_gate_in_kernel=True, A_log=a_log, dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=True,
+    )  # fmt: skip
+    for out, part in zip((h, P), found, strict=True):
+        out.copy_(part)
+
+
 def _recurrent(tensors: tuple[Any, ...], problem: Any) -> None:
     (q, k, v, g, beta, a_log, dt_bias, state, slots, accepted, _, _, cu_seqlens, _, _, out, scale, null_slot) = tensors
     reference.fused_recurrent_gated_delta_rule(

@@ -10,6 +10,7 @@ from tests.gpu import (
     attention,
     cases,
     chunk,
+    test_chunk_summary,
     test_gdn_decode,
     test_gdn_prefill,
     test_indexer_steps,
@@ -154,6 +155,10 @@ CALLS = {
     "chunk, raw gates": Call(
         chunk.FUNCTION, "chunk", lambda device: chunk.arguments_of(_RAW_CHUNK, device, lengths=[65, 0, 130, 1]),
         ("initial_state",), ("A_log", "dt_bias"),
+    ),
+    "chunk summary": Call(
+        "chunk_summary", "chunk_summary",
+        lambda device: test_chunk_summary.make(test_chunk_summary.problem_of(), device), (), ("A_log", "dt_bias"),
     ),
     "recurrent": Call(
         test_recurrent.FUNCTION, "recurrent", lambda device: test_recurrent.arguments_of(cases.MAIN_SPECULATIVE, device),

@@ -19,6 +19,7 @@ from gdn.testing.inputs import chunk_problem, recurrent_problem
 from gdn.testing.oracle import oracle_of
 from tests.gpu import (
     cases,
+    test_chunk_summary,
     test_chunk_wide,
     test_gdn_decode,
     test_indexer_steps,
@@ -73,6 +74,10 @@ def chunk(backend: str, call: tuple[dict[str, Any], dict[str, Any]], **forced: A
         if forced:
             force_fields(patch, **forced)
         _judged(FUNCTION, arguments_of(chunk_problem(**fields), _cuda(), **inputs), backend)
+
+
+def chunk_summary(name: str) -> None:
+    test_chunk_summary.test_variants(name, _cuda())
 
 
 def recurrent(backend: str, *, rounded: bool = False, tree: bool = False) -> None:
@@ -161,6 +166,7 @@ _ATTENTION: dict[str, Call] = {
 # What one process runs: starting it under the tool takes longer than most calls.
 GROUPS: dict[str, dict[str, Call]] = {
     "chunk-cute": {name: partial(chunk, "cute", call) for name, call in (CHUNKS | {"padded": PADDED}).items()},
+    "chunk-cute-summary": {name: partial(chunk_summary, name) for name in test_chunk_summary.VARIANTS},
     "chunk-cute-wide": {form: _wide(form) for form in test_chunk_wide.FORMS} | {"many": _wide("both", CHUNKS["many"])},
     "chunk-cute-choice": {
         name: _wide("both", split_chunks=2, split_if_longest_exceeds=tokens)

@@ -51,7 +51,8 @@ def gdn_metadata(queries: list[int], contexts: list[int], drafted: list[bool], s
 class Server:
     """Sequences of one model. Every cache starts with stale contents; slots and blocks are shuffled.
 
-    is_packaged: the package's builders make the metadata, instead of the plain statement here.
+    is_packaged: the package's builders make the metadata, instead of the plain statement here. cp: rank and number of
+    context-parallel ranks, for these builders.
     """
 
     model: Any
@@ -62,6 +63,7 @@ class Server:
     block_size: int = 16
     seed: int = 0
     is_packaged: bool = False
+    cp: tuple[int, int] = (0, 1)
     lengths: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
@@ -128,11 +130,12 @@ class Server:
         lengths = [old + new for old, new in zip(contexts, queries, strict=True)]
         drafts = [new - 1 if is_spec else -1 for new, is_spec in zip(queries, drafted, strict=True)]
         accepted = [self.accepted[i] for i in active]
-        states = GDNMetadataBuilder("cpu", num_spec=self.num_spec).build(
+        ranks: dict[str, Any] = {"cp_rank": self.cp[0], "cp_size": self.cp[1]}
+        states = GDNMetadataBuilder("cpu", num_spec=self.num_spec, **ranks).build(
             queries, lengths, self.slots[active], num_draft_tokens=drafts, num_accepted_tokens=accepted
         )
         attention = AttentionMetadataBuilder(
-            "cpu", block_size=self.block_size, max_seq_len=self.longest, index_ratio=self.config.index_ratio
+            "cpu", block_size=self.block_size, max_seq_len=self.longest, index_ratio=self.config.index_ratio, **ranks
         ).build(queries, lengths, self.block_tables[active], self.ring_slots[active])
         return StepMetadata(states, attention)
 

@@ -46,6 +46,7 @@ def test_a_mixed_batch(ratio: int) -> None:
         "seq_lens_host": (18, 5, 7, 3),
         "query_lens_host": (2, 1, 0, 3),
         "index_ratio": ratio,
+        "dealt": None,
     }
     int64 = {"slot_mapping", "token_sequences", "group_slots"}
     for name, value in vars(metadata).items():

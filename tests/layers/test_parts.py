@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from gdn.layers import HybridConfig, HybridModel, RMSNorm, RotaryEmbedding, mlp
+from gdn.layers.loading import load
 from gdn.layers.mlp import MoE
-from gdn.layers.random_weights import fill_randomly
+from gdn.layers.random_weights import RandomTensors, fill_randomly
 from tests.layers import hf
 from tests.layers.serving import Server
 
@@ -102,6 +103,24 @@ def test_random_weights_keep_signals_and_states_near_one() -> None:
     assert 0.3 < float(logits.std()) < 3.0
     states = server.caches.gdn.ssm_states[0][server.slots[0]]
     assert 0.01 < float(states.abs().max()) < 10.0
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen4_exp"])
+def test_a_random_checkpoint(kind: str) -> None:
+    """The same tensors at every look-up, others with another seed or name, and the scales of `fill_randomly`."""
+    config = replace(config_of(kind), layer_scale=kind == "qwen3_5")
+    tensors = RandomTensors(config, seed=3)
+    assert all(torch.equal(tensors[name], tensors[name]) for name in tensors)
+    assert not any(torch.equal(one, RandomTensors(config, seed=4)[name]) for name, one in tensors.items())
+    first, third = (tensors[f"layers.{layer}.linear_attn.out_proj.weight"] for layer in (0, 2))
+    assert first.shape == third.shape and not torch.equal(first, third)
+    drawn, filled = (HybridModel(config, dtype=torch.float32) for _ in range(2))
+    load(drawn, tensors, config)
+    fill_randomly(filled, seed=3)
+    for (name, one), other in zip(drawn.named_parameters(), filled.parameters(), strict=True):
+        if one.numel() >= 64:
+            assert float(one.std()) == pytest.approx(float(other.std()), rel=0.4), name
+            assert float((one.mean() - other.mean()).abs()) < float(other.std()), name
 
 
 def test_layer_scale_is_a_factor_of_each_part() -> None:

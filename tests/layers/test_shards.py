@@ -1,8 +1,4 @@
-"""Tensor-parallel shards: the sum of the ranks' outputs is the unsharded layer's output, and a sharded model gives its logits."""
-
-import threading
-from collections.abc import Callable
-from typing import Any
+"""Tensor-parallel shards: the sum of the ranks' outputs is the unsharded layer's output."""
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from gdn.layers.mlp import MLP, MoE
 from gdn.layers.model import HybridModel
 from tests.layers import hf
 from tests.layers.paged import Batch
-from tests.layers.serving import Server, gdn_metadata
+from tests.layers.serving import gdn_metadata
 
 # Head counts that four ranks divide, but fewer key and value heads of attention than ranks.
 SIZES = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_attention_heads": 8, "intermediate_size": 32}
@@ -87,50 +83,6 @@ def test_mlp(kind: str, type_: type, size: int) -> None:
     hidden = torch.randn(9, config.hidden_size, generator=torch.Generator().manual_seed(2))
     assert isinstance(whole.layers[0].mlp, type_)
     assert_sum([shard.layers[0].mlp(hidden) for shard in shards], whole.layers[0].mlp(hidden))
-
-
-class Ranks:
-    """Threads in place of processes: `reduce(rank)` gives the sum of what every rank brings."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=60)
-        self._parts: list[Any] = [None] * size
-
-    def reduce(self, rank: int) -> Callable[[Tensor], Tensor]:
-        def reduce(part: Tensor) -> Tensor:
-            self._parts[rank] = part
-            self._barrier.wait()
-            total: Tensor = sum(self._parts)
-            self._barrier.wait()
-            return total
-
-        return reduce
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_model_of_four_ranks(kind: str) -> None:
-    whole, shards, config = ranks(kind, 4)
-    generator = torch.Generator().manual_seed(4)
-    prompts = [torch.randint(config.vocab_size, (length,), generator=generator).tolist() for length in (33, 5)]
-    steps = [prompts, *([[token], [token + 1]] for token in range(3))]
-    server = Server(whole, config, 2, 40)
-    wanted = [torch.cat(server.step(rows)) for rows in steps]
-    group, found = Ranks(4), [[] for _ in shards]
-
-    def serve(rank: int) -> None:
-        for layer in shards[rank].layers:
-            layer.reduce = group.reduce(rank)
-        own = Server(shards[rank], shards[rank].config, 2, 40)
-        found[rank].extend(torch.cat(own.step(rows)) for rows in steps)
-
-    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for logits in found:
-        assert len(logits) == len(steps)
-        assert max(hf.error(ours, theirs) for ours, theirs in zip(logits, wanted, strict=True)) <= hf.TOLERANCE
 
 
 @pytest.mark.parametrize(

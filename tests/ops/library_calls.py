@@ -56,6 +56,11 @@ def _pages(tokens: int) -> Arguments:
     }  # fmt: skip
 
 
+def _summary(tokens: int) -> Arguments:
+    given = chunk_inputs(chunk_problem(has_initial_state=False), lengths=[tokens, 2])
+    return {name: x for name, x in given.items() if name not in ("output_final_state", "scale")}
+
+
 def _rope(tokens: int) -> Arguments:
     return {"positions": torch.arange(tokens), "cos_sin": _random(64, 8), "k_norm": _random(16), "rotary_dim": 8}
 
@@ -95,6 +100,7 @@ def _split(tokens: int) -> Arguments:
 
 BY_TOKENS: dict[str, Callable[[int], Arguments]] = {
     "chunk_gated_delta_rule": lambda n: chunk_inputs(chunk_problem(index_dtype="int32"), lengths=[n, 2]),
+    "chunk_summary": _summary,
     "fused_recurrent_gated_delta_rule": lambda n: recurrent_inputs(recurrent_problem(index_dtype="int32"), lengths=[n, 2]),
     "gated_delta_rule": lambda n: chunk_inputs(chunk_problem(index_dtype="int32"), lengths=[n, 2]),
     "fused_gdn_decode": arguments_of,

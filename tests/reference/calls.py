@@ -30,6 +30,12 @@ def _chunk() -> Arguments:
     return chunk_inputs(problem, lengths=[70, 5])
 
 
+def _summary() -> Arguments:
+    given = chunk_inputs(chunk_problem(has_initial_state=False), lengths=[70, 5])
+    del given["output_final_state"]
+    return given
+
+
 def _recurrent() -> Arguments:
     return recurrent_inputs(recurrent_problem(index_dtype="int32", write_every_token=True, has_accepted=True), lengths=[3, 2])
 
@@ -118,6 +124,7 @@ def _attention() -> Arguments:
 
 CALLS: dict[str, Callable[[], Arguments]] = {
     "chunk_gated_delta_rule": _chunk,
+    "chunk_summary": _summary,
     "fused_recurrent_gated_delta_rule": _recurrent,
     "gated_delta_rule": _step,
     "causal_conv1d_fn": _conv,

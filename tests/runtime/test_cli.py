@@ -1,5 +1,6 @@
 """The command line: `gdn env`, `gdn explain`, `gdn doctor`."""
 
+import dataclasses
 import json
 import os
 import runpy
@@ -73,10 +74,12 @@ def test_env_prints_every_switch_with_value_and_source(monkeypatch: pytest.Monke
     assert "VLLM_GDN_DECODE_KERNEL" in text
 
 
-def test_env_says_what_has_no_effect():
+def test_env_says_what_has_no_effect(monkeypatch: pytest.MonkeyPatch):
+    name = "sparse_attention_prefill"
+    monkeypatch.setitem(registry.OPERATORS, name, dataclasses.replace(registry.OPERATORS[name], modules={}))
     text = flat(gdn("env").output)
     reasons = {name: env.no_effect(name) for name in env.DECLARATIONS}
-    assert reasons["VLLM_QSA_PREFILL_USE_CP"] is not None and reasons["GDN_BACKEND"] is None
+    assert reasons["VLLM_QSA_PREFILL_ATTN_BACKEND"] is not None and reasons["GDN_BACKEND"] is None
     assert text.count("no effect yet: ") == sum(reason is not None for reason in reasons.values())
     for reason in filter(None, reasons.values()):
         assert reason in text

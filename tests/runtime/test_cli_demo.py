@@ -21,7 +21,9 @@ from gdn.cli.demo_floors import floor_us
 from gdn.layers import HybridConfig, HybridModel, RMSNorm
 from gdn.layers.loading import to_transformers
 from gdn.layers.named import NAMED, first_layers
-from gdn.runtime import env, is_explaining
+from gdn.models import QWEN3_NEXT_80B
+from gdn.runtime import env, is_explaining, registry
+from gdn.testing.inputs import summary_inputs
 from gdn.testing.timing import Limits
 
 TINY = dataclasses.replace(first_layers(NAMED["tiny"], 2), layer_types=("linear_attention", "full_attention"))
@@ -79,7 +81,7 @@ def test_the_operators_of_each_phase(config: HybridConfig, groups: set[str]) -> 
     assert phases == {"prefill": PREFILL | groups | norms, "verify": DECODE | groups | norms, "decode": DECODE | groups | norms}
     assert all(row.backend == ("torch" if row.operator == "attention" else "reference") for row in found.rows)
     assert [speed.phase for speed in found.speeds] == [one.phase for one in found.deviations] == list(demo_run.PHASES)
-    assert set(demo_expected._EXPECTED) == set(OPERATORS)
+    assert set(demo_expected._EXPECTED) == {*OPERATORS, "chunk_summary"}  # that of context-parallel ranks
     verify, decode = found.speeds[1:]
     assert decode.tokens == 8 and 8 < verify.tokens < 24  # some drafts are accepted, and some are not
 
@@ -219,6 +221,20 @@ def test_a_wrong_element_of_any_result_is_found(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(Found) as found:
         demo_run.run(plan, None, stop)
     assert not found.value.args[0].passed
+
+
+@pytest.mark.parametrize("which", [None, 0, 1])
+def test_a_wrong_summary_is_found(which: int | None) -> None:
+    heads = {"num_k_heads": 2, "num_v_heads": 4, "num_state_heads": 4, "head_k_dim": 16, "head_v_dim": 16}
+    sizes = {"dtype": "float32", "num_tokens": 107, "num_sequences": 2}
+    example: Any = registry.operator("chunk_summary").example(QWEN3_NEXT_80B, fp8=False)
+    given = summary_inputs(dataclasses.replace(example, **heads, **sizes), lengths=(37, 70))
+    before = dict(given)
+    result = tuple(x.clone() for x in gdn.chunk_summary(**given))
+    if which is not None:
+        result[which][1, 1, 2, 3] += 1
+    error, limit = demo_calls.worst(demo_expected.pairs(demo_expected.Call("chunk_summary", before, given, result)))
+    assert (error <= limit) == (which is None)
 
 
 def test_a_wrong_fp8_key_is_found(switch: Callable[..., env.Switches], monkeypatch: pytest.MonkeyPatch) -> None:

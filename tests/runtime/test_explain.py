@@ -112,6 +112,7 @@ def attention() -> dict[str, Any]:
 
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "chunk_gated_delta_rule": lambda: {**delta_rule(), "state_indices": arange(2)},
+    "chunk_summary": lambda: {name: x for name, x in delta_rule().items() if name != "initial_state"},
     "fused_recurrent_gated_delta_rule": lambda: {**delta_rule(), "ssm_state_indices": arange(2)},
     "gated_delta_rule": lambda: {
         **delta_rule(), "state_indices": arange(2), "lengths_host": (2, T - 2), "has_initial_state": arange(2) > 0,

@@ -51,8 +51,8 @@ def place_of(at: Any, rank: Any) -> Place:
 
 
 def sums_address(storage: Any, place: Place, count: Any, is_own: bool) -> Any:
-    """Address of a lane's sum of chunk `count`, this block's or the other's: right of the diagonal of the tile of L, where nobody else
-    has anything (rows up to 31 have blocks in the left half alone)."""
+    """Address of a lane's sum of chunk `count`, this block's or the other's: right of the diagonal of the tile of L, where nobody
+    else has anything (rows up to 31 have blocks in the left half alone)."""
     row = count % SUM_BUFFERS * 4 + place.warp + (16 if is_own else 0)
     unit = 4 + place.unit % 4
     return operands.address(storage.lower.data_ptr().toint(), row, unit) + place.row % 4 * 4

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from gdn.device import H100
-from gdn.problems import ChunkProblem, Problem, RecurrentProblem
+from gdn.problems import ChunkProblem, ChunkSummaryProblem, Problem, RecurrentProblem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants import least
 from tests.compile.variants.base import Axes, Row, Variant, Variants, example
@@ -76,6 +76,9 @@ _RECURRENT_AXES: Axes = _DELTA_AXES | {
 }
 
 
+_SUMMARY_AXES: Axes = {name: axis for name, axis in _DELTA_AXES.items() if name != "state_dtype"}
+
+
 def _delta_fields(row: Row) -> dict[str, Any]:
     num_q_heads, num_k_heads, num_v_heads = row["heads"]
     gate_dtype, use_gate = row["gate"]
@@ -102,6 +105,20 @@ def _chunk_problem(row: Row) -> Problem | None:
         return None  # without a state, problems say float32
     problem: Problem = example("chunk", **fields)
     return problem
+
+
+def _summary_problem(row: Row) -> Problem | None:
+    fields = _delta_fields(row | {"state_dtype": "float32", "state": {}})
+    fields["use_k_l2norm"] = fields.pop("use_qk_l2norm")
+    fields["num_state_heads"] = max(fields.pop("num_q_heads"), fields["num_v_heads"])
+    del fields["state_dtype"]
+    problem: Problem = example("chunk_summary", **fields)
+    return problem
+
+
+def _summary_code(problem: ChunkSummaryProblem, backend: str, entries: Collection[str]) -> Expectation:
+    # 20 products of mma.sync on purpose: those of 16 x 16 blocks in the inverse.
+    return Expectation({"HGMMA": 4, "UTMALDG|UBLKCP": 2}, none_of=("QGMMA",), at_most={"HMMA": 20})
 
 
 def _recurrent_problem(row: Row) -> Problem | None:
@@ -188,4 +205,5 @@ def _form_cover(module: Any, axes: Axes, **form: int) -> list[Variant]:
 
 
 chunk = Variants(_CHUNK_AXES, _chunk_problem, _chunk_code, _CONFIG_AXES, _is_chunk_config, _chunk_config, _chunk_cost)
+chunk_summary = Variants(_SUMMARY_AXES, _summary_problem, _summary_code)
 recurrent = Variants(_RECURRENT_AXES, _recurrent_problem, _recurrent_code)

@@ -7,6 +7,7 @@ from tests.ops.spoiling.call import Call, Draw
 
 OPERATORS: dict[str, Callable[[Draw], Call]] = {
     "chunk_gated_delta_rule": calls_delta_rule.chunk,
+    "chunk_summary": calls_delta_rule.summary,
     "fused_recurrent_gated_delta_rule": calls_delta_rule.recurrent,
     "gated_delta_rule": calls_delta_rule.step,
     "fused_gdn_decode": calls_projections.decode,

@@ -24,7 +24,7 @@ def _tokens(draw: Draw, call: Call, batch: int, length: int) -> tuple[int, int, 
     call.give("k", rows(key_heads, k_dim, of=dtype), "B T H K")
     call.give("v", rows(value_heads, v_dim, of=dtype), "B T H V")
     call.arguments["use_qk_l2norm_in_kernel"] = True  # keeps the states small
-    if draw.maybe(0.3):
+    if call.operator != "chunk_summary" and draw.maybe(0.3):
         call.arguments["scale"] = draw.pick(0.5, 1, 0.25)
     gate = draw.pick("none", "log", "log", "raw", "raw")
     if gate == "log":
@@ -42,7 +42,7 @@ def _tokens(draw: Draw, call: Call, batch: int, length: int) -> tuple[int, int, 
         call.give("beta", beta if raw else beta.sigmoid(), "B T H")
         if raw:
             call.arguments["use_beta_sigmoid_in_kernel"] = True
-    if draw.maybe(0.4):
+    if call.operator != "chunk_summary" and draw.maybe(0.4):
         call.give("out", draw.rows(draw.floats(batch, length, heads, v_dim, dtype=dtype), lead=2), "B T H V")
     return heads, k_dim, v_dim
 
@@ -99,6 +99,15 @@ def chunk(draw: Draw) -> Call:
         _prefill_pool(draw, call, inner, count, has_checkpoints)
     if kind != "none" and draw.maybe(0.4):
         call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), "N+")
+    return call
+
+
+def summary(draw: Draw) -> Call:
+    call = Call("chunk_summary")
+    batch, length, _ = _shape(draw, call, draw.lengths(5))
+    _tokens(draw, call, batch, length)
+    if draw.maybe():
+        call.arguments["state_v_first"] = True
     return call
 
 

@@ -204,6 +204,10 @@ TABLE: dict[str, dict[str, Kind]] = {
         "head_first": FLAG | {"True": VALUE},
         "initial_state as a pool": but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
     },
+    "chunk_summary": {
+        **{names: _DELTA_RULE[names] for names in ("q, k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "backend", "*")},
+        "use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, state_v_first": FLAG,
+    },
     "fused_recurrent_gated_delta_rule": _DELTA_RULE | {
         "ssm_state_indices": SLOTS | _SHARED_SLOTS,
         "final_state_indices": SLOTS | _FINAL_SLOTS,

@@ -1,0 +1,164 @@
+"""`chunk_gated_delta_rule` over a process group: its arguments, and the states that it leaves."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gdn
+from gdn.distributed.composition import Part, compute
+from gdn.distributed.group import Ranks, without_modes
+from gdn.distributed.slots import Slots
+from gdn.ops import _delta_rule
+from gdn.ops._call import operator_of, reads_values
+from gdn.ops._check import bad_value
+
+# Arguments of every pass of the chunk operator that are this rank's as they are.
+_OF_A_PASS = (
+    "scale", "use_qk_l2norm_in_kernel", "state_v_first", "use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel",
+    "backend",
+)  # fmt: skip
+
+
+@without_modes
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    head_first: bool = False,
+    *,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    null_slot: int = -1,
+    out: Tensor | None = None,
+    backend: str | None = None,
+    group: Any,
+    final_rank: int | None = -1,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule over sequences whose tokens lie on the ranks of a process group, in rank order.
+
+    Every rank calls with the same number of sequences, each with its part of them: any number of tokens, also none. One exchange
+    carries 4 HS K (K + V) bytes of each sequence from every rank to every other. Nothing waits for the device, and the results
+    are the same bits from call to call.
+
+    Parameters
+    ----------
+    q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, head_first, state_v_first, use_gate_in_kernel, A_log, dt_bias, \
+use_beta_sigmoid_in_kernel, null_slot, out, backend
+        As for `gdn.chunk_gated_delta_rule`, for this rank's tokens.
+    cu_seqlens : Tensor [N + 1], optional
+        Offsets of this rank's tokens of each sequence; the same N on all ranks.
+    initial_state, has_initial_state : Tensor, Tensor, optional
+        As for `gdn.chunk_gated_delta_rule`. The first rank's alone are read; on the others a pool must still be given to be
+        written.
+    output_final_state : bool
+        Whether `final_rank` returns the states after the last tokens of the sequences.
+    state_indices, final_state_indices : Tensor [>= N], optional
+        Slots in this rank's pool. A sequence is padding on all ranks or on none, and they are given on all or on none.
+    checkpoint_offsets, checkpoint_slots : None
+        Not served: states inside of a sequence are not kept.
+    group : torch.distributed.ProcessGroup
+        Ranks that hold the sequences.
+    final_rank : int or None
+        Rank that gets the final states, or in whose pool they are stored: 0 to size - 1, or negative from the last. None = all.
+
+    Returns
+    -------
+    o : Tensor [B, T, HS, V]
+        Output of this rank's tokens.
+    final_state : Tensor or None
+        As for `gdn.chunk_gated_delta_rule` on `final_rank`; None on other ranks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Named after the argument, before any part is exchanged or anything written. Where values are checked (on the CPU, and with
+        ``GDN_VALIDATE=1``, on all ranks or on none) also where the ranks' calls do not fit together, and on all ranks where one
+        refuses its own. Elsewhere the others wait for such a rank.
+    RuntimeError
+        From torch.distributed, where another rank does not make the exchange within the group's time-out. With NCCL, for which
+        the host does not wait, torch's watchdog ends the process then.
+
+    Notes
+    -----
+    Every rank goes over its tokens twice, for the summaries before the exchange and for the outputs after it, so all finish
+    together with equal parts (`gdn.distributed.split_tokens`).
+
+    References
+    ----------
+    .. [1] S. Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", arXiv:2406.06484.
+
+    Examples
+    --------
+    >>> import torch, torch.distributed as dist, gdn.distributed  # in a process per rank, after init_process_group
+    >>> q, k, v = torch.randn(3, 1, 96, 4, 64).unbind()  # this rank's 96 tokens
+    >>> o, state = gdn.distributed.chunk_gated_delta_rule(q, k, v, output_final_state=True, group=dist.group.WORLD)
+    """
+    arguments = dict(locals())
+    del arguments["group"], arguments["final_rank"]
+    ranks = Ranks(group)
+    with ranks.refusing(q, k, v):
+        final = ranks.number("final_rank", final_rank)
+        part = _checked(arguments)
+    ranks.agree(q.device, _shared(part) | {"final_rank": -1 if final is None else final})
+    ranks.agree_on_padding("state_indices", part.slots.is_live)
+
+    o, last, has_tokens = compute(part, ranks, final, initial_state, out)
+    if last is None:
+        return o, None
+    if state_indices is None:
+        return o, last if output_final_state else None
+    assert initial_state is not None  # checked
+    part.slots.store(last, initial_state, has_tokens, final_state_indices)
+    return o, initial_state if output_final_state else None
+
+
+def _checked(arguments: dict[str, Any]) -> Part:
+    """This rank's part, after every check that the operators called on it would make. Nothing has been sent or written."""
+    operator = operator_of(gdn.chunk_gated_delta_rule)
+    given = operator.check_types(arguments)
+    if given["head_first"]:
+        bad_value("head_first", "False (tokens before heads: [B, T, H, D])", True)
+    for name in ("checkpoint_offsets", "checkpoint_slots"):
+        if given[name] is not None:
+            bad_value(name, "None with a process group", "a tensor")
+    names = ("q", "k", "v", "g", "beta", "cu_seqlens", "use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel")
+    tokens = _delta_rule.Tokens(*(given[name] for name in names))
+    sizes = _delta_rule.check_tokens(tokens, given["null_slot"], given["out"])
+    states = _delta_rule.States(**{name: given[name] for name in _delta_rule.States._fields})
+    _delta_rule.check_states(states, sizes, tokens.q)
+    if reads_values(tokens.q.device):
+        _delta_rule.check_state_values(states, tokens.cu_seqlens, sizes, tokens.q.device)
+    operator.check_places(arguments, given)
+    slots = Slots(states.state_indices, states.has_initial_state, states.null_slot, sizes.num_sequences, tokens.q.device)
+    part = Part(sizes, tokens, slots, {name: given[name] for name in _OF_A_PASS})
+    part.prepare()
+    return part
+
+
+def _shared(part: Part) -> dict[str, int | float | torch.dtype]:
+    """Values that must be the same on all ranks: shapes of the exchange, and what the results depend on."""
+    sizes, given, options = part.sizes, part.given, part.options
+    scale = options["scale"]
+    return {
+        "sequences": sizes.num_sequences, "state heads": sizes.num_heads, "K": sizes.head_k_dim, "V": sizes.head_v_dim,
+        "q heads": sizes.num_q_heads, "k heads": sizes.num_k_heads, "v heads": sizes.num_v_heads, "dtype": given.q.dtype,
+        "presence of g": given.g is not None, "presence of beta": given.beta is not None,
+        "presence of dt_bias": given.dt_bias is not None, "scale": sizes.head_k_dim**-0.5 if scale is None else scale,
+        **{name: options[name] for name in _OF_A_PASS if name.startswith("use_")}, "state_v_first": part.v_first,
+    }  # fmt: skip

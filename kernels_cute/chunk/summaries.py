@@ -1,0 +1,100 @@
+"""Summaries of sequences under the gated delta rule: h and P of S' = P S + h. k [1, L, Hk, D], v [1, L, HV, D] -> [N, HS, D, D].
+
+The kernel: split/parts.py. `gdn.problems.ChunkSummaryParams` is the contract of a launch.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels_cute.common import build
+
+# isort: split
+import cutlass.cute as cute
+
+from gdn.device import DeviceSpec
+from gdn.problems import ChunkProblem, ChunkSummaryParams, ChunkSummaryProblem, unserved_dtypes
+from kernels_cute.chunk.barriers import summary_storage
+from kernels_cute.chunk.shape import STAGES
+from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.chunk.split.parts import PartSummaries
+from kernels_cute.common.memory import fake
+
+_ENTRY = "gdn_cute_chunk_summary"
+HEAD_DIMS = (64, 128)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Nothing to choose: a pair of blocks, at D = 64 a block, takes a sequence and head."""
+
+
+def refusal(problem: ChunkSummaryProblem) -> str | None:
+    dims = (problem.head_k_dim, problem.head_v_dim)
+    if dims[0] != dims[1] or dims[0] not in HEAD_DIMS:
+        return f"requires K = V of 64 or 128, got K={dims[0]}, V={dims[1]}"
+    for heads in (problem.num_k_heads, problem.num_v_heads):
+        if heads < 1 or problem.num_state_heads % heads:
+            return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"
+    return unserved_dtypes(_as_chunk(problem))
+
+
+def fits(problem: ChunkSummaryProblem, config: Config, device: DeviceSpec) -> bool:
+    return bool(summary_storage(PartSummaries(_spec(problem)).spec).size_in_bytes() <= device.shared_bytes_per_block)
+
+
+def default_config(problem: ChunkSummaryProblem, device: DeviceSpec) -> Config:
+    return Config()
+
+
+def configs(problem: ChunkSummaryProblem, device: DeviceSpec) -> list[Config]:
+    return [Config()]
+
+
+def workspace_bytes(problem: ChunkSummaryProblem, config: Config) -> int:
+    return 0
+
+
+def _as_chunk(problem: ChunkSummaryProblem) -> ChunkProblem:
+    """The problem as the chunk kernel's: as many query heads as state heads, no pool, no state to read or write."""
+    shared = {name: getattr(problem, name) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "dtype")}
+    shared |= {name: getattr(problem, name) for name in ("gate_dtype", "beta_dtype", "cu_seqlens_dtype", "state_v_first")}
+    none = {"has_initial_state": False, "has_final_state": False, "has_final_indices": False, "has_mask": False}
+    return ChunkProblem(
+        num_q_heads=problem.num_state_heads, **shared, state_dtype="float32", index_dtype=None,
+        use_qk_l2norm=problem.use_k_l2norm, use_gate=problem.use_gate, use_beta_sigmoid=problem.use_beta_sigmoid, **none,
+        has_checkpoints=False, **problem.sizes(),
+    )  # fmt: skip
+
+
+def _spec(problem: ChunkSummaryProblem) -> ChunkSpec:
+    return ChunkSpec(_as_chunk(problem), STAGES, 0, is_persistent=False, has_both_variants=False, is_split=False)
+
+
+def _fakes(problem: ChunkSummaryProblem) -> ChunkSummaryParams:
+    heads, dim, num_tokens, sequences = problem.num_state_heads, problem.head_k_dim, cute.sym_int(), cute.sym_int64()
+
+    def tokens(count: int) -> Any:
+        return fake(problem.dtype, 1, num_tokens, count, dim, last=1, align=16)
+
+    def matrices() -> Any:
+        return fake("float32", sequences, heads, dim, dim, last=1)
+
+    constants = "float32" if problem.use_gate else None
+    return ChunkSummaryParams(
+        k=tokens(problem.num_k_heads),
+        v=tokens(problem.num_v_heads),
+        g=fake(problem.gate_dtype, 1, num_tokens, heads),
+        beta=fake(problem.beta_dtype, 1, num_tokens, heads),
+        A_log=fake(constants, heads, last=1),
+        dt_bias=fake(constants, heads, last=1),
+        cu_seqlens=fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
+        h=matrices(),
+        P=matrices(),
+    )
+
+
+def compile(problem: ChunkSummaryProblem, config: Config) -> dict[str, bytes]:
+    return build.one_entry(_ENTRY, PartSummaries(_spec(problem)).launch, _fakes(problem))
+
+
+launch = build.launch

@@ -1,0 +1,61 @@
+"""One rank under torchrun: logits of a prefill and of captured decode steps of four layers of the 80B model, into a folder.
+
+python -m torch.distributed.run --nproc-per-node RANKS -m tests.gpu.rank_decode RANKS FOLDER
+"""
+
+import random
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gdn.cli.demo_calls import on_reference
+from gdn.cli.demo_engine import Engine
+from gdn.cli.demo_ranks import joined, own_device
+from gdn.cli.demo_reference import in_float32
+from gdn.cli.demo_run import Plan, make_model
+from gdn.layers.named import NAMED, first_layers
+
+LENGTHS, STEPS = (37, 700, 64, 2100), 16
+
+
+def run(engine: Engine, prompts: list[list[int]], forced: list[list[int]]) -> Tensor:
+    """Logits [sequences * (1 + steps), vocab] after the prompts and after every given token, sequence by sequence."""
+    found: list[Tensor] = []
+    engine.on_logits = lambda streams, rows, logits: found.append(logits.float().cpu())
+    engine.prefill(prompts)
+    for stream, tokens in zip(engine.streams, forced, strict=True):
+        stream.tokens[-1] = tokens[0]
+    engine.decode(STEPS, forced=[[*tokens[1:], 0] for tokens in forced])
+    engine.finish()
+    return torch.stack(found, 1).flatten(0, 1)
+
+
+def main() -> None:
+    size, folder = int(sys.argv[1]), Path(sys.argv[2])
+    device = own_device(torch.device("cuda"))
+    plan = Plan("80b", first_layers(NAMED["qwen3-next-80b"], 4), LENGTHS, STEPS, 3, device, size)
+    draw = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(plan.config.vocab_size) for _ in range(count)]
+
+    prompts, forced = [tokens(length) for length in LENGTHS], [tokens(STEPS) for _ in LENGTHS]
+    with joined(size, device) as group:
+        assert group is not None
+        engine = Engine(make_model(plan, group), plan.sizes, use_graphs=True)
+        logits = run(engine, prompts, forced)
+        repeats = torch.equal(logits, run(engine, prompts, forced))
+        torch.save({"logits": logits, "repeats": repeats}, folder / f"{group.rank()}.pt")
+        engine.drop_graphs()
+        if size == 1:
+            with on_reference():
+                wide = Engine(in_float32(engine.model), plan.sizes, use_graphs=False)
+                sequences = [prompt + given for prompt, given in zip(prompts, forced, strict=True)]
+                exact = wide.score(sequences, [length - 1 for length in LENGTHS])
+            torch.save(torch.cat(exact).cpu(), folder / "exact.pt")
+
+
+if __name__ == "__main__":
+    main()
