@@ -33,6 +33,7 @@ _COLUMNS = 160
 
 app = typer.Typer(cls=PlainErrors, help="Find the fastest kernel configurations, and measure the operators.")
 app.command("context")(context.command)
+app.command("ranks")(ranks.command)
 # Files and pipes have no width; rich would take 80 columns and cut the tables there.
 console = Console(width=None if sys.stdout.isatty() else _COLUMNS)
 
@@ -460,29 +461,6 @@ def _captured_table(rows: list[Any]) -> Table:
         for part in row.parts:
             made.add_row(f"  {part.name}, {part.backend}", "", "", "", f"{part.floor_us:.2f}", f"{part.alone_us:.2f}")
     return made
-
-
-@app.command("ranks")
-def time_ranks(json_file: JsonFile = None) -> None:
-    """Time a captured decode step of four layers of Qwen3-Next-80B over 1, 2 and 4 tensor-parallel GPUs of this machine.
-
-    Exit code 1 where a row misses its limit.
-    """
-    _spec()
-    count, found = torch.cuda.device_count(), dict[int, dict[int, float]]()
-    made = table("GPUs", "batch", "step, us", "times one GPU", "must")
-    for size in (size for size in ranks.SIZES if size <= count):
-        found[size] = ranks.measure(size, ranks.Job())
-        told = [ranks.as_dict(row) for row in ranks.rows(found)]
-        _keep(json_file, {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "rows": told})
-    for row in ranks.rows(found):
-        must = "-" if row.must is None else f"{row.must:.2f}"
-        color = "green" if row.passed else "red"
-        made.add_row(str(row.ranks), str(row.batch), f"{row.step_us:.1f}", f"[{color}]{row.faster:.2f}[/]", must)
-    console.print(made)
-    if count < max(ranks.SIZES):
-        console.print(f"{torch.cuda.get_device_name()}: {count} here, larger groups are not timed")
-    raise typer.Exit(0 if all(row.passed for row in ranks.rows(found)) else 1)
 
 
 @app.command()

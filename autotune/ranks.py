@@ -11,15 +11,18 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+import typer
+from rich.console import Console
 from torch.multiprocessing.spawn import start_processes
 
 from autotune.stacks import BLOCK_SIZE, decode_step, fill
 from gdn.cli.demo_graphs import FixedStep
 from gdn.cli.demo_ranks import join
+from gdn.cli.plain import table
 from gdn.layers import HybridCaches, HybridConfig, HybridModel
 from gdn.layers.loading import load
 from gdn.layers.named import NAMED, first_layers
@@ -84,6 +87,30 @@ def rows(found: dict[int, dict[int, float]]) -> list[Row]:
 def as_dict(row: Row) -> dict[str, Any]:
     """A row as JSON shows it."""
     return {**asdict(row), "passed": row.passed}
+
+
+def command(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+) -> None:
+    """Time a captured decode step of four layers of Qwen3-Next-80B over 1, 2 and 4 tensor-parallel GPUs of this machine.
+
+    Exit code 1 where a row misses its limit.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("This needs Hopper (SM90) GPUs, and torch sees none.")
+    count, console = torch.cuda.device_count(), Console()
+    told = rows({size: measure(size, Job()) for size in SIZES if size <= count})
+    made = table("GPUs", "batch", "step, us", "times one GPU", "must")
+    for row in told:
+        must, color = "-" if row.must is None else f"{row.must:.2f}", "green" if row.passed else "red"
+        made.add_row(str(row.ranks), str(row.batch), f"{row.step_us:.1f}", f"[{color}]{row.faster:.2f}[/]", must)
+    console.print(made)
+    if count < max(SIZES):
+        console.print(f"{torch.cuda.get_device_name()}: {count} here, larger groups are not timed")
+    if json_file is not None:
+        shared = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)}
+        json_file.write_text(json.dumps(shared | {"rows": [as_dict(row) for row in told]}))
+    raise typer.Exit(0 if all(row.passed for row in told) else 1)
 
 
 def _rank(rank: int, ranks: int, job: Job, folder: str) -> None:
