@@ -35,7 +35,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, last_us: float, status: in
         asked.append(size)
         return times[size]
 
-    monkeypatch.setattr(cli, "_spec", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ranks, "measure", measure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
