@@ -171,7 +171,7 @@ def _interleaved_us(name: str, candidates: Sequence[Sequence[Call]]) -> list[flo
 
 @torch.inference_mode()
 def on_host(stack: Stack, loops: int = HOST_LOOPS, calls: int = HOST_CALLS, warm_s: float = HOST_WARM_S) -> OnHost:
-    """Times `GatedDeltaNet.forward` itself of a stack's first layer on the host, projections included."""
+    """Times `forward` of a stack's first Gated DeltaNet layer on the host: with its projections, without `nn.Module.__call__`."""
     layer, states, is_cuda = stack.layers[0].linear_attn, stack.caches.gdn, stack.hidden_states.device.type == "cuda"
     arguments = (stack.hidden_states, stack.step.gdn, states.conv_states[0], states.ssm_states[0])
     medians: list[float] = []

@@ -117,18 +117,16 @@ def test_padded_batches_keep_their_addresses() -> None:
     assert second.slot_mapping.tolist() == [7 * 16, -1, -1, -1]
 
 
+ONE_BLOCK = "1 blocks, none of them negative or beyond int32"
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too long": ({"seq_lens": [81, 2]}, r"seq_lens: expected at most 80 tokens \(max_seq_len\), got 81"),
-    "few blocks": ({"block_tables": [[0], []]}, r"block_tables\[1\]: expected 1 blocks, none of them negative .*, got \[-1\]"),
+    "few blocks": ({"block_tables": [[0], []]}, rf"block_tables\[1\]: expected {ONE_BLOCK}, got \[-1\]"),
     "few rows": ({"block_tables": [[0]]}, "block_tables: expected 2 rows, got shape"),
     "few columns": ({"seq_lens": [5, 17]}, r"block_tables\[1\]: expected at least 2 blocks, got 1 blocks"),
-    "negative block": ({"block_tables": [[0], [-1]]}, r"block_tables\[1\]: expected 1 blocks, none of them neg"),
+    "negative block": ({"block_tables": [[0], [-1]]}, rf"block_tables\[1\]: expected {ONE_BLOCK}, got \[-1\]"),
     "slots": ({"sequence_slots": [0]}, "sequence_slots: expected 2 rows"),
     "a slot that is 0 in 32 bits": ({"sequence_slots": [0, 2**40]}, "sequence_slots: expected numbers that fit int32, got 109"),
-    "a block beyond 32 bits": (
-        {"block_tables": [[0], [2**32]]},
-        r"block_tables\[1\]: expected 1 blocks.* int32, got \[429",
-    ),
+    "a block beyond 32 bits": ({"block_tables": [[0], [2**32]]}, rf"block_tables\[1\]: expected {ONE_BLOCK}, got \[{2**32}\]"),
     "padding": ({"pad_to": 7}, r"pad_to: expected 2 \(rows\) to 6"),
     "tokens per row": ({"pad_to": 2, "pad_query_len": 4}, r"pad_query_len: expected 1 \(longest row\) to 3"),
 }
