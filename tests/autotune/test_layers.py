@@ -149,7 +149,7 @@ def test_the_command_prints_every_part_and_fails_where_a_limit_is_missed(
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "some device")
     monkeypatch.setattr(timing, "measure_limits", lambda: LIMITS)
-    host = layers.OnHost(layers.HOST, 51.5, 48.25, "some CPU", 60.0, 40.0)
+    host = layers.OnHost(layers.HOST, 51.5, 48.25, 30.0, "some CPU")
     rows = {layers.HOST: host, "Gated DeltaNet": _captured(wall_us)}
     monkeypatch.setattr(layers, "measure", lambda name, *_: rows[name])
     path = tmp_path / "layers.json"
@@ -157,7 +157,7 @@ def test_the_command_prints_every_part_and_fails_where_a_limit_is_missed(
     assert done.exit_code == exit_code, done.output
     line = next(one.split() for one in done.output.splitlines() if "some layer" in one)
     assert line == ["some", "layer", f"{wall_us}", "30.0", f"{wall_us - 30:.1f}", "30.0", "45.0", "floors", ratio, "1.70", "1.50"]
-    assert "topk, cute" in done.output and "51.5 us, least 48.2 (at most 60, aim 40) on some CPU" in done.output
+    assert "topk, cute" in done.output and "51.5 us, least 48.2 (at most 60, aim 40); the projections alone 30.0; on some CPU" in done.output
     found = json.loads(path.read_text())
     assert [row["passed"] for row in found["rows"]] == [not exit_code, True]
     assert found["rows"][0]["parts"][1] == {"name": "glu", "backend": "torch", "floor_us": 10.0, "alone_us": 15.0}
@@ -178,6 +178,12 @@ def test_the_command_refuses(options: list[str], told: str) -> None:
     assert told in " ".join(done.output.split())
 
 
+def test_limits_on_the_host_grow_with_the_time_of_the_projections_alone() -> None:
+    fast, slow = (layers.OnHost(layers.HOST, 100.0, 90.0, projections_us, "some CPU") for projections_us in (20.0, 90.0))
+    assert (fast.must, fast.aim) == (60.0, 40.0)
+    assert (slow.must, slow.aim) == (120.0, 80.0)
+
+
 def test_the_command_writes_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All rows, next to the tables of the operators; a row beyond its limit is written too."""
     monkeypatch.setattr(cli, "_spec", lambda: H100)
@@ -185,7 +191,7 @@ def test_the_command_writes_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "some device")
     monkeypatch.setattr(timing, "measure_limits", lambda: LIMITS)
     rows: dict[str, Any] = {form.name: dataclasses.replace(_captured(84.0), name=form.name) for form in layers.FORMS}
-    rows[layers.HOST] = layers.OnHost(layers.HOST, 51.5, 48.25, "some CPU", 60.0, 40.0)
+    rows[layers.HOST] = layers.OnHost(layers.HOST, 51.5, 48.25, 30.0, "some CPU")
     monkeypatch.setattr(layers, "measure", lambda name, *_: rows[name])
     path = tmp_path / "h100" / "MEASURED.md"
     path.parent.mkdir()
@@ -202,5 +208,5 @@ def test_the_command_writes_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert len(table) == 1 + len(layers.FORMS) and all(line.count("|") == columns for line in table)
     assert table[1] == "| Gated DeltaNet | 84.0 | 30.0 | 54.0 | 30.0 | 45.0 | floors | 1.80 | 1.70 | 1.50 |"
     assert "- attention, FP8 indexer: topk (CuTe) 20.0 30.0, glu (torch) 10.0 15.0" in lines
-    assert any(line.startswith(layers.HOST) and "51.5 us, least 48.2 (at most 60, aim 40) on some CPU" in line for line in lines)
+    assert any(line.startswith(layers.HOST) and "51.5 us, least 48.2 (at most 60, aim 40); the projections alone 30.0; on some CPU" in line for line in lines)
     assert report.read(path) == {}, "a table of no operator is read as one"
