@@ -152,11 +152,16 @@ def deviations(trace: Trace, engine: Engine) -> list[Deviation]:
         at = [slice(one.first - starts[n], one.first - starts[n] + len(one.logits)) for n, one in zip(places, step, strict=True)]
         parts = [(one.logits, same[n][part], exact[n][part]) for n, one, part in zip(places, step, at, strict=True)]
         rows.setdefault(step[0].phase, []).append(_rows(*map(torch.cat, zip(*parts, strict=True))))
-    # One limit for all phases: where a rounding selects another expert or position, an error is many times the others, and a
-    # phase of a few positions has such a one or has none.
-    pooled = Spread.of(torch.cat([step.same_dtype for steps in rows.values() for step in steps]))
-    limit = Spread(max(_LEAST, RATIO * pooled.largest), max(_LEAST, RATIO * pooled.median))
-    return [_deviation(phase, steps, limit) for phase, steps in rows.items()]
+    # The reference's errors in all phases count: where a rounding selects another expert or position, an error is many times the
+    # others, and a phase of a few positions has such a one or has none. So do those in the phase itself, whose positions may be
+    # harder than the others.
+    errors = {phase: torch.cat([step.same_dtype for step in steps]) for phase, steps in rows.items()}
+    pooled, own = Spread.of(torch.cat(list(errors.values()))), {phase: Spread.of(one) for phase, one in errors.items()}
+    limits = {
+        phase: Spread(max(_LEAST, RATIO * pooled.largest), max(_LEAST, RATIO * pooled.median, RATIO * one.median))
+        for phase, one in own.items()
+    }
+    return [_deviation(phase, steps, limits[phase]) for phase, steps in rows.items()]
 
 
 class _Rows(NamedTuple):

@@ -158,15 +158,17 @@ def run_block(spec, params, copies, segment, terms=None):
             number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
     elif warp < 12:
         set_registers(spec, shape.SCORE_REGISTERS)
-        norm = None
+        norm, done = None, Int32(0)
         if cutlass.const_expr(terms is not None):
             norm = (terms, place_of(lane_of(warp % 4), rank))
         while going:
             item = take_work_tile(storage, number, only)
-            score_warpgroup(spec, storage, params.scale, own_chunks(spec, base, rank), item.live_length, warp % 4, norm)
+            score_warpgroup(spec, storage, params.scale, own_chunks(spec, base, rank), item.live_length, warp % 4, norm, done)
             number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
-        if cutlass.const_expr(terms is not None):
-            norm_rest(spec, storage, norm[0], norm[1], rank, base)
+            if cutlass.const_expr(terms is not None):
+                if (item.live_length == 0) | (not going):
+                    norm_rest(spec, storage, norm[0], norm[1], rank, base, done)
+                    done = base
     else:
         set_registers(spec, shape.COPY_REGISTERS)
         copier = warp % 4

@@ -4,9 +4,9 @@
     o, S = the chunk form of the gated delta rule on q, k, v, a, b    (kernels_cute.chunk), S of a slot
     out = o / sqrt(mean(o * o) + eps) * norm_weight * silu(z)
 
-Forms: launches of the kernels of the three operators one after the other, on one workspace (parts.py); the same with the norm in
-the chunk kernel (normed.py); or side by side, each some chunks later than the one before (side_by_side.py). DESIGN.md says when
-which one runs. `GdnPrefillParams` has the contract of each tensor.
+Forms: launches of the kernels of the three operators one after the other, on one workspace (parts.py); the convolution, then the
+chunk kernel with the norm in it (normed.py); or side by side, each some chunks later than the one before (side_by_side.py).
+DESIGN.md says when which one runs. `GdnPrefillParams` has the contract of each tensor.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from kernels_cute import chunk
 from kernels_cute.chunk.kernel import Config as ChunkConfig
 from kernels_cute.common import build
 from kernels_cute.conv1d import prefill as conv
-from kernels_cute.gdn_prefill import groups, normed, parts, plan, side_by_side, staged, steps
+from kernels_cute.gdn_prefill import normed, parts, plan, side_by_side, steps
 from kernels_cute.gdn_steps import rms_norm_gated as norm
 
 # As the chunk kernel, which takes half of the time: for other sizes another of its designs may be faster.
@@ -30,7 +30,6 @@ TUNED_WITHIN = chunk.TUNED_WITHIN
 
 _CONV, _NORM = "gdn_cute_prefill_conv", "gdn_cute_prefill_norm"  # entries; the others are the chunk kernel's
 _SIDE_BY_SIDE = "gdn_cute_prefill"  # the only entry of that form
-_GROUPS = "gdn_cute_prefill_groups"  # the only entry of that form
 _NORMED = "gdn_cute_prefill_normed"  # the only entry of that form
 _LARGEST = 128  # head dim: above it the chunk operator has tiles of another kind
 
@@ -42,14 +41,9 @@ class Config(ChunkConfig):
     # Blocks of the convolution, an SM each, next to the chunk kernel with two SMs a head; 0: one kernel after the other.
     num_conv_blocks: int = field(default=0, metadata={"compiled": bool})
 
-    # Sequences that go through all three kernels before the next ones do; 0: each kernel serves the whole call.
-    num_group_sequences: int = field(default=0, metadata={"compiled": bool})
-
-    # 1: the chunk kernel norms its outputs, with two SMs a head (normed.py).
+    # 1: the chunk kernel norms its outputs, with two SMs a head, after a convolution whose rows go through shared memory.
     norm_in_chunk: int = field(default=0, metadata={"compiled": bool})
 
-    # 1: the convolution's rows go through shared memory (staged.py); groups have no other.
-    conv_staged: int = 0
     conv_threads: int = 128
     conv_rows: int = 32
     conv_batch: int = 4
@@ -87,36 +81,26 @@ def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool
         return plan.side_by_side_fits(problem, config, device)
     if not conv.fits(parts.conv_problem(problem), config.conv, device):
         return False
-    if config.conv_staged and not plan.tiles_fit(problem, config, device):
-        return False
-    if config.num_group_sequences:
-        return plan.groups_fit(problem, config)
     if config.norm_in_chunk:
-        return plan.normed_fits(problem, config)
+        return plan.normed_fits(problem, config, device)
     return norm.fits(parts.norm_problem(problem), config.norm, device) and chunk.fits(
         parts.chunk_problem(problem), config, device
     )
 
 
 def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
-    """Side by side where that is faster by the model, else the default of each kernel."""
+    """Side by side where that is faster by the model; with the norm in the chunk kernel where work tiles take turns on all SMs;
+    else the default of each kernel."""
     apart = _with_steps(problem, chunk.default_config(parts.chunk_problem(problem), device), device)
-    beside = plan.side_by_side(problem, device)
-    return apart if beside is None else replace(apart, **beside)
+    changes = plan.side_by_side(problem, device) or plan.normed(problem, device)
+    return apart if changes is None else replace(apart, **changes)
 
 
 def configs(problem: GdnPrefillProblem, device: DeviceSpec) -> list[Config]:
-    """The chunk kernel's, with the default of the other two, and those of the kernels side by side and in groups."""
+    """The chunk kernel's, with the default of the other two, and those of the other forms."""
     apart = [_with_steps(problem, config, device) for config in chunk.configs(parts.chunk_problem(problem), device)]
-    own = plan.staged_tiles(conv.default_config(parts.conv_problem(problem), device))
-    staged_and_normed = (own | one for one in plan.all_normed(problem, device))
-    others = (
-        own,
-        *plan.all_normed(problem, device),
-        *staged_and_normed,
-        *plan.all_side_by_side(problem, device),
-        *plan.all_groups(problem, device),
-    )
+    normed_changes = plan.normed(problem, device)
+    others = (*(() if normed_changes is None else (normed_changes,)), *plan.all_side_by_side(problem, device))
     return [config for config in (*apart, *(replace(apart[0], **changes) for changes in others)) if fits(problem, config, device)]
 
 
@@ -131,26 +115,20 @@ def workspace_bytes(problem: GdnPrefillProblem, config: Config) -> int:
     if config.num_conv_blocks:
         words = side_by_side.words(problem.num_tokens, problem.num_sequences, problem.num_v_heads)
         return int(side_by_side.words_bytes(words)) + parts.rows_bytes(problem)
-    if config.num_group_sequences or config.norm_in_chunk:
+    if config.norm_in_chunk:
         return parts.rows_bytes(problem)
     return parts.rows_bytes(problem) + chunk.workspace_bytes(parts.chunk_problem(problem), config)
 
 
 def compile(problem: GdnPrefillProblem, config: Config) -> dict[str, bytes]:
     if config.num_conv_blocks:
-        is_persistent, is_staged = config.num_persistent_clusters > 0, config.conv_staged > 0
-        forms = (is_persistent, is_staged, config.norm_in_chunk > 0)
-        host = side_by_side.SideBySide(problem, config.conv, *forms).launch
+        host = side_by_side.SideBySide(problem, config.conv, config.num_persistent_clusters > 0).launch
         scalars = (cutlass.Int32(2), cutlass.Int32(1))
         return {_SIDE_BY_SIDE: build.library(_SIDE_BY_SIDE, host, *side_by_side.fakes(problem), *scalars)}
-    if config.num_group_sequences:
-        host = groups.Groups(problem, config.conv).launch
-        return {_GROUPS: build.library(_GROUPS, host, *side_by_side.fakes(problem), cutlass.Int32(2))}
     if config.norm_in_chunk:
-        host = normed.Normed(problem, config.conv, config.num_persistent_clusters > 0, config.conv_staged > 0).launch
+        host = normed.Normed(problem, config.conv, config.num_persistent_clusters > 0).launch
         return {_NORMED: build.library(_NORMED, host, *side_by_side.fakes(problem), cutlass.Int32(2))}
-    conv_kernel: Any = (staged.StagedTiles if config.conv_staged else steps.PrefillConv)(problem, config.conv)
-    norm_kernel = steps.PrefillNorm(problem, config.norm)
+    conv_kernel, norm_kernel = steps.PrefillConv(problem, config.conv), steps.PrefillNorm(problem, config.norm)
     return {
         **build.one_entry(_CONV, conv_kernel, steps.conv_fakes(problem)),
         **chunk.compile(parts.chunk_problem(problem), config),
@@ -162,9 +140,6 @@ def launch(compiled: Any, params: GdnPrefillParams) -> None:
     problem, functions, config = compiled.problem, compiled.functions, compiled.config
     if config.num_conv_blocks:
         functions[_SIDE_BY_SIDE](*params, config.num_conv_blocks, config.num_persistent_clusters or plan.ALL_CLUSTERS)
-        return
-    if config.num_group_sequences:
-        functions[_GROUPS](*params, config.num_group_sequences)
         return
     if config.norm_in_chunk:
         functions[_NORMED](*params, config.num_persistent_clusters or plan.ALL_CLUSTERS)

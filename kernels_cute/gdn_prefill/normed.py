@@ -1,4 +1,4 @@
-"""A prefill step in two launches: the convolution, and the chunk kernel with the gated norm in it (chunk/roles/norm.py).
+"""A prefill step in two launches: the staged convolution, and the chunk kernel with the gated norm in it (chunk/roles/norm.py).
 
 The chunk kernel is a programmatic dependent of the convolution: its blocks take SMs as that leaves them, and their loading warps
 wait for its end before the first row is asked for. So what follows in the stream, which waits for the chunk kernel, waits for
@@ -20,12 +20,11 @@ from kernels_cute.chunk.shape import NORM_QUERY_STAGES, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.staged import StagedTiles
-from kernels_cute.gdn_prefill.steps import PrefillConv
 from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
 
 
 class NormedChunk:
-    """Two SMs a head, and the step's result instead of the outputs; after the convolution, or side by side with it."""
+    """Two SMs a head, and the step's result instead of the outputs."""
 
     def __init__(self, spec: ChunkSpec) -> None:
         self.spec = spec
@@ -33,11 +32,6 @@ class NormedChunk:
     @cute.kernel
     def kernel(self, params: ChunkParams, copies: TokenCopies, terms: NormTerms):
         fused.run_block(self.spec, params, copies, None, terms)
-        if cutlass.const_expr(self.spec.row_makers > 0):
-            # Side by side: what follows in the stream waits for this launch alone, which has not waited for the rows' yet.
-            block, _, _ = cute.arch.block_idx()
-            if block == 0:
-                cute.arch.griddepcontrol_wait()
 
 
 def normed_spec(problem: GdnPrefillProblem, is_persistent: bool) -> ChunkSpec:
@@ -48,9 +42,9 @@ def normed_spec(problem: GdnPrefillProblem, is_persistent: bool) -> ChunkSpec:
 
 
 class Normed:
-    def __init__(self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool, is_staged: bool) -> None:
+    def __init__(self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool) -> None:
         self.problem = problem
-        self.conv: Any = (StagedTiles if is_staged else PrefillConv)(problem, conv_config)
+        self.conv = StagedTiles(problem, conv_config)
         self.spec = normed_spec(problem, is_persistent)
         self.chunk = NormedChunk(self.spec)
 

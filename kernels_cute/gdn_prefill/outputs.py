@@ -19,7 +19,7 @@ from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.common.memory import load, pointer, sigmoid, store
 from kernels_cute.conv1d.tiles import find_sequence
 
-VECTOR = 8  # elements of an access
+_VECTOR = 8  # elements of an access
 _THREADS = 256
 
 
@@ -41,7 +41,7 @@ class OutputNorm:
     def __init__(self, problem: GdnPrefillProblem, blocks_of_chunk: int) -> None:
         self.heads, self.dim, self.sigmoid = problem.num_v_heads, problem.head_v_dim, problem.gate_sigmoid
         self.blocks_of_chunk = blocks_of_chunk
-        self.lanes = self.dim // VECTOR  # threads of a row
+        self.lanes = self.dim // _VECTOR  # threads of a row
         self.groups = _THREADS // self.lanes
         self.rows = CHUNK // self.groups  # of a thread
         # Blocks of an SM that registers must allow: float32 rows of z take twice as many.
@@ -78,60 +78,48 @@ class OutputNorm:
     @cute.jit
     def normalise(self, params: NormParams, done: Int64, token: Int32, valid: Int32, head: Int32):
         thread, _, _ = cute.arch.thread_idx()
-        column, group = thread % self.lanes * VECTOR, thread // self.lanes
-        elements = self.rows * VECTOR
+        column, group = thread % self.lanes * _VECTOR, thread // self.lanes
+        elements = self.rows * _VECTOR
         rX = cute.make_rmem_tensor(elements, params.out.element_type)
         rZ = cute.make_rmem_tensor(elements, params.z.element_type)
-        rWeight = cute.make_rmem_tensor(VECTOR, Float32)
-        rOut = cute.make_rmem_tensor(VECTOR, Float32)
+        rWeight = cute.make_rmem_tensor(_VECTOR, Float32)
+        rOut = cute.make_rmem_tensor(_VECTOR, Float32)
         for u in cutlass.range_constexpr(self.rows):
             # After the last row that one again: no load has a condition.
             row = token + cutlass.min(group + u * self.groups, valid - 1)
-            self.load_row(params.z, row, head, column, rZ, u * VECTOR)
-        align = cutlass.const_expr(min(16, VECTOR * params.weight.element_type.width // 8))
-        load(pointer(params.weight, Int64(column), align), VECTOR, rWeight, 0, False)
-        self.await_outputs(done, thread)
+            self.load_row(params.z, row, head, column, rZ, u * _VECTOR)
+        align = cutlass.const_expr(min(16, _VECTOR * params.weight.element_type.width // 8))
+        load(pointer(params.weight, Int64(column), align), _VECTOR, rWeight, 0, False)
+        if thread == 0:
+            signals.await_count(done, self.blocks_of_chunk)
+        cute.arch.sync_threads()
         for u in cutlass.range_constexpr(self.rows):
             row = token + cutlass.min(group + u * self.groups, valid - 1)
-            self.load_row(params.out, row, head, column, rX, u * VECTOR)
+            self.load_row(params.out, row, head, column, rX, u * _VECTOR)
         # Before any row is written: the last one may be read by several.
         cute.arch.sync_threads()
         for u in cutlass.range_constexpr(self.rows):
             squares = Float32(0.0)
-            for i in cutlass.range_constexpr(VECTOR):
-                value = rX[u * VECTOR + i].to(Float32)
+            for i in cutlass.range_constexpr(_VECTOR):
+                value = rX[u * _VECTOR + i].to(Float32)
                 squares += value * value
             for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
                 squares += cute.arch.shuffle_sync_bfly(squares, offset=1 << step)
             factor = cute.math.rsqrt(squares * (1.0 / self.dim) + params.eps)
-            for i in cutlass.range_constexpr(VECTOR):
-                gate = rZ[u * VECTOR + i].to(Float32)
-                weighted = rX[u * VECTOR + i].to(Float32) * factor * rWeight[i] * sigmoid(gate)
+            for i in cutlass.range_constexpr(_VECTOR):
+                gate = rZ[u * _VECTOR + i].to(Float32)
+                weighted = rX[u * _VECTOR + i].to(Float32) * factor * rWeight[i] * sigmoid(gate)
                 if cutlass.const_expr(not self.sigmoid):
                     weighted = weighted * gate
                 rOut[i] = weighted
             if group + u * self.groups < valid:
                 place = self.place_of(params.out, token + group + u * self.groups, head, column)
-                self.store_part(rOut, pointer(params.out, place, 2 * VECTOR))
-
-    @cute.jit
-    def await_outputs(self, done: Int64, thread: Int32):
-        if thread == 0:
-            signals.await_count(done, self.blocks_of_chunk)
-        cute.arch.sync_threads()
+                store(rOut, 0, _VECTOR, pointer(params.out, place, 2 * _VECTOR))
 
     def place_of(self, x: Any, row: Any, head: Any, column: Any) -> Any:
         return Int64(row) * x.stride[0] + head_offset(x, head) + column
 
     @cute.jit
     def load_row(self, x: cute.Tensor, row: Int32, head: Int32, column: Int32, rX: cute.Tensor, start: cutlass.Constexpr):
-        align = cutlass.const_expr(min(16, VECTOR * x.element_type.width // 8))
-        self.load_part(pointer(x, self.place_of(x, row, head, column), align), rX, start)
-
-    @cute.jit
-    def load_part(self, source: cute.Pointer, rX: cute.Tensor, start: cutlass.Constexpr):
-        load(source, VECTOR, rX, start, True)
-
-    @cute.jit
-    def store_part(self, rOut: cute.Tensor, target: cute.Pointer):
-        store(rOut, 0, VECTOR, target)
+        align = cutlass.const_expr(min(16, _VECTOR * x.element_type.width // 8))
+        load(pointer(x, self.place_of(x, row, head, column), align), _VECTOR, rX, start, True)

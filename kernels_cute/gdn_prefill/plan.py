@@ -1,27 +1,25 @@
-"""Whether the three kernels of a prefill step run side by side, and on how many SMs: a model of its time from sizes alone."""
+"""Which form of a prefill step runs, and on how many SMs the convolution: a model of its time from sizes alone."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.problems import DTYPE_BYTES, GdnPrefillProblem
+from gdn.problems import GdnPrefillProblem
 from kernels_cute.chunk.plan import Model
 from kernels_cute.chunk.scheduler import max_scheduled_clusters
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.conv1d.convolution import THREADS, threads_fit
-from kernels_cute.conv1d.prefill import Config as ConvConfig
 from kernels_cute.gdn_prefill import parts
-from kernels_cute.gdn_prefill.rows import CLUSTER, block_threads, stage_bytes
+from kernels_cute.gdn_prefill.rows import CLUSTER, block_threads
 from kernels_cute.gdn_prefill.staged import PART_BYTES
 
 ALL_CLUSTERS = 2**31 - 1
-_GROUP_BYTES = 40 << 20  # rows of a group of sequences at most: the L2 cache has 50 MB
 _DIM = 128
 _SMS = 132
 # SMs of the convolution, of _SMS: enough to stay ahead of the chunk kernel, few enough that its rows are still in the L2 cache.
 _CONV_SMS = (46, 28, 34, 40, 52, 64)  # the first is the default
 _CONV_ROWS = (16, 32, 8)
-_STAGED_ROWS, _STAGED_THREADS = (16, 8), 64
+_STAGED_ROWS, _STAGED_THREADS = 16, 64  # of the staged convolution: ten blocks share an SM
 # Microseconds, fitted to measured calls (LAB-NOTES.md): a chunk side by side; start, first rows, last outputs.
 _CHUNK, _ENDS = 1.78, 16.0
 _WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel, where a cluster takes several
@@ -33,17 +31,15 @@ def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpe
     p, c = problem, config
     if not _serves(p):
         return False
-    if c.stages != STAGES or c.prefetch or c.split_chunks or c.split_if_longest_exceeds or c.num_four_sm_clusters:
+    if c.norm_in_chunk or any((c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters)):
         return False
     if c.num_conv_blocks < CLUSTER or c.num_conv_blocks % CLUSTER or c.num_conv_blocks > device.num_sms - 2:
         return False
     if not 0 <= c.num_persistent_clusters <= min(max_scheduled_clusters(True), (device.num_sms - c.num_conv_blocks) // 2):
         return False
+    if c.stages != STAGES:
+        return False
     tiles = block_threads(p) % c.conv_threads == 0 and c.conv_threads >= 64 and CHUNK % c.conv_rows == 0 and c.conv_rows >= 8
-    if c.norm_in_chunk and not _has_narrow_z(p):
-        return False
-    if c.conv_staged and stage_bytes(p, c.conv_rows) > device.shared_bytes_per_block:
-        return False
     return tiles and c.conv_batch in (2, 4) and threads_fit(parts.conv_problem(problem), c.conv_threads)
 
 
@@ -63,57 +59,28 @@ def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dic
     return list(_candidates(problem, device)) if _serves(problem) else []
 
 
-def staged_tiles(alone: ConvConfig) -> dict[str, int]:
-    """Fields for the staged convolution, from its tiles alone: as many tokens as let ten blocks share an SM."""
-    return {"conv_staged": 1, "conv_threads": min(alone.threads, _STAGED_THREADS), "conv_rows": min(alone.rows, _STAGED_ROWS[0])}
-
-
-def tiles_fit(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:
-    """Whether a block's tile has room in shared memory."""
-    return (problem.width - 1 + config.conv_rows) * config.conv_threads * PART_BYTES <= device.shared_bytes_per_block
-
-
-def normed_fits(problem: GdnPrefillProblem, config: Any) -> bool:
+def normed_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:
     """Whether a configuration with `norm_in_chunk` serves the problem: z goes through shared memory as V does."""
     c = config
     others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.max_l2_ring_groups)
-    is_served = _serves(problem) and _has_narrow_z(problem) and c.stages == STAGES
-    return is_served and not any(others) and 0 <= c.num_persistent_clusters <= max_scheduled_clusters(True)
+    if not _serves(problem) or not _has_narrow_z(problem) or c.stages != STAGES or any(others):
+        return False
+    tile_bytes = (problem.width - 1 + c.conv_rows) * c.conv_threads * PART_BYTES
+    tiles = tile_bytes <= device.shared_bytes_per_block and c.conv_rows % c.conv_batch == 0
+    return tiles and 0 <= c.num_persistent_clusters <= max_scheduled_clusters(True)
 
 
-def all_normed(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
-    """Those worth measuring."""
-    if not _serves(problem):
-        return []
+def normed(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | None:
+    """Fields of the configuration with the norm in the chunk kernel; None where the chunk kernel leaves SMs idle, which its other
+    forms use."""
+    clusters = Model(parts.chunk_problem(problem), device).clusters() if _serves(problem) and _has_narrow_z(problem) else 0
+    if not clusters:
+        return None
     none = dict.fromkeys(
         ("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters", "max_l2_ring_groups"), 0
     )
-    clusters = Model(parts.chunk_problem(problem), device).clusters()
-    return [none | {"norm_in_chunk": 1, "stages": STAGES, "num_persistent_clusters": clusters}]
-
-
-def groups_fit(problem: GdnPrefillProblem, config: Any) -> bool:
-    """Whether a configuration with `num_group_sequences` serves the problem."""
-    c = config
-    others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.num_persistent_clusters)
-    if c.norm_in_chunk:
-        return False
-    return _serves(problem) and c.num_group_sequences > 0 and c.conv_staged > 0 and c.stages == STAGES and not any(others)
-
-
-def all_groups(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict[str, int]]:
-    """Those worth measuring: as many sequences as take all SMs once, if the rows that they have stay in the L2 cache."""
-    sequences = max(problem.num_sequences, 1)
-    count = device.num_sms // 2 // problem.num_v_heads
-    row_bytes = problem.dim * DTYPE_BYTES[problem.dtype]
-    if not _serves(problem) or not 0 < count < sequences or problem.num_tokens * count * row_bytes > _GROUP_BYTES * sequences:
-        return
-    names = ("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters", "num_persistent_clusters")
-    fixed: dict[str, int] = {"stages": STAGES, "num_group_sequences": count, "max_l2_ring_groups": 0}
-    fixed |= {"conv_threads": _STAGED_THREADS, "conv_staged": 1} | dict.fromkeys(names, 0)
-    batch = _batch(problem)
-    for rows in _STAGED_ROWS:
-        yield fixed | {"conv_rows": rows, "conv_batch": batch, "conv_min_threads_per_sm": 384}
+    tiles = {"conv_threads": _STAGED_THREADS, "conv_rows": _STAGED_ROWS, "conv_batch": _batch(problem)}
+    return none | tiles | {"norm_in_chunk": 1, "stages": STAGES, "num_persistent_clusters": clusters}
 
 
 def _serves(problem: GdnPrefillProblem) -> bool:
@@ -138,14 +105,12 @@ def _candidates(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict
     threads = max((one for one in THREADS if block % one == 0 and threads_fit(conv, one)), default=THREADS[0])
     fixed = {"stages": STAGES, "conv_threads": threads, "conv_batch": _batch(problem)}
     fixed |= dict.fromkeys(("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters"), 0)
-    staged = {"conv_staged": 1, "conv_threads": _STAGED_THREADS}
-    others = (*((rows, staged) for rows in _STAGED_ROWS), (_STAGED_ROWS[0], staged | {"norm_in_chunk": 1}))
-    for rows, more in (*((rows, {}) for rows in _CONV_ROWS), *others):
+    for rows in _CONV_ROWS:
         for share in _CONV_SMS:
             blocks = _conv_blocks(share, device)
             clusters = _clusters(problem, device, blocks)
             own = {"num_conv_blocks": blocks, "num_persistent_clusters": clusters, "conv_rows": rows, "max_l2_ring_groups": 0}
-            yield fixed | own | more
+            yield fixed | own
 
 
 def _clusters(problem: GdnPrefillProblem, device: DeviceSpec, conv_blocks: int) -> int:

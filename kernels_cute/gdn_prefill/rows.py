@@ -12,10 +12,9 @@ from cutlass import Int32, Int64
 from gdn.problems import Conv1dParams, GdnPrefillProblem
 from kernels_cute.chunk import signals
 from kernels_cute.chunk.shape import CHUNK
-from kernels_cute.conv1d.convolution import CHANNELS
 from kernels_cute.conv1d.prefill import Config
 from kernels_cute.conv1d.tiles import find_sequence
-from kernels_cute.gdn_prefill.staged import PART_BYTES, StagedConv, ask_for_tile, finish_tile, is_plain, span_of
+from kernels_cute.gdn_prefill.staged import is_plain
 from kernels_cute.gdn_prefill.steps import PrefillConv
 
 CLUSTER = 2  # blocks: with pairs the SMs that are left are pairs, too, which the chunk kernel's clusters need
@@ -26,24 +25,7 @@ def block_threads(problem: GdnPrefillProblem) -> int:
     return 512 if is_plain(problem) else 384
 
 
-def stage_bytes(problem: GdnPrefillProblem, rows: int) -> int:
-    """Shared memory of a block."""
-    return (problem.width - 1 + rows) * block_threads(problem) * PART_BYTES
-
-
-def launch_options(threads: int, blocks: int, carveout: int) -> dict[str, object]:
-    return {
-        "grid": (blocks, 1, 1),
-        "block": (threads, 1, 1),
-        "cluster": (CLUSTER, 1, 1),
-        "min_blocks_per_mp": 1,
-        "preferred_smem_carveout": carveout,
-    }
-
-
 class RowMaker(PrefillConv, params=Conv1dParams):
-    """With rows in registers."""
-
     def __init__(self, problem: GdnPrefillProblem, config: Config) -> None:
         super().__init__(problem, config)
         self.block = block_threads(problem)
@@ -51,7 +33,13 @@ class RowMaker(PrefillConv, params=Conv1dParams):
         self.workers = self.block // self.threads
 
     def launch_options(self, blocks: int) -> dict[str, object]:
-        return launch_options(self.block, blocks, 0)
+        return {
+            "grid": (blocks, 1, 1),
+            "block": (self.block, 1, 1),
+            "cluster": (CLUSTER, 1, 1),
+            "min_blocks_per_mp": 1,
+            "preferred_smem_carveout": 0,
+        }
 
     @cute.kernel
     def kernel(self, params: Conv1dParams, rows_made: Int64):
@@ -82,54 +70,3 @@ class RowMaker(PrefillConv, params=Conv1dParams):
                 if (first >= 0) & (first < Int32(params.cu_seqlens[sequence + 1]) - begin):
                     number = signals.chunk_number(begin, sequence, first // CHUNK)
                     signals.count_release(signals.word_address(rows_made, number))
-
-
-class StagedRowMaker(StagedConv, params=Conv1dParams):
-    """With rows in shared memory."""
-
-    def __init__(self, problem: GdnPrefillProblem, config: Config) -> None:
-        super().__init__(problem, config)
-        self.block = block_threads(problem)
-        assert CHUNK % self.rows == 0 and self.block % self.threads == 0
-        self.workers = self.block // self.threads
-
-    def launch_options(self, blocks: int) -> dict[str, object]:
-        return launch_options(self.block, blocks, 100)
-
-    @cute.kernel
-    def kernel(self, params: Conv1dParams, rows_made: Int64):
-        # The words are cleared by the launch before; the chunk kernel may begin once all of these blocks have.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        thread, _, _ = cute.arch.thread_idx()
-        worker = cute.arch.make_warp_uniform(thread // self.threads)
-        place = self.stage(self.workers) + worker * self.stage_bytes + thread % self.threads * PART_BYTES
-        num_sequences = params.cu_seqlens.shape[0] - 1
-        units = (params.x.shape[0] // self.rows + num_sequences) * self.slices
-        number, valid = Int32(0), Int32(0)  # of the tile before: its chunk, and whether it has rows
-        for unit in cutlass.range(block * self.workers + worker, units, blocks * self.workers, unroll=1):
-            tile = unit // self.slices
-            channel = (unit % self.slices * self.threads + thread % self.threads) * CHANNELS
-            sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
-            span = span_of(self, params, tile, sequence)
-            ask_for_tile(self, params, span, channel, place)
-            # Its stores are in memory by now, and what was asked for is on its way meanwhile.
-            _announce(self.threads, rows_made, number, valid, worker)
-            finish_tile(self, params, tile, sequence, span, channel, place)
-            begin, first, stop = span
-            number, valid = signals.chunk_number(begin, sequence, (first - begin) // CHUNK), stop - first
-        _announce(self.threads, rows_made, number, valid, worker)
-
-
-@cute.jit
-def _announce(threads: cutlass.Constexpr, rows_made: Int64, number: Int32, valid: Int32, worker: Int32):
-    """Counts a tile of a worker in its chunk's word, once all of the worker's threads have written it."""
-    if valid > 0:
-        # The chunk kernel's copies of these rows are of the other proxy.
-        cute.arch.fence_proxy("async.global")
-        cute.arch.barrier(barrier_id=1 + worker, number_of_threads=threads)
-        thread, _, _ = cute.arch.thread_idx()
-        if thread % threads == 0:
-            signals.count_release(signals.word_address(rows_made, number))

@@ -22,16 +22,14 @@ from cutlass import Int32, Int64
 
 from gdn.problems import GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.chunk import fused
-from kernels_cute.chunk.arguments import token_copies, z_copy
-from kernels_cute.chunk.roles.norm import NormTerms
+from kernels_cute.chunk.arguments import token_copies
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 from kernels_cute.common.memory import fake
 from kernels_cute.gdn_prefill import parts
-from kernels_cute.gdn_prefill.normed import NormedChunk, normed_spec
 from kernels_cute.gdn_prefill.outputs import NormParams, OutputNorm
-from kernels_cute.gdn_prefill.rows import RowMaker, StagedRowMaker
+from kernels_cute.gdn_prefill.rows import RowMaker
 from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
 
 _CLEAR_THREADS = 256
@@ -48,15 +46,12 @@ def words_bytes(num_words: Any) -> Any:
 
 
 class SideBySide:
-    def __init__(
-        self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool, is_staged: bool, has_norm: bool
-    ) -> None:
+    def __init__(self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool) -> None:
         self.problem = problem
-        self.rows: Any = (StagedRowMaker if is_staged else RowMaker)(problem, conv_config)
+        self.rows = RowMaker(problem, conv_config)
         plain = ChunkSpec(parts.chunk_problem(problem), STAGES, 0, is_persistent, False, False)
-        own = normed_spec(problem, is_persistent).changed(follows_rows=False) if has_norm else plain
-        self.spec = own.changed(row_tile=self.rows.rows, row_makers=self.rows.slices)
-        self.chunk: Any = (NormedChunk if has_norm else fused.FusedChunk)(self.spec)
+        self.spec = plain.changed(row_tile=self.rows.rows, row_makers=self.rows.slices)
+        self.chunk = fused.FusedChunk(self.spec)
         self.norm = OutputNorm(problem, self.spec.slices)
 
     @cute.jit
@@ -81,17 +76,12 @@ class SideBySide:
         copies = token_copies(self.spec, chunk)._replace(rows_made=rows_made, outputs_done=outputs_done)
         clusters = cutlass.min(sequences * self.spec.units, max_clusters)
         options = {"grid": (self.spec.sharers * clusters, 1, 1), **fused.launch_shape(self.spec)}
+        self.chunk.kernel(chunk, copies, Int32(0)).launch(stream=stream, use_pdl=True, **options)
         z = norm_z(problem, params, tokens)
-        if cutlass.const_expr(self.spec.has_norm):
-            z_atom, z_tiles = z_copy(self.spec, z, problem.interleaved)
-            copies, terms = copies._replace(z_atom=z_atom, z=z_tiles), NormTerms(params.norm_weight, params.eps)
-            self.chunk.kernel(chunk, copies, terms).launch(stream=stream, use_pdl=True, **options)
-        else:
-            self.chunk.kernel(chunk, copies, Int32(0)).launch(stream=stream, use_pdl=True, **options)
-            norm = NormParams(
-                z, params.norm_weight, params.state_indices, params.cu_seqlens, params.out, params.eps, params.null_slot
-            )
-            self.norm.kernel(norm, outputs_done).launch(stream=stream, use_pdl=True, **self.norm.launch_options(norm))
+        norm = NormParams(
+            z, params.norm_weight, params.state_indices, params.cu_seqlens, params.out, params.eps, params.null_slot
+        )
+        self.norm.kernel(norm, outputs_done).launch(stream=stream, use_pdl=True, **self.norm.launch_options(norm))
 
     @cute.kernel
     def clear(self, first: Int64, num_bytes: Int32):

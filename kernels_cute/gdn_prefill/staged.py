@@ -4,8 +4,6 @@ With rows in registers a thread has at most a batch of them in flight, and memor
 channels and waits for its own copies: there is no barrier. Sums and their order are those of the convolution alone.
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -15,10 +13,10 @@ from kernels_cute.common import ptx
 from kernels_cute.conv1d.convolution import CHANNELS, Registers
 from kernels_cute.conv1d.prefill import Config
 from kernels_cute.conv1d.tiles import find_sequence
-from kernels_cute.gdn_prefill.policies import EVICT_FIRST
 from kernels_cute.gdn_prefill.steps import PrefillConv
 
 PART_BYTES = 16  # of a thread's part of a row
+_EVICT_FIRST = 0x12F0000000000000  # policy of the L2 cache: gone first when room is needed
 # (target, source, bytes, L2 policy): 16 bytes to shared memory, zeros after the first `bytes`; in the thread's group of copies.
 _copy_part = ptx.instruction("cp.async.cg.shared.global.L2::cache_hint [{$r0}], [{$r1}], 16, {$r2}, {$r3};")
 
@@ -31,24 +29,6 @@ def is_plain(problem: GdnPrefillProblem) -> bool:
 def resident_threads(problem: GdnPrefillProblem) -> int:
     """Threads of an SM that registers must allow, in small blocks: as many as there are without spills."""
     return 640 if is_plain(problem) else 384
-
-
-class StagedConv(PrefillConv, params=Conv1dParams):
-    """16-bit rows, tiles of whole batches."""
-
-    x_policy = EVICT_FIRST
-
-    def __init__(self, problem: GdnPrefillProblem, config: Config) -> None:
-        super().__init__(problem, config)
-        assert self.rows % self.batch == 0
-        self.batches = self.rows // self.batch
-        self.pitch = self.threads * PART_BYTES  # of a row in shared memory
-        self.stage_bytes = (self.history + self.rows) * self.pitch  # of a tile
-
-    def stage(self, tiles: int) -> Any:
-        """Address of shared memory for this many tiles."""
-        layout = cute.make_layout(tiles * self.stage_bytes // 4)
-        return cutlass.utils.SmemAllocator().allocate_tensor(Int32, layout, 128).iterator.toint()
 
 
 @cute.jit
@@ -145,7 +125,7 @@ def _ask_for_row(conv, gX: cute.Tensor, token: Int32, stop: Int32, channel: Int3
     size = Int32(PART_BYTES)
     if token >= stop:
         size = Int32(0)
-    _copy_part(place, gX.iterator.toint() + offset * (conv.dtype.width // 8), size, Int64(conv.x_policy))
+    _copy_part(place, gX.iterator.toint() + offset * (conv.dtype.width // 8), size, Int64(_EVICT_FIRST))
 
 
 @cute.jit
@@ -157,18 +137,23 @@ def _take_row(conv, place: Int32, rLine: cute.Tensor, row: cutlass.Constexpr):
         rLine[row * CHANNELS + 2 * i + 1] = high
 
 
-class StagedTiles(StagedConv, params=Conv1dParams):
-    """A tile a block, as the convolution alone."""
+class StagedTiles(PrefillConv, params=Conv1dParams):
+    """A tile a block, as the convolution alone. 16-bit rows, tiles of whole batches."""
 
     def __init__(self, problem: GdnPrefillProblem, config: Config) -> None:
         super().__init__(problem, config)
+        assert self.rows % self.batch == 0
+        self.batches = self.rows // self.batch
+        self.pitch = self.threads * PART_BYTES  # of a row in shared memory
         self.limits = {"min_blocks_per_mp": resident_threads(problem) // self.threads, "preferred_smem_carveout": 100}
 
     @cute.kernel
     def kernel(self, params: Conv1dParams):
         tile, channel, _ = self.assignment()
         thread, _, _ = cute.arch.thread_idx()
-        place = self.stage(1) + thread * PART_BYTES
+        layout = cute.make_layout((self.history + self.rows) * self.pitch // 4)
+        stage = cutlass.utils.SmemAllocator().allocate_tensor(Int32, layout, 128).iterator.toint()
+        place = stage + thread * PART_BYTES
         num_sequences = params.cu_seqlens.shape[0] - 1
         sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
         span = span_of(self, params, tile, sequence)

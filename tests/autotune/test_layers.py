@@ -133,7 +133,10 @@ def test_time_on_the_host() -> None:
     with host_cost.without_device():
         found = layers.on_host(stack, loops=3, calls=20)
     assert 0 < found.least_us <= found.median_us and found.cpu
-    assert layers.as_dict(found)["passed"] == (found.median_us <= 60)
+    assert layers.as_dict(found)["passed"] == (found.median_us <= found.must)
+
+
+_HOST_WORDS = "51.5 us, least 48.2 (at most 60, aim 40); the projections alone 30.0; on some CPU"
 
 
 def _captured(wall_us: float) -> layers.Captured:
@@ -157,7 +160,7 @@ def test_the_command_prints_every_part_and_fails_where_a_limit_is_missed(
     assert done.exit_code == exit_code, done.output
     line = next(one.split() for one in done.output.splitlines() if "some layer" in one)
     assert line == ["some", "layer", f"{wall_us}", "30.0", f"{wall_us - 30:.1f}", "30.0", "45.0", "floors", ratio, "1.70", "1.50"]
-    assert "topk, cute" in done.output and "51.5 us, least 48.2 (at most 60, aim 40); the projections alone 30.0; on some CPU" in done.output
+    assert "topk, cute" in done.output and _HOST_WORDS in done.output
     found = json.loads(path.read_text())
     assert [row["passed"] for row in found["rows"]] == [not exit_code, True]
     assert found["rows"][0]["parts"][1] == {"name": "glu", "backend": "torch", "floor_us": 10.0, "alone_us": 15.0}
@@ -208,5 +211,5 @@ def test_the_command_writes_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert len(table) == 1 + len(layers.FORMS) and all(line.count("|") == columns for line in table)
     assert table[1] == "| Gated DeltaNet | 84.0 | 30.0 | 54.0 | 30.0 | 45.0 | floors | 1.80 | 1.70 | 1.50 |"
     assert "- attention, FP8 indexer: topk (CuTe) 20.0 30.0, glu (torch) 10.0 15.0" in lines
-    assert any(line.startswith(layers.HOST) and "51.5 us, least 48.2 (at most 60, aim 40); the projections alone 30.0; on some CPU" in line for line in lines)
+    assert any(line.startswith(layers.HOST) and _HOST_WORDS in line for line in lines)
     assert report.read(path) == {}, "a table of no operator is read as one"

@@ -77,26 +77,20 @@ def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
-        ("beside", "flat"), ("beside", "interleaved"), ("groups", "flat"), ("normed", "flat"),
+        ("beside", "flat"), ("beside", "interleaved"), ("normed", "flat"),
         *(pytest.param(form, layout, marks=pytest.mark.cover) for form, layout in (
-            ("beside", "flat, checkpoints"), ("groups", "interleaved"), ("groups", "flat, checkpoints"),
-            ("beside, normed", "flat"), ("beside, normed", "interleaved"), ("normed", "interleaved"),
-            ("normed", "flat, checkpoints"),
+            ("beside", "flat, checkpoints"), ("normed", "interleaved"), ("normed", "flat, checkpoints"),
             *(("apart", layout) for layout in LAYOUTS),
         )),
     ],
 )  # fmt: skip
 def test_every_entry_takes_its_arguments(form: str, layout: str, tmp_path: Path) -> None:
     problem = example("gdn_prefill", **SMALL | LAYOUTS[layout])
-    config = next(one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == ("beside" in form))
+    config = next(one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == (form == "beside"))
     config = dataclasses.replace(config, split_if_longest_exceeds=0, split_chunks=0)
-    if form == "groups":  # of a sequence each
-        tiles = {"conv_staged": 1, "conv_rows": 16, "conv_threads": 64}
-        config = dataclasses.replace(config, num_group_sequences=1, stages=4, prefetch=0, num_four_sm_clusters=0, **tiles)
-    if form == "beside, normed":
-        config = dataclasses.replace(config, norm_in_chunk=1)
     if form == "normed":
-        config = dataclasses.replace(config, norm_in_chunk=1, stages=4, prefetch=0, num_four_sm_clusters=0, max_l2_ring_groups=0)
+        tiles = {"conv_rows": 16, "conv_threads": 64, "norm_in_chunk": 1, "stages": 4}
+        config = dataclasses.replace(config, **tiles, prefetch=0, num_four_sm_clusters=0, max_l2_ring_groups=0)
     entries = reached(problem, config, tmp_path)
     assert entries[0].startswith("gdn_cute_prefill") and len(entries) == (3 if form == "apart" else 1)
 
@@ -127,7 +121,7 @@ def test_side_by_side_where_the_chunk_kernel_leaves_sms_idle(tokens: int) -> Non
         ((16, 32), 8192, 1, {"head_k_dim": 96, "head_v_dim": 96}),
     ],
 )
-def test_apart_elsewhere(heads: tuple[int, int], tokens: int, sequences: int, changes: dict[str, Any]) -> None:
+def test_not_side_by_side_elsewhere(heads: tuple[int, int], tokens: int, sequences: int, changes: dict[str, Any]) -> None:
     assert chosen(heads, tokens, sequences, **changes).num_conv_blocks == 0
 
 
@@ -161,10 +155,3 @@ def test_words_of_a_call_fit_into_its_workspace() -> None:
     config = module.default_config(problem, H100)
     words = side_by_side.words_bytes(side_by_side.words(8192, 1, 32))
     assert words % 256 == 0 and module.workspace_bytes(problem, config) == words + parts.rows_bytes(problem)
-
-
-def test_groups_are_for_batches_whose_rows_stay_in_the_cache() -> None:
-    for tokens, sequences, wanted in ((8192, 8, {2}), (65536, 32, set()), (8192, 1, set()), (8192, 2, set()), (8192, 16, {2})):
-        problem = example("gdn_prefill", num_k_heads=16, num_v_heads=32, num_tokens=tokens, num_sequences=sequences)
-        found = {config.num_group_sequences for config in module.configs(problem, H100)} - {0}
-        assert found == wanted

@@ -2,14 +2,15 @@
 
 Inputs and pools lie inside larger tensors full of NaN, as in test_gdn_decode: what must not be read poisons the result, what must
 not be written is compared bit for bit. The kernels run one after the other ("apart"), or so with the norm in the chunk kernel
-("normed"), or for a few sequences each ("groups"), or side by side, where the parts of a call wait for each other:
-every case runs in all forms, and what hangs is a failure too.
+("normed"), or side by side, where the parts of a call wait for each other: every case runs in all forms, and what hangs is a
+failure too.
 """
 
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from itertools import pairwise as pairwise_of
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ Arguments = dict[str, Any]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NULL = 0
 POOLS = ("conv_states", "ssm_state")
+_FEW_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -136,12 +138,15 @@ def judge(case: Case, before: Arguments, arguments: Arguments) -> None:
     expected, rounded = reference.fused_gdn_prefill(**exact), reference.fused_gdn_prefill(**narrow)
     out, (_, heads), (_, v_dim), starts = arguments["out"], case.heads, case.dims, case.starts()
     assert bool((out[case.ignored()] == 0).all()), "padding is not zero"
-    for n, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
-        if n in case.dead() or start == end:
-            continue
-        parts = [x[start:end].cpu().unflatten(1, (heads, v_dim)) for x in (out, expected, rounded)]
+    live = {n: list(range(*span)) for n, span in enumerate(pairwise_of(starts)) if n not in case.dead() and span[0] < span[1]}
+    # Of a few values an error is chance: short sequences are judged together.
+    judged = [([n], rows) for n, rows in live.items() if len(rows) >= _FEW_ROWS]
+    short = [n for n, rows in live.items() if len(rows) < _FEW_ROWS]
+    judged += [(short, [row for n in short for row in live[n]])] if short else []
+    for sequences, rows in judged:
+        parts = [x[rows].cpu().unflatten(1, (heads, v_dim)) for x in (out, expected, rounded)]
         error, own = heads_error(parts[0], parts[1]), heads_error(parts[2].double(), parts[1])
-        assert bool((error <= 2 * own + 3e-3).all()), f"sequence {n}: {error.max():.1e}, torch's {own.max():.1e}"
+        assert bool((error <= 2 * own + 3e-3).all()), f"sequences {sequences}: {error.max():.1e}, torch's {own.max():.1e}"
     rest = copy_of(out)
     rest.fill_(torch.nan)
     assert bool(whole(rest).isnan().all()), "written outside of out"
@@ -174,12 +179,13 @@ def run(case: Case, device: torch.device, seed: int = 0) -> Arguments:
 
 Configure = Callable[..., None]
 FORMS = pytest.mark.parametrize("form", [
-    "apart", "apart, staged", "side by side", "side by side, few clusters", "side by side, staged", "groups", "normed",
-    "normed, few clusters, staged", "side by side, few clusters, staged, normed",
+    "apart", "side by side", "side by side, few clusters", "normed", "normed, few clusters",
 ])  # fmt: skip
 # One sequence after the other with two SMs a head, which is what the other forms have.
 PLAIN = {"stages": 4, "prefetch": 0, "num_four_sm_clusters": 0, "max_l2_ring_groups": 0, "split_chunks": 0,
          "split_if_longest_exceeds": 0, "num_persistent_clusters": 0}  # fmt: skip
+
+NORMED = PLAIN | {"norm_in_chunk": 1, "conv_rows": 16, "conv_threads": 64}
 
 
 @pytest.fixture
@@ -192,20 +198,12 @@ def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
         def prepare(problem: Any, device: torch.device, backend: str) -> runtime.Prepared:
             space = module.configs(problem, H100)
             side = [config for config in space if config.num_conv_blocks]
-            alone = [config for config in space if not config.num_conv_blocks and not config.num_group_sequences]
-            apart = [config for config in alone if not config.norm_in_chunk]
-            normed = [config for config in alone if config.norm_in_chunk]  # none where z is wider than the rows
-            found = side if "side by side" in form and side else apart  # other head dims have no form but apart
-            config = found[0]
-            if "staged" in form or form == "groups" and side:
-                config = replace(config, conv_staged=1, conv_rows=16, conv_threads=64)
-            if form == "groups" and side:
-                config = replace(config, num_group_sequences=2, **PLAIN)
-            if "normed" in form and "side by side" in form and normed:
-                config = replace(config, norm_in_chunk=1)
-            elif "normed" in form and normed:
+            apart = [config for config in space if not config.num_conv_blocks and not config.norm_in_chunk]
+            config = (side if "side by side" in form and side else apart)[0]  # other head dims have no form but apart
+            if "normed" in form:
                 clusters = 3 if "few" in form else 0
-                config = replace(config, norm_in_chunk=1, **PLAIN | {"num_persistent_clusters": clusters})
+                normed = replace(config, **NORMED | {"num_persistent_clusters": clusters})
+                config = normed if module.fits(problem, normed, H100) else config  # z wider than the rows is not served
             config = replace(config, **changes)
             if config.num_conv_blocks:
                 config = replace(config, num_persistent_clusters=3 if "few" in form else 0)
@@ -261,7 +259,7 @@ def test_forms(case: Case, form: str, configure: Configure, device: torch.device
 SHAPES: dict[str, tuple[int, ...]] = {
     "one token": (1,), "two tokens": (2,), "a chunk": (64,), "more than one": (65,), "nothing first": (0, 0, 3),
     "decode rows, then prompts": (1,) * 9 + (300, 1, 64), "all of one token": (1,) * 40, "long": (3000,), "many": (37,) * 60,
-    "ragged": (1000, 3, 64, 63, 128, 500, 1, 0, 77),
+    "ragged": (1000, 3, 64, 63, 128, 500, 1, 0, 77), "nothing afterwards": (200, *(0,) * 30),
 }  # fmt: skip
 
 
@@ -274,10 +272,7 @@ def test_lengths(shape: str, form: str, configure: Configure, device: torch.devi
 
 @pytest.mark.parametrize(
     ("form", "rows"),
-    [
-        ("side by side, staged", 8),
-        *((form, rows) for form in ("side by side", "side by side, few clusters") for rows in (8, 16, 32, 64)),
-    ],
+    [(form, rows) for form in ("side by side", "side by side, few clusters") for rows in (8, 16, 32, 64)],
 )
 @pytest.mark.parametrize("conv_blocks", [2, 20, 64])
 def test_tiles_of_the_convolution(form: str, rows: int, conv_blocks: int, configure: Configure, device: torch.device) -> None:
@@ -285,10 +280,10 @@ def test_tiles_of_the_convolution(form: str, rows: int, conv_blocks: int, config
     run(Case(lengths=(200, 1, 64, 30, 700), heads=(4, 8)), device)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 9])
+@pytest.mark.parametrize("threads", [64, 128])
 @pytest.mark.parametrize("rows", [8, 32])
-def test_sizes_of_groups(count: int, rows: int, configure: Configure, device: torch.device) -> None:
-    configure("groups", conv_rows=rows, num_group_sequences=count)
+def test_tiles_of_the_staged_convolution(threads: int, rows: int, configure: Configure, device: torch.device) -> None:
+    configure("normed", conv_rows=rows, conv_threads=threads)
     run(Case(lengths=(200, 1, 64, 30, 700, 0, 3, 128), heads=(4, 8)), device)
 
 
@@ -302,9 +297,7 @@ def test_the_forms_give_the_same_bits(configure: Configure, device: torch.device
     for form, changes in (
         ("apart", PLAIN), ("side by side", {}), ("side by side, few clusters", {}),
         ("side by side", {"conv_rows": 16, "num_conv_blocks": 20}),
-        ("apart, staged", PLAIN), ("side by side, staged", {"conv_threads": 128}),
-        ("normed", {}), ("normed, few clusters, staged", {}), ("side by side, staged, normed", {}),
-        ("groups", {}), ("groups", {"num_group_sequences": 3, "conv_threads": 128}),
+        ("normed", {}), ("normed, few clusters", {}), ("normed", {"conv_threads": 128}),
     ):  # fmt: skip
         configure(form, **changes)
         found.append(run(Case(lengths=(300, 1, 1000, 64, 70), heads=(4, 8)), device))

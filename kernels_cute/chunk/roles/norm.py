@@ -7,9 +7,11 @@ A block has 64 of the 128 V columns of a row, so the two blocks of a head exchan
     A(n)    sums of squares of O, which the state has left where V was, to the other block
     B(n)    with z and the other block's sums there: the result in O's place, for the storing warp
 
-They are done in the order A(0), A(1), B(0), A(2), B(1), ..., so that the other block's sums have had time to come. Nothing here
-depends on the work tile: chunks are those that the block has had since it began. kernels_cute/gdn_prefill/DESIGN.md has the
-order of all roles, and why nobody waits in a circle. Sums have the order of the norm's own kernels.
+They are done in the order A(0), A(1), B(0), A(2), B(1), ..., so that the other block's sums have had time to come. Chunks are
+those that the block has had since it began. Before a work tile without chunks, and at the end, all is done that is left: there
+may be more such work tiles than records, and no record is free again while the storing warp waits for a result.
+kernels_cute/gdn_prefill/DESIGN.md has the order of all roles, and why nobody waits in a circle. Sums have the order of the norm's
+own kernels.
 """
 
 from typing import Any, NamedTuple
@@ -59,12 +61,13 @@ def sums_address(storage: Any, place: Place, count: Any, is_own: bool) -> Any:
 
 
 @cute.jit
-def norm_chunks(spec, storage, terms, place, first, last, chunks):
-    """A(n) and B(n - 1) for n from first up to last; chunks: those with outputs, of all."""
+def norm_chunks(spec, storage, terms, place, first, last, chunks, done):
+    """A(n) and B(n - 1) for n from first up to last; chunks: those with outputs, of all; done: those that `norm_rest` has
+    finished."""
     for count in cutlass.range(first, last, unroll=1):
         if count < chunks:
             send_sums(spec, storage, place, count)
-        if count > 0:
+        if count > done:
             apply_norm(spec, storage, terms, place, count - 1)
 
 
@@ -142,6 +145,7 @@ def apply_norm(spec, storage, terms, place, count):
         cute.arch.mbarrier_arrive(storage.normed.data_ptr() + stage)
 
 
-def norm_rest(spec, storage, terms, place, rank, chunks):
-    """Norm of the chunks that are left when P of the block's last own chunk is made."""
-    norm_chunks(spec, storage, terms, place, unfinished(chunks, rank), Int32(chunks) + 1, chunks)
+def norm_rest(spec, storage, terms, place, rank, chunks, done):
+    """Norm of the chunks that are left when P of all `chunks` is made; done: those up to which this was called before."""
+    first = cutlass.max(unfinished(chunks, rank), done)
+    norm_chunks(spec, storage, terms, place, first, Int32(chunks) + 1, chunks, done)

@@ -21,9 +21,9 @@ from kernels_cute.common import ptx
 
 
 @cute.jit
-def score_warpgroup(spec, storage, scale, own, length, warp, norm=None):
+def score_warpgroup(spec, storage, scale, own, length, warp, norm=None, done=None):
     """P and the vectors of the same chunks, rows and blocks as inverse_warpgroup's; in a maker block, Z and P M instead of P.
-    norm: what norm_chunks takes after the storage; with it the outputs of the two chunks before one of these."""
+    norm, done: (terms, place) and `done` of norm_chunks; with them the outputs of the two chunks before one of these."""
     is_set = own.group is not None
     group = own.group if cutlass.const_expr(is_set) else 0
     at = blocks.lane_of(warp)
@@ -88,7 +88,7 @@ def score_warpgroup(spec, storage, scale, own, length, warp, norm=None):
         if cutlass.const_expr(norm is not None):
             terms, place = norm
             count = own.base + step
-            norm_chunks(spec, storage, terms, place, cutlass.max(count - 2, 0), count, count)
+            norm_chunks(spec, storage, terms, place, cutlass.max(count - 2, done), count, count, done)
 
 
 @cute.jit
