@@ -139,7 +139,7 @@ def judge(case: Case, before: Arguments, arguments: Arguments) -> None:
     out, (_, heads), (_, v_dim), starts = arguments["out"], case.heads, case.dims, case.starts()
     assert bool((out[case.ignored()] == 0).all()), "padding is not zero"
     live = {n: list(range(*span)) for n, span in enumerate(pairwise_of(starts)) if n not in case.dead() and span[0] < span[1]}
-    # Of a few values an error is chance: short sequences are judged together.
+    # An error over a few values is chance: short sequences are judged together.
     judged = [([n], rows) for n, rows in live.items() if len(rows) >= _FEW_ROWS]
     short = [n for n, rows in live.items() if len(rows) < _FEW_ROWS]
     judged += [(short, [row for n in short for row in live[n]])] if short else []
