@@ -34,9 +34,9 @@ SIZES = f"Qwen3-Next-80B, batch {BATCH}, context {CONTEXT}, per layer of a graph
 SAMPLES = 21
 HOST_LOOPS, HOST_CALLS = 60, 50  # calls between waits for the device: a full queue of launches would make the host wait
 HOST_WARM_S = 1.0  # a CPU that was idle takes 1.6 times as long for the first half second
-# The limits of the time on the host are for a host on which torch needs this for the two projections alone. They grow with that
-# time on a slower host, and do not shrink on a faster one.
-HOST_MUST_US, HOST_AIM_US, HOST_PROJECTIONS_US = 60.0, 40.0, 45.0
+# The limits are for the least time: the host's other tenants make a median anything up to twice that. They are for a host on which
+# torch needs this for the two projections alone, grow with that time on a slower host, and do not shrink on a faster one.
+HOST_MUST_US, HOST_AIM_US, HOST_PROJECTIONS_US = 60.0, 40.0, 33.0
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class OnHost:
     name: str
     median_us: float  # of the medians of the loops
     least_us: float  # least median of a loop
-    projections_us: float  # likewise the median, of the two projections by themselves
+    projections_us: float  # the same of the two projections by themselves
     cpu: str
 
     @property
     def found(self) -> float:
         """Time that the limits are about."""
-        return self.median_us
+        return self.least_us
 
     @property
     def must(self) -> float:
@@ -107,8 +107,8 @@ class OnHost:
         return max(1.0, self.projections_us / HOST_PROJECTIONS_US)
 
     def __str__(self) -> str:
-        figures = f"{self.median_us:.1f} us, least {self.least_us:.1f} (at most {self.must:.0f}, aim {self.aim:.0f})"
-        alone = f"the projections alone {self.projections_us:.1f}"
+        figures = f"{self.least_us:.1f} us at least (at most {self.must:.0f}, aim {self.aim:.0f}), median {self.median_us:.1f}"
+        alone = f"the projections alone at least {self.projections_us:.1f}"
         return f"{self.name}, decode, with its projections: {figures}; {alone}; on {self.cpu}"
 
 
@@ -209,7 +209,7 @@ def on_host(stack: Stack, loops: int = HOST_LOOPS, calls: int = HOST_CALLS, warm
         if time.perf_counter() - begin > warm_s:
             rows.append(row)
     layer_us, projections_us = zip(*rows, strict=True)
-    return OnHost(HOST, statistics.median(layer_us), min(layer_us), statistics.median(projections_us), cpu_name())
+    return OnHost(HOST, statistics.median(layer_us), min(layer_us), min(projections_us), cpu_name())
 
 
 def _median_us(call: Call, calls: int) -> float:

@@ -133,10 +133,10 @@ def test_time_on_the_host() -> None:
     with host_cost.without_device():
         found = layers.on_host(stack, loops=3, calls=20)
     assert 0 < found.least_us <= found.median_us and found.cpu
-    assert layers.as_dict(found)["passed"] == (found.median_us <= found.must)
+    assert layers.as_dict(found)["passed"] == (found.least_us <= found.must)
 
 
-_HOST_WORDS = "51.5 us, least 48.2 (at most 60, aim 40); the projections alone 30.0; on some CPU"
+_HOST_WORDS = "48.2 us at least (at most 60, aim 40), median 51.5; the projections alone at least 30.0; on some CPU"
 
 
 def _captured(wall_us: float) -> layers.Captured:
@@ -160,7 +160,7 @@ def test_the_command_prints_every_part_and_fails_where_a_limit_is_missed(
     assert done.exit_code == exit_code, done.output
     line = next(one.split() for one in done.output.splitlines() if "some layer" in one)
     assert line == ["some", "layer", f"{wall_us}", "30.0", f"{wall_us - 30:.1f}", "30.0", "45.0", "floors", ratio, "1.70", "1.50"]
-    assert "topk, cute" in done.output and _HOST_WORDS in done.output
+    assert "topk, cute" in done.output and _HOST_WORDS in " ".join(done.output.split())
     found = json.loads(path.read_text())
     assert [row["passed"] for row in found["rows"]] == [not exit_code, True]
     assert found["rows"][0]["parts"][1] == {"name": "glu", "backend": "torch", "floor_us": 10.0, "alone_us": 15.0}
@@ -182,7 +182,7 @@ def test_the_command_refuses(options: list[str], told: str) -> None:
 
 
 def test_limits_on_the_host_grow_with_the_time_of_the_projections_alone() -> None:
-    fast, slow = (layers.OnHost(layers.HOST, 100.0, 90.0, projections_us, "some CPU") for projections_us in (20.0, 90.0))
+    fast, slow = (layers.OnHost(layers.HOST, 100.0, 90.0, projections_us, "some CPU") for projections_us in (20.0, 66.0))
     assert (fast.must, fast.aim) == (60.0, 40.0)
     assert (slow.must, slow.aim) == (120.0, 80.0)
 
