@@ -34,8 +34,8 @@ SIZES = f"Qwen3-Next-80B, batch {BATCH}, context {CONTEXT}, per layer of a graph
 SAMPLES = 21
 HOST_LOOPS, HOST_CALLS = 60, 50  # calls between waits for the device: a full queue of launches would make the host wait
 HOST_WARM_S = 1.0  # a CPU that was idle takes 1.6 times as long for the first half second
-# The limits are for the least time: the host's other tenants make a median anything up to twice that. They are for a host on which
-# torch needs this for the two projections alone, grow with that time on a slower host, and do not shrink on a faster one.
+# The limits are for the least time: what else runs on the host makes a median anything up to twice that. They are for a host on
+# which torch needs this for the two projections alone, grow with that time on a slower host, and do not shrink on a faster one.
 HOST_MUST_US, HOST_AIM_US, HOST_PROJECTIONS_US = 60.0, 40.0, 33.0
 
 

@@ -19,9 +19,11 @@ from gdn.testing.inputs import chunk_problem, recurrent_problem
 from gdn.testing.oracle import oracle_of
 from tests.gpu import (
     cases,
+    test_chunk_key_head,
     test_chunk_summary,
     test_chunk_wide,
     test_gdn_decode,
+    test_gdn_prefill,
     test_indexer_steps,
     test_indexer_topk,
     test_mqa_logits,
@@ -51,6 +53,7 @@ CHUNKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the pr
     "many": ({**cases.MAIN, "num_q_heads": 8, "num_k_heads": 8, "num_v_heads": 8}, {"lengths": [70, 3, 64] * 8}),
     "checkpoints": ({**cases.MAIN, "has_checkpoints": True}, RAGGED),
 }
+_KEY_HEAD: tuple[dict[str, Any], dict[str, Any]] = ({**cases.MAIN, **_RAW, "num_v_heads": 4, "has_mask": True}, RAGGED)
 PADDED: tuple[dict[str, Any], dict[str, Any]] = ({**cases.MAIN, "head_k_dim": 100, "head_v_dim": 100}, RAGGED)
 
 
@@ -94,6 +97,12 @@ def recurrent(backend: str, *, rounded: bool = False, tree: bool = False) -> Non
 
 def decode(**changes: Any) -> None:
     test_gdn_decode.run(test_gdn_decode.Case(**changes), _cuda())
+
+
+def prefill(form: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_gdn_prefill.force_form(patch, form)
+        test_gdn_prefill.run(test_gdn_prefill.Case(), _cuda())
 
 
 def rounded_decode() -> None:
@@ -165,7 +174,10 @@ _ATTENTION: dict[str, Call] = {
 }
 # What one process runs: starting it under the tool takes longer than most calls.
 GROUPS: dict[str, dict[str, Call]] = {
-    "chunk-cute": {name: partial(chunk, "cute", call) for name, call in (CHUNKS | {"padded": PADDED}).items()},
+    "chunk-cute": {
+        **{name: partial(chunk, "cute", call) for name, call in (CHUNKS | {"padded": PADDED}).items()},
+        "key-head": partial(chunk, "cute", _KEY_HEAD, **test_chunk_key_head.FORM, num_persistent_clusters=3),
+    },
     "chunk-cute-summary": {name: partial(chunk_summary, name) for name in test_chunk_summary.VARIANTS},
     "chunk-cute-wide": {form: _wide(form) for form in test_chunk_wide.FORMS} | {"many": _wide("both", CHUNKS["many"])},
     "chunk-cute-choice": {
@@ -198,6 +210,7 @@ GROUPS: dict[str, dict[str, Call]] = {
         "fused-wide": partial(decode, dims=(256, 256), layout="interleaved"),
         "fused-rounded": rounded_decode,
     },
+    "prefill": {form: partial(prefill, form) for form in ("apart", "side by side", "normed, few clusters")},
     "logits-cute": _logits("cute"),
     "logits-tilelang": _logits("tilelang"),
     "indexer": {

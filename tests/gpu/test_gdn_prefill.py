@@ -9,6 +9,7 @@ failure too.
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from itertools import pairwise as pairwise_of
 from typing import Any
@@ -188,32 +189,33 @@ PLAIN = {"stages": 4, "prefetch": 0, "num_four_sm_clusters": 0, "max_l2_ring_gro
 NORMED = PLAIN | {"norm_in_chunk": 1, "conv_rows": 16, "conv_threads": 64}
 
 
-@pytest.fixture
-def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
-    """configure(form, **changes): the operator runs in that form, and remembers no call."""
-    operator = importlib.import_module("gdn.ops.prefill")
+def force_form(patch: pytest.MonkeyPatch, form: str, **changes: int) -> None:
+    """The operator runs in that form, and remembers no call. changes: of its configuration."""
     module = importlib.import_module("kernels_cute.gdn_prefill")
 
-    def set_form(form: str, **changes: int) -> None:
-        def prepare(problem: Any, device: torch.device, backend: str) -> runtime.Prepared:
-            space = module.configs(problem, H100)
-            side = [config for config in space if config.num_conv_blocks]
-            apart = [config for config in space if not config.num_conv_blocks and not config.norm_in_chunk]
-            config = (side if "side by side" in form and side else apart)[0]  # other head dims have no form but apart
-            if "normed" in form:
-                clusters = 3 if "few" in form else 0
-                normed = replace(config, **NORMED | {"num_persistent_clusters": clusters})
-                config = normed if module.fits(problem, normed, H100) else config  # z wider than the rows is not served
-            config = replace(config, **changes)
-            if config.num_conv_blocks:
-                config = replace(config, num_persistent_clusters=3 if "few" in form else 0)
-            assert module.fits(problem, config, H100)
-            return runtime.prepare(problem, device, backend, config=config)
+    def prepare(problem: Any, device: torch.device, backend: str) -> runtime.Prepared:
+        space = module.configs(problem, H100)
+        side = [config for config in space if config.num_conv_blocks]
+        apart = [config for config in space if not config.num_conv_blocks and not config.norm_in_chunk]
+        config = (side if "side by side" in form and side else apart)[0]  # other head dims have no form but apart
+        if "normed" in form:
+            clusters = 3 if "few" in form else 0
+            normed = replace(config, **NORMED | {"num_persistent_clusters": clusters})
+            config = normed if module.fits(problem, normed, H100) else config  # z wider than the rows is not served
+        config = replace(config, **changes)
+        if config.num_conv_blocks:
+            config = replace(config, num_persistent_clusters=3 if "few" in form else 0)
+        assert module.fits(problem, config, H100)
+        return runtime.prepare(problem, device, backend, config=config)
 
-        monkeypatch.setattr(operator, "prepare", prepare)
-        env.reload()  # forgets calls seen before
+    patch.setattr(importlib.import_module("gdn.ops.prefill"), "prepare", prepare)
+    env.reload()  # forgets calls seen before
 
-    return set_form
+
+@pytest.fixture
+def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
+    """configure(form, **changes) is `force_form` of this test."""
+    return partial(force_form, monkeypatch)
 
 
 AXES: dict[str, Any] = {
