@@ -92,7 +92,6 @@ def key_head_barriers(spec: ChunkSpec) -> BarrierTable:
             Barrier("ready", BUFFERS, (Arrivals("maker", "thread"),), ("state", "hand_over"), _peer(spec)),
             Barrier("m_taken", BUFFERS, _each_warp("state", "M done", heads * spec.sharers), ("maker",)),
             Barrier("taken", BUFFERS, _each_warp("state", "P done", heads * spec.sharers), ("maker",)),
-            Barrier("turn", heads, _each_warp("state", "of the other head, past its turn"), ("state",)),
             Barrier("gates_full", 2, (Arrivals("gates", "thread"),), ("maker",)),
             Barrier("gates_free", 2, _each_warp("maker"), ("gates",)),
             *records,

@@ -62,7 +62,6 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
         vector = vectors + buffer * (spec.state_heads * VECTOR_BYTES)
         cute.arch.mbarrier_wait(ready + buffer, turn)  # before V: shape.py
         cute.arch.mbarrier_wait(storage.v_full.data_ptr() + value_stage, value_parity)
-        take_turn(storage, head, count)
         value_tile = value_lane + value_stage * spec.value_bytes
         values = [ptx.load_matrices(value_tile + i * 16 * operands.ROW_BYTES, True) for i in range(4)]
         common.subtract_keys(spec, sums, values, operands.load_factors(vector + shape.STATE_KEY))
@@ -88,7 +87,6 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
             common.arrive_taken(spec, storage.m_taken.data_ptr(), buffer)
 
         common.add_values(spec, by_token, registers, tokens, key_stage, factors)
-        pass_turn(storage, head, lane)
         # Not while the next product runs: all operands in flight at a time do not fit.
         warpgroup.wait_group(0)
         if lane == 0:
@@ -116,18 +114,6 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
                 done = item.begin - Int32(params.cu_seqlens[item.sequence]) + (step + 1) * CHUNK
                 row0 = item.piece * spec.columns + (warp * 16 + at.row)
                 store_checkpoints(spec, params, state, item.sequence, item.head, done, row0, pair)
-
-
-def take_turn(storage: Any, head: Any, count: Any) -> None:
-    """Heads go through a part of every chunk one after the other, head 0 first. In step, which they would be because they wait
-    for the same tiles, each one's products would wait for the other's products and its elementwise work for the other's."""
-    cute.arch.mbarrier_wait(storage.turn.data_ptr() + head, (count ^ head ^ 1) & 1)
-
-
-@cute.jit
-def pass_turn(storage, head, lane):
-    if lane == 0:
-        cute.arch.mbarrier_arrive(storage.turn.data_ptr() + (1 - head))
 
 
 def multiply_state(spec: Any, by_key: Any, registers: Any, keys: Any, queries: Any, in_flight: int = _GROUPS) -> None:
