@@ -33,11 +33,11 @@ def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpe
         return False
     if c.norm_in_chunk or any((c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters)):
         return False
+    if c.stages != STAGES or c.state_heads != 1:
+        return False
     if c.num_conv_blocks < CLUSTER or c.num_conv_blocks % CLUSTER or c.num_conv_blocks > device.num_sms - 2:
         return False
     if not 0 <= c.num_persistent_clusters <= min(max_scheduled_clusters(True), (device.num_sms - c.num_conv_blocks) // 2):
-        return False
-    if c.stages != STAGES:
         return False
     tiles = block_threads(p) % c.conv_threads == 0 and c.conv_threads >= 64 and CHUNK % c.conv_rows == 0 and c.conv_rows >= 8
     return tiles and c.conv_batch in (2, 4) and threads_fit(parts.conv_problem(problem), c.conv_threads)
@@ -63,7 +63,7 @@ def normed_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> 
     """Whether a configuration with `norm_in_chunk` serves the problem: z goes through shared memory as V does."""
     c = config
     others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.max_l2_ring_groups)
-    if not _serves(problem) or not _has_narrow_z(problem) or c.stages != STAGES or any(others):
+    if not _serves(problem) or not _has_narrow_z(problem) or (c.stages, c.state_heads) != (STAGES, 1) or any(others):
         return False
     tile_bytes = (problem.width - 1 + c.conv_rows) * c.conv_threads * PART_BYTES
     tiles = tile_bytes <= device.shared_bytes_per_block and c.conv_rows % c.conv_batch == 0

@@ -130,6 +130,7 @@ def test_not_side_by_side_elsewhere(heads: tuple[int, int], tokens: int, sequenc
     [
         {"num_conv_blocks": 45}, {"num_conv_blocks": 132}, {"num_persistent_clusters": 44}, {"stages": 3}, {"prefetch": 2},
         {"conv_rows": 24}, {"conv_rows": 128}, {"conv_threads": 32}, {"split_chunks": 16}, {"num_four_sm_clusters": 28},
+        {"norm_in_chunk": 1}, {"state_heads": 2},
     ],
     ids=str,
 )  # fmt: skip

@@ -79,6 +79,7 @@ def test_shared_memory_is_full() -> None:
         {"split_chunks": 16},
         {"num_four_sm_clusters": 28},
         {"conv_rows": 18},
+        {"state_heads": 2},
         {"num_persistent_clusters": 1000},
     ],
     ids=str,
