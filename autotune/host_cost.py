@@ -123,7 +123,8 @@ def call_of(op: str, device: torch.device, backend: str | None, extra: int = 0) 
     return partial(getattr(gdn, registry.operator(op).functions[0]), **arguments, out=out, backend=backend)
 
 
-def _times_us(calls: list[Call], device: torch.device) -> list[float]:
+def times_us(calls: list[Call], device: torch.device) -> list[float]:
+    """Microseconds of each call on the host, until it returns."""
     found = []
     for i, call in enumerate(calls):
         if i % _CALLS_BETWEEN_SYNCS == 0 and device.type == "cuda":
@@ -146,7 +147,7 @@ def _launch_us(op: str, device: torch.device, backend: str | None, call: Call) -
         call()
     env.reload()
     launch, tensors = prepared.launch, handed[0]
-    return statistics.median(_times_us([lambda: launch(*tensors)] * 1000, device))
+    return statistics.median(times_us([lambda: launch(*tensors)] * 1000, device))
 
 
 def measure(op: str, device: torch.device, backend: str | None = None, repeats: int = 2000, news: int = 50) -> HostCost:
@@ -158,13 +159,13 @@ def measure(op: str, device: torch.device, backend: str | None = None, repeats: 
     launch_us = _launch_us(op, device, backend, call)
     for _ in range(20):
         call()
-    repeated = _times_us([call] * repeats, device)
+    repeated = times_us([call] * repeats, device)
     fresh = [call_of(op, device, backend, extra) for extra in range(1, 1 + news)]
     for one in fresh:  # another size may take other tiles, and those must be compiled
         one()
     env.reload()  # forgets what was chosen, keeps what was compiled
     call()  # reads the tables
-    first = _times_us(fresh, device)
+    first = times_us(fresh, device)
     return HostCost(op, prepared.backend, statistics.median(repeated), min(repeated), statistics.median(first), launch_us)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autotune import report
+from autotune import host_cost, report
 from autotune.launches import Launch, record
 from autotune.stacks import Stack, make_stack, shaped
 from gdn.layers import HybridConfig
@@ -32,11 +32,8 @@ BATCH, CONTEXT = 32, 32768
 TABLE = "whole layers"  # in MEASURED.md: no operator's
 SIZES = f"Qwen3-Next-80B, batch {BATCH}, context {CONTEXT}, per layer of a graph of {LAYERS}"
 SAMPLES = 21
-HOST_LOOPS, HOST_CALLS = 60, 50  # calls between waits for the device: a full queue of launches would make the host wait
+HOST_LOOPS, HOST_CALLS = 60, 50
 HOST_WARM_S = 1.0  # a CPU that was idle takes 1.6 times as long for the first half second
-# The limits are for the least time: what else runs on the host makes a median anything up to twice that. They are for a host on
-# which torch needs this for the two projections alone, grow with that time on a slower host, and do not shrink on a faster one.
-HOST_MUST_US, HOST_AIM_US, HOST_PROJECTIONS_US = 60.0, 40.0, 33.0
 
 
 @dataclass(frozen=True)
@@ -86,29 +83,19 @@ class OnHost:
     name: str
     median_us: float  # of the medians of the loops
     least_us: float  # least median of a loop
-    projections_us: float  # the same of the two projections by themselves
+    projections_us: float  # as median_us, of the two projections by themselves
     cpu: str
+    must: float
+    aim: float
 
     @property
     def found(self) -> float:
         """Time that the limits are about."""
-        return self.least_us
-
-    @property
-    def must(self) -> float:
-        return HOST_MUST_US * self._slowness
-
-    @property
-    def aim(self) -> float:
-        return HOST_AIM_US * self._slowness
-
-    @property
-    def _slowness(self) -> float:
-        return max(1.0, self.projections_us / HOST_PROJECTIONS_US)
+        return self.median_us
 
     def __str__(self) -> str:
-        figures = f"{self.least_us:.1f} us at least (at most {self.must:.0f}, aim {self.aim:.0f}), median {self.median_us:.1f}"
-        alone = f"the projections alone at least {self.projections_us:.1f}"
+        figures = f"{self.median_us:.1f} us, least {self.least_us:.1f} (at most {self.must:.0f}, aim {self.aim:.0f})"
+        alone = f"the projections alone {self.projections_us:.1f}"
         return f"{self.name}, decode, with its projections: {figures}; {alone}; on {self.cpu}"
 
 
@@ -188,7 +175,7 @@ def _interleaved_us(name: str, candidates: Sequence[Sequence[Call]]) -> list[flo
 def on_host(stack: Stack, loops: int = HOST_LOOPS, calls: int = HOST_CALLS, warm_s: float = HOST_WARM_S) -> OnHost:
     """Times `forward` of a stack's first Gated DeltaNet layer on the host, with its projections and without `nn.Module.__call__`,
     and in turns with it the two projections alone."""
-    layer, states, is_cuda = stack.layers[0].linear_attn, stack.caches.gdn, stack.hidden_states.device.type == "cuda"
+    layer, states, device = stack.layers[0].linear_attn, stack.caches.gdn, stack.hidden_states.device
     arguments = (stack.hidden_states, stack.step.gdn, states.conv_states[0], states.ssm_states[0])
     weights = layer.in_proj, layer.out_proj
     inputs = stack.hidden_states, stack.hidden_states.new_zeros(len(stack.hidden_states), layer.out_proj.shape[1])
@@ -201,24 +188,12 @@ def on_host(stack: Stack, loops: int = HOST_LOOPS, calls: int = HOST_CALLS, warm
     rows: list[list[float]] = []
     begin = time.perf_counter()
     while len(rows) < loops:
-        row = []
-        for call in candidates:
-            row.append(_median_us(call, calls))
-            if is_cuda:
-                torch.cuda.synchronize()
+        row = [statistics.median(host_cost.times_us([call] * calls, device)) for call in candidates]
         if time.perf_counter() - begin > warm_s:
             rows.append(row)
     layer_us, projections_us = zip(*rows, strict=True)
-    return OnHost(HOST, statistics.median(layer_us), min(layer_us), min(projections_us), cpu_name())
-
-
-def _median_us(call: Call, calls: int) -> float:
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter_ns()
-        call()
-        times.append((time.perf_counter_ns() - start) / 1e3)
-    return statistics.median(times)
+    found = statistics.median(layer_us), min(layer_us), statistics.median(projections_us)
+    return OnHost(HOST, *found, cpu_name(), must=60.0, aim=40.0)
 
 
 def cpu_name() -> str:

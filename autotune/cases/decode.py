@@ -80,10 +80,8 @@ gdn_decode = base.Tunable(
 )
 
 
-# Largest accepted relative error of a token. The gated norm divides a head's outputs by their size: where a head's are small next
-# to their terms, its error is that of the terms. Among 65536 rows of heads (4/8, 8192 tokens) are some such: the reference in
-# bfloat16 has tokens 6e-3 off, the chunk kernels, whose P and S have 16 bits, 16e-3.
-_PREFILL_LIMIT = 2.5e-2
+# Largest accepted relative error: that of the chunk form (autotune.cases.delta_rule), and of q, k and v in 16 bits before it.
+_PREFILL_LIMIT = 1e-2
 
 
 def _prefill(make: base.Maker, problem: GdnPrefillProblem, lengths: Sequence[int]) -> base.Work:
@@ -126,6 +124,11 @@ gdn_prefill = base.Tunable(
     partial(base.StepCase, _prefill, verdict="close", copied=("conv_states",), states=("ssm_state",), limit=_PREFILL_LIMIT),
     shapes=(
         *(base.packed("gdn_prefill", "16/32 {}", lengths, base.heads_of(16, 32)) for lengths in ((8192,), (1024,) * 8, (1024,))),
+    ),
+    # Not in the measured table: on an H100 a token of the first one was 1.6e-2 off, which is not explained yet (LAB-NOTES.md of
+    # kernels_cute/gdn_prefill).
+    tuned_only=tuple(
+        base.packed("gdn_prefill", "4/8 {}", lengths, base.heads_of(4, 8)) for lengths in ((8192,), (1024,) * 8)
     ),
     small=lambda shape: base.resized(shape, (66, 3, 1)[: len(shape.lengths)], num_k_heads=2, num_v_heads=4, head_k_dim=32,
                                      head_v_dim=32),

@@ -133,10 +133,10 @@ def test_time_on_the_host() -> None:
     with host_cost.without_device():
         found = layers.on_host(stack, loops=3, calls=20)
     assert 0 < found.least_us <= found.median_us and found.cpu
-    assert layers.as_dict(found)["passed"] == (found.least_us <= found.must)
+    assert layers.as_dict(found)["passed"] == (found.median_us <= 60)
 
 
-_HOST_WORDS = "48.2 us at least (at most 60, aim 40), median 51.5; the projections alone at least 30.0; on some CPU"
+_HOST_WORDS = "51.5 us, least 48.2 (at most 60, aim 40); the projections alone 30.0; on some CPU"
 
 
 def _captured(wall_us: float) -> layers.Captured:
@@ -152,7 +152,7 @@ def test_the_command_prints_every_part_and_fails_where_a_limit_is_missed(
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "some device")
     monkeypatch.setattr(timing, "measure_limits", lambda: LIMITS)
-    host = layers.OnHost(layers.HOST, 51.5, 48.25, 30.0, "some CPU")
+    host = layers.OnHost(layers.HOST, 51.5, 48.25, 30.0, "some CPU", 60.0, 40.0)
     rows = {layers.HOST: host, "Gated DeltaNet": _captured(wall_us)}
     monkeypatch.setattr(layers, "measure", lambda name, *_: rows[name])
     path = tmp_path / "layers.json"
@@ -181,12 +181,6 @@ def test_the_command_refuses(options: list[str], told: str) -> None:
     assert told in " ".join(done.output.split())
 
 
-def test_limits_on_the_host_grow_with_the_time_of_the_projections_alone() -> None:
-    fast, slow = (layers.OnHost(layers.HOST, 100.0, 90.0, projections_us, "some CPU") for projections_us in (20.0, 66.0))
-    assert (fast.must, fast.aim) == (60.0, 40.0)
-    assert (slow.must, slow.aim) == (120.0, 80.0)
-
-
 def test_the_command_writes_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All rows, next to the tables of the operators; a row beyond its limit is written too."""
     monkeypatch.setattr(cli, "_spec", lambda: H100)
@@ -194,7 +188,7 @@ def test_the_command_writes_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "some device")
     monkeypatch.setattr(timing, "measure_limits", lambda: LIMITS)
     rows: dict[str, Any] = {form.name: dataclasses.replace(_captured(84.0), name=form.name) for form in layers.FORMS}
-    rows[layers.HOST] = layers.OnHost(layers.HOST, 51.5, 48.25, 30.0, "some CPU")
+    rows[layers.HOST] = layers.OnHost(layers.HOST, 51.5, 48.25, 30.0, "some CPU", 60.0, 40.0)
     monkeypatch.setattr(layers, "measure", lambda name, *_: rows[name])
     path = tmp_path / "h100" / "MEASURED.md"
     path.parent.mkdir()
