@@ -123,18 +123,18 @@ def test_eager_with_switches_of_attention(device: torch.device, demo: Demo) -> N
 @pytest.mark.parametrize("model", ["qwen3-next-80b", "qwen3.8-flash-next"])
 def test_the_error_of_256_steps_does_not_grow(device: torch.device, model: str) -> None:
     """Decode with graphs, over the tokens that it generated: next to float32, every step is at most twice as far off as the
-    reference in bfloat16, in the same step or in half of its steps, and the last steps are as near as the first.
+    reference in bfloat16, and the last steps are as near as the first.
 
-    A step's error is the mean of its rows: eight, because a row in which a rounding selects another expert is many times as far
-    off as the others, in either model. So the reference's error of a single step is chance, too.
+    A step's error is the mean of its rows: sixteen, because a row in which a rounding selects another expert is many times as far
+    off as the others, in either model. With eight, one step in 256 was 2.1 times as far off.
     """
-    config, lengths = first_layers(NAMED[model], 4), (37, 700, 64, 2100, 5, 130, 90, 33)
+    config, lengths = first_layers(NAMED[model], 4), (37, 700, 64, 2100, 5, 130, 90, 33) * 2
     found = demo_run.run(demo_run.Plan(model, config, lengths, steps=256, drafts=3, device=device), None)
     assert found.passed, [row for row in found.rows if not row.passed]
     (decode,) = [one for one in found.deviations if one.phase == "decode"]
     errors = torch.tensor(decode.steps)  # [steps, (of the run, of the reference)]
     assert errors.shape == (256, 2) and decode.positions == 256 * len(lengths)
-    ratios = errors[:, 0] / errors[:, 1].clamp(min=float(errors[:, 1].median()))
+    ratios = errors[:, 0] / errors[:, 1]
     beyond = [(step, *errors[step].tolist()) for step in range(256) if not ratios[step] <= 2]
     assert not beyond, f"{beyond}, median ratio {ratios.median():.2f}"
     assert errors[-64:, 0].mean() <= 1.5 * errors[:64, 0].mean(), errors.view(8, 32, 2).mean(dim=1)
