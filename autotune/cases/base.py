@@ -100,7 +100,7 @@ class Tunable:
     case: Callable[[Shape, torch.device, int], Case]  # makes the case of a shape; int: sets of inputs to time
     shapes: tuple[Shape, ...]  # tuned, and rows of the measured tables
     tuned_only: tuple[Shape, ...] = ()  # measured by name alone: they would make the tables long
-    shown: tuple[Shape, ...] = ()  # rows of the measured tables that are not tuned: another shape has the same problem
+    shown: tuple[Shape, ...] = ()  # rows of the measured tables that are not tuned
     measured_only: tuple[Shape, ...] = ()  # measured by name alone, and never tuned
     useful_flops: Callable[[Shape], int] = lambda shape: shape.problem.flops()  # operations that the call asks for
     small: Callable[[Shape], Shape] = lambda shape: shape  # a shape of the same code path at sizes for a CPU

@@ -122,6 +122,8 @@ def _key_heads(problem: ChunkProblem, config: Config) -> KeyHeadChunk:
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     model = Model(problem, device)
     narrow = _narrow_config(model)
+    if model.shares_keys() and fits(problem, pairs := _two_heads(narrow), device):
+        return pairs
     is_whole = narrow.split_chunks == 0 or narrow.split_if_longest_exceeds > 0
     return _four_sm(narrow, device) if is_whole and model.uses_four_sm else narrow
 
@@ -137,6 +139,11 @@ def _four_sm(narrow: Config, device: DeviceSpec) -> Config:
     clusters, groups = four_sm_clusters(device)
     four = {"num_four_sm_clusters": clusters, "max_l2_ring_groups": groups}
     return replace(narrow, stages=3, prefetch=0, num_persistent_clusters=0, **four)
+
+
+def _two_heads(narrow: Config) -> Config:
+    """The persistent configuration with two state heads a work tile."""
+    return replace(narrow, stages=key_head_shape.STAGES, prefetch=0, state_heads=key_head_shape.STATE_HEADS)
 
 
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
@@ -159,8 +166,7 @@ def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
     for prefetch, clusters in product((0, 2), sorted({0, model.clusters()})):
         yield replace(narrow, prefetch=prefetch, num_persistent_clusters=clusters)
     if model.clusters():
-        pairs = {"stages": key_head_shape.STAGES, "state_heads": key_head_shape.STATE_HEADS}
-        yield replace(narrow, prefetch=0, num_persistent_clusters=model.clusters(), **pairs)
+        yield _two_heads(replace(narrow, num_persistent_clusters=model.clusters()))
     if problem.head_v_dim == DIM:
         for stages, prefetch in product((2, 3), (0, 2)):
             yield replace(_four_sm(narrow, device), stages=stages, prefetch=prefetch)

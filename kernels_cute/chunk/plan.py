@@ -1,4 +1,4 @@
-"""Length of the segments of a split call, and whether four SMs take a head: a model of a call's time from sizes alone.
+"""Length of the segments of a split call, and how many SMs take how many heads: a model of a call's time from sizes alone.
 
 The lengths of the sequences are on the device and nobody reads them: the model takes them to be equal. For segments, of which
 there are about as many however the tokens are dealt out, that is near enough. Whole sequences take as long as the longest one, so
@@ -40,6 +40,9 @@ _FOURS, _SMS = 28, 132
 _LEAST_GAIN = 0.9  # of the time of a whole sequence with two SMs a head, by the model: what a split of it must stay below
 _TIE = 1.03  # a longer segment that takes little more needs less workspace
 _FEW_CHUNKS = 32  # of a block: below, asking the L2 cache ahead costs more than it gains
+# Where two state heads a work tile are faster, measured (LAB-NOTES.md): four state heads or more a key head, sequences so short
+# that the last chunk, which is not full, counts. Longer ones, and two state heads a key head, gain as often as they lose.
+_LEAST_SHARERS, _MOST_SHARED_CHUNKS = 4, 4
 
 
 def four_sm_clusters(device: DeviceSpec) -> tuple[int, int]:
@@ -57,6 +60,7 @@ class Model:
         self.sequences = max(problem.num_sequences, 1)
         self.slices = problem.head_v_dim // 64
         self.blocks = problem.num_state_heads * self.slices  # of a sequence or segment
+        self.sharers = problem.num_state_heads // max(problem.num_q_heads, problem.num_k_heads)  # state heads of a key head
         self.chunks = -(-problem.num_tokens // (CHUNK * self.sequences))  # of a sequence
         self.times = _TIMES[problem.head_k_dim]
         self.whole_time = (self.chunks * self.times.chunk + self.times.wave) * self._waves(self.sequences)
@@ -103,6 +107,10 @@ class Model:
         """Clusters that take item after item: as many as run side by side, 0 where no cluster would get a second item."""
         places = min(self.num_sms // self.slices, max_scheduled_clusters(self.slices == 2))
         return places if self.sequences * self.blocks // self.slices > places else 0
+
+    def shares_keys(self) -> bool:
+        """Whether a work tile is of two state heads that share K and Q, where all SMs are busy."""
+        return self.sharers >= _LEAST_SHARERS and self.chunks <= _MOST_SHARED_CHUNKS and self.clusters() > 0
 
     def prefetch(self, segment: int, clusters: int) -> int:
         """Chunks ahead that the L2 cache is asked for: pays where a block has many of one item."""

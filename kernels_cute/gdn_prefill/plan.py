@@ -80,7 +80,7 @@ def normed(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | N
         ("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters", "max_l2_ring_groups"), 0
     )
     tiles = {"conv_threads": _STAGED_THREADS, "conv_rows": _STAGED_ROWS, "conv_batch": _batch(problem)}
-    return none | tiles | {"norm_in_chunk": 1, "stages": STAGES, "num_persistent_clusters": clusters}
+    return none | tiles | {"norm_in_chunk": 1, "stages": STAGES, "state_heads": 1, "num_persistent_clusters": clusters}
 
 
 def _serves(problem: GdnPrefillProblem) -> bool:
@@ -103,7 +103,7 @@ def _conv_blocks(share: int, device: DeviceSpec) -> int:
 def _candidates(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict[str, int]]:
     conv, block = parts.conv_problem(problem), block_threads(problem)
     threads = max((one for one in THREADS if block % one == 0 and threads_fit(conv, one)), default=THREADS[0])
-    fixed = {"stages": STAGES, "conv_threads": threads, "conv_batch": _batch(problem)}
+    fixed = {"stages": STAGES, "state_heads": 1, "conv_threads": threads, "conv_batch": _batch(problem)}
     fixed |= dict.fromkeys(("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters"), 0)
     for rows in _CONV_ROWS:
         for share in _CONV_SMS:

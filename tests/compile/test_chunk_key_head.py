@@ -58,12 +58,29 @@ def test_head_dim_64_is_refused() -> None:
     assert not chunk.fits(problem, config_of(problem), H100)
 
 
-def test_it_is_tried_but_not_the_default() -> None:
-    """Where more work tiles than clusters share keys; a table may choose it, as for many short sequences."""
-    problem = problem_of()
+@pytest.mark.parametrize("heads", [(16, 16, 32), (8, 8, 32)], ids=str)
+def test_it_is_tried(heads: tuple[int, int, int]) -> None:
+    """Where more work tiles than clusters share keys."""
+    problem = problem_of(heads)
     assert chunk.default_config(problem, H100).state_heads == 1
     found = [config for config in chunk.configs(problem, H100) if config.state_heads == 2]
     assert found == [config_of(problem, prefetch=0)]
+
+
+@pytest.mark.parametrize("heads", [(8, 8, 32), (16, 16, 64), (1, 1, 8), (4, 8, 32)], ids=str)
+@pytest.mark.parametrize("length", [1, 93, 256])
+def test_it_is_the_default_for_many_short_sequences(heads: tuple[int, int, int], length: int) -> None:
+    problem = problem_of(heads, num_tokens=128 * length, num_sequences=128)
+    assert chunk.default_config(problem, H100) == config_of(problem, prefetch=0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "count"),
+    [((16, 16, 32), 93, 128), ((8, 8, 24), 93, 128), ((8, 8, 32), 257, 128), ((8, 8, 32), 93, 2)],
+    ids=["two share keys", "three share keys", "longer", "all run at once"],
+)
+def test_it_is_not_the_default(heads: tuple[int, int, int], length: int, count: int) -> None:
+    assert chunk.default_config(problem_of(heads, num_tokens=count * length, num_sequences=count), H100).state_heads == 1
 
 
 @pytest.mark.parametrize("changes", [{"num_sequences": 1}, {"heads": (32, 32, 32)}], ids=str)

@@ -63,8 +63,9 @@ def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
         module = runtime.candidates(problem.op)[backend].module
         default = module.default_config(problem, spec)
         plain: dict[str, Any] = {}  # the form without what only one of the designs has
-        if getattr(default, "num_four_sm_clusters", 0):
+        if getattr(default, "num_four_sm_clusters", 0) or getattr(default, "state_heads", 1) > 1:
             plain = {"stages": 4, "num_persistent_clusters": 0, "num_four_sm_clusters": 0, "max_l2_ring_groups": 0}
+            plain |= {"state_heads": 1}
         if hasattr(default, "cluster_size"):
             plain = {"cluster_size": 2}
         plain |= {"split_if_longest_exceeds": 0}
