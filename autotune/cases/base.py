@@ -199,24 +199,36 @@ class StepCase(SeededCase):
     output's dtype, or within `limit`) or "rounded" (the reference's bits, but for a few values that round the other way). What
     the operator updates in place without computing, named in `copied`, is compared bit for bit. Pools of states, named in
     `states`, are compared head by head, and bit for bit in the slots that the reference leaves alone.
+
+    by_rounding: with "close", a row of an output beyond the limit is accepted within twice the error that the reference in the
+    call's own dtypes has in that row.
     """
 
     def __init__(
         self, make: Callable[[Maker, Any, Sequence[int]], Work], shape: Shape, device: torch.device, copies: int, *, verdict: str,
         copied: tuple[str, ...] = (), states: tuple[str, ...] = (), limit: float | None = None,
+        by_rounding: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(shape, device, copies)
         self._make, self._verdict, self._copied, self._states = make, verdict, copied, states
-        self._limit = limit
+        self._limit, self._by_rounding = limit, by_rounding
 
     def _work(self, seed: int) -> Work:
         return self._make(Maker(self._device, seed), self._problem, self._shape.lengths)
 
     @cached_property
     def _expected(self) -> list[Tensor]:
+        return self._reference(in_float64=self._verdict == "close")
+
+    @cached_property
+    def _rounded(self) -> list[Tensor]:
+        return self._reference(in_float64=False)
+
+    def _reference(self, in_float64: bool) -> list[Tensor]:
+        """What the reference makes of the inputs of seed 0: outputs, then what it updates."""
         work = self._work(seed=0)
         arguments = dict(work.arguments)
-        for name, value in work.arguments.items() if self._verdict == "close" else ():
+        for name, value in work.arguments.items() if in_float64 else ():
             if name == "out":
                 arguments[name] = None  # the reference allocates it, in float64
             elif isinstance(value, Tensor) and value.is_floating_point() and name not in work.updated:
@@ -245,6 +257,8 @@ class StepCase(SeededCase):
             raise WrongResult(f"{name} is not the reference's: {count} of {output.numel()} values differ")
         if self._verdict == "close":
             limit = self._limit or ROUNDINGS[str(output.dtype).removeprefix("torch.")]
+            if before is None and self._by_rounding:
+                return _rows_limited(name, output, exact, self._rounded[0].reshape(output.shape), limit)
             if before is None:
                 return limited(name, compare.error(output, exact, groups=1), limit)
             written = [slot for slot in range(len(before)) if not compare.same_bits(exact[slot], before[slot])]
@@ -253,6 +267,17 @@ class StepCase(SeededCase):
         if not share <= _DIFFERING:
             raise WrongResult(f"{name}: {share:.1e} of it is not the reference's, allowed {_DIFFERING:.0e}")
         return share
+
+
+def _rows_limited(what: str, output: Tensor, exact: Tensor, rounded: Tensor, limit: float) -> float:
+    """The largest relative error of a row; WrongResult where it is beyond the limit and beyond twice the error of `rounded`."""
+    found, accepted = (compare.row_errors(x, exact, groups=1) for x in (output, rounded))
+    accepted = (2 * accepted).clamp(min=limit)
+    wrong = ~(found <= accepted)  # NaN too
+    if bool(wrong.any()):
+        row = int((found / accepted).argmax())
+        raise WrongResult(f"{what} error {float(found[row]):.1e} at row {row}, allowed {float(accepted[row]):.0e}")
+    return float(found.max())
 
 
 def _differing(output: Tensor, exact: Tensor) -> float:

@@ -80,7 +80,8 @@ gdn_decode = base.Tunable(
 )
 
 
-# Largest accepted relative error: that of the chunk form (autotune.cases.delta_rule), and of q, k and v in 16 bits before it.
+# Largest accepted relative error: that of the chunk form (autotune.cases.delta_rule), and of q, k and v in 16 bits before it. The
+# norm makes both larger where an output is next to nothing: such a row is judged by the reference with the same roundings.
 _PREFILL_LIMIT = 1e-2
 
 
@@ -121,14 +122,13 @@ def _prefill_arguments(shape: base.Shape, device: torch.device, seed: int) -> di
 
 
 gdn_prefill = base.Tunable(
-    partial(base.StepCase, _prefill, verdict="close", copied=("conv_states",), states=("ssm_state",), limit=_PREFILL_LIMIT),
+    partial(
+        base.StepCase, _prefill, verdict="close", copied=("conv_states",), states=("ssm_state",), limit=_PREFILL_LIMIT,
+        by_rounding=True,
+    ),
     shapes=(
         *(base.packed("gdn_prefill", "16/32 {}", lengths, base.heads_of(16, 32)) for lengths in ((8192,), (1024,) * 8, (1024,))),
-    ),
-    # Not in the measured table: on an H100 a token of the first one was 1.6e-2 off, which is not explained yet (LAB-NOTES.md of
-    # kernels_cute/gdn_prefill).
-    tuned_only=tuple(
-        base.packed("gdn_prefill", "4/8 {}", lengths, base.heads_of(4, 8)) for lengths in ((8192,), (1024,) * 8)
+        *(base.packed("gdn_prefill", "4/8 {}", lengths, base.heads_of(4, 8)) for lengths in ((8192,), (1024,) * 8)),
     ),
     small=lambda shape: base.resized(shape, (66, 3, 1)[: len(shape.lengths)], num_k_heads=2, num_v_heads=4, head_k_dim=32,
                                      head_v_dim=32),

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -225,6 +226,25 @@ def test_a_wrong_element_and_a_forgotten_one_fail(shape: shapes.Shape) -> None:
 
         with pytest.raises(cases.WrongResult):
             case.check(_prepared(shape, spoil))
+
+
+def test_a_row_that_rounding_spoils_is_judged_by_the_reference() -> None:
+    """A row beyond the limit passes within twice the error of the reference in the call's dtypes, and others do not."""
+    shape = _small(shapes.shapes("gdn_prefill")[0])
+    case: Any = cases.make(shape, CPU, H100)
+    exact = case._expected[0].flatten(1)
+    rounded = exact.clone()
+    rounded[5] *= 1.05
+    case.__dict__["_rounded"] = [rounded]
+
+    def spoil(tensors: tuple[Any, ...], row: int, error: float) -> None:
+        out = _out_of("gdn_prefill", tensors)
+        out[row] = (exact[row] * (1 + error)).view(out[row].shape).to(out.dtype)
+
+    assert 0.08 < case.check(_prepared(shape, partial(spoil, row=5, error=0.09))) < 0.1
+    for row, error in ((5, 0.11), (6, 0.09), (6, 0.015)):
+        with pytest.raises(cases.WrongResult, match=f"output 0 error .* at row {row}"):
+            case.check(_prepared(shape, partial(spoil, row=row, error=error)))
 
 
 @pytest.mark.parametrize("op", ["chunk", "recurrent"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gdn.problems import ChunkProblem
+from gdn.runtime import explaining
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import CASES, chunk_problem
 from tests.gpu import cases
@@ -57,6 +58,17 @@ def test_lengths(lengths: list[int], device: torch.device, monkeypatch: pytest.M
 def test_hard_inputs(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
     force(**FORM, num_persistent_clusters=3)
     arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=[700, 65, 300], case=case)
+    check(arguments, by(BACKEND), monkeypatch)
+
+
+@pytest.mark.parametrize("key_heads", [8, 4])
+def test_default_of_many_short_sequences(key_heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No form is asked for: with four or eight state heads a key head and all SMs busy it is the one that runs."""
+    problem = replace(cases.MAIN_CHUNK, num_q_heads=key_heads, num_k_heads=key_heads, num_v_heads=32)
+    arguments = arguments_of(problem, device, lengths=[93, 1, 64, 0, 130, 200, 17, 65] * 4, padded_tokens=70)
+    with explaining() as asked:
+        run(FUNCTION, copied(arguments), BACKEND)
+    assert [choice.config.state_heads for choice, _ in asked.answers] == [2]
     check(arguments, by(BACKEND), monkeypatch)
 
 
