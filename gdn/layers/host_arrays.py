@@ -74,6 +74,14 @@ def as_lengths(name: str, values: Any, rows: int | None = None) -> Array:
     return found
 
 
+def as_query_lens(values: Any) -> Array:
+    """Lengths whose sum fits int32 too, the dtype of offsets on the device."""
+    found = as_lengths("query_lens", values)
+    if (total := int(found.sum())) > np.iinfo(np.int32).max:
+        refuse("query_lens", "new tokens whose number fits int32", total)
+    return found
+
+
 def are_beyond(values: Array) -> bool:
     """Whether one of the values [int64] is negative or does not fit int32. One reduction: a negative one is large unsigned."""
     return bool(values.view(np.uint64).max(initial=0) > np.iinfo(np.int32).max)
