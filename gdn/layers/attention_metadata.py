@@ -17,7 +17,6 @@ from gdn.layers.host_arrays import (
     as_array,
     as_indices,
     as_lengths,
-    as_query_lens,
     at_least,
     check_rank,
     refuse,
@@ -167,7 +166,7 @@ class AttentionMetadataBuilder:
         ValueError, TypeError
             Named after the argument; no buffer is written then.
         """
-        queries = as_query_lens(query_lens)
+        queries = as_lengths("query_lens", query_lens, summed=True)
         count = queries.shape[0]
         lengths = as_lengths("seq_lens", seq_lens, count)
         if (lengths < queries).any():

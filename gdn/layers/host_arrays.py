@@ -65,20 +65,14 @@ def as_indices(name: str, values: Any, rows: int | None = None, ranks: tuple[int
     return found
 
 
-def as_lengths(name: str, values: Any, rows: int | None = None) -> Array:
-    """Lengths: integers, none of them negative or beyond int32."""
+def as_lengths(name: str, values: Any, rows: int | None = None, *, summed: bool = False) -> Array:
+    """Lengths: integers, none of them negative or beyond int32. summed: nor is their sum, where offsets follow from them."""
     found = as_array(name, values, rows)
     if are_beyond(found):
         expected = "no negative length" if (found < 0).any() else "numbers that fit int32"
         refuse(name, expected, found.tolist())
-    return found
-
-
-def as_query_lens(values: Any) -> Array:
-    """Lengths whose sum fits int32 too, the dtype of offsets on the device."""
-    found = as_lengths("query_lens", values)
-    if (total := int(found.sum())) > np.iinfo(np.int32).max:
-        refuse("query_lens", "new tokens whose number fits int32", total)
+    if summed and (total := int(found.sum())) > np.iinfo(np.int32).max:
+        refuse(name, "a sum that fits int32", total)
     return found
 
 

@@ -10,17 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gdn.distributed import split_tokens
-from gdn.layers.host_arrays import (
-    PersistentBuffers,
-    as_array,
-    as_indices,
-    as_lengths,
-    as_query_lens,
-    at_least,
-    check_rank,
-    refuse,
-    to_device,
-)
+from gdn.layers.host_arrays import PersistentBuffers, as_array, as_indices, as_lengths, at_least, check_rank, refuse, to_device
 from gdn.layers.parallel import ContextParts
 
 Ints = Sequence[int] | Tensor | NDArray[Any]
@@ -204,7 +194,7 @@ class GDNMetadataBuilder:
         ValueError, TypeError
             Named after the argument; no buffer is written then.
         """
-        queries = as_query_lens(query_lens)
+        queries = as_lengths("query_lens", query_lens, summed=True)
         count = queries.shape[0]
         lengths = as_lengths("seq_lens", seq_lens, count)
         if (lengths < queries).any():

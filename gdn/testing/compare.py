@@ -28,20 +28,17 @@ def error(actual: torch.Tensor, expected: torch.Tensor, groups: int) -> Error:
     if actual.numel() == 0:
         return Error(0.0, 0.0, "nothing to compare")
     lead = expected.shape[:groups]
-    want = expected.to(torch.float64).reshape(*lead, -1)
-    difference = actual.to(torch.float64).reshape(*lead, -1) - want
     l2 = row_errors(actual, expected, groups)
-    peak = _ratio(difference.abs().amax(-1), want.abs().amax(-1))
+    peak = row_errors(actual, expected, groups, ord=torch.inf)
     worst = int(l2.argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), lead)) if lead else ()
     return Error(float(l2.max()), float(peak.max()), f"index {index}")
 
 
-def row_errors(actual: torch.Tensor, expected: torch.Tensor, groups: int) -> torch.Tensor:
+def row_errors(actual: torch.Tensor, expected: torch.Tensor, groups: int, ord: float = 2) -> torch.Tensor:
     """|actual - expected| / |expected| over the dims after the first `groups`, in float64; infinite for a NaN in `actual`."""
-    lead = expected.shape[:groups]
-    want = expected.to(torch.float64).reshape(*lead, -1)
-    return _ratio((actual.to(torch.float64).reshape(*lead, -1) - want).norm(dim=-1), want.norm(dim=-1))
+    got, want = (x.to(torch.float64).reshape(*expected.shape[:groups], -1) for x in (actual, expected))
+    return _ratio((got - want).norm(ord, dim=-1), want.norm(ord, dim=-1))
 
 
 def token_error(actual: torch.Tensor, expected: torch.Tensor, offsets: Sequence[int]) -> Error:
