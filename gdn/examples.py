@@ -62,7 +62,7 @@ def context_start(model: ModelShape, fp8: bool = False) -> problems.ContextStart
     """States of one of four ranks that all keep the final ones."""
     final: dict[str, Any] = {"final_dtype": "float32", "index_dtype": "int32", "final_index_dtype": None}
     sizes: dict[str, Any] = {"num_sequences": 1, "num_segments": 2, "num_ranks": 4}
-    return problems.ContextStartProblem(**_composing(model), has_segments=True, ends_here=False, **final, **sizes)
+    return problems.ContextStartProblem(**_composing(model), has_segments=True, is_cut=True, ends_here=False, **final, **sizes)
 
 
 def _composing(model: ModelShape) -> dict[str, Any]:

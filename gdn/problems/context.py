@@ -109,6 +109,7 @@ class ContextStartProblem(_ComposingProblem, op="context_start"):
     """States before a rank's segments, from the messages of all ranks, and the states after the last rank's part."""
 
     has_segments: bool = field(metadata=COMPILES)  # states before this rank's segments are written
+    is_cut: bool = field(metadata=COMPILES)  # there are several segments, whose summaries are given
     ends_here: bool = field(metadata=COMPILES)  # states hold what the last pass has left: nothing is composed, it is stored
     final_dtype: str | None = field(metadata=COMPILES)  # of final_state; None = not written
     index_dtype: str | None = field(metadata=COMPILES)  # of state_indices; None = final_state has a row for each sequence
@@ -138,8 +139,8 @@ class ContextStartParams(NamedTuple):
     """
 
     messages: Tensor  # [R, numbers], rows contiguous
-    h: Tensor  # [N S, HS, K, V] (or V first) of this rank's segments; None without segments
-    P: Tensor  # [N S, HS, K, K]; None without segments
+    h: Tensor  # [N S, HS, K, V] (or V first) of this rank's segments; None where parts are not cut
+    P: Tensor  # [N S, HS, K, K]; None where parts are not cut
     states: Tensor  # [N S, HS, K, V] (or V first): written, or read where the call ends here; None without either
     final_state: Tensor  # pool [slots, HS, K, V] (or V first), as initial_state of ContextTotalParams, or [N, ...]; None: no final
     state_indices: Tensor  # [>= N], any stride

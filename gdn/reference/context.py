@@ -79,9 +79,10 @@ def context_start(problem: ContextStartProblem, params: ContextStartParams) -> N
         state = after(problem, state, h_of[rank], P_of[rank])
     if problem.has_segments:
         assert states is not None
-        h, P = p.h.unflatten(0, (-1, segments)), p.P.unflatten(0, (-1, segments))
+        h, P = (None if x is None else x.unflatten(0, (-1, segments)) for x in (p.h, p.P))
         states[:, 0] = state
         for segment in range(1, segments):
+            assert h is not None and P is not None
             states[:, segment] = after(problem, states[:, segment - 1], h[:, segment - 1], P[:, segment - 1])
     if p.final_state is not None:
         for rank in range(max(p.rank, 1), p.messages.shape[0]):
@@ -105,11 +106,7 @@ def after(problem: Any, state: Tensor, h: Tensor, P: Tensor) -> Tensor:
 
 
 def _start(p: ContextTotalParams, into: Tensor) -> None:
-    """Fills `into` [N, ...] with the sequences' rows of the pool, zeros where they start from zero."""
-    pool, count = p.initial_state, into.shape[0]
-    if pool is None or not pool.shape[0]:
-        into.zero_()
-        return
+    count = into.shape[0]
     is_continued = torch.ones(count, dtype=torch.bool, device=into.device)
     slots = torch.arange(count, device=into.device)
     if p.state_indices is not None:
@@ -117,6 +114,14 @@ def _start(p: ContextTotalParams, into: Tensor) -> None:
         is_continued = slots > p.null_slot
     if p.has_initial_state is not None:
         is_continued = is_continued & p.has_initial_state[:count]
+    start(p.initial_state, slots, is_continued, into)
+
+
+def start(pool: Tensor | None, slots: Tensor, is_continued: Tensor, into: Tensor) -> None:
+    """Fills `into` [N, ...] with the sequences' rows of the pool, zeros where they start from zero."""
+    if pool is None or not pool.shape[0]:
+        into.zero_()
+        return
     into.copy_(pool.index_select(0, torch.where(is_continued, slots, 0)))
     into.masked_fill_(~is_continued.view(-1, *[1] * (into.dim() - 1)), 0)
 

@@ -259,7 +259,7 @@ def _configure(
         others = f" with another {', '.join(found.others)}" if found.others else ""
         version = " with another version of the kernel" if found.is_stale else ""
         return found.config, "table", f"tiles tuned at {sizes}{others} ({found.time_us:g} us{version}), from {found.source}"
-    if switches.tuned == "strict":
+    if switches.tuned == "strict" and problem.op not in registry.INTERNAL:
         raise MissingTunedEntry(
             f"{problem.op}: GDN_TUNED=strict, and no tuned entry of {backend} on {spec.key} serves {problem.static_key()} "
             f"at {', '.join(f'{name}={value}' for name, value in problem.sizes().items())}"

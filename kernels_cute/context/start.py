@@ -30,7 +30,7 @@ def default_config(problem: ContextStartProblem, device: DeviceSpec) -> Config:
 def _fakes(problem: ContextStartProblem) -> ContextStartParams:
     p, heads = problem, problem.num_state_heads
     h, P, inner = fakes_of(problem)
-    if not p.has_segments:
+    if not p.is_cut:
         h = P = None
     final, states = [
         fake(dtype, cute.sym_int64(), heads, *inner, last=(inner[1], 1))
@@ -79,10 +79,12 @@ class _ContextStart(build.Kernel, params=ContextStartParams):
         runs, num_links, kept = (), Int32(0), None
         if cutlass.const_expr(problem.has_segments):
             before, num_links = self.message_run(params, number, first, Int32(1), Int32(0)), later - 1
-            segments = self.segment_run(params, number, first, num_links)
             states = params.states.iterator.toint() + self.row_of(number, params.num_segments) * tiles.h_bytes + first * 4
             kept = Kept(states, Int64(tiles.heads * tiles.h_bytes), num_links, num_links + params.num_segments - 1)
-            runs, num_links = (before, segments), kept.last
+            runs = (before,)
+            if cutlass.const_expr(problem.is_cut):
+                runs = (before, self.segment_run(params, number, first, num_links))
+            num_links = kept.last
         if cutlass.const_expr(self.has_final):
             runs = (*runs, self.message_run(params, number, first, later, num_links))
             num_links += Int32(params.messages.shape[0]) - later

@@ -33,10 +33,12 @@ def _pool(dtype: str | None, index: str | None, has_mask: bool) -> Row:
 def _start_problem(row: Row) -> Problem | None:
     final_dtype, index_dtype, final_index_dtype = row["final"]
     final = {"final_dtype": final_dtype, "index_dtype": index_dtype, "final_index_dtype": final_index_dtype}
-    has_segments, ends_here = row["form"]
+    has_segments, is_cut, ends_here = row["form"]
     if final_dtype is None and not has_segments or ends_here and index_dtype is None:
         return None  # nothing to do; the states are returned as they are
-    problem: Problem = example("context_start", **_composing(row), **final, has_segments=has_segments, ends_here=ends_here)
+    problem: Problem = example(
+        "context_start", **_composing(row), **final, has_segments=has_segments, is_cut=is_cut, ends_here=ends_here
+    )
     return problem
 
 
@@ -86,7 +88,8 @@ context_total = Variants(
 context_start = Variants(
     {
         **_COMPOSING_AXES,
-        "form": [(True, False), (False, False), (False, True)],  # writes the states before segments, ends here
+        # Writes the states before segments, of several ones, ends here.
+        "form": [(True, True, False), (True, False, False), (False, False, False), (False, False, True)],
         "final": [
             (None, None, None),
             ("float32", None, None),
