@@ -71,7 +71,7 @@ class _ContextStart(build.Kernel, params=ContextStartParams):
     @cute.jit
     def run_chain(self, params: ContextStartParams, number: Int32, first: Int32, place: Any, rX: cute.Tensor):
         tiles, problem = cutlass.const_expr(self.tiles), cutlass.const_expr(self.problem)
-        has_fork = cutlass.const_expr(problem.has_segments and self.has_final)
+        has_fork = cutlass.const_expr(problem.is_cut and self.has_final)
         storage = cutlass.utils.SmemAllocator().allocate(tiles.storage(has_fork))
         shared = shared_of(tiles, storage, has_fork)
         take(tiles, Float32, self.message_run(params, number, first, Int32(0), Int32(0)).h, tiles.V, rX)
