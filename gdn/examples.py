@@ -47,7 +47,7 @@ def chunk_summary(model: ModelShape, fp8: bool = False) -> problems.ChunkSummary
 
 def context_parts(model: ModelShape, fp8: bool = False) -> problems.ContextPartsProblem:
     """Two segments of that rank."""
-    dtypes: dict[str, Any] = {"dtype": "float32", **_all("int32", "cu_seqlens_dtype", "index_dtype")}
+    dtypes: dict[str, Any] = {"sum_dtype": "float32", **_all("int32", "cu_seqlens_dtype", "index_dtype")}
     return problems.ContextPartsProblem(**dtypes, has_segments=True, num_sequences=1, num_segments=2)
 
 
@@ -67,7 +67,7 @@ def context_start(model: ModelShape, fp8: bool = False) -> problems.ContextStart
 
 def _composing(model: ModelShape) -> dict[str, Any]:
     dims = {"num_state_heads": model.num_v_heads, "head_k_dim": model.head_k_dim, "head_v_dim": model.head_v_dim}
-    return {**dims, "dtype": "float32", "state_v_first": True}
+    return {**dims, "sum_dtype": "float32", "state_v_first": True}
 
 
 def recurrent(model: ModelShape, fp8: bool = False) -> problems.RecurrentProblem:

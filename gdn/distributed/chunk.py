@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 import gdn
+from gdn.distributed import composition
 from gdn.distributed.composition import Ends, Part, compute
 from gdn.distributed.group import Ranks, without_modes
+from gdn.distributed.known import Known
 from gdn.distributed.slots import live
 from gdn.ops import _delta_rule
 from gdn.ops._call import operator_of, reads_values
@@ -17,6 +19,8 @@ from gdn.ops._check import bad_value
 _OF_A_PASS = (
     "scale", "use_qk_l2norm_in_kernel", "state_v_first", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "backend",
 )  # fmt: skip
+
+_known = Known()  # parts of calls
 
 
 @without_modes
@@ -108,21 +112,33 @@ use_beta_sigmoid_in_kernel, null_slot, out, backend
     >>> q, k, v = torch.randn(3, 1, 96, 4, 64).unbind()  # this rank's 96 tokens
     >>> o, state = gdn.distributed.chunk_gated_delta_rule(q, k, v, output_final_state=True, group=dist.group.WORLD)
     """
-    arguments = dict(locals())
-    del arguments["group"], arguments["final_rank"]
     ranks = Ranks(group)
     given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
     states = _delta_rule.States(
         initial_state, state_indices, has_initial_state, final_state_indices, checkpoint_offsets, checkpoint_slots, state_v_first,
         null_slot,
     )  # fmt: skip
-    with ranks.refusing(q, k, v):
-        final = ranks.number("final_rank", final_rank)
-        part = _checked(arguments, ranks, final)
-    ranks.agree(q.device, _shared(part, given) | {"final_rank": -1 if final is None else final})
-    if ranks.size > 1 and reads_values(q.device):
-        is_live = live(state_indices, null_slot, part.sizes.num_sequences, q.device)
-        ranks.agree_on_padding("state_indices", is_live)
+    tensors = (
+        q, k, v, cu_seqlens, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state_indices,
+        checkpoint_offsets, checkpoint_slots, out,
+    )  # fmt: skip
+    flags = (
+        scale, output_final_state, use_qk_l2norm_in_kernel, head_first, state_v_first, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, null_slot, backend, final_rank, ranks.rank, ranks.size, composition.LEAST_SEGMENT,
+    )  # fmt: skip
+    part = _known.find(tensors, flags)
+    if part is None:
+        names = operator_of(gdn.chunk_gated_delta_rule).kinds
+        arguments = {name: value for name, value in locals().items() if name in names}
+        with ranks.refusing(q, k, v):
+            final = ranks.number("final_rank", final_rank)
+            part = _checked(arguments, ranks, final)
+        ranks.agree(q.device, _shared(part, given) | {"final_rank": -1 if final is None else final})
+        if ranks.size > 1 and reads_values(q.device):
+            is_live = live(state_indices, null_slot, part.sizes.num_sequences, q.device)
+            ranks.agree_on_padding("state_indices", is_live)
+        pool = None if state_indices is None else initial_state
+        _known.keep(tensors, flags, part, written=[pool, out], aligned=[pool])
     o, last = compute(part, ranks, given, states, out)
     if not part.gets_final:
         return o, None

@@ -17,7 +17,7 @@ from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, siz
 class ContextPartsProblem(Problem, op="context_parts"):
     """Where the segments of a rank's sequences begin, their rows of states, and which sequences have tokens."""
 
-    dtype: str = field(metadata=COMPILES)  # of the message: float32 (float64 on the reference)
+    sum_dtype: str = field(metadata=COMPILES)  # of the message: float32 (float64 on the reference)
     cu_seqlens_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = rows of one length
     index_dtype: str | None = field(metadata=COMPILES)  # of state_indices; None = no padding
     has_segments: bool = field(metadata=COMPILES)  # offsets are written
@@ -50,7 +50,7 @@ class _ComposingProblem(Problem):
     num_state_heads: int = field(metadata=TUNES)
     head_k_dim: int = field(metadata=TUNES)
     head_v_dim: int = field(metadata=TUNES)
-    dtype: str = field(metadata=TUNES)  # of h, P and states: float32 (float64 on the reference)
+    sum_dtype: str = field(metadata=TUNES)  # of h, P and states: float32 (float64 on the reference)
     state_v_first: bool = field(metadata=TUNES)
 
     def _numbers(self) -> tuple[int, int]:
@@ -60,7 +60,7 @@ class _ComposingProblem(Problem):
 
     def _bytes(self, states: int, transitions: int) -> int:
         state, transition = self._numbers()
-        return DTYPE_BYTES[self.dtype] * (states * state + transitions * transition)
+        return DTYPE_BYTES[self.sum_dtype] * (states * state + transitions * transition)
 
 
 @dataclass(frozen=True)

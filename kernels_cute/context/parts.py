@@ -21,8 +21,8 @@ _CHUNK = 64  # tokens
 
 
 def refusal(problem: ContextPartsProblem) -> str | None:
-    if problem.dtype != "float32":
-        return f"requires a message of float32, got {problem.dtype}"
+    if problem.sum_dtype != "float32":
+        return f"requires a message of float32, got {problem.sum_dtype}"
     return unserved({INDEX_DTYPES: {"cu_seqlens": problem.cu_seqlens_dtype, "state_indices": problem.index_dtype}})
 
 

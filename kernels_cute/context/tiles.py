@@ -32,8 +32,8 @@ class Config:
 
 def refusal(problem: Any) -> str | None:
     """Reason why the composing kernels do not serve a problem."""
-    if problem.dtype != "float32":
-        return f"requires summaries of float32, got {problem.dtype}"
+    if problem.sum_dtype != "float32":
+        return f"requires summaries of float32, got {problem.sum_dtype}"
     for name in ("head_k_dim", "head_v_dim"):
         if getattr(problem, name) not in HEAD_DIMS:
             return f"requires {name} of 64 or 128, got {getattr(problem, name)}"
