@@ -64,11 +64,11 @@ class _ContextParts(build.Kernel, params=ContextPartsParams):
                 cut = segments * _CHUNK
                 piece = (length + (cut - 1)) // cut * _CHUNK
                 offset = first + cutlass.min(piece * segment, length)
-                params.offsets[place] = offset.to(params.offsets.element_type)
+                params.offsets[place] = params.offsets.element_type(offset)
         if cutlass.const_expr(params.offsets is not None):
             if place == num_rows:
                 first, length = self.tokens_of(params, num_rows // segments - 1)
-                params.offsets[place] = (first + length).to(params.offsets.element_type)
+                params.offsets[place] = params.offsets.element_type(first + length)
 
     @cute.jit
     def tokens_of(self, params: ContextPartsParams, sequence: Int32):
