@@ -137,9 +137,7 @@ def start_call(
     is_cut = has_segments and segments > 1
     pooled = (_NAMES[pool_dtype], _NAMES[index_dtype], _NAMES[final_index_dtype])
     kept = {None: (None, None, None), "rows": ("float32", None, None)}.get(final, pooled)
-    problem = ContextStartProblem(
-        heads, K, V, "float32", v_first, has_segments, is_cut, ends_here, *kept, count, segments, ranks
-    )
+    problem = ContextStartProblem(heads, K, V, "float32", v_first, has_segments, is_cut, ends_here, *kept, count, segments, ranks)
     messages = _poisoned(ranks, _numbers(problem))
     before_P, before_flags, end = message_numbers(problem)
     for sender in range(ranks):

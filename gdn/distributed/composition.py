@@ -17,8 +17,7 @@ import gdn
 from gdn import runtime
 from gdn.device import H100
 from gdn.distributed.group import Ranks
-from gdn.distributed.parts import CHUNK
-from gdn.ops import _context, _delta_rule, chunk, chunk_summary
+from gdn.ops import _delta_rule, chunk, chunk_summary
 from gdn.ops._check import bad_value, dtype_name
 from gdn.ops._context import Kernel
 from gdn.ops._tensors import ALIGNMENT, constant, dtypes_of
@@ -98,31 +97,38 @@ class Part:
 
     def _prepare_own(self, given: _delta_rule.Tokens, states: _delta_rule.States) -> None:
         """The kernels between the passes."""
-        sizes, ends, count = self.sizes, self.ends, self.sizes.num_sequences
+        sizes, ends, count, pool = self.sizes, self.ends, self.sizes.num_sequences, states.initial_state
         dtype, backend = dtype_name(self.dtype), self.options["backend"]
-        dims = (sizes.num_heads, sizes.head_k_dim, sizes.head_v_dim, dtype, self.v_first)
-        slots, pool = states.state_indices, states.initial_state
-        dtypes: dict[str, Any] = dtypes_of(cu_seqlens=given.cu_seqlens, index=slots, final_index=states.final_state_indices)
-        offsets, index, final_index = (dtypes[f"{name}_dtype"] for name in ("cu_seqlens", "index", "final_index"))
+        is_first, is_cut = ends.rank == 0, self.segments > 1
+        sized: dict[str, Any] = {"num_sequences": count, "num_segments": self.segments}
+        indices: dict[str, Any] = dtypes_of(index=states.state_indices)
+        dims: dict[str, Any] = {
+            "num_state_heads": sizes.num_heads, "head_k_dim": sizes.head_k_dim, "head_v_dim": sizes.head_v_dim,
+            "sum_dtype": dtype, "state_v_first": self.v_first, **sized,
+        }  # fmt: skip
 
         def kernel(problem: Any) -> Kernel:
             return Kernel(problem, self.device, backend)
 
-        self.find_parts = kernel(ContextPartsProblem(dtype, offsets, index, self.segments > 1, count, self.segments))
-        start = (dtypes_of(state=pool)["state_dtype"], index, states.has_initial_state is not None)
-        is_first = ends.rank == 0
-        own = start if is_first and pool is not None else (None, None, False)
-        total = ContextTotalProblem(*dims, is_first, self.has_summaries, *own, count, self.segments)
+        offsets: dict[str, Any] = dtypes_of(cu_seqlens=given.cu_seqlens)
+        self.find_parts = kernel(ContextPartsProblem(sum_dtype=dtype, **offsets, **indices, has_segments=is_cut, **sized))
+        own: dict[str, Any] = {"state_dtype": None, "index_dtype": None, "has_mask": False}
+        if is_first and pool is not None:
+            own = {"state_dtype": dtype_name(pool.dtype), **indices, "has_mask": states.has_initial_state is not None}
+        total = ContextTotalProblem(**dims, is_first=is_first, has_summaries=self.has_summaries, **own)
         self.make_total = kernel(total) if is_first or not ends.ends_here else None
-        final = (None, None, None)
-        if self.gets_final:
-            final = (dtypes_of(state=pool)["state_dtype"], index, final_index) if self.is_pooled else (dtype, None, None)
-        sized = (count, self.segments, ends.size)
-        composed = final if self.composes_final else (None, None, None)
-        start_problem = ContextStartProblem(*dims, ends.rank > 0, ends.rank > 0 and self.segments > 1, False, *composed, *sized)
-        self.compose = kernel(start_problem) if ends.rank > 0 or self.composes_final else None
-        stores = ends.ends_here and self.is_pooled
-        self.store = kernel(ContextStartProblem(*dims, False, False, True, *final, *sized)) if stores else None
+        nothing: dict[str, Any] = {"final_dtype": None, "index_dtype": None, "final_index_dtype": None}
+        final = nothing | {"final_dtype": dtype}
+        if self.is_pooled and pool is not None:
+            final = {"final_dtype": dtype_name(pool.dtype), **indices, **dtypes_of(final_index=states.final_state_indices)}
+        dims["num_ranks"] = ends.size
+        composed = final if self.composes_final else nothing
+        start = ContextStartProblem(
+            **dims, has_segments=not is_first, is_cut=is_cut and not is_first, ends_here=False, **composed
+        )
+        self.compose = kernel(start) if not is_first or self.composes_final else None
+        left = ContextStartProblem(**dims, has_segments=False, is_cut=False, ends_here=True, **final)
+        self.store = kernel(left) if ends.ends_here and self.is_pooled else None
         _, self.flags_at, numbers = message_numbers(total)
         self.numbers = -(-numbers // ALIGNMENT) * ALIGNMENT  # those of the next rank are aligned as these are
 
@@ -165,12 +171,12 @@ class Part:
             dtype = torch.int32 if given.cu_seqlens is None else given.cu_seqlens.dtype
             offsets = torch.empty(self.rows + 1, dtype=dtype, device=self.device)
         if self.rows:
+            slots, length = states.state_indices, self.sizes.length
             self.find_parts(
                 ContextPartsParams(
-                    given.cu_seqlens, states.state_indices, offsets, rows, message, self.flags_at, self.sizes.length, self.segments,
-                    self.null_slot,
+                    given.cu_seqlens, slots, offsets, rows, message, self.flags_at, length, self.segments, self.null_slot
                 )
-            )  # fmt: skip
+            )
         return given if offsets is None else given._replace(cu_seqlens=offsets), rows
 
 
@@ -195,28 +201,29 @@ def compute(
     given, rows = part.parts(given, pool, message)
     h, P = part.summaries(given, rows) if part.has_summaries else (None, None)
     if part.make_total is not None and count:
-        start: tuple[Tensor | None, ...] = (None, None, None, None)
-        if rank == 0:
-            initial = pool.initial_state
-            if initial is not None and not part.is_pooled:
-                initial = constant(initial)
-            start = (None, None, None, states)
-            if initial is not None:
-                start = (initial, pool.state_indices, pool.has_initial_state, states)
-        part.make_total(ContextTotalParams(h, P, *start, message, count, segments, null_slot))
+        initial = indices = mask = None
+        if rank == 0 and pool.initial_state is not None:
+            initial = pool.initial_state if part.is_pooled else constant(pool.initial_state)
+            indices, mask = pool.state_indices, pool.has_initial_state
+        made = states if rank == 0 else None
+        part.make_total(ContextTotalParams(h, P, initial, indices, mask, made, message, count, segments, null_slot))
     messages = ranks.gather(message)
 
     final: Tensor | None = None
     if part.gets_final:
         final = pool.initial_state if part.is_pooled else part.states(count) if part.composes_final else None
-    slots = (pool.state_indices, pool.final_state_indices)
+    slots, final_slots = pool.state_indices, pool.final_state_indices
     if part.compose is not None and count:
-        own = (*((h, P) if segments > 1 else (None, None)), states) if rank > 0 else (None, None, None)
-        kept = (final, *slots) if part.composes_final else (None, None, None)
-        part.compose(ContextStartParams(messages, *own, *kept, rank, count, segments, null_slot))
+        if segments == 1:
+            h = P = None
+        into, slots_of, final_of = (final, slots, final_slots) if part.composes_final else (None, None, None)
+        made = states if rank > 0 else None
+        own = (h, P) if rank > 0 else (None, None)
+        part.compose(ContextStartParams(messages, *own, made, into, slots_of, final_of, rank, count, segments, null_slot))
     o = part.run(given, states, rows, out)
     if part.store is not None and count:
-        part.store(ContextStartParams(messages, None, None, states, final, *slots, rank, count, segments, null_slot))
+        left = ContextStartParams(messages, None, None, states, final, slots, final_slots, rank, count, segments, null_slot)
+        part.store(left)
     if part.is_pooled or not part.gets_final:
         return o, None
     return o, states.unflatten(0, (count, segments))[:, -1] if part.ends.ends_here else final

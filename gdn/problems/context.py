@@ -90,7 +90,7 @@ class ContextTotalProblem(_ComposingProblem, op="context_total"):
 
 
 class ContextTotalParams(NamedTuple):
-    """Arguments of a launch: N >= 1 sequences. Tensors of [N S, ...] are contiguous, sequence n's segments one after the other."""
+    """Arguments of a launch: N >= 1 sequences. Tensors of [N S, ...] are contiguous, the segments of a sequence in order."""
 
     h: Tensor  # [N S, HS, K, V] (or V first); None without summaries
     P: Tensor  # [N S, HS, K, K]; None without summaries
@@ -142,7 +142,9 @@ class ContextStartParams(NamedTuple):
     h: Tensor  # [N S, HS, K, V] (or V first) of this rank's segments; None where parts are not cut
     P: Tensor  # [N S, HS, K, K]; None where parts are not cut
     states: Tensor  # [N S, HS, K, V] (or V first): written, or read where the call ends here; None without either
-    final_state: Tensor  # pool [slots, HS, K, V] (or V first), as initial_state of ContextTotalParams, or [N, ...]; None: no final
+    final_state: (
+        Tensor  # pool [slots, HS, K, V] (or V first), as initial_state of ContextTotalParams, or [N, ...]; None: no final
+    )
     state_indices: Tensor  # [>= N], any stride
     final_state_indices: Tensor  # [>= N], any stride; None: the slots of state_indices
     rank: int

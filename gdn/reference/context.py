@@ -92,7 +92,13 @@ def context_start(problem: ContextStartProblem, params: ContextStartParams) -> N
 
 def parts_of(problem: Any, messages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Views of messages [R, numbers]: h [R, N, HS, K, V] (or V first), P [R, N, HS, K, K], flags [R, N]."""
-    ranks, count, heads, K, V = len(messages), problem.num_sequences, problem.num_state_heads, problem.head_k_dim, problem.head_v_dim
+    ranks, count, heads, K, V = (
+        len(messages),
+        problem.num_sequences,
+        problem.num_state_heads,
+        problem.head_k_dim,
+        problem.head_v_dim,
+    )
     before_P, before_flags, end = message_numbers(problem)
     inner = (V, K) if problem.state_v_first else (K, V)
     h = messages[:, :before_P].view(ranks, count, heads, *inner)

@@ -1,8 +1,8 @@
 """Which part of a state a thread of the composing kernels holds, and the shared memory of a block.
 
 A block owns 32 columns of a head's states, a warp 8 of them: with V first a "column" is a row of the tensor. A thread holds 4
-entries of K of each of its columns: K first every (K / 4)-th one, since the lanes then read P without bank conflicts; V first four
-neighbours, since P is transposed there.
+entries of K of each of its columns: K first every (K / 4)-th one, since the lanes then read P without bank conflicts; V first
+four neighbours, since P is transposed there.
 """
 
 from collections.abc import Sequence

@@ -125,6 +125,7 @@ class Device:
                         4 * count, lambda at, values=values: values[at // 4],
                         lambda at, value, values=values: values.__setitem__(at // 4, value),
                     )  # fmt: skip
+
         def pointer(base: int) -> Any:
             return SimpleNamespace(data_ptr=lambda: SimpleNamespace(toint=lambda: base))
 
@@ -180,7 +181,8 @@ def _modules(device: Device) -> dict[str, ModuleType]:
                 device.store(target, values)
 
     arch = SimpleNamespace(
-        thread_idx=lambda: (thread(), 0, 0), block_idx=lambda: (device.local.block, 0, 0), sync_warp=lambda: device.warps[thread() // 32].wait(),
+        thread_idx=lambda: (thread(), 0, 0), block_idx=lambda: (device.local.block, 0, 0),
+        sync_warp=lambda: device.warps[thread() // 32].wait(),
         sync_threads=lambda: device.barrier.wait(), cp_async_commit_group=lambda: waiting().append([]),
         cp_async_wait_group=wait,
     )  # fmt: skip
@@ -230,7 +232,8 @@ def _modules(device: Device) -> dict[str, ModuleType]:
     common = "kernels_cute.common"
     made = {
         "cutlass": module("cutlass", base), "cutlass.cute": module("cutlass.cute", cute),
-        f"{common}.memory": module("memory", memory), f"{common}.ptx": module("ptx", ptx), f"{common}.build": module("build", build),
+        f"{common}.memory": module("memory", memory), f"{common}.ptx": module("ptx", ptx),
+        f"{common}.build": module("build", build),
     }  # fmt: skip
     made["cutlass"].cute = made["cutlass.cute"]  # type: ignore[attr-defined]
     made[common] = module(common, {name: made[f"{common}.{name}"] for name in ("memory", "ptx", "build")})

@@ -20,7 +20,9 @@ def run(call: Call) -> None:
     for name, (one, other) in found.written_with(exact).items():
         same = torch.isnan(one) == torch.isnan(other) if one.is_floating_point() else torch.tensor(True)
         assert bool(same.all()), f"{name}: elements that only one of them writes"
-        torch.testing.assert_close(one.double(), other.double(), rtol=2e-5, atol=2e-5, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            one.double(), other.double(), rtol=2e-5, atol=2e-5, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 SMALL: dict[str, Any] = {"heads": 1, "dims": (64, 64)}

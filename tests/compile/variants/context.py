@@ -43,7 +43,7 @@ def _start_problem(row: Row) -> Problem | None:
 
 
 def _products(problem: Any) -> Expectation:
-    """A piece of P once: 32 entries of the sum for each of a thread's values. No product in two steps, which would round twice."""
+    """A piece of P once: 32 entries of the sum for each of a thread's values. No product by itself, which would be rounded."""
     values = 4 * problem.head_k_dim // 16
     none_of = (*TENSOR_CORES, "ATOMS", "FMUL")
     # X's entries and P's by fours.
