@@ -46,7 +46,7 @@ class Call:
         return replace(self, problem=replace(self.problem, sum_dtype="float64"), params=self.params._replace(**given))
 
     def written_with(self, other: "Call") -> dict[str, tuple[Tensor, Tensor]]:
-        """What is written, by this and by another call."""
+        """Outputs of this and of another call, by name."""
         names = [name for name in self.written if getattr(self.params, name) is not None]
         return {name: (getattr(self.params, name), getattr(other.params, name)) for name in names}
 

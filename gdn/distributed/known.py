@@ -20,7 +20,7 @@ _LIMIT, _LIKE = 512, 8  # keys; kinds of calls of a key
 
 
 class Known:
-    """What was made of calls, by their flags and the metadata of their tensors."""
+    """Results of checks, by the flags of a call and the metadata of its tensors."""
 
     def __init__(self) -> None:
         self._found: dict[Any, tuple[tuple[Likeness, Any], ...]] = {}
@@ -28,7 +28,7 @@ class Known:
         self._lock = threading.Lock()  # for writers
 
     def find(self, tensors: Tensors, flags: tuple[Any, ...]) -> Any:
-        """What was kept for a call like this one; None where nothing was."""
+        """The result that is kept of a call like this one, or None."""
         if env.current() is not self._switches or is_explaining():
             return None
         try:
@@ -40,7 +40,7 @@ class Known:
     def keep(
         self, tensors: Tensors, flags: tuple[Any, ...], made: Any, written: list[Tensor | None], aligned: list[Tensor | None]
     ) -> None:
-        """Keeps what was made of a call that was checked, for calls like it. written, aligned: as for `Likeness`."""
+        """Keeps the result of a call's checks for calls like it. written, aligned: as for `Likeness`."""
         switches, device = env.current(), next(x.device for x in tensors if x is not None)
         if is_explaining() or reads_values(device) or not _modes.has_memory() or _modes.lack_memory(tensors):
             return

@@ -11,7 +11,7 @@ from gdn.reference import context as reference
 
 
 class Kernel:
-    """What runs a problem. Called with the problem's Params, it launches.
+    """Kernel or reference of a problem. Called with the problem's Params, it launches.
 
     backend: that of the public operator; only the reference is an order to these operators, whose kernels are CuTe's alone.
     """

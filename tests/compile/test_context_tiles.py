@@ -113,7 +113,7 @@ def test_a_link(K: int, V: int, v_first: bool) -> None:
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("K", [64, 128])
 def test_eight_lanes_of_an_access_hit_all_banks(K: int, v_first: bool) -> None:
-    """What a lane reads of P, 16 bytes at a time: eight lanes are served at once."""
+    """A lane reads 16 bytes of P at a time, and eight lanes are served at once."""
     tiles = tiles_of(K, K, v_first)
     for start in range(0, tiles.threads, 8):
         lanes = places(tiles)[start : start + 8]
