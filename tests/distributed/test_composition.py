@@ -1,4 +1,4 @@
-"""What a rank computes between its passes, on the reference: against sums written out head by head in float64."""
+"""Work of a rank between its passes, on the reference: against sums written out head by head in float64."""
 
 from typing import Any
 
