@@ -17,7 +17,7 @@ from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, siz
 class ContextPartsProblem(Problem, op="context_parts"):
     """Where the segments of a rank's sequences begin, their rows of states, and which sequences have tokens."""
 
-    sum_dtype: str = field(metadata=COMPILES)  # of the message: float32 (float64 on the reference)
+    sum_dtype: str = field(metadata=TUNES)  # of the message: float32 (float64 on the reference)
     cu_seqlens_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = rows of one length
     index_dtype: str | None = field(metadata=COMPILES)  # of state_indices; None = no padding
     has_segments: bool = field(metadata=COMPILES)  # offsets are written
