@@ -15,7 +15,7 @@ from gdn.runtime import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL_PACKAGES = ("kernels_tl", "kernels_cute")
-MODULES = sorted({module for op in registry.OPERATORS.values() for module in op.modules.values()})
+MODULES = sorted({module for op in registry.every() for module in op.modules.values()})
 LEAVES = ("gdn.problems", "gdn.device", "gdn.recurrent_tiles")
 
 

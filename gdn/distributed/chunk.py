@@ -6,18 +6,21 @@ import torch
 from torch import Tensor
 
 import gdn
-from gdn.distributed.composition import Part, compute
+from gdn.distributed import composition
+from gdn.distributed.composition import Ends, Part, compute
 from gdn.distributed.group import Ranks, without_modes
-from gdn.distributed.slots import Slots
+from gdn.distributed.known import Known
+from gdn.distributed.slots import live
 from gdn.ops import _delta_rule
 from gdn.ops._call import operator_of, reads_values
 from gdn.ops._check import bad_value
 
-# Arguments of every pass of the chunk operator that are this rank's as they are.
+# Flags of every pass of the chunk operator that are this rank's as they are.
 _OF_A_PASS = (
-    "scale", "use_qk_l2norm_in_kernel", "state_v_first", "use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel",
-    "backend",
+    "scale", "use_qk_l2norm_in_kernel", "state_v_first", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "backend",
 )  # fmt: skip
+
+_known = Known()  # parts of calls
 
 
 @without_modes
@@ -109,26 +112,40 @@ use_beta_sigmoid_in_kernel, null_slot, out, backend
     >>> q, k, v = torch.randn(3, 1, 96, 4, 64).unbind()  # this rank's 96 tokens
     >>> o, state = gdn.distributed.chunk_gated_delta_rule(q, k, v, output_final_state=True, group=dist.group.WORLD)
     """
-    arguments = dict(locals())
-    del arguments["group"], arguments["final_rank"]
     ranks = Ranks(group)
-    with ranks.refusing(q, k, v):
-        final = ranks.number("final_rank", final_rank)
-        part = _checked(arguments)
-    ranks.agree(q.device, _shared(part) | {"final_rank": -1 if final is None else final})
-    ranks.agree_on_padding("state_indices", part.slots.is_live)
-
-    o, last, has_tokens = compute(part, ranks, final, initial_state, out)
-    if last is None:
+    given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
+    states = _delta_rule.States(
+        initial_state, state_indices, has_initial_state, final_state_indices, checkpoint_offsets, checkpoint_slots, state_v_first,
+        null_slot,
+    )  # fmt: skip
+    tensors = (
+        q, k, v, cu_seqlens, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state_indices,
+        checkpoint_offsets, checkpoint_slots, out,
+    )  # fmt: skip
+    flags = (
+        scale, output_final_state, use_qk_l2norm_in_kernel, head_first, state_v_first, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, null_slot, backend, final_rank, ranks.rank, ranks.size, composition.LEAST_SEGMENT,
+    )  # fmt: skip
+    part = _known.find(tensors, flags)
+    if part is None:
+        names = operator_of(gdn.chunk_gated_delta_rule).kinds
+        arguments = {name: value for name, value in locals().items() if name in names}
+        with ranks.refusing(q, k, v):
+            final = ranks.number("final_rank", final_rank)
+            part = _checked(arguments, ranks, final)
+        ranks.agree(q.device, _shared(part, given) | {"final_rank": -1 if final is None else final})
+        if ranks.size > 1 and reads_values(q.device):
+            is_live = live(state_indices, null_slot, part.sizes.num_sequences, q.device)
+            ranks.agree_on_padding("state_indices", is_live)
+        pool = None if state_indices is None else initial_state
+        _known.keep(tensors, flags, part, written=[pool, out], aligned=[pool])
+    o, last = compute(part, ranks, given, states, out)
+    if not part.gets_final:
         return o, None
-    if state_indices is None:
-        return o, last if output_final_state else None
-    assert initial_state is not None  # checked
-    part.slots.store(last, initial_state, has_tokens, final_state_indices)
-    return o, initial_state if output_final_state else None
+    return o, last if state_indices is None else initial_state if output_final_state else None
 
 
-def _checked(arguments: dict[str, Any]) -> Part:
+def _checked(arguments: dict[str, Any], ranks: Ranks, final: int | None) -> Part:
     """This rank's part, after every check that the operators called on it would make. Nothing has been sent or written."""
     operator = operator_of(gdn.chunk_gated_delta_rule)
     given = operator.check_types(arguments)
@@ -145,15 +162,15 @@ def _checked(arguments: dict[str, Any]) -> Part:
     if reads_values(tokens.q.device):
         _delta_rule.check_state_values(states, tokens.cu_seqlens, sizes, tokens.q.device)
     operator.check_places(arguments, given)
-    slots = Slots(states.state_indices, states.has_initial_state, states.null_slot, sizes.num_sequences, tokens.q.device)
-    part = Part(sizes, tokens, slots, {name: given[name] for name in _OF_A_PASS})
-    part.prepare()
+    ends = Ends(ranks.rank, ranks.size, final, given["output_final_state"])
+    part = Part(sizes, tokens, states, {name: given[name] for name in _OF_A_PASS}, ends)
+    part.prepare(tokens, states)
     return part
 
 
-def _shared(part: Part) -> dict[str, int | float | torch.dtype]:
+def _shared(part: Part, given: _delta_rule.Tokens) -> dict[str, int | float | torch.dtype]:
     """Values that must be the same on all ranks: shapes of the exchange, and what the results depend on."""
-    sizes, given, options = part.sizes, part.given, part.options
+    sizes, options = part.sizes, part.options
     scale = options["scale"]
     return {
         "sequences": sizes.num_sequences, "state heads": sizes.num_heads, "K": sizes.head_k_dim, "V": sizes.head_v_dim,

@@ -17,133 +17,167 @@ import gdn
 from gdn import runtime
 from gdn.device import H100
 from gdn.distributed.group import Ranks
-from gdn.distributed.parts import CHUNK
-from gdn.distributed.slots import Slots
 from gdn.ops import _delta_rule, chunk, chunk_summary
-from gdn.ops._check import bad_value
-from gdn.ops._tensors import ALIGNMENT
+from gdn.ops._check import bad_value, dtype_name
+from gdn.ops._context import Kernel
+from gdn.ops._tensors import ALIGNMENT, constant, dtypes_of
 from gdn.ops.chunk_summary import serves
+from gdn.problems import (
+    ContextPartsParams,
+    ContextPartsProblem,
+    ContextStartParams,
+    ContextStartProblem,
+    ContextTotalParams,
+    ContextTotalProblem,
+)
+from gdn.problems.context import message_numbers
 
 LEAST_SEGMENT = 4096  # tokens; with fewer, composing costs more than it gains
 _MOST_SEGMENTS = 8
 
 
-class _Summary(NamedTuple):
-    """Message of a rank, [ranks, ...] once received; views of one buffer."""
+class Ends(NamedTuple):
+    """Where a rank stands in its group, and which states it keeps."""
 
-    h: Tensor  # [N, HS, K, V] (or V first)
-    P: Tensor  # [N, HS, K, K], transposed with V first
-    lengths: Tensor  # [N]: 1 where the part has tokens, else 0
+    rank: int
+    size: int
+    final: int | None  # rank that gets the final states; None = all
+    output_final_state: bool
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether the pass leaves the final states, and nobody reads this rank's summary."""
+        return self.rank == self.final == self.size - 1
 
 
 class Part:
-    """This rank's part of every sequence, as S segments: [N, S, ...] below, sequence n's segments one after the other."""
+    """A rank's part of every sequence, as S segments: what follows from the shapes, dtypes and flags of a call.
 
-    def __init__(self, sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, slots: Slots, options: dict[str, Any]) -> None:
-        self.sizes, self.slots, self.options = sizes, slots, options
-        self.v_first: bool = options["state_v_first"]
-        self.is_any = _has_tokens(sizes, given)
+    It holds no tensor of the call, so it serves every call like it.
+    """
+
+    def __init__(
+        self, sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, states: _delta_rule.States, options: dict[str, Any], ends: Ends
+    ) -> None:
+        self.sizes, self.options, self.ends = sizes, options, ends
+        self.v_first = states.state_v_first
+        self.null_slot = states.null_slot
         self.segments = num_segments(sizes)
-        self.given, self.private = given, slots.private
-        if self.segments > 1:
-            self.given = given._replace(cu_seqlens=_segment_offsets(sizes, given, self.segments))
-            own = torch.arange(sizes.num_sequences * self.segments, dtype=torch.int32, device=given.q.device)
-            self.private = torch.where(slots.is_live[:, None].expand(-1, self.segments).reshape(-1), own, -1)
+        self.device = given.q.device
+        self.dtype = torch.float64 if given.q.dtype == torch.float64 else torch.float32
+        self.rows = sizes.num_sequences * self.segments
+        self.state_shape = sizes.state_shape(self.v_first)
+        self.is_pooled = states.state_indices is not None
+        ends_here = ends.ends_here
+        self.has_summaries = not ends_here or self.segments > 1
+        self.gets_final = ends.final in (None, ends.rank) and (self.is_pooled or ends.output_final_state)
+        self.composes_final = self.gets_final and not ends_here
 
-    def prepare(self) -> None:
+    def prepare(self, given: _delta_rule.Tokens, states: _delta_rule.States) -> None:
         """Chooses and compiles the kernels of the passes: ValueError where the backend that was asked for cannot run them.
 
         All ranks choose alike, whatever they will run: which backends serve a call does not depend on its numbers of tokens.
         """
-        sizes, given, options = (
-            replace(self.sizes, num_sequences=self.sizes.num_sequences * self.segments),
-            self.given,
-            self.options,
-        )
+        sizes, options = replace(self.sizes, num_sequences=self.rows), self.options
         device, norm, backend = given.q.device, options["use_qk_l2norm_in_kernel"], options["backend"]
-        size = self.dtype().itemsize * sizes.num_heads * sizes.head_k_dim
+        size = self.dtype.itemsize * sizes.num_heads * sizes.head_k_dim
         if size * sizes.head_v_dim % ALIGNMENT or size * sizes.head_k_dim % ALIGNMENT:
             got = f"HS={sizes.num_heads}, K={sizes.head_k_dim}, V={sizes.head_v_dim}"
             bad_value("q, k, v", f"heads whose states and K x K matrices are multiples of {ALIGNMENT} bytes together", got)
-        states = _delta_rule.States(
-            given.q.new_empty(0, dtype=self.dtype()), self.private, None, None, None, None, self.v_first, -1
-        )
-        runtime.prepare(chunk.problem_of(sizes, given, states, norm, True), device, backend)
-        if serves(self.sizes, given, norm, backend):
+        like, slots = given.q.new_empty(0, dtype=self.dtype), given.q.new_empty(0, dtype=torch.int32)
+        private = _delta_rule.States(like, slots, None, None, None, None, self.v_first, -1)
+        runtime.prepare(chunk.problem_of(sizes, given, private, norm, True), device, backend)
+        self.by_kernel = serves(self.sizes, given, norm, backend)
+        if self.by_kernel:
             runtime.prepare(chunk_summary.problem_of(sizes, given, norm, self.v_first), device, backend)
         else:
             square = replace(sizes, head_v_dim=sizes.head_k_dim)
-            runtime.prepare(chunk.problem_of(square, given, states, norm, True), device, backend)
+            runtime.prepare(chunk.problem_of(square, given, private, norm, True), device, backend)
+        self._prepare_own(given, states)
 
-    def buffer(self) -> tuple[Tensor, _Summary]:
-        """An empty summary, and the tensor that its fields are views of."""
-        sizes = self.sizes
-        each = sizes.num_heads * sizes.head_k_dim * (sizes.head_v_dim + sizes.head_k_dim) + 1
-        numbers = -(-sizes.num_sequences * each // ALIGNMENT) * ALIGNMENT  # those of the next rank are aligned as these are
-        whole = torch.empty(numbers, dtype=self.dtype(), device=self.given.q.device)
-        return whole, self.views(whole)
+    def _prepare_own(self, given: _delta_rule.Tokens, states: _delta_rule.States) -> None:
+        """The kernels between the passes."""
+        sizes, ends, count, pool = self.sizes, self.ends, self.sizes.num_sequences, states.initial_state
+        dtype, backend = dtype_name(self.dtype), self.options["backend"]
+        is_first, is_cut = ends.rank == 0, self.segments > 1
+        sized: dict[str, Any] = {"num_sequences": count, "num_segments": self.segments}
+        indices: dict[str, Any] = dtypes_of(index=states.state_indices)
+        dims: dict[str, Any] = {
+            "num_state_heads": sizes.num_heads, "head_k_dim": sizes.head_k_dim, "head_v_dim": sizes.head_v_dim,
+            "sum_dtype": dtype, "state_v_first": self.v_first, **sized,
+        }  # fmt: skip
 
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.given.q.dtype == torch.float64 else torch.float32
+        def kernel(problem: Any) -> Kernel:
+            return Kernel(problem, self.device, backend)
 
-    def views(self, whole: Tensor) -> _Summary:
-        """The fields of a summary [numbers], or of those of all ranks [ranks, numbers]."""
-        sizes, count = self.sizes, self.sizes.num_sequences
-        shapes = [sizes.state_shape(self.v_first), (sizes.num_heads, sizes.head_k_dim, sizes.head_k_dim), ()]
-        numbers = [count * torch.Size(shape).numel() for shape in shapes]
-        parts = whole.split([*numbers, whole.shape[-1] - sum(numbers)], dim=-1)[:-1]
-        return _Summary(*(x.view(*x.shape[:-1], count, *shape) for x, shape in zip(parts, shapes, strict=True)))
+        offsets: dict[str, Any] = dtypes_of(cu_seqlens=given.cu_seqlens)
+        self.find_parts = kernel(ContextPartsProblem(sum_dtype=dtype, **offsets, **indices, has_segments=is_cut, **sized))
+        own: dict[str, Any] = {"state_dtype": None, "index_dtype": None, "has_mask": False}
+        if is_first and pool is not None:
+            own = {"state_dtype": dtype_name(pool.dtype), **indices, "has_mask": states.has_initial_state is not None}
+        total = ContextTotalProblem(**dims, is_first=is_first, has_summaries=self.has_summaries, **own)
+        self.make_total = kernel(total) if is_first or not ends.ends_here else None
+        nothing: dict[str, Any] = {"final_dtype": None, "index_dtype": None, "final_index_dtype": None}
+        final = nothing | {"final_dtype": dtype}
+        if self.is_pooled and pool is not None:
+            final = {"final_dtype": dtype_name(pool.dtype), **indices, **dtypes_of(final_index=states.final_state_indices)}
+        dims["num_ranks"] = ends.size
+        composed = final if self.composes_final else nothing
+        start = ContextStartProblem(
+            **dims, has_segments=not is_first, is_cut=is_cut and not is_first, ends_here=False, **composed
+        )
+        self.compose = kernel(start) if not is_first or self.composes_final else None
+        left = ContextStartProblem(**dims, has_segments=False, is_cut=False, ends_here=True, **final)
+        self.store = kernel(left) if ends.ends_here and self.is_pooled else None
+        _, self.flags_at, numbers = message_numbers(total)
+        self.numbers = -(-numbers // ALIGNMENT) * ALIGNMENT  # those of the next rank are aligned as these are
 
-    def states(self) -> Tensor:
-        """Room for the state before, and then after, each segment: [N, S, HS, K, V] (or V first)."""
-        sizes = self.sizes
-        shape = (sizes.num_sequences, self.segments, *sizes.state_shape(self.v_first))
-        return torch.empty(shape, dtype=self.dtype(), device=self.given.q.device)
-
-    def run(self, states: Tensor, out: Tensor | None, v: Tensor | None = None) -> Tensor:
-        """A pass of the chunk operator; states [N, S, ...] are the start states, and then the final ones."""
-        given = self.given
+    def run(self, given: _delta_rule.Tokens, states: Tensor, rows: Tensor, out: Tensor | None, v: Tensor | None = None) -> Tensor:
+        """A pass of the chunk operator; states [N S, ...] are the start states, and then the final ones."""
         o, _ = gdn.chunk_gated_delta_rule(
-            given.q, given.k, given.v if v is None else v, given.g, given.beta, initial_state=states.flatten(0, 1),
-            state_indices=self.private, cu_seqlens=given.cu_seqlens, out=out, **self.options,
+            given.q, given.k, given.v if v is None else v, given.g, given.beta, initial_state=states, state_indices=rows,
+            cu_seqlens=given.cu_seqlens, out=out, A_log=given.A_log, dt_bias=given.dt_bias, **self.options,
         )  # fmt: skip
         return o
 
-    def summaries(self) -> tuple[Tensor, Tensor]:
-        """h and P of every segment, [N, S, ...]."""
-        given, options = self.given, dict(self.options)
-        del options["scale"]
-        if serves(self.sizes, given, options["use_qk_l2norm_in_kernel"], options["backend"]):
-            h, P = gdn.chunk_summary(given.q, given.k, given.v, given.g, given.beta, cu_seqlens=given.cu_seqlens, **options)
-            return h.unflatten(0, (-1, self.segments)), P.unflatten(0, (-1, self.segments))
+    def summaries(self, given: _delta_rule.Tokens, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """h and P of every segment, [N S, ...]."""
+        if self.by_kernel:
+            options = self.options
+            h, P = gdn.chunk_summary(
+                given.q, given.k, given.v, given.g, given.beta, options["use_qk_l2norm_in_kernel"], given.cu_seqlens,
+                state_v_first=self.v_first, use_gate_in_kernel=given.use_gate, A_log=given.A_log, dt_bias=given.dt_bias,
+                use_beta_sigmoid_in_kernel=given.use_beta_sigmoid, backend=options["backend"],
+            )  # fmt: skip
+            return h, P
+        K = self.sizes.head_k_dim
         h = self.states().zero_()
-        self.run(h, None)
-        P = h.new_zeros(*h.shape[:3], self.sizes.head_k_dim, self.sizes.head_k_dim)
+        self.run(given, h, rows, None)
+        P = h.new_zeros(self.rows, self.sizes.num_heads, K, K)
         P.diagonal(dim1=-2, dim2=-1).fill_(1)
-        self.run(P, None, given.v.new_zeros(*given.v.shape[:-1], self.sizes.head_k_dim))
+        self.run(given, P, rows, None, given.v.new_zeros(*given.v.shape[:-1], K))
         return h, P
 
-    def advance(self, state: Tensor, h: Tensor, P: Tensor, out: Tensor | None = None) -> Tensor:
-        """The state [N, ...] after tokens with this summary."""
-        flat = None if out is None else out.flatten(0, 1)
-        first, second = (state.flatten(0, 1), P.flatten(0, 1)) if self.v_first else (P.flatten(0, 1), state.flatten(0, 1))
-        return torch.baddbmm(h.flatten(0, 1), first, second, out=flat).view(state.shape)
+    def states(self, rows: int | None = None) -> Tensor:
+        """Room for so many states; None = the ones before, and then after, each segment: [N S, HS, K, V] (or V first)."""
+        count = self.rows if rows is None else rows
+        return torch.empty(count, *self.state_shape, dtype=self.dtype, device=self.device)
 
-    def start(self, states: Tensor, first: Tensor, h: Tensor, P: Tensor) -> None:
-        """Fills `states` [N, S, ...] with the states before the segments; first [N, ...]: before the part."""
-        states[:, 0] = first
-        for segment in range(1, self.segments):
-            states[:, segment] = self.advance(states[:, segment - 1], h[:, segment - 1], P[:, segment - 1])
-
-    def total(self, h: Tensor, P: Tensor, into: _Summary) -> None:
-        """The summary of the part from those of its segments."""
-        zero = torch.zeros((), dtype=h.dtype, device=h.device).expand_as(P[:, 0])
-        offset, transition = h[:, 0], P[:, 0]
-        for segment in range(1, self.segments):
-            offset = self.advance(offset, h[:, segment], P[:, segment])
-            transition = self.advance(transition, zero, P[:, segment])
-        into.h.copy_(offset)
-        into.P.copy_(transition)
+    def parts(self, given: _delta_rule.Tokens, states: _delta_rule.States, message: Tensor) -> tuple[_delta_rule.Tokens, Tensor]:
+        """The tokens with the offsets of the segments, and rows [N S] of their states; also the message's flags."""
+        offsets = None
+        rows = torch.empty(self.rows, dtype=torch.int32, device=self.device)
+        if self.segments > 1:
+            dtype = torch.int32 if given.cu_seqlens is None else given.cu_seqlens.dtype
+            offsets = torch.empty(self.rows + 1, dtype=dtype, device=self.device)
+        if self.rows:
+            slots, length = states.state_indices, self.sizes.length
+            self.find_parts(
+                ContextPartsParams(
+                    given.cu_seqlens, slots, offsets, rows, message, self.flags_at, length, self.segments, self.null_slot
+                )
+            )
+        return given if offsets is None else given._replace(cu_seqlens=offsets), rows
 
 
 def num_segments(sizes: _delta_rule.Sizes) -> int:
@@ -157,64 +191,39 @@ def num_segments(sizes: _delta_rule.Sizes) -> int:
     return max(min(H100.num_sms // blocks, sizes.num_tokens // (sizes.num_sequences * LEAST_SEGMENT), _MOST_SEGMENTS), 1)
 
 
-def _has_tokens(sizes: _delta_rule.Sizes, given: _delta_rule.Tokens) -> Tensor:
-    """[N] of bool."""
-    if given.cu_seqlens is not None:
-        return given.cu_seqlens.diff() > 0
-    return torch.full((sizes.num_sequences,), sizes.length > 0, device=given.q.device)
-
-
-def _segment_offsets(sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, segments: int) -> Tensor:
-    """[N S + 1]: offsets of the segments, whole chunks of a sequence but for its last tokens."""
-    number = torch.arange(segments, device=given.q.device)
-    if given.cu_seqlens is None:
-        piece = -(-sizes.length // (segments * CHUNK)) * CHUNK
-        return torch.arange(segments + 1, dtype=torch.int32, device=given.q.device).mul_(piece).clamp_(max=sizes.length)
-    cu_seqlens = given.cu_seqlens
-    lengths = cu_seqlens.diff()[:, None]
-    pieces = (lengths + (segments * CHUNK - 1)) // (segments * CHUNK) * CHUNK
-    first = cu_seqlens[:-1, None] + torch.minimum(pieces * number, lengths)
-    return torch.cat([first.flatten(), cu_seqlens[-1:]]).to(cu_seqlens.dtype)
-
-
 def compute(
-    part: Part, ranks: Ranks, final: int | None, initial_state: Tensor | None, out: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """o; the final states where this rank gets them; and which sequences have tokens on any rank."""
-    rank, last = ranks.rank, ranks.size - 1
+    part: Part, ranks: Ranks, given: _delta_rule.Tokens, pool: _delta_rule.States, out: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """o, and the final states [N, ...] where this rank gets them and there is no pool; in a pool they are stored."""
+    rank, count, segments, null_slot = part.ends.rank, part.sizes.num_sequences, part.segments, part.null_slot
+    message = torch.empty(part.numbers, dtype=part.dtype, device=part.device)
     states = part.states()
-    whole, own = part.buffer()
-    own.lengths.copy_(part.is_any)
-    ends_here = rank == final == last  # the pass leaves the final states, and nobody reads this rank's summary
-    is_whole = ends_here and part.segments == 1
-    h, P = (own.h[:, None], own.P[:, None]) if is_whole else part.summaries()
-    if rank == 0:
-        first = torch.empty_like(own.h)
-        part.slots.start(initial_state, first)
-        part.start(states, first, h, P)
-        if is_whole:  # of all ranks
-            own.h.zero_()
-        else:
-            part.advance(states[:, -1], h[:, -1], P[:, -1], own.h)
-        own.P.zero_()  # nobody reads it
-    elif ends_here:
-        own.h.zero_()
-        own.P.zero_()
-    else:
-        part.total(h, P, own)
-    summaries = part.views(ranks.gather(whole))
-    has_tokens = summaries.lengths.any(0)
+    given, rows = part.parts(given, pool, message)
+    h, P = part.summaries(given, rows) if part.has_summaries else (None, None)
+    if part.make_total is not None and count:
+        initial = indices = mask = None
+        if rank == 0 and pool.initial_state is not None:
+            initial = pool.initial_state if part.is_pooled else constant(pool.initial_state)
+            indices, mask = pool.state_indices, pool.has_initial_state
+        made = states if rank == 0 else None
+        part.make_total(ContextTotalParams(h, P, initial, indices, mask, made, message, count, segments, null_slot))
+    messages = ranks.gather(message)
 
-    state = summaries.h[0]  # after the first rank's part
-    for before in range(1, rank):
-        state = part.advance(state, summaries.h[before], summaries.P[before])
-    if rank > 0:
-        part.start(states, state, h, P)
-    o = part.run(states, out)
-    if final is not None and final != rank:
-        return o, None, has_tokens
-    if ends_here:
-        return o, states[:, -1], has_tokens
-    for after in range(max(rank, 1), ranks.size):
-        state = part.advance(state, summaries.h[after], summaries.P[after])
-    return o, state.clone() if ranks.size == 1 else state, has_tokens  # without sums it is part of the received tensor
+    final: Tensor | None = None
+    if part.gets_final:
+        final = pool.initial_state if part.is_pooled else part.states(count) if part.composes_final else None
+    slots, final_slots = pool.state_indices, pool.final_state_indices
+    if part.compose is not None and count:
+        if segments == 1:
+            h = P = None
+        into, slots_of, final_of = (final, slots, final_slots) if part.composes_final else (None, None, None)
+        made = states if rank > 0 else None
+        own = (h, P) if rank > 0 else (None, None)
+        part.compose(ContextStartParams(messages, *own, made, into, slots_of, final_of, rank, count, segments, null_slot))
+    o = part.run(given, states, rows, out)
+    if part.store is not None and count:
+        left = ContextStartParams(messages, None, None, states, final, slots, final_slots, rank, count, segments, null_slot)
+        part.store(left)
+    if part.is_pooled or not part.gets_final:
+        return o, None
+    return o, states.unflatten(0, (count, segments))[:, -1] if part.ends.ends_here else final

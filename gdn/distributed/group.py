@@ -131,9 +131,10 @@ class Ranks:
         """[ranks, ...]: the tensor of every rank, all of one shape and dtype."""
         if self.size == 1:
             return part[None]
-        gathered = part.new_empty(self.size, *part.shape)
-        _all_gather(gathered.view(-1), part.contiguous().view(-1), group=self.group)
-        return gathered
+        flat = part if part.dim() == 1 and part.is_contiguous() else part.contiguous().view(-1)
+        gathered = flat.new_empty(self.size * flat.shape[0])
+        _all_gather(gathered, flat, group=self.group)
+        return gathered.view(self.size, *part.shape)
 
     def gather_rows(self, rows: Tensor, counts: tuple[int, ...], argument: str = "rows") -> Tensor:
         """The rows of all ranks one after the other.

@@ -223,7 +223,7 @@ def operator_of(function: Callable[..., Any]) -> Operator:
 
 def inference(values: Iterable[Any]) -> AbstractContextManager[Any]:
     """No gradients; inference mode where one of the tensors was created in it and so may only be written in it."""
-    is_inference = any(isinstance(value, Tensor) and value.is_inference() for value in values)
+    is_inference = any([isinstance(value, Tensor) and value.is_inference() for value in values])
     return torch.inference_mode() if is_inference else torch.no_grad()
 
 

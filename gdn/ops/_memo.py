@@ -64,18 +64,20 @@ class _Origins(NamedTuple):
     views: tuple[tuple[int, torch.Size, tuple[int, ...]], ...]  # place of the viewed tensor, size, strides
 
 
-class Plan:
-    """Derivation of a kernel's launch from the tensors of a call."""
+class Likeness:
+    """Whether the tensors of a call are like those of an earlier one: all that the checks read is the same.
+
+    aligned: those of them whose addresses are multiples of 16 bytes. written: those that the call writes.
+    """
 
     __slots__ = (
-        "_absent", "_aligned", "_arguments", "_constants", "_disjoint", "_given", "_good", "_guard", "_is_plain", "_last",
-        "_launch", "_makers", "_nothing", "_pairs", "_params", "_results", "_spans", "_views", "_watched",
+        "_absent", "_aligned", "_disjoint", "_given", "_good", "_guard", "_last", "_nothing", "_pairs", "_spans", "_watched",
     )  # fmt: skip
 
-    def __init__(self, tensors: Tensors, recorded: Recorded, origins: _Origins, written: Sequence[Tensor | None]) -> None:
+    def __init__(self, tensors: Tensors, aligned_ones: Sequence[Tensor | None], written: Sequence[Tensor | None]) -> None:
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
         self._guard = _guard_maker()([tensor for tensor in tensors if tensor is not None])
-        aligned, targets = _places_of(recorded.aligned, tensors), _places_of(written, tensors)
+        aligned, targets = _places_of(aligned_ones, tensors), _places_of(written, tensors)
         self._given = _tuple_of(given)
         absent = [place for place, tensor in enumerate(tensors) if tensor is None]
         self._absent, self._nothing = _tuple_of(absent), (None,) * len(absent)
@@ -89,12 +91,6 @@ class Plan:
         self._good: dict[tuple[int, ...], None] = {}
         self._last: tuple[int, ...] | None = None  # the last admitted addresses
         self._disjoint: dict[tuple[int, int, int], bool] = {}  # places of a pair, difference of addresses -> disjoint
-        # Not _make, which counts the values again.
-        self._launch, self._params = recorded.launch, functools.partial(tuple.__new__, type(recorded.params))
-        self._makers, self._constants, self._views = origins.makers, tuple(origins.constants), origins.views
-        self._is_plain = not origins.makers and not origins.views
-        count = len(recorded.params)
-        self._arguments, self._results = itemgetter(*origins.places[:count]), itemgetter(*origins.places[count:])
 
     def _admit(self, watched: tuple[Tensor, ...], addresses: tuple[int, ...]) -> bool:
         """Whether addresses are aligned, and no written tensor shares an element with another tensor."""
@@ -117,17 +113,35 @@ class Plan:
         self._last = addresses
         return True
 
-    def run(self, tensors: tuple[Any, ...]) -> Any:
-        """Launches and returns the call's results; None where the tensors do not match the plan."""
+    def holds(self, tensors: tuple[Any, ...]) -> bool:
         given = self._given(tensors)
         try:
             if self._absent(tensors) != self._nothing or not self._guard(*given):
-                return None
+                return False
         except ValueError:  # an array of another library, which compares with None element by element: the checks name it
-            return None
+            return False
         watched = given if self._watched is None else self._watched(given)
         addresses = (*map(_address, watched),)
-        if addresses != self._last and addresses not in self._good and not self._admit(watched, addresses):
+        return addresses == self._last or addresses in self._good or self._admit(watched, addresses)
+
+
+class Plan(Likeness):
+    """Derivation of a kernel's launch from the tensors of a call."""
+
+    __slots__ = ("_arguments", "_constants", "_is_plain", "_launch", "_makers", "_params", "_results", "_views")
+
+    def __init__(self, tensors: Tensors, recorded: Recorded, origins: _Origins, written: Sequence[Tensor | None]) -> None:
+        super().__init__(tensors, recorded.aligned, written)
+        # Not _make, which counts the values again.
+        self._launch, self._params = recorded.launch, functools.partial(tuple.__new__, type(recorded.params))
+        self._makers, self._constants, self._views = origins.makers, tuple(origins.constants), origins.views
+        self._is_plain = not origins.makers and not origins.views
+        count = len(recorded.params)
+        self._arguments, self._results = itemgetter(*origins.places[:count]), itemgetter(*origins.places[count:])
+
+    def run(self, tensors: tuple[Any, ...]) -> Any:
+        """Launches and returns the call's results; None where the tensors do not match the plan."""
+        if not self.holds(tensors):
             return None
         known: Any
         if self._is_plain:

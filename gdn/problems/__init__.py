@@ -10,6 +10,12 @@ from gdn.problems.base import DTYPE_BYTES as DTYPE_BYTES
 from gdn.problems.base import TUNES as TUNES
 from gdn.problems.base import Problem as Problem
 from gdn.problems.base import size as size
+from gdn.problems.context import ContextPartsParams as ContextPartsParams
+from gdn.problems.context import ContextPartsProblem as ContextPartsProblem
+from gdn.problems.context import ContextStartParams as ContextStartParams
+from gdn.problems.context import ContextStartProblem as ContextStartProblem
+from gdn.problems.context import ContextTotalParams as ContextTotalParams
+from gdn.problems.context import ContextTotalProblem as ContextTotalProblem
 from gdn.problems.delta_rule import ChunkParams as ChunkParams
 from gdn.problems.delta_rule import ChunkProblem as ChunkProblem
 from gdn.problems.delta_rule import ChunkSummaryParams as ChunkSummaryParams

@@ -1,8 +1,8 @@
 """Operators: for each one its public functions, kernel modules, switches, and the modules that describe it.
 
-An operator is one record of `_OPERATORS`. Everything else that goes by operator (the GDN_BACKEND_<OP> switch, `gdn explain`, the
-tuner, the tables' names, the benchmark, the compile tests) is found through its record. Records hold strings: nothing is
-imported until it is needed.
+An operator is one record of `_OPERATORS`, or of `_INTERNAL` where no public function runs it. Everything else that goes by
+operator (the GDN_BACKEND_<OP> switch, `gdn explain`, the tuner, the tables' names, the benchmark, the compile tests) is found
+through its record. Records hold strings: nothing is imported until it is needed.
 """
 
 import importlib
@@ -131,15 +131,29 @@ _OPERATORS = (
 
 OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _OPERATORS}
 
+# Operators that other parts of gdn run and nobody calls. No switch orders their backend, and nothing tunes them.
+_CONTEXT = Family("", "tests.compile.variants.context")
+_INTERNAL = (
+    Operator("context_parts", _CONTEXT, (), _modules("context.parts", "cute")),
+    Operator("context_total", _CONTEXT, (), _modules("context.total", "cute")),
+    Operator("context_start", _CONTEXT, (), _modules("context.start", "cute")),
+)
+INTERNAL: dict[str, Operator] = {operator.name: operator for operator in _INTERNAL}
+
+
+def every() -> list[Operator]:
+    """Public and internal operators."""
+    return [*OPERATORS.values(), *INTERNAL.values()]
+
 
 def with_kernels() -> list[Operator]:
-    """The operators that have kernels of their own."""
+    """The public operators that have kernels of their own."""
     return [operator for operator in OPERATORS.values() if operator.modules]
 
 
 def operator(name: str) -> Operator:
-    """The operator of this name, or the first one of the public function of this name."""
-    return operators(name)[0]
+    """The operator of this name, internal ones too, or the first one of the public function of this name."""
+    return INTERNAL[name] if name in INTERNAL else operators(name)[0]
 
 
 def operators(name: str) -> list[Operator]:

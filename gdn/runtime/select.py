@@ -23,7 +23,7 @@ from gdn.runtime.env import Switches
 # Sizes for which GDN_BATCH_INVARIANT chooses a configuration, whatever the batch holds.
 INVARIANT_SIZES = {
     "num_tokens": 8192, "num_sequences": 64, "num_queries": 4096, "num_keys": 32768, "num_columns": 32768, "batch": 64,
-    "max_context_len": 32768, "num_rows": 4096, "k": 2048,
+    "max_context_len": 32768, "num_rows": 4096, "k": 2048, "num_segments": 2, "num_ranks": 2,
 }  # fmt: skip
 # For an operator whose configuration splits sequences: one long sequence, or few tokens, so that they are split at all.
 _INVARIANT_SIZES_OF = {
@@ -259,7 +259,7 @@ def _configure(
         others = f" with another {', '.join(found.others)}" if found.others else ""
         version = " with another version of the kernel" if found.is_stale else ""
         return found.config, "table", f"tiles tuned at {sizes}{others} ({found.time_us:g} us{version}), from {found.source}"
-    if switches.tuned == "strict":
+    if switches.tuned == "strict" and problem.op not in registry.INTERNAL:
         raise MissingTunedEntry(
             f"{problem.op}: GDN_TUNED=strict, and no tuned entry of {backend} on {spec.key} serves {problem.static_key()} "
             f"at {', '.join(f'{name}={value}' for name, value in problem.sizes().items())}"

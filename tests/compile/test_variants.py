@@ -11,7 +11,7 @@ from tests.compile import checks, session, variants
 
 KERNELS = [
     pytest.param(op.name, backend, module, id=f"{op.name}-{backend}")
-    for op in registry.OPERATORS.values()
+    for op in registry.every()
     for backend, module in op.modules.items()
 ]
 

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdn.distributed import split_tokens, zigzag
-from gdn.distributed.composition import Part
-from gdn.distributed.slots import Slots
+from gdn.distributed.composition import Ends, Part
 from gdn.layers import AttentionMetadataBuilder, GDNMetadataBuilder
 from gdn.ops import _delta_rule
+from gdn.problems import ContextTotalProblem
+from gdn.reference.context import parts_of
 
 
 @given(st.integers(0, 100_000), st.integers(1, 9))
@@ -51,11 +52,14 @@ def test_received_summaries_are_aligned(count: int, v_first: bool) -> None:
     sizes = _delta_rule.Sizes(1, 64, count, 1, 1, 2, 4, 4)
     q = torch.zeros(1, 64, 1, 4)
     given = _delta_rule.Tokens(q, q, q, None, None, torch.zeros(count + 1, dtype=torch.int32), False, None, None, False)
-    part = Part(sizes, given, Slots(None, None, -1, count, q.device), {"state_v_first": v_first})
-    sent, own = part.buffer()
-    received = part.views(torch.empty(3, *sent.shape))
-    assert own.h.shape == (count, 2, 4, 4) and received.P.shape == (3, count, 2, 4, 4) and received.lengths.shape == (3, count)
-    for matrices in (own.h[None], own.P[None], received.h, received.P):
+    states = _delta_rule.States(None, None, None, None, None, None, v_first, -1)
+    part = Part(sizes, given, states, {"use_qk_l2norm_in_kernel": False, "backend": None}, Ends(1, 3, None, True))
+    part.prepare(given, states)
+    problem = ContextTotalProblem(2, 4, 4, "float32", v_first, False, True, None, None, False, count, 1)
+    h, P, flags = parts_of(problem, torch.empty(3, part.numbers))
+    assert h.shape == P.shape == (3, count, 2, 4, 4) and flags.shape == (3, count)
+    assert flags[0].storage_offset() == part.flags_at
+    for matrices in (h, P):
         assert all(rank.is_contiguous() and rank.storage_offset() * 4 % 16 == 0 for rank in matrices)
 
 

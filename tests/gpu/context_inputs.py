@@ -163,12 +163,13 @@ class Sequences:
 @contextmanager
 def wrong_transitions() -> Iterator[None]:
     """Inside, ranks compose states with every P transposed: what tests must find."""
-    right = composition.Part.advance
+    right = composition.Part.summaries
 
-    def wrong(self: Any, state: Tensor, h: Tensor, P: Tensor, out: Tensor | None = None) -> Tensor:
-        return right(self, state, h, P.mT.contiguous(), out)
+    def wrong(self: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        h, P = right(self, *arguments)
+        return h, P.mT.contiguous()
 
-    with mock.patch.object(composition.Part, "advance", wrong):
+    with mock.patch.object(composition.Part, "summaries", wrong):
         yield
 
 

@@ -17,11 +17,13 @@ import torch
 from gdn.testing.compare import token_error
 from gdn.testing.inputs import chunk_problem, recurrent_problem
 from gdn.testing.oracle import oracle_of
+from tests.context_calls import parts_call, start_call, total_call
 from tests.gpu import (
     cases,
     test_chunk_key_head,
     test_chunk_summary,
     test_chunk_wide,
+    test_context_kernels,
     test_gdn_decode,
     test_gdn_prefill,
     test_indexer_steps,
@@ -138,6 +140,17 @@ def indexer_steps() -> None:
     test_indexer_steps.test_compress("prompts", 4, 8, None, 128, torch.float8_e4m3fn, torch.bfloat16, device)
 
 
+def context(dims: tuple[int, int], v_first: bool) -> None:
+    """Every form of a launch, with few heads."""
+    few: dict[str, Any] = {"heads": 2, "dims": dims}
+    calls = [parts_call([1000, 0, 64], 2, torch.int32), parts_call([130], 1, torch.int64)]
+    calls += [total_call(rank, 2, segments, v_first, **few) for rank in (0, 1) for segments in (1, 3)]
+    calls += [start_call(2, 4, 2, segments, v_first, final, **few) for final in (None, "rows", "pool") for segments in (1, 3)]
+    calls += [start_call(0, 3, 2, 1, v_first, "pool", **few), start_call(1, 2, 2, 2, v_first, "ends here", **few)]
+    for call in calls:
+        test_context_kernels.check(call, _cuda())
+
+
 def expand() -> None:
     for tokens, k, ratio in ((33, 513, 4), (5, 5000, 3), (9, 1, 1)):
         test_indexer_steps.test_expand(tokens, k, ratio, torch.int32, _cuda())
@@ -221,6 +234,11 @@ GROUPS: dict[str, dict[str, Call]] = {
         "expand": expand,
     },
     "attention": _ATTENTION,
+    "context": {
+        f"{dims[0]}-{'v' if v_first else 'k'}-first": partial(context, dims, v_first)
+        for dims in test_context_kernels.DIMS
+        for v_first in (False, True)
+    },
     "steps": {"steps": steps},
     "shared": {
         **_TOPK,

@@ -3,10 +3,10 @@
 racecheck follows accesses to shared memory between ordinary barriers. Top-k, the expansion of groups and the fused decode with a
 head in one block work so, and run under it, with TileLang's recurrent kernel, whose compiler may put a sum there. It does not
 know who waits for what in the others: the chunk and the logits kernels hand tiles over by mbarriers, which copies of the copy
-engine complete (and between the SMs of a cluster), and the fused decode of a head in several blocks writes into another block's
-shared memory and tells by an mbarrier. The CuTe kernels of the recurrence, the convolutions, the split, the gates, the norm and
-the indexer's other steps use no shared memory, so it has nothing to see there (tests/compile/expectations.py holds that of every
-variant).
+engine complete (and between the SMs of a cluster), the kernels that compose states copy asynchronously, and the fused decode of a
+head in several blocks writes into another block's shared memory and tells by an mbarrier. The CuTe kernels of the recurrence, the
+convolutions, the split, the gates, the norm and the indexer's other steps use no shared memory, so it has nothing to see there
+(tests/compile/expectations.py holds that of every variant).
 """
 
 import os

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from autotune.cases import Tunable
+from gdn import runtime
+from gdn.device import H100
 from gdn.models import MODELS
-from gdn.runtime import registry, tuned
+from gdn.runtime import env, registry, select, tuned
 from gdn.runtime.registry import Family, Operator
 from tests.compile.variants import Variants
 
@@ -48,4 +50,23 @@ def test_an_incomplete_record_names_what_it_lacks() -> None:
 def test_every_record_is_one_entry_of_the_registry() -> None:
     """The names are distinct."""
     source = Path(registry.__file__).read_text(encoding="utf-8")
-    assert source.count("    Operator(") == len(registry.OPERATORS)
+    assert source.count("    Operator(") == len(registry.every())
+
+
+def test_internal_operators_are_no_switches() -> None:
+    """Nobody calls them: no switch orders their backend, no function runs them, and nothing tunes them."""
+    assert registry.INTERNAL and not registry.INTERNAL.keys() & registry.OPERATORS.keys()
+    for name, operator in registry.INTERNAL.items():
+        assert operator.switch not in env.DECLARATIONS and not operator.functions and name not in WITH_KERNELS
+        assert registry.operator(name) is operator and isinstance(operator.described("variants"), Variants)
+        with pytest.raises(ValueError, match="op: expected one of chunk"):
+            registry.operators(name)
+
+
+def test_internal_operators_need_no_table() -> None:
+    for operator in registry.INTERNAL.values():
+        problem = operator.example(MODELS["qwen3-next-80b"], fp8=False)
+        assert problem is not None and problem.bytes_moved() > 0
+        available = {"cute": runtime.KernelCandidate(operator.name, "cute", operator.modules["cute"])}
+        choice = select.choose(problem, H100, available, env.parse({"GDN_TUNED": "strict"}), None, device_name="H100")
+        assert choice.backend in ("cute", "reference") and choice.config_source in ("default", "none")

@@ -169,7 +169,7 @@ def test_constants_are_told_apart(package: Path, text: str) -> None:
 
 
 def _files() -> dict[str, Path]:
-    modules = {module for operator in registry.OPERATORS.values() for module in operator.modules.values()}
+    modules = {module for operator in registry.every() for module in operator.modules.values()}
     return {module: path for module in sorted(modules) if (path := source._path(module, source.ROOT)) is not None}
 
 
@@ -183,7 +183,7 @@ def test_an_edit_of_one_family_leaves_the_others_alone() -> None:
     assert not any("chunk" in name or "topk" in name for name in closure("kernels_cute.mqa_logits.ragged"))
     assert not any("logits" in name for name in closure("kernels_cute.chunk"))
     assert "kernels_cute.recurrent" in closure("kernels_cute.chunk")  # it runs that kernel for other head dims
-    assert len(_files()) == sum(len(operator.modules) for operator in registry.OPERATORS.values())
+    assert len(_files()) == sum(len(operator.modules) for operator in registry.every())
     for module in _files():
         assert {name.split(".")[0] for name in closure(module)} == {module.split(".")[0]}
 

@@ -1,0 +1,60 @@
+"""Parts that were checked before: a call like an earlier one skips the checks and the choice of kernels.
+
+Only calls whose values are not checked: on GPUs, without ``GDN_VALIDATE``. Such ranks make no agreement either.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.ops import _modes
+from gdn.ops._call import reads_values
+from gdn.ops._memo import Likeness
+from gdn.runtime import env, is_explaining
+
+Tensors = tuple[Tensor | None, ...]
+_PLAIN = frozenset({bool, int, float, str, type(None)})  # types of flags whose equal values of one type are the same
+_LIMIT, _LIKE = 512, 8  # keys; kinds of calls of a key
+
+
+class Known:
+    """Results of checks, by the flags of a call and the metadata of its tensors."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, tuple[tuple[Likeness, Any], ...]] = {}
+        self._switches: env.Switches | None = None
+        self._lock = threading.Lock()  # for writers
+
+    def find(self, tensors: Tensors, flags: tuple[Any, ...]) -> Any:
+        """The result that is kept of a call like this one, or None."""
+        if env.current() is not self._switches or is_explaining():
+            return None
+        try:
+            entries = self._found.get((flags, *map(type, flags)), ())
+        except TypeError:  # an unhashable flag: the checks name it
+            return None
+        return next((made for likeness, made in entries if likeness.holds(tensors)), None)
+
+    def keep(
+        self, tensors: Tensors, flags: tuple[Any, ...], made: Any, written: list[Tensor | None], aligned: list[Tensor | None]
+    ) -> None:
+        """Keeps the result of a call's checks for calls like it. written, aligned: as for `Likeness`."""
+        switches, device = env.current(), next(x.device for x in tensors if x is not None)
+        if is_explaining() or reads_values(device) or not _modes.has_memory() or _modes.lack_memory(tensors):
+            return
+        given = [x for x in tensors if x is not None]
+        if len({id(x) for x in given}) < len(given) or not _PLAIN.issuperset(map(type, flags)):
+            return
+        if torch.compiler.is_compiling():
+            return
+        key = (flags, *map(type, flags))
+        with self._lock:
+            if switches is not self._switches:
+                self._found.clear()
+                self._switches = switches
+            others = self._found.pop(key, ())
+            while len(self._found) >= _LIMIT:
+                del self._found[next(iter(self._found))]  # the oldest
+            self._found[key] = ((Likeness(tensors, aligned, written), made), *others)[:_LIKE]
