@@ -49,7 +49,9 @@ MOST_PYTHON_LINES = {
         "gdn/ops/prefill", "gdn/problems/prefill", "gdn/reference/prefill", "kernels_cute/gdn_prefill/", "autotune/prefill_peers",
         "kernels_cute/chunk/roles/norm", "kernels_cute/chunk/signals",
     ): 2_350,
-    ("",): 32_360,  # 360 of them for the fused prefill step, summaries and composed states, in files that all operators share
+    # 380 of them for the fused prefill step and its check, short saturated batches, summaries and composed states, in files that
+    # all operators share.
+    ("",): 32_380,
 }  # fmt: skip
 
 # Families of kernels that run another family's.
