@@ -29,7 +29,7 @@ class Known:
 
     def find(self, tensors: Tensors, flags: tuple[Any, ...]) -> Any:
         """The result that is kept of a call like this one, or None."""
-        if env.current() is not self._switches or is_explaining():
+        if torch.compiler.is_compiling() or env.current() is not self._switches or is_explaining():
             return None
         try:
             entries = self._found.get((flags, *map(type, flags)), ())
@@ -41,13 +41,12 @@ class Known:
         self, tensors: Tensors, flags: tuple[Any, ...], made: Any, written: list[Tensor | None], aligned: list[Tensor | None]
     ) -> None:
         """Keeps the result of a call's checks for calls like it. written, aligned: as for `Likeness`."""
-        switches, device = env.current(), next(x.device for x in tensors if x is not None)
-        if is_explaining() or reads_values(device) or not _modes.has_memory() or _modes.lack_memory(tensors):
+        switches, given = env.current(), [x for x in tensors if x is not None]
+        if torch.compiler.is_compiling() or is_explaining() or not _modes.has_memory() or _modes.lack_memory(given):
             return
-        given = [x for x in tensors if x is not None]
-        if len({id(x) for x in given}) < len(given) or not _PLAIN.issuperset(map(type, flags)):
+        if reads_values(given[0].device) or not _PLAIN.issuperset(map(type, flags)):
             return
-        if torch.compiler.is_compiling():
+        if len({id(x) for x in given}) < len(given):  # a guard takes no tensor twice
             return
         key = (flags, *map(type, flags))
         with self._lock:

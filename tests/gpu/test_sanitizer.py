@@ -27,7 +27,7 @@ TOOL = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitiz
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 180  # of a process: a kernel may wait for ever
 # Kernels of these take so long to compile that every call has a process of its own.
-SLOW = [group for group in GROUPS if group.startswith("chunk-")]
+SLOW = [group for group in GROUPS if group.startswith(("chunk-", "context"))]
 # So that every tensor ends where its memory does. racecheck looks at shared memory alone.
 EXACT_ENDS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
