@@ -11,6 +11,8 @@ from gdn.reference import context as reference
 from tests.compile.emulated_context import launch
 from tests.context_calls import Call, parts_call, start_call, total_call
 
+pytestmark = pytest.mark.cover  # every instruction of every thread is run by Python
+
 
 def run(call: Call) -> None:
     """The kernel's results are the reference's, and nothing else is written."""

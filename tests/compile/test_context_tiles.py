@@ -93,6 +93,7 @@ def multiply(tiles: Tiles, stage: Array, shared: Array, piece: int, sums: Array)
                         sums[place.thread, tiles.register(r, c)] += factor * shared[x_at[c] + e]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (64, 128), (128, 64)])
 def test_a_link(K: int, V: int, v_first: bool) -> None:

@@ -77,9 +77,9 @@ def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
-        ("beside", "flat"), ("beside", "interleaved"), ("normed", "flat"),
+        ("beside", "flat"), ("normed", "flat"),
         *(pytest.param(form, layout, marks=pytest.mark.cover) for form, layout in (
-            ("beside", "flat, checkpoints"), ("normed", "interleaved"), ("normed", "flat, checkpoints"),
+            ("beside", "interleaved"), ("beside", "flat, checkpoints"), ("normed", "interleaved"), ("normed", "flat, checkpoints"),
             *(("apart", layout) for layout in LAYOUTS),
         )),
     ],

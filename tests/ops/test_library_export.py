@@ -18,7 +18,7 @@ torch.save((torch.export.load(program).module()(*loaded), loaded), results)
 """
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", [True, pytest.param(False, marks=pytest.mark.cover)])
 def test_in_a_fresh_process(strict: bool, tmp_path: Path) -> None:
     step, program, given, results = Step(), tmp_path / "step.pt2", tmp_path / "inputs.pt", tmp_path / "results.pt"
     torch.export.save(torch.export.export(step, inputs(), strict=strict), program)

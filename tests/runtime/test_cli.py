@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +132,23 @@ def test_a_process_of_its_own_fails_in_one_line(tmp_path: Path):
         assert (done.returncode, done.stdout) == (2, "")
         return done.stderr.splitlines()
 
-    assert errors("gdn", "explain", "chunky")[0].startswith("error: op: expected one of chunk")
-    assert errors("gdn", "env", GDN_TUNED="maybe") == ["error: GDN_TUNED: expected auto, strict, off, got 'maybe'"]
-    assert errors("autotune", "show", "--folder", str(tmp_path / "none")) == [
-        f"error: folder: expected a folder of tables, got {tmp_path / 'none'}"
+    missing, operators = tmp_path / "none", "chunk, recurrent, mqa_logits, paged_mqa_logits"
+    with ThreadPoolExecutor(2) as pool:
+        found = [
+            pool.submit(errors, "gdn", "explain", "chunky"),
+            pool.submit(errors, "gdn", "env", GDN_TUNED="maybe"),
+            pool.submit(errors, "autotune", "show", "--folder", str(missing)),
+            pool.submit(errors, "autotune.host_cost", "conv1d"),
+            pool.submit(errors, "autotune.crossing", CUDA_VISIBLE_DEVICES=""),
+        ]
+    unknown, *others = [one.result() for one in found]
+    assert unknown[0].startswith("error: op: expected one of chunk")
+    assert others == [
+        ["error: GDN_TUNED: expected auto, strict, off, got 'maybe'"],
+        [f"error: folder: expected a folder of tables, got {missing}"],
+        [f"error: op: expected one of {operators}, got 'conv1d'"],
+        ["error: This needs a Hopper (SM90) GPU, and torch sees none."],
     ]
-    expected = "chunk, recurrent, mqa_logits, paged_mqa_logits"
-    assert errors("autotune.host_cost", "conv1d") == [f"error: op: expected one of {expected}, got 'conv1d'"]
-    assert errors("autotune.crossing", CUDA_VISIBLE_DEVICES="") == ["error: This needs a Hopper (SM90) GPU, and torch sees none."]
 
 
 def test_python_m_gdn_is_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
