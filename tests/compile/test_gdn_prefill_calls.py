@@ -79,8 +79,8 @@ def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
     [
         ("beside", "flat"), ("normed", "flat"),
         *(pytest.param(form, layout, marks=pytest.mark.cover) for form, layout in (
-            ("beside", "interleaved"), ("beside", "flat, checkpoints"), ("normed", "interleaved"), ("normed", "flat, checkpoints"),
-            *(("apart", layout) for layout in LAYOUTS),
+            ("beside", "interleaved"), ("beside", "flat, checkpoints"),
+            ("normed", "interleaved"), ("normed", "flat, checkpoints"), *(("apart", layout) for layout in LAYOUTS),
         )),
     ],
 )  # fmt: skip
