@@ -206,8 +206,7 @@ class StepCase(SeededCase):
 
     def __init__(
         self, make: Callable[[Maker, Any, Sequence[int]], Work], shape: Shape, device: torch.device, copies: int, *, verdict: str,
-        copied: tuple[str, ...] = (), states: tuple[str, ...] = (), limit: float | None = None,
-        by_rounding: bool = False,
+        copied: tuple[str, ...] = (), states: tuple[str, ...] = (), limit: float | None = None, by_rounding: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(shape, device, copies)
         self._make, self._verdict, self._copied, self._states = make, verdict, copied, states
@@ -219,6 +218,8 @@ class StepCase(SeededCase):
     @cached_property
     def _expected(self) -> list[Tensor]:
         return self._reference(in_float64=self._verdict == "close")
+
+    _rounded = cached_property[list[Tensor]](lambda self: self._reference(in_float64=False))
 
     def _reference(self, in_float64: bool) -> list[Tensor]:
         """Results of the reference on the inputs of seed 0: outputs, then what it updates."""
@@ -254,7 +255,7 @@ class StepCase(SeededCase):
         if self._verdict == "close":
             limit = self._limit or ROUNDINGS[str(output.dtype).removeprefix("torch.")]
             if before is None and self._by_rounding:
-                return _rows_limited(name, output, exact, self._reference(in_float64=False)[0].reshape(output.shape), limit)
+                return _rows_limited(name, output, exact, self._rounded[0].reshape(output.shape), limit)
             if before is None:
                 return limited(name, compare.error(output, exact, groups=1), limit)
             written = [slot for slot in range(len(before)) if not compare.same_bits(exact[slot], before[slot])]
@@ -267,8 +268,8 @@ class StepCase(SeededCase):
 
 def _rows_limited(what: str, output: Tensor, exact: Tensor, rounded: Tensor, limit: float) -> float:
     """The largest relative error of a row; WrongResult where it is beyond the limit and beyond twice the error of `rounded`."""
-    found = compare.row_errors(output, exact, groups=1)
-    accepted = (2 * compare.row_errors(rounded, exact, groups=1)).clamp(min=limit)
+    found, accepted = (compare.row_errors(x, exact, groups=1) for x in (output, rounded))
+    accepted = (2 * accepted).clamp(min=limit)
     if not bool((found <= accepted).all()):
         row = int((found / accepted).argmax())
         raise WrongResult(f"{what} error {float(found[row]):.1e} at row {row}, allowed {float(accepted[row]):.0e}")

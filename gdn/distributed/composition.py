@@ -37,7 +37,7 @@ _MOST_SEGMENTS = 8
 
 
 class Ends(NamedTuple):
-    """Where a rank stands in its group, and which states it keeps."""
+    """A rank's number in its group, and which ranks keep the final states."""
 
     rank: int
     size: int
@@ -159,7 +159,7 @@ class Part:
         return h, P
 
     def states(self, rows: int | None = None) -> Tensor:
-        """Room for so many states; None = the ones before, and then after, each segment: [N S, HS, K, V] (or V first)."""
+        """An empty tensor of states [rows, HS, K, V] (or V first). None = a row for each segment, N S."""
         count = self.rows if rows is None else rows
         return torch.empty(count, *self.state_shape, dtype=self.dtype, device=self.device)
 

@@ -1,8 +1,7 @@
 """How many tokens of a sequence each rank should hold, and which query rows."""
 
 from gdn.ops._check import bad_value
-
-CHUNK = 64  # tokens that the chunk form takes at once
+from gdn.reference.context import CHUNK
 
 
 def split_tokens(num_tokens: int, num_ranks: int) -> list[int]:

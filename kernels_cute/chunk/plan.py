@@ -40,8 +40,7 @@ _FOURS, _SMS = 28, 132
 _LEAST_GAIN = 0.9  # of the time of a whole sequence with two SMs a head, by the model: what a split of it must stay below
 _TIE = 1.03  # a longer segment that takes little more needs less workspace
 _FEW_CHUNKS = 32  # of a block: below, asking the L2 cache ahead costs more than it gains
-# Where two state heads a work tile are faster, measured (LAB-NOTES.md): four state heads or more a key head, sequences so short
-# that the last chunk, which is not full, counts. Longer ones, and two state heads a key head, gain as often as they lose.
+# Where two state heads a work tile are faster, measured (LAB-NOTES.md): least state heads a key head, most chunks a sequence.
 _LEAST_SHARERS, _MOST_SHARED_CHUNKS = 4, 4
 
 

@@ -45,6 +45,29 @@ class Shared(NamedTuple):
     fork: Any  # None: the chain has no fork
 
 
+def first_summary(tiles: Tiles, number: Any, segments: Any) -> Any:
+    """Number of the matrix of a sequence's first segment, of [N S, HS]. number: of the sequence and head."""
+    sequence = number // tiles.heads
+    return Int64(sequence) * (segments * tiles.heads) + (number - sequence * tiles.heads)
+
+
+def segment_run(tiles: Tiles, params: Any, number: Any, first: Any, link: Any) -> Run:
+    """Links of a rank's segments. first: element of h that is the thread's; link: number of the first link."""
+    row = first_summary(tiles, number, params.num_segments)
+    h, P = params.h.iterator.toint() + row * tiles.h_bytes + first * 4, params.P.iterator.toint() + row * tiles.P_bytes
+    return Run(link, h, Int64(tiles.heads * tiles.h_bytes), P, Int64(tiles.heads * tiles.P_bytes))
+
+
+def h_in(tiles: Tiles, message: Any, number: Any) -> Any:
+    """Address of h of a sequence and head in the message at an address."""
+    return message + Int64(number) * tiles.h_bytes
+
+
+def P_in(tiles: Tiles, message: Any, number: Any, num_sequences: Any) -> Any:
+    """Address of P of a sequence and head in the message at an address: P of all sequences comes after h of all."""
+    return message + Int64(num_sequences) * (tiles.heads * tiles.h_bytes) + Int64(number) * tiles.P_bytes
+
+
 def link_of(runs: Any, link: Any) -> tuple[Any, Any]:
     """Addresses of a link's h, for the thread, and P. The last run that begins at or before the link has it."""
     h, P = Int64(0), Int64(0)

@@ -16,7 +16,7 @@ from gdn.device import DeviceSpec
 from gdn.problems import ContextStartParams, ContextStartProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
-from kernels_cute.context.chain import Kept, Run, compose, put, shared_of, take
+from kernels_cute.context.chain import Kept, P_in, Run, compose, first_summary, h_in, put, segment_run, shared_of, take
 from kernels_cute.context.tiles import BLOCK_COLUMNS, BLOCKS_PER_SM, Config, Tiles, place_of, refusal
 from kernels_cute.context.total import fakes_of
 
@@ -61,7 +61,7 @@ class _ContextStart(build.Kernel, params=ContextStartParams):
         first = tiles.first_element(place, block - number * self.head_blocks, tiles.V)
         rX = cute.make_rmem_tensor(tiles.values, Float32)
         if cutlass.const_expr(self.problem.ends_here):
-            last = self.row_of(number, params.num_segments) + Int64(params.num_segments - 1) * tiles.heads
+            last = first_summary(tiles, number, params.num_segments) + Int64(params.num_segments - 1) * tiles.heads
             take(tiles, Float32, params.states.iterator.toint() + last * tiles.h_bytes + first * 4, tiles.V, rX)
         else:
             self.run_chain(params, number, first, place, rX)
@@ -79,11 +79,12 @@ class _ContextStart(build.Kernel, params=ContextStartParams):
         runs, num_links, kept = (), Int32(0), None
         if cutlass.const_expr(problem.has_segments):
             before, num_links = self.message_run(params, number, first, Int32(1), Int32(0)), later - 1
-            states = params.states.iterator.toint() + self.row_of(number, params.num_segments) * tiles.h_bytes + first * 4
+            own = first_summary(tiles, number, params.num_segments)
+            states = params.states.iterator.toint() + own * tiles.h_bytes + first * 4
             kept = Kept(states, Int64(tiles.heads * tiles.h_bytes), num_links, num_links + params.num_segments - 1)
             runs = (before,)
             if cutlass.const_expr(problem.is_cut):
-                runs = (before, self.segment_run(params, number, first, num_links))
+                runs = (before, segment_run(tiles, params, number, first, num_links))
             num_links = kept.last
         if cutlass.const_expr(self.has_final):
             runs = (*runs, self.message_run(params, number, first, later, num_links))
@@ -96,22 +97,7 @@ class _ContextStart(build.Kernel, params=ContextStartParams):
         tiles = cutlass.const_expr(self.tiles)
         step = Int64(params.messages.stride[0]) * 4
         row = params.messages.iterator.toint() + Int64(rank) * step
-        after_h = Int64(params.num_sequences) * (tiles.heads * tiles.h_bytes)
-        h, P = row + Int64(number) * tiles.h_bytes + first * 4, row + after_h + Int64(number) * tiles.P_bytes
-        return Run(link, h, step, P, step)
-
-    @cute.jit
-    def segment_run(self, params: ContextStartParams, number: Int32, first: Int32, link: Int32):
-        """Links of this rank's segments. link: number of the first."""
-        tiles, row = cutlass.const_expr(self.tiles), self.row_of(number, params.num_segments)
-        h, P = params.h.iterator.toint() + row * tiles.h_bytes + first * 4, params.P.iterator.toint() + row * tiles.P_bytes
-        return Run(link, h, Int64(tiles.heads * tiles.h_bytes), P, Int64(tiles.heads * tiles.P_bytes))
-
-    @cute.jit
-    def row_of(self, number: Int32, segments: Int32):
-        """Number of a head's matrix of the first segment, of a sequence and head."""
-        sequence = number // self.tiles.heads
-        return Int64(sequence) * (segments * self.tiles.heads) + (number - sequence * self.tiles.heads)
+        return Run(link, h_in(tiles, row, number) + first * 4, step, P_in(tiles, row, number, params.num_sequences), step)
 
     @cute.jit
     def store_final(self, params: ContextStartParams, number: Int32, first: Int32, rX: cute.Tensor):

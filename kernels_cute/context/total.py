@@ -15,7 +15,7 @@ from gdn.device import DeviceSpec
 from gdn.problems import ContextTotalParams, ContextTotalProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
-from kernels_cute.context.chain import Kept, Run, compose, put, shared_of, take
+from kernels_cute.context.chain import Kept, P_in, Run, compose, first_summary, h_in, put, segment_run, shared_of, take
 from kernels_cute.context.tiles import BLOCK_COLUMNS, BLOCKS_PER_SM, Config, Tiles, place_of, refusal
 
 __all__ = ["Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
@@ -80,13 +80,13 @@ class _ContextTotal(build.Kernel, params=ContextTotalParams):
         rX = cute.make_rmem_tensor(tiles.values, Float32)
         rX.fill(0.0)
         self.load_start(params, sequence, number - sequence * tiles.heads, first, rX)
-        base, step = self.summary_of(number, segments), Int64(tiles.heads * tiles.h_bytes)
+        base, step = first_summary(tiles, number, segments), Int64(tiles.heads * tiles.h_bytes)
         kept = Kept(params.states.iterator.toint() + base * tiles.h_bytes + first * 4, step, Int32(0), segments - 1)
         if cutlass.const_expr(self.problem.has_summaries):
-            run = self.run_of(params, base, first)
+            run = segment_run(tiles, params, number, first, Int32(0))
             compose(tiles, (run,), segments, Int32(1), tiles.V, kept, place, shared, rX)
-            target = params.message.iterator.toint() + Int64(number) * tiles.h_bytes + first * 4
-            put(tiles, Float32, target, tiles.V, rX)
+            target = h_in(tiles, params.message.iterator.toint(), number)
+            put(tiles, Float32, target + first * 4, tiles.V, rX)
         else:
             put(tiles, Float32, kept.address, tiles.V, rX)
 
@@ -99,31 +99,16 @@ class _ContextTotal(build.Kernel, params=ContextTotalParams):
         if not is_h:
             adds_h, width, block = Int32(0), Int32(tiles.K), block - self.h_blocks
         first = tiles.first_element(place, block, width)
-        base, heads = self.summary_of(number, segments), cutlass.const_expr(tiles.heads)
-        run = self.run_of(params, base, first)
+        run = segment_run(tiles, params, number, first, Int32(0))
         message = params.message.iterator.toint()
-        after_h = Int64(params.num_sequences) * (heads * tiles.h_bytes)
-        source, target = run.h, message + Int64(number) * tiles.h_bytes
+        source, target = run.h, h_in(tiles, message, number)
         if not is_h:
-            source, target = run.P + first * 4, message + after_h + Int64(number) * tiles.P_bytes
+            source, target = run.P + first * 4, P_in(tiles, message, number, params.num_sequences)
         rX = cute.make_rmem_tensor(tiles.values, Float32)
         take(tiles, Float32, source, width, rX)
         rest = Run(Int32(0), run.h + run.h_step, run.h_step, run.P + run.P_step, run.P_step)
         compose(tiles, (rest,), segments - 1, adds_h, width, None, place, shared, rX)
         put(tiles, Float32, target + first * 4, width, rX)
-
-    @cute.jit
-    def summary_of(self, number: Int32, segments: Int32):
-        """Number of a head's matrix of the first segment, of a sequence and head."""
-        sequence = number // self.tiles.heads
-        return Int64(sequence) * (segments * self.tiles.heads) + (number - sequence * self.tiles.heads)
-
-    @cute.jit
-    def run_of(self, params: ContextTotalParams, base: Int64, first: Int32):
-        """The links of all segments."""
-        tiles = cutlass.const_expr(self.tiles)
-        h, P = params.h.iterator.toint() + base * tiles.h_bytes + first * 4, params.P.iterator.toint() + base * tiles.P_bytes
-        return Run(Int32(0), h, Int64(tiles.heads * tiles.h_bytes), P, Int64(tiles.heads * tiles.P_bytes))
 
     @cute.jit
     def load_start(self, params: ContextTotalParams, sequence: Int32, head: Int32, first: Int32, rX: cute.Tensor):
