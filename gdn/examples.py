@@ -189,7 +189,7 @@ def _logits(model: ModelShape, fp8: bool) -> dict[str, Any]:
 
 def topk(model: ModelShape, fp8: bool = False) -> problems.TopkProblem:
     """Selection from the scores of `mqa_logits`."""
-    sizes = {"k": model.index_topk, "num_rows": 4096, "num_columns": 32768}
+    sizes: dict[str, Any] = {"k": model.index_topk, "num_rows": 4096, "num_columns": 32768}
     return problems.TopkProblem("float32", "int32", "int32", "index", **sizes)
 
 

@@ -296,14 +296,21 @@ def _compressed(call: Call, before: Arguments) -> Pairs:
     return found + _written(call, before, before["slot_mapping"][torch.tensor(places, dtype=torch.int64, device=device)], keys)
 
 
-def _expanded(call: Call, before: Arguments) -> Pairs:
-    """Token positions row by row on the host."""
-    ratio, width, rows = before["ratio"], call.result.shape[1], []
-    for groups, position in zip(before["group_indices"].tolist(), before["positions"].tolist(), strict=True):
-        listed = [group * ratio + i for group in groups if group >= 0 for i in range(ratio)]
-        listed += range((position + 1) // ratio * ratio, position + 1)
-        rows.append(listed + [-1] * (width - len(listed)))
-    return [Pair(call.result, torch.tensor(rows, dtype=torch.int32, device=call.result.device), 0.0)]
+def _groups(call: Call, before: Arguments) -> tuple[Tensor, Pairs]:
+    """Selected columns [rows, topk], and where they are groups of tokens the listed tokens, row by row on the host."""
+    ratio, k, width = before["ratio"], before["topk"], call.result.shape[1]
+    if ratio == 1:
+        return call.result.long(), []
+    columns, rows = [], []
+    for listed, position in zip(call.result.tolist(), before["positions"].tolist(), strict=True):
+        tail = range((position + 1) // ratio * ratio, position + 1)
+        count = (sum(token >= 0 for token in listed) - len(tail)) // ratio
+        groups = [token // ratio for token in listed[: count * ratio : ratio]]
+        tokens = [group * ratio + i for group in groups for i in range(ratio)] + [*tail]
+        columns.append(groups + [-1] * (k - count))
+        rows.append(tokens + [-1] * (width - len(tokens)))
+    groups_of, expected = (torch.tensor(one, device=call.result.device) for one in (columns, rows))
+    return groups_of, [Pair(call.result, expected.int(), 0.0)]
 
 
 def _slots(before: Arguments, length: int) -> Tensor:
@@ -347,7 +354,8 @@ def _selection(call: Call, exact: ExactLogits) -> Pairs:
 
     The scores rather than the columns are compared: where two are nearly equal, rounding decides which is selected.
     """
-    got, k = call.result.long(), call.result.shape[1]
+    got, tokens = _groups(call, call.before)
+    k = got.shape[1]
     scores = exact.values.masked_fill(~exact.visible, -torch.inf)
     scores = functional.pad(scores, (0, max(0, k - scores.shape[1])), value=-torch.inf)
     best = scores.topk(k, dim=1).values
@@ -364,6 +372,7 @@ def _selection(call: Call, exact: ExactLogits) -> Pairs:
         Pair(is_right, torch.ones_like(is_right), 0.0),
         Pair(counts, torch.isfinite(best).sum(dim=1), 0.0),
         Pair(chosen, expected, limit),
+        *tokens,
     ]
 
 
@@ -398,7 +407,7 @@ _EXPECTED: dict[str, Callable[[Call, Arguments], Pairs]] = {
     "fused_gdn_prefill": _prefill_step, "fused_gdn_decode": _decode_step, "causal_conv1d_fn": _convolution,
     "chunk_gated_delta_rule": _delta_rule, "chunk_summary": _summary, "rms_norm_gated": _gated_norm,
     "add_rms_norm": _add_norm, "prepare_indexer": _prepared,
-    "compress_indexer_keys": _compressed, "expand_topk_groups": _expanded, "gather_indexer_cache": _gathered,
+    "compress_indexer_keys": _compressed, "gather_indexer_cache": _gathered,
     "indexer_topk": _ragged_selection, "paged_indexer_topk": _paged_selection, "sparse_attention": _attention,
     "attention": _attention,
 }  # fmt: skip

@@ -33,11 +33,13 @@ class _Queries(NamedTuple):
     q: Tensor  # [tokens, H, D]
     weights: Tensor | None  # [tokens, H]
     visible: Tensor  # [tokens] int32: keys that each row sees
+    positions: Tensor | None  # [tokens]; None where every token has a key
     scale: float
 
-    def part(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Queries, weights and visible keys of some rows."""
-        return self.q[rows], None if self.weights is None else self.weights[rows], self.visible[rows]
+    def part(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Queries, weights, visible keys and positions of some rows."""
+        weights, positions = (None if x is None else x[rows] for x in (self.weights, self.positions))
+        return self.q[rows], weights, self.visible[rows], positions
 
 
 class Indexer(nn.Module):
@@ -139,7 +141,7 @@ class Indexer(nn.Module):
         runs = deal(metadata, tokens, self.dense_below())
         if all(run.form == "dense" for run in runs):
             return None
-        selected = torch.empty(tokens, self.topk // self.ratio, dtype=torch.int32, device=hidden_states.device)
+        selected = torch.empty(tokens, self.num_selected, dtype=torch.int32, device=hidden_states.device)
         if not (len(runs) == 1 and runs[0].tokens == slice(0, tokens)):
             selected.fill_(-1)
         for run in runs:
@@ -147,13 +149,7 @@ class Indexer(nn.Module):
                 self._select_paged(run, queries, cache, metadata, selected)
             elif run.form == "ragged":
                 self._select_ragged(run, queries, cache, metadata, selected)
-        if not self.is_compressed:
-            return selected
-        expanded = gdn.expand_topk_groups(selected, positions, ratio=self.ratio)
-        for run in runs:
-            if run.form == "dense":
-                expanded[run.tokens] = -1  # the tail of an unfinished group would be listed
-        return expanded
+        return selected
 
     def check_caches(self, cache: Tensor | None, ring: Tensor | None) -> None:
         """Raises ValueError or TypeError where the pages or the ring are not those of this indexer."""
@@ -188,14 +184,14 @@ class Indexer(nn.Module):
             prepared, folded = gdn.prepare_indexer(
                 q, k, weights, positions, table, q_norm, k_norm, cache, slots, fp8=self.use_fp8, **options
             )
-            return _Queries(prepared, folded, visible, 1.0 if self.use_fp8 else dim**-0.5)
+            return _Queries(prepared, folded, visible, None, 1.0 if self.use_fp8 else dim**-0.5)
         assert ring is not None
         q, k = self.index_qk_proj(hidden_states).split([heads * dim, kv_heads * dim], dim=-1)
         q, k = q.unflatten(-1, (heads, dim)), k.unflatten(-1, (kv_heads, dim))
         prepared, _ = gdn.prepare_indexer(q, None, None, positions, table, q_norm, None, None, None, fp8=self.use_fp8, **options)
         ring_slots, group_slots = compressed_slots(metadata, self.ratio)
         gdn.compress_indexer_keys(k, ring, cache, positions, table, k_norm, ring_slots, group_slots, ratio=self.ratio, **options)
-        return _Queries(prepared, None, visible, dim**-0.5)
+        return _Queries(prepared, None, visible, positions, dim**-0.5)
 
     def _options(self) -> dict[str, Any]:
         return {"rotary_dim": self.rotary_dim, "eps": self.eps, "zero_centred": self.zero_centred}
@@ -225,7 +221,8 @@ class Indexer(nn.Module):
             linear(hidden_states, weight[:width]).unflatten(-1, (self.num_heads, dim)), None, weights, positions,
             self.rotary.cos_sin, norm, None, None, None, fp8=self.use_fp8, **self._options(),
         )  # fmt: skip
-        return _Queries(prepared, folded, visible, 1.0 if self.use_fp8 and not self.is_compressed else dim**-0.5)
+        own, scale = (positions, dim**-0.5) if self.is_compressed else (None, 1.0 if self.use_fp8 else dim**-0.5)
+        return _Queries(prepared, folded, visible, own, scale)
 
     def _weight(self) -> Tensor:
         return (self.index_qk_proj if self.is_compressed else self.index_qkw_proj).weight
@@ -238,10 +235,11 @@ class Indexer(nn.Module):
         in_order = run.drafts is not None or (run.query_lens is None and run.max_query_len <= 1)
         if not in_order or tables.shape[0] * drafts != count:  # row i is not of sequence i // drafts
             tables, drafts = metadata.block_tables[token_sequences(metadata, out.shape[0])[part]], 1
-        q, weights, visible = queries.part(part)
+        q, weights, visible, positions = queries.part(part)
         gdn.paged_indexer_topk(
-            q.unflatten(0, (-1, drafts)), cache, weights, visible.unflatten(0, (-1, drafts)), tables, out.shape[1],
-            scale=queries.scale, max_context_len=run.max_seq_len // self.ratio, out=out[part],
+            q.unflatten(0, (-1, drafts)), cache, weights, visible.unflatten(0, (-1, drafts)), tables, self.topk // self.ratio,
+            scale=queries.scale, max_context_len=max(1, run.max_seq_len // self.ratio), ratio=self.ratio, positions=positions,
+            out=out[part],
         )  # fmt: skip
 
     def _select_ragged(self, run: Run, queries: _Queries, cache: Tensor, metadata: Any, out: Tensor) -> None:
@@ -253,8 +251,8 @@ class Indexer(nn.Module):
         bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         k, k_scale = gdn.gather_indexer_cache(cache, metadata.block_tables[sequences], bounds, num_rows=sum(rows))
         starts = bounds[token_sequences(metadata, out.shape[0])[part] - sequences.start]
-        q, weights, visible = queries.part(part)
+        q, weights, visible, positions = queries.part(part)
         gdn.indexer_topk(
-            q, k, weights, starts, starts + visible, out.shape[1], k_scale=k_scale, scale=queries.scale, max_seqlen_k=max(rows),
-            out=out[part],
+            q, k, weights, starts, starts + visible, self.topk // self.ratio, k_scale=k_scale, scale=queries.scale,
+            max_seqlen_k=max(rows), ratio=self.ratio, positions=positions, out=out[part],
         )  # fmt: skip

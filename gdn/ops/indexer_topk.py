@@ -19,7 +19,7 @@ from gdn.ops._ordered import ordered
 from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.ops.mqa_logits import check_operands, mqa_logits
 from gdn.ops.paged_mqa_logits import check_paged_operands, check_values, paged_mqa_logits
-from gdn.ops.topk import select_rows
+from gdn.ops.topk import Rows, select_rows
 from gdn.runtime import env
 
 
@@ -37,6 +37,8 @@ def indexer_topk(
     relu: bool = True,
     workspace_bytes: int | None = None,
     max_seqlen_k: int | None = None,
+    ratio: int = 1,
+    positions: Tensor | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -55,7 +57,10 @@ def indexer_topk(
         Bytes of float32 scores held at a time; at least one row. None = ``VLLM_SPARSE_INDEXER_MAX_LOGITS_MB``.
     max_seqlen_k : int, optional
         Bound on the length of all ranges; a row of scores then has that many columns instead of Nk.
-    out : Tensor [M, topk] of int32, optional
+    ratio, positions : int, Tensor [M] of int32 or int64, optional
+        With a ratio above 1 each key is that of a group of `ratio` tokens, `topk` is at least 1, and the result lists tokens as
+        `expand_topk_groups` does: those of the selected groups, then the query's own unfinished group up to its position.
+    out : Tensor [M, columns] of int32, optional
         Tensor to write the indices into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
@@ -63,7 +68,7 @@ def indexer_topk(
 
     Returns
     -------
-    Tensor [M, topk] of int32
+    Tensor [M, topk] of int32, with a ratio [M, topk * ratio + ratio - 1]
         Indices relative to `cu_seqlen_ks`, ascending, -1 last; `out` itself where it is given, else a new tensor.
 
     Raises
@@ -85,13 +90,13 @@ def indexer_topk(
     """
     check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
     num_rows, num_keys, device = q.shape[0], k.shape[0], q.device
-    check.at_least("topk", topk)
     check.at_least("max_seqlen_k", max_seqlen_k)
     width = num_keys if max_seqlen_k is None else max_seqlen_k
-    check.out(out, [num_rows, topk], torch.int32, device)
+    columns = _columns(topk, ratio, positions, num_rows, device)
+    check.out(out, [num_rows, columns], torch.int32, device)
     check_memory()
     if out is None:
-        out = torch.empty(num_rows, topk, dtype=torch.int32, device=device)
+        out = torch.empty(num_rows, columns, dtype=torch.int32, device=device)
     if is_tracing():
         return out
     step = units_per_block(workspace_bytes, 4 * width, num_rows)
@@ -110,10 +115,11 @@ def indexer_topk(
             )  # fmt: skip
 
         def select(scores: Tensor, part: slice, rows: Tensor) -> None:
-            bounds = (starts[part], ends[part])
-            select_rows(scores, topk, *bounds, "index", rows, chosen, list_short=True, num_keys=packed_keys)
+            own = None if positions is None else positions[part]
+            ranges = Rows(starts[part], ends[part], True, num_keys=packed_keys, ratio=ratio, positions=own)
+            select_rows(scores, topk, ranges, "index", rows, chosen)
 
-        return _in_blocks(logits, select, out, num_rows, step, width)
+        return _in_blocks(logits, select, out, num_rows, step, width, topk)
 
 
 @operator(writes={"out": always}, contiguous=("q", "weights", "block_tables"))
@@ -129,6 +135,8 @@ def paged_indexer_topk(
     relu: bool = True,
     workspace_bytes: int | None = None,
     max_context_len: int | None = None,
+    ratio: int = 1,
+    positions: Tensor | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -146,14 +154,17 @@ def paged_indexer_topk(
         See `indexer_topk`. The workspace always has room for the next_n rows of one sequence.
     max_context_len : int, optional
         Bound on the lengths. None = what `block_tables` can address (max_pages * page_size).
-    out : Tensor [B * next_n, topk] of int32, optional
+    ratio, positions : int, Tensor [B * next_n] of int32 or int64, optional
+        With a ratio above 1 each key is that of a group of `ratio` tokens, `topk` is at least 1, and the result lists tokens as
+        `expand_topk_groups` does: those of the selected groups, then the query's own unfinished group up to its position.
+    out : Tensor [B * next_n, columns] of int32, optional
         Tensor to write the indices into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
         As for `indexer_topk`, with the switches of ``GDN_BACKEND``.
 
     Returns
     -------
-    Tensor [B * next_n, topk] of int32
+    Tensor [B * next_n, topk] of int32, with a ratio [B * next_n, topk * ratio + ratio - 1]
         Positions in the sequence, ascending, -1 last; `out` itself where it is given, else a new tensor.
 
     Raises
@@ -167,14 +178,14 @@ def paged_indexer_topk(
     """
     page_size, _ = check_paged_operands(q, cache, weights, context_lens, block_tables)
     (batch, next_n), device = q.shape[:2], q.device
-    check.at_least("topk", topk)
     check.at_least("max_context_len", max_context_len)
     width = block_tables.shape[1] * page_size
     width = width if max_context_len is None else min(width, max_context_len)
-    check.out(out, [batch * next_n, topk], torch.int32, device)
+    columns = _columns(topk, ratio, positions, batch * next_n, device)
+    check.out(out, [batch * next_n, columns], torch.int32, device)
     check_memory()
     if out is None:
-        out = torch.empty(batch * next_n, topk, dtype=torch.int32, device=device)
+        out = torch.empty(batch * next_n, columns, dtype=torch.int32, device=device)
     if is_tracing():
         return out
     step = units_per_block(workspace_bytes, 4 * width * next_n, batch)
@@ -192,23 +203,35 @@ def paged_indexer_topk(
             )  # fmt: skip
 
         def select(scores: Tensor, part: slice, rows: Tensor) -> None:
-            ends = context_lens[part].reshape(-1)
-            select_rows(scores, topk, None, ends, "index", rows, chosen, list_short=True, drafts=drafts)
+            own = None if positions is None else positions[part.start * next_n : part.stop * next_n]
+            ranges = Rows(None, context_lens[part].reshape(-1), True, drafts=drafts, ratio=ratio, positions=own)
+            select_rows(scores, topk, ranges, "index", rows, chosen)
 
-        return _in_blocks(logits, select, out, batch, step, width)
+        return _in_blocks(logits, select, out, batch, step, width, topk)
 
 
 Logits = Callable[[slice, Tensor | None], Tensor]
 Select = Callable[[Tensor, slice, Tensor], None]
 
 
-def _in_blocks(logits: Logits, select: Select, out: Tensor, units: int, step: int, width: int) -> Tensor:
+def _columns(topk: int, ratio: int, positions: Tensor | None, num_rows: int, device: torch.device) -> int:
+    """Columns of the result; checks what they follow from."""
+    check.at_least("ratio", ratio, 1)
+    has_groups = bool(ratio > 1)  # the ratio may be a symbol
+    check.at_least("topk", topk, int(has_groups))
+    if has_groups == (positions is None):
+        bad_value("positions", "a tensor with a ratio above 1, else None", "None" if positions is None else "a tensor")
+    check.optional("positions", positions, shape=[num_rows], dtypes=check.INDEX_DTYPES, device=device)
+    return topk * ratio + ratio - 1
+
+
+def _in_blocks(logits: Logits, select: Select, out: Tensor, units: int, step: int, width: int, topk: int) -> Tensor:
     """Scores and selects `step` units (rows or sequences) at a time; returns `out`.
 
     logits(part, buffer): scores of a part of the units, outside of their ranges anything, since the selection reads ranges only.
     select(scores, part, rows): the selection for that part, written to rows of `out`.
     """
-    num_rows, topk = out.shape
+    num_rows = out.shape[0]
     if is_empty(num_rows) or width <= topk:  # all columns are listed, without scores
         logits(slice(0, 0), None)  # for its checks
         select(torch.empty(1, width, device=out.device).expand(num_rows, width), slice(0, units), out)

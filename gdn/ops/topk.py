@@ -1,6 +1,6 @@
 """Public operators `topk_indices` (exact top-k over rows of logits) and `expand_topk_groups` (groups to token positions)."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,42 +76,41 @@ def topk_indices(
         check.optional(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
     check.one_of("sorted_by", sorted_by, ("index", "score"))
     check.out(out, [rows, k], torch.int32, device)
-    return select_rows(logits, k, row_starts, row_ends, sorted_by, out, backend)
+    return select_rows(logits, k, Rows(row_starts, row_ends), sorted_by, out, backend)
 
 
-def select_rows(
-    logits: Tensor,
-    k: int,
-    row_starts: Tensor | None,
-    row_ends: Tensor | None,
-    sorted_by: str,
-    out: Tensor | None,
-    backend: str | None,
-    list_short: bool = False,
-    num_keys: int | None = None,
-    drafts: int = 1,
-) -> Tensor:
-    """`topk_indices` of checked arguments.
+class Rows(NamedTuple):
+    """Ranges of rows of scores, and what the result lists of each."""
 
-    list_short: rows of at most k columns list all of them, and are not read.
-    num_keys: number of keys that row_starts and row_ends refer to; column 0 of a row is then its first key.
-    drafts: rows per entry of row_ends [rows / drafts], the end of the last of them; each row before has one column less.
-    """
+    starts: Tensor | None
+    ends: Tensor | None
+    list_short: bool = False  # rows of at most k columns list all of them, and are not read
+    num_keys: int | None = None  # keys that starts and ends refer to; column 0 of a row is then its first key
+    drafts: int = 1  # rows per entry of ends [rows / drafts], the end of the last of them; each row before has one column less
+    # Above 1 columns are groups of so many tokens, and their tokens are listed, as by `expand_topk_groups`.
+    ratio: int = 1
+    positions: Tensor | None = None  # [rows] with a ratio above 1
+
+
+def select_rows(logits: Tensor, k: int, ranges: Rows, sorted_by: str, out: Tensor | None, backend: str | None) -> Tensor:
+    """`topk_indices` of checked arguments."""
+    starts, ends, list_short, num_keys, drafts, ratio, positions = ranges
     rows, device = logits.shape[0], logits.device
-    dtypes = dtypes_of(starts=row_starts, ends=row_ends)
+    fields: dict[str, Any] = dtypes_of(starts=starts, ends=ends, position=positions) | {"sorted_by": sorted_by, "ratio": ratio}
     sizes: dict[str, Any] = {"k": k, "num_rows": rows, "num_columns": logits.shape[1]}
-    problem = TopkProblem(dtype=dtype_name(logits.dtype), **dtypes, sorted_by=sorted_by, **sizes)
-    prepared = choose(problem, device, backend)
+    prepared = choose(TopkProblem(dtype=dtype_name(logits.dtype), **fields, **sizes), device, backend)
     if prepared.launch is None:
-        row_starts, row_ends = _own_bounds(row_starts, row_ends, num_keys, drafts)
-        picked = reference.topk_indices(logits, k, row_starts, row_ends, sorted_by=sorted_by, out=out)
-        start, end = column_range(logits, row_starts, row_ends)
-        return picked.copy_(list_short_rows(picked, end - start)) if list_short else picked
+        starts, ends = _own_bounds(starts, ends, num_keys, drafts)
+        picked = reference.topk_indices(logits, k, starts, ends, sorted_by=sorted_by, out=out if positions is None else None)
+        if list_short:
+            start, end = column_range(logits, starts, ends)
+            picked.copy_(list_short_rows(picked, end - start))
+        return picked if positions is None else reference.expand_topk_groups(picked, positions, ratio=ratio, out=out)
     if out is None:
-        out = torch.empty(rows, k, dtype=torch.int32, device=device)
+        out = torch.empty(rows, k * ratio + ratio - 1, dtype=torch.int32, device=device)
     if not is_empty(rows, k):
         keys = -1 if num_keys is None else num_keys
-        launch(prepared, TopkParams(logits, row_starts, row_ends, out, int(list_short), keys, drafts))
+        launch(prepared, TopkParams(logits, starts, ends, positions, out, int(list_short), keys, drafts))
     return out
 
 

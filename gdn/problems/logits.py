@@ -97,7 +97,7 @@ class PagedMqaLogitsParams(NamedTuple):
 
 @dataclass(frozen=True)
 class TopkProblem(Problem, op="topk"):
-    """`gdn.topk_indices`. Every entry of out is written. Only a row's own range is read."""
+    """`gdn.topk_indices`, and the second part of `gdn.indexer_topk`. Every entry of out is written, a row's own range is read."""
 
     dtype: str = field(metadata=TUNES)  # of logits: float32 | bfloat16 (others on the reference)
     starts_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = rows start at column 0
@@ -106,10 +106,13 @@ class TopkProblem(Problem, op="topk"):
     k: int = size()  # a count like the others: it compiles nothing anew
     num_rows: int = size()
     num_columns: int = size()
+    ratio: int = field(default=1, metadata=COMPILES)  # tokens of a column; above 1 the result lists tokens, as expand_topk_groups
+    position_dtype: str | None = field(default=None, metadata=COMPILES)  # int32 | int64; None with ratio 1
 
     def bytes_moved(self) -> int:
         """Upper bound: counts every row as num_columns long."""
-        return self.num_rows * (self.num_columns * DTYPE_BYTES[self.dtype] + 4 * self.k)
+        listed = self.k * self.ratio + self.ratio - 1
+        return self.num_rows * (self.num_columns * DTYPE_BYTES[self.dtype] + 4 * listed)
 
 
 class TopkParams(NamedTuple):
@@ -118,7 +121,8 @@ class TopkParams(NamedTuple):
     logits: Tensor  # [rows, n] of the problem's dtype, any row stride, last dim contiguous
     row_starts: Tensor | None  # [rows] of starts_dtype, any stride, any values; None without starts_dtype
     row_ends: Tensor | None  # [rows / drafts] of ends_dtype, any stride, any values; None without ends_dtype
-    out: Tensor  # [rows, k] int32, any row stride, last dim contiguous
+    positions: Tensor | None  # [rows] of position_dtype, any stride; None with ratio 1
+    out: Tensor  # [rows, k * ratio + ratio - 1] int32, any row stride, last dim contiguous
     list_short: int = 0  # 1: a row of at most k columns lists them all, and none of its logits is read
     num_keys: int = -1  # >= 0, with both bounds: they are ranges of num_keys keys, and column 0 is the first key of each
     drafts: int = 1  # > 1, without row_starts: an end belongs to the last of `drafts` rows; each row before has one column less

@@ -91,6 +91,8 @@ def indexer_topk(
     relu: bool = True,
     workspace_bytes: int | None = None,
     max_seqlen_k: int | None = None,
+    ratio: int = 1,
+    positions: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`gdn.indexer_topk`; all scores at once, whatever workspace_bytes says."""
@@ -99,7 +101,7 @@ def indexer_topk(
     first = start if max_seqlen_k is None else torch.zeros_like(start)  # column of a row's first key
     logits = mqa_logits(q, k, weights, start, end, k_scale=k_scale, scale=scale, relu=relu, max_seqlen_k=max_seqlen_k)
     picked = list_short_rows(topk_indices(logits, topk, first, first + lengths), lengths)
-    return picked if out is None else out.copy_(picked)
+    return _listed(picked, positions, ratio, out)
 
 
 @inference_only
@@ -115,6 +117,8 @@ def paged_indexer_topk(
     relu: bool = True,
     workspace_bytes: int | None = None,
     max_context_len: int | None = None,
+    ratio: int = 1,
+    positions: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`gdn.paged_indexer_topk`; all scores at once, whatever workspace_bytes says."""
@@ -123,6 +127,13 @@ def paged_indexer_topk(
     lengths = visible_lengths(context_lens, q.shape[0], q.shape[1], width)
     logits = paged_mqa_logits(q, cache, weights, lengths.view(q.shape[:2]), block_tables, width, scale=scale, relu=relu)
     picked = list_short_rows(topk_indices(logits, topk, None, lengths), lengths)
+    return _listed(picked, positions, ratio, out)
+
+
+def _listed(picked: Tensor, positions: Tensor | None, ratio: int, out: Tensor | None) -> Tensor:
+    """The selected columns, or with positions the tokens of these groups."""
+    if positions is not None:
+        return expand_topk_groups(picked, positions, ratio=ratio, out=out)
     return picked if out is None else out.copy_(picked)
 
 

@@ -2,8 +2,10 @@
 
     Row i: the k largest scores in columns [row_starts[i], row_ends[i]), smaller columns first among equal scores, as
     column - row_starts[i], in ascending order or by descending score, then -1. NaN and -inf are never selected; -0.0 equals 0.0.
+    With a ratio the result lists the tokens of these columns, then those of the query's unfinished group, then -1.
 
-    logits [rows, n] float32 or bf16        row_starts, row_ends [rows] int32 or int64        out [rows, k] int32
+    logits [rows, n] float32 or bf16        row_starts, row_ends, positions [rows] int32 or int64
+    out [rows, k * ratio + ratio - 1] int32
 
 The kernel is in kernel.py, described in DESIGN.md.
 """
@@ -25,6 +27,7 @@ from kernels_cute.topk.tiles import BINS, MOST_COLUMNS, SPARE_WORDS, Tiles
 workspace_bytes = no_workspace
 ENTRY = "gdn_cute_topk"
 ANY_ENTRY = "gdn_cute_topk_any"  # for rows that are longer than the configuration's
+MOST_RATIO = 1 << 10  # tokens of a column: token numbers are int32
 MOST_SORTED = 4096  # entries of the list that are sorted by score: a power of two
 
 
@@ -45,6 +48,10 @@ def refusal(problem: TopkProblem) -> str | None:
         return f"requires float32 or bfloat16 logits, got {problem.dtype}"
     if problem.num_columns > MOST_COLUMNS:
         return f"requires at most {MOST_COLUMNS} columns, got {problem.num_columns}"
+    if problem.ratio > MOST_RATIO:
+        return f"requires groups of at most {MOST_RATIO} tokens, got {problem.ratio}"
+    if problem.ratio > 1 > min(problem.k, problem.num_columns):
+        return f"requires k and columns of at least 1 where these are groups, got {problem.k} and {problem.num_columns}"
     if problem.sorted_by == "score" and problem.k > MOST_SORTED:
         return f"requires k up to {MOST_SORTED} where sorted by score, got {problem.k}"
     return None
@@ -117,9 +124,9 @@ def _arguments(problem: TopkProblem) -> TopkParams:
     """Fake tensors and scalars to compile for."""
     rows = cute.sym_int()
     logits, out = [fake(dtype, rows, None, last=1) for dtype in (problem.dtype, "int32")]
-    starts, ends = [fake(dtype, None) for dtype in (problem.starts_dtype, problem.ends_dtype)]
+    starts, ends, positions = [fake(one, None) for one in (problem.starts_dtype, problem.ends_dtype, problem.position_dtype)]
     list_short, num_keys, drafts = [cutlass.Int32(number) for number in (0, -1, 1)]
-    return TopkParams(logits, starts, ends, out, list_short, num_keys, drafts)
+    return TopkParams(logits, starts, ends, positions, out, list_short, num_keys, drafts)
 
 
 def launch(compiled: Any, params: TopkParams) -> None:

@@ -18,10 +18,11 @@ from cutlass import Int32, Int64, Uint32
 
 from gdn.problems import TopkParams
 from kernels_cute.common.build import Kernel
+from kernels_cute.common.memory import narrowed
 from kernels_cute.topk import ptx
 from kernels_cute.topk.narrow import clear_bins, narrow
 from kernels_cute.topk.read import filter
-from kernels_cute.topk.result import clear_bitmap, mark_listed, mark_ranked, mark_read, write
+from kernels_cute.topk.result import clear_bitmap, mark_listed, mark_ranked, mark_read, num_selected, write, write_rest
 from kernels_cute.topk.tiles import ACCESS, FIRST_SHIFT, LAST_COLUMN, LEAST_KEY, Entries, Span, Tiles
 
 # First digit of the list: 4096 bins of two octaves, or, where the sample was counted twice and many scores are close to each
@@ -45,22 +46,25 @@ class Topk(Kernel, params=TopkParams):
         tiles = cutlass.const_expr(self.tiles)
         thread, row = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         storage = cutlass.utils.SmemAllocator().allocate(tiles.storage())
-        k = Int32(params.out.shape[1])
         clear_bins(tiles, storage, thread)  # while the range is on its way
+        position = Int32(-1)
+        if cutlass.const_expr(tiles.ratio > 1):
+            position = narrowed(params.positions[row])
         first, end = row_range(params, row)
-        if params.list_short != 0 and end - first <= k:
-            for place in cutlass.range(thread, k, tiles.threads, unroll=1):
-                column = Int32(place)
-                if place >= end - first:
-                    column = Int32(-1)
-                params.out[row, place] = column
+        if params.list_short != 0 and end - first <= num_selected(tiles, params.out):
+            for place in cutlass.range(thread, (end - first) * tiles.ratio, tiles.threads, unroll=1):
+                params.out[row, place] = Int32(place)
+            write_rest(tiles, params.out, row, (end - first) * tiles.ratio, position, thread)
         else:
+            if cutlass.const_expr(tiles.ratio > 1):
+                if thread == 0:  # kept out of the registers until the end
+                    storage.passed.get_tensor(cute.make_layout(4))[2] = position
             select(tiles, params, storage, row, first, end, thread)
 
 
 @cute.jit
 def select(tiles: cutlass.Constexpr, params, storage, row, first, end, thread):
-    k = Int32(params.out.shape[1])
+    k = num_selected(tiles, params.out)
     if cutlass.const_expr(tiles.is_float32 and params.row_starts is None and params.row_ends is None):
         end = Int32(ptx.opaque_uniform(Uint32(end)))  # a launch parameter otherwise, for which ptxas spills other values
     address = params.logits.iterator.toint() + (Int64(row) * params.logits.stride[0] + first) * tiles.element_bytes

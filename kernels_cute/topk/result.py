@@ -1,5 +1,7 @@
 """The result: a bit in shared memory for every selected column, and the columns from there, in their order or that of scores."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
@@ -80,7 +82,7 @@ def write(tiles: cutlass.Constexpr, storage, params, row, span, words, thread):
     predecessors' in the result.
 
     Columns are gathered in shared memory if they fit, so that neighbouring lanes write neighbouring places."""
-    out, lead, k = params.out, span.lead, Int32(params.out.shape[1])
+    out, lead, ratio = params.out, span.lead, cutlass.const_expr(tiles.ratio)
     s_bitmap = storage.bitmap.get_tensor(cute.make_layout(tiles.bitmap_words))
     s_columns = storage.columns.get_tensor(cute.make_layout(tiles.list_entries))
     line = out.iterator + Int64(row) * out.stride[0]
@@ -104,18 +106,42 @@ def write(tiles: cutlass.Constexpr, storage, params, row, span, words, thread):
         cute.arch.sync_threads()
         if cutlass.const_expr(tiles.by_score):
             sort(tiles, storage, span, thread, written)
-        for i in cutlass.range(thread, written, tiles.threads, unroll=2):
-            line[i] = s_columns[i] - lead
+        for i in cutlass.range(thread, written * ratio, tiles.threads, unroll=2):
+            line[i] = (s_columns[i // ratio] - lead) * ratio + i % ratio
     else:
         for i in cutlass.range(first, end, unroll=1):
             word, column = s_bitmap[i], i * 32 - lead
             while word != 0:
                 lowest = word & (~word + 1)
-                line[place] = column + Int32(cute.arch.bfind(lowest))
+                for member in cutlass.range(ratio, unroll=1):
+                    line[place * ratio + member] = (column + Int32(cute.arch.bfind(lowest))) * ratio + member
                 word = word ^ lowest
                 place = place + 1
-    for i in cutlass.range(written + thread, k, tiles.threads, unroll=1):
-        line[i] = Int32(-1)
+    position = Int32(-1)
+    if cutlass.const_expr(ratio > 1):
+        position = storage.passed.get_tensor(cute.make_layout(4))[2]
+    write_rest(tiles, out, row, written * ratio, position, thread)
+
+
+@cute.jit
+def write_rest(tiles: cutlass.Constexpr, out, row, first, position, thread):
+    """Writes the columns of out from `first` on: the tokens of the query's unfinished group, up to its position, then -1."""
+    count = Int32(0)
+    if cutlass.const_expr(tiles.ratio > 1):
+        if position >= 0:
+            count = (position % tiles.ratio + 1) % tiles.ratio
+    line = out.iterator + Int64(row) * out.stride[0]
+    for i in cutlass.range(first + thread, out.shape[1], tiles.threads, unroll=1):
+        token = Int32(-1)
+        if cutlass.const_expr(tiles.ratio > 1):
+            if i - first < count:
+                token = position - (count - 1) + (i - first)
+        line[i] = token
+
+
+def num_selected(tiles: Any, out: Any) -> Any:
+    """k: a row of out has as many columns, each with its tokens, and the tokens of an unfinished group."""
+    return Int32(out.shape[1] - (tiles.ratio - 1)) // tiles.ratio
 
 
 @cute.jit

@@ -23,6 +23,7 @@ class Tiles:
         self.is_float32 = problem.dtype == "float32"  # else bfloat16
         self.element_bytes = 4 if self.is_float32 else 2
         self.by_score = problem.sorted_by == "score"  # the result is sorted by score, else by column
+        self.ratio = problem.ratio  # tokens of a column, which the result lists
         self.threads, self.warps, self.unroll = config.threads, config.threads // 32, config.unroll
         self.blocks_per_sm, self.list_entries = config.blocks_per_sm, config.list_entries
         self.bitmap_words = config.max_columns // 32 + SPARE_WORDS

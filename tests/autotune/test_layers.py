@@ -28,7 +28,7 @@ KERNEL_US, PROJECTION_US, GATE_US = 5.0, 20.0, 2.0
 NORM = "add_rms_norm"
 ATTENTION = [NORM, "prepare_indexer", "prepare_indexer", "paged_mqa_logits", "topk", "sparse_attention_decode", "glu", NORM]
 COMPRESSED = [
-    NORM, "prepare_indexer", "prepare_indexer", "compress_indexer_keys", "paged_mqa_logits", "topk", "expand_topk_groups",
+    NORM, "prepare_indexer", "prepare_indexer", "compress_indexer_keys", "paged_mqa_logits", "topk",
     "sparse_attention_decode", "glu", NORM,
 ]  # fmt: skip
 LAUNCHED = {

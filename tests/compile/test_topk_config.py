@@ -41,7 +41,7 @@ def test_bfloat16_has_more_in_flight_in_as_few_registers(dtype: str, most: int) 
     assert max(config.unroll for config in found if config.threads * config.blocks_per_sm == 2048) == most
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("num_columns", 2**20 + 1), ("k", 4097)])
+@pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("num_columns", 2**20 + 1), ("k", 4097), ("ratio", 1025)])
 def test_refusals(field: str, value: Any) -> None:
     assert f"got {value}" in (topk.refusal(replace(PROBLEM, **{field: value})) or "")
 
@@ -53,13 +53,19 @@ def test_the_tensors_decide_which_entry_runs(columns: int, entry: str) -> None:
     functions = {name: lambda *tensors, name=name: called.append((name, tensors)) for name in names}
     compiled = SimpleNamespace(functions=functions, problem=PROBLEM, config=topk.default_config(PROBLEM, H100))
     logits, ends, out = torch.zeros(3, columns), torch.zeros(3, dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32)
-    topk.launch(compiled, TopkParams(logits, None, ends, out))
+    topk.launch(compiled, TopkParams(logits, None, ends, None, out))
     ((name, tensors),) = called
-    assert name == entry and [id(one) for one in tensors[:4]] == [id(one) for one in (logits, None, ends, out)]
-    assert tensors[4:] == (0, -1, 1)
+    assert name == entry and [id(one) for one in tensors[:5]] == [id(one) for one in (logits, None, ends, None, out)]
+    assert tensors[5:] == (0, -1, 1)
+
+
+@pytest.mark.parametrize("change", [{"k": 0}, {"num_columns": 0}])
+def test_groups_are_at_least_one(change: dict[str, int]) -> None:
+    assert topk.refusal(replace(PROBLEM, **change)) is None
+    assert "at least 1" in (topk.refusal(replace(PROBLEM, ratio=4, position_dtype="int64", **change)) or "")
 
 
 def test_nothing_to_read_is_written_without_a_launch() -> None:
     out = torch.zeros(3, 5, dtype=torch.int32)
-    topk.launch(SimpleNamespace(functions={}), TopkParams(torch.zeros(3, 0), None, None, out))
+    topk.launch(SimpleNamespace(functions={}), TopkParams(torch.zeros(3, 0), None, None, None, out))
     assert bool((out == -1).all())

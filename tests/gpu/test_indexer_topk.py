@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import gdn
+from gdn import reference
 from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.reference.topk import list_short_rows
 from gdn.runtime import registry
@@ -99,6 +100,62 @@ def test_paged(next_n: int, per_draft: bool, backend: str) -> None:
     few = gdn.paged_indexer_topk(*arguments, K, max_context_len=400, backend=backend)
     columns = torch.arange(K, device="cuda", dtype=torch.int32)
     assert torch.equal(few, torch.where(columns < counts.clamp(max=400)[:, None], columns, -1))
+
+
+def in_margins(want: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor with margins, and the part of it that takes a result of this shape."""
+    whole = torch.full((want.shape[0], want.shape[1] + 5), -77, dtype=torch.int32, device="cuda")
+    return whole, whole[:, 3 : 3 + want.shape[1]]
+
+
+@pytest.mark.parametrize("ratio", [2, 3, 4, 16])
+@pytest.mark.parametrize(("rows", "keys", "k"), [(300, 2049, K), (40, 9000, 2048), (5, 12000, 8193), (70, 30, 40), (9, 700, 1)])
+def test_groups_are_listed_as_tokens(rows: int, keys: int, k: int, ratio: int) -> None:
+    """Those of the selected groups and of the unfinished one, whether a row is selected from, listed, or empty."""
+    q, keys_of, weights, _, _, k_scale = ragged(rows, keys, "random")
+    source = torch.Generator().manual_seed(rows + ratio)
+    positions = torch.randint(0, keys * ratio, (rows, 2), generator=source).cuda()[:, 0]
+    positions[:4] = torch.tensor([0, ratio - 1, keys * ratio - 1, -1], device="cuda")
+    starts, ends = torch.zeros(rows, dtype=torch.int32, device="cuda"), ((positions + 1) // ratio).int()
+    call = (q, keys_of, weights, starts, ends, k)
+    want = reference.expand_topk_groups(gdn.indexer_topk(*call, k_scale=k_scale, backend="cute"), positions, ratio=ratio)
+    for given in (positions, positions.int()):
+        for options in ({}, {"workspace_bytes": 130 * keys * 4}, {"max_seqlen_k": keys}):
+            whole, out = in_margins(want)
+            options |= {"k_scale": k_scale, "ratio": ratio, "positions": given, "backend": "cute"}
+            assert gdn.indexer_topk(*call, out=out, **options) is out
+            assert torch.equal(out, want)
+            assert bool((whole[:, :3] == -77).all()) and bool((whole[:, 3 + want.shape[1] :] == -77).all())
+
+
+@pytest.mark.parametrize(("next_n", "per_draft"), [(1, False), (3, False), (2, True)])
+def test_paged_groups_are_listed_as_tokens(next_n: int, per_draft: bool) -> None:
+    """Captured, with a position for each draft; lengths and positions change between replays."""
+    lengths, ratio = [2000, 3, 5, K, K + 1, 1999, K + 2, 1300], 4
+    given = [[n] * next_n for n in lengths] if per_draft else lengths
+    problem = PagedMqaLogitsProblem(
+        16, 1, 128, "float8_e4m3fn", True, "float32", True, False, "float32", 64, next_n, per_draft, 8, 2000
+    )
+    inputs = make_paged_inputs(problem, "cuda", lengths=given)
+    call = (inputs.q, inputs.cache, inputs.weights, inputs.context_lens, inputs.block_tables, K)
+    positions = torch.tensor(lengths, device="cuda").repeat_interleave(next_n) * ratio + 1
+
+    def wanted() -> Tensor:
+        return reference.expand_topk_groups(gdn.paged_indexer_topk(*call, backend="cute"), positions, ratio=ratio)
+
+    want = wanted()
+    _, out = in_margins(want)
+    gdn.paged_indexer_topk(*call, ratio=ratio, positions=positions, out=out, backend="cute")
+    assert torch.equal(out, want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gdn.paged_indexer_topk(*call, ratio=ratio, positions=positions, out=out, backend="cute")
+    for step in (1, 2, 700):
+        inputs.context_lens.copy_(inputs.context_lens.sub(step).clamp(min=0))
+        positions.sub_(step).clamp_(min=-1)
+        out.fill_(-5)
+        graph.replay()
+        assert torch.equal(out, wanted())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -308,6 +308,25 @@ def test_indexer_topk_holds_its_workspace(monkeypatch):
         gdn.indexer_topk(**arguments, topk=8.0)
 
 
+@pytest.mark.parametrize("name", ["indexer_topk", "paged_indexer_topk"])
+def test_bad_groups(name):
+    """Wrong ratios, positions and results are named before anything is written."""
+    arguments, _ = ragged() if name == "indexer_topk" else paged()
+    rows, good = 6, {"topk": 3, "ratio": 4, "positions": torch.arange(6)}
+    out = torch.full((rows, 15), -7, dtype=torch.int32)
+    bad = [
+        ("ratio", {"ratio": 0}, ValueError), ("ratio", {"ratio": 2.0}, TypeError), ("topk", {"topk": 0}, ValueError),
+        ("positions", {"positions": None}, ValueError), ("positions", {"ratio": 1}, ValueError),
+        ("positions", {"positions": torch.arange(5)}, ValueError), ("positions", {"positions": torch.zeros(6)}, TypeError),
+        ("out", {"out": out[:, :14]}, ValueError), ("out", {"topk": 2}, ValueError),
+    ]  # fmt: skip
+    for named, change, error in bad:
+        with pytest.raises(error, match=f"^{named}:"):
+            getattr(gdn, name)(**arguments | good | {"out": out} | change)
+    assert bool((out == -7).all())
+    assert getattr(gdn, name)(**arguments | good, out=out) is out and not bool((out == -7).any())
+
+
 def test_paged_indexer_topk_in_steps():
     arguments, inputs = paged()
     del arguments["max_context_len"]

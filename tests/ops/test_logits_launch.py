@@ -71,7 +71,7 @@ class StandIn:
 
     def topk(self, p, params):
         assert isinstance(params, TopkParams)
-        logits, starts, ends, out, list_short, num_keys, drafts = params
+        logits, starts, ends, positions, out, list_short, num_keys, drafts = params
         self.launches += 1
         assert list_short in (0, 1)
         assert p.num_rows and p.k
@@ -87,15 +87,20 @@ class StandIn:
         if drafts != 1:
             assert starts is None and p.num_rows % drafts == 0
             ends = ends.long().repeat_interleave(drafts) + torch.arange(p.num_rows) % drafts - drafts + 1
-        assert tuple(out.shape) == (p.num_rows, p.k) and out.stride(1) == 1 and out.dtype == torch.int32
+        assert tuple(out.shape) == (p.num_rows, p.k * p.ratio + p.ratio - 1) and out.stride(1) == 1 and out.dtype == torch.int32
+        assert (positions is None) == (p.ratio == 1) == (p.position_dtype is None)
         if list_short:  # what is listed is not read
             first = torch.zeros(p.num_rows) if starts is None else starts
             first, last = key_range(first, torch.full_like(first, p.num_columns) if ends is None else ends, p.num_columns)
             short = (last - first <= p.k)[:, None]
             logits = torch.where(short, torch.nan, logits)
-        reference.topk_indices(logits, p.k, starts, ends, sorted_by=p.sorted_by, out=out)
+        picked = reference.topk_indices(logits, p.k, starts, ends, sorted_by=p.sorted_by)
         if list_short:
-            out.copy_(list_short_rows(out, last - first))
+            picked = list_short_rows(picked, last - first)
+        if positions is not None:
+            assert tuple(positions.shape) == (p.num_rows,) and str(positions.dtype) == f"torch.{p.position_dtype}"
+            picked = reference.expand_topk_groups(picked, positions, ratio=p.ratio)
+        out.copy_(picked)
 
     def paged(self, p, params):
         assert isinstance(params, PagedMqaLogitsParams)
@@ -220,6 +225,35 @@ def test_indexer_topk_runs_the_kernel_in_steps(stand_in):
     selections = [problem for problem in stand_in.problems if isinstance(problem, TopkProblem)]
     assert [(one.num_rows, one.num_columns, one.k) for one in selections] == [(rows, 75, 16) for rows in (128, 128, 44)]
     assert torch.equal(got, reference.indexer_topk(*arguments, 16, k_scale=inputs.k_scale))
+
+
+@pytest.mark.parametrize("ratio", [2, 5])
+def test_groups_are_listed_by_the_selection(stand_in, ratio):
+    """In steps, and where a row sees at most as many groups as are selected: tokens, without an operator of its own."""
+    problem = MqaLogitsProblem(4, 1, 64, "bfloat16", False, None, True, False, "float32", False, 300, 75, 75)
+    inputs = make_mqa_inputs(problem)
+    positions = torch.arange(300) * ratio % (75 * ratio) + torch.arange(300) % ratio
+    starts, ends = torch.zeros(300, dtype=torch.int32), ((positions + 1) // ratio).int()
+    for k, width in ((inputs.k, 75), (inputs.k[:10], 10)):
+        given = (inputs.q, k, None, starts, ends.clamp(max=width), 12)
+        out = torch.full((300, 13 * ratio), -7, dtype=torch.int32)[:, : 13 * ratio - 1]
+        options = {"ratio": ratio, "positions": positions}
+        got = gdn.indexer_topk(*given, **options, out=out, workspace_bytes=150 * 75 * 4)
+        assert got is out and torch.equal(
+            got, reference.expand_topk_groups(reference.indexer_topk(*given), positions, ratio=ratio)
+        )
+        assert torch.equal(got, reference.indexer_topk(*given, **options))
+    assert {problem.ratio for problem in stand_in.problems if isinstance(problem, TopkProblem)} == {ratio}
+
+    pages = PagedMqaLogitsProblem(4, 1, 64, "bfloat16", False, None, True, True, "float32", 16, 2, True, 5, 96)
+    lengths = torch.tensor([[96, 96], [0, 1], [17, 18], [12, 12], [40, 41]])
+    paged = make_paged_inputs(pages, lengths=lengths.tolist())
+    arguments = (paged.q, paged.cache, None, paged.context_lens, paged.block_tables, 12)
+    positions = (lengths * ratio + torch.arange(2) % ratio).flatten() - 1
+    got = gdn.paged_indexer_topk(*arguments, ratio=ratio, positions=positions.int(), workspace_bytes=2 * 2 * 4 * 160)
+    want = reference.expand_topk_groups(reference.paged_indexer_topk(*arguments), positions, ratio=ratio)
+    assert torch.equal(got, want)
+    assert torch.equal(got, reference.paged_indexer_topk(*arguments, ratio=ratio, positions=positions))
 
 
 def test_rows_that_see_few_keys_are_not_scored(stand_in, monkeypatch):

@@ -34,7 +34,7 @@ PREFILL = {
     "paged_indexer_topk", "sparse_attention", "attention",
 }  # fmt: skip
 DECODE = {"fused_gdn_decode", "prepare_indexer", "paged_indexer_topk", "sparse_attention"}
-GROUPS = {"compress_indexer_keys", "expand_topk_groups"}
+GROUPS = {"compress_indexer_keys"}
 OPERATORS = sorted(PREFILL | DECODE | GROUPS | {"add_rms_norm"})
 
 
@@ -73,7 +73,7 @@ def test_it_says_what_it_runs(switch: Callable[..., env.Switches], fp8: str) -> 
 
 @pytest.mark.parametrize(("config", "groups"), [(TINY, set()), (COMPRESSED, GROUPS)], ids=["token-wise", "compressed"])
 def test_the_operators_of_each_phase(config: HybridConfig, groups: set[str]) -> None:
-    """A model of compressed keys compresses and expands; its residual streams are not normed by an operator."""
+    """A model of compressed keys compresses them; its residual streams are not normed by an operator."""
     found = report(config)
     assert found.passed, wrong(found)
     norms = {"add_rms_norm"} if config is TINY else set()

@@ -9,8 +9,10 @@ from tests.compile.variants.base import Row, Variants, example
 
 def _problem(row: Row) -> Problem:
     starts_dtype, ends_dtype = row["bounds"]
+    ratio, position_dtype = row["groups"]
     same = {name: row[name] for name in ("dtype", "sorted_by", "k", "num_columns")}
-    problem: Problem = example("topk", starts_dtype=starts_dtype, ends_dtype=ends_dtype, **same)
+    same |= {"starts_dtype": starts_dtype, "ends_dtype": ends_dtype, "ratio": ratio, "position_dtype": position_dtype}
+    problem: Problem = example("topk", **same)
     return problem
 
 
@@ -27,6 +29,7 @@ topk = Variants(
         "sorted_by": ["index", "score"],
         "k": [2048, 4096],
         "num_columns": [32768, 2048, 131072],  # each compiles other tiles
+        "groups": [(1, None), (4, "int64"), (3, "int32")],  # ratio and dtype of positions
     },
     _problem,
     _code,
