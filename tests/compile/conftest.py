@@ -1,5 +1,7 @@
 """Gathers what the session's tests compile and starts the pool; the tests that wait for it run last, and those of them that are
-not quick run with the cover."""
+not quick run with the cover.
+
+With pytest-xdist and `--dist loadgroup` one worker gets them all, before any other test, and has the pool."""
 
 from typing import Any
 
@@ -15,8 +17,10 @@ MARK = "compiles"
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker(MARK) is not None and item.get_closest_marker("quick") is None:
-            item.add_marker(pytest.mark.cover)
+        if item.get_closest_marker(MARK) is not None:
+            item.add_marker(pytest.mark.xdist_group(MARK))
+            if item.get_closest_marker("quick") is None:
+                item.add_marker(pytest.mark.cover)
     items.sort(key=lambda item: item.get_closest_marker(MARK) is not None)  # stable
 
 
@@ -34,9 +38,17 @@ def announced(items: list[pytest.Item]) -> list[Task]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    in_worker = hasattr(session.config, "workerinput")  # of pytest-xdist
-    if not session.config.option.collectonly and not in_worker:
+    if hasattr(session.config, "workerinput"):  # of pytest-xdist: each core has its worker
+        torch.set_num_threads(1)
+    elif not session.config.option.collectonly:
         start(announced(getattr(session, "items", [])))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    has_all = getattr(item.config.option, "loadgroup", False)  # a worker, and the one that has the group
+    if has_all and item.get_closest_marker(MARK) is not None and not session.CURRENT.is_started:
+        start(announced(item.session.items))
 
 
 def start(tasks: list[Task]) -> None:

@@ -2,8 +2,8 @@
 
 pytest knows its tests before it runs the first: those that compile say what (`checks.compiles`), and the pool starts with all
 of it, so that no worker waits for the end of a test, none is started anew for each, and what two tests want is compiled once.
-The tests that compile nothing run meanwhile. What was not announced (pytest-xdist's workers announce nothing, as each would
-compile everything) is compiled when a test asks for it.
+The tests that compile nothing run meanwhile. What was not announced (with pytest-xdist all, unless one worker has all tests that
+compile: `--dist loadgroup`) is compiled when a test asks for it.
 """
 
 import dataclasses
@@ -70,6 +70,10 @@ class Session:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    @property
+    def is_started(self) -> bool:
+        return self._thread is not None
 
     def start(self, tasks: Sequence[Task]) -> None:
         """Compiles all of them, from now on. Once a session."""

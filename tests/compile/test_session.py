@@ -133,4 +133,19 @@ def test_what_tests_announce_is_gathered_and_they_run_last() -> None:
     waiting, quick, failing, other = items
     conftest.pytest_collection_modifyitems(items)
     assert [id(item) for item in items] == [id(item) for item in (quick, other, waiting, failing)]
-    assert [[mark.name for mark in item.added] for item in items] == [[], [], ["cover"], ["cover"]]
+    assert [[mark.name for mark in item.added] for item in items] == [[], [], *[["xdist_group", "cover"]] * 2]
+
+
+@pytest.mark.parametrize("loadgroup", [True, False])
+def test_the_worker_that_has_all_tests_that_compile_starts_the_pool(loadgroup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[Task]] = []
+    monkeypatch.setattr(conftest, "start", started.append)
+    items = [_item(lambda ratio: [task_of(ratio)], ratio=7), _item(None)]
+    for item in items:
+        item.config = SimpleNamespace(option=SimpleNamespace(loadgroup=loadgroup))
+        item.session = SimpleNamespace(items=items)
+    for is_started in (False, True):
+        monkeypatch.setattr(session, "CURRENT", SimpleNamespace(is_started=is_started))
+        for item in reversed(items):
+            conftest.pytest_runtest_setup(item)
+    assert started == [[task_of(7)]] * loadgroup
