@@ -1,15 +1,46 @@
-"""Every test starts without switches, whatever the caller's environment holds; the kernel cache alone is kept."""
+"""Every test starts without switches, whatever the caller's environment holds; the kernel cache alone is kept. Workers of
+pytest-xdist (`-n 2`) are dealt single tests, but tests/compile as a whole, whose tests share a pool of compilers."""
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from gdn.runtime import env
 
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("suite")
+
+
+def part_of(test: str) -> str:
+    """Name of the part that a test belongs to: the tests of a part go to one worker."""
+    return "tests/compile" if test.startswith("tests/compile/") else test
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
+    if config.option.dist != "load":  # asked for
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Parts(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return part_of(nodeid)
+
+    return Parts(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["has_folders"] = node.config.option.dist == "load"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # each core has its worker
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ def test_the_first_blocks_are_the_demo_and_the_tests() -> None:
     (first_language, demo), (second_language, tests) = BLOCKS[:2]
     assert first_language == second_language == "bash"
     assert demo.rstrip().endswith("python3 -m gdn demo")
-    assert tests.rstrip().endswith("python3 -m pytest -q -n 2 --dist loadgroup")
+    assert tests.rstrip().endswith("python3 -m pytest -q -n 2")
 
 
 def test_the_examples_run() -> None:

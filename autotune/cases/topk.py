@@ -21,7 +21,10 @@ def _topk(make: Maker, problem: TopkProblem, lengths: Sequence[int]) -> Work:
     arguments: dict[str, Any] = {"logits": logits.to(getattr(torch, problem.dtype)), "row_starts": starts, "row_ends": ends}
     out = torch.full((problem.num_rows, problem.k), -2, dtype=torch.int32, device=make.device)
     return Work(
-        "topk_indices", arguments | {"k": problem.k, "sorted_by": problem.sorted_by}, TopkParams(**arguments, out=out), (out,)
+        "topk_indices",
+        arguments | {"k": problem.k, "sorted_by": problem.sorted_by},
+        TopkParams(**arguments, positions=None, out=out),
+        (out,),
     )
 
 

@@ -1,7 +1,8 @@
 """Gathers what the session's tests compile and starts the pool; the tests that wait for it run last, and those of them that are
 not quick run with the cover.
 
-With pytest-xdist and `--dist loadgroup` one worker gets them all, before any other test, and has the pool."""
+With pytest-xdist one worker gets this folder (`tests/conftest.py`) and has the pool.
+"""
 
 from typing import Any
 
@@ -17,10 +18,8 @@ MARK = "compiles"
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker(MARK) is not None:
-            item.add_marker(pytest.mark.xdist_group(MARK))
-            if item.get_closest_marker("quick") is None:
-                item.add_marker(pytest.mark.cover)
+        if item.get_closest_marker(MARK) is not None and item.get_closest_marker("quick") is None:
+            item.add_marker(pytest.mark.cover)
     items.sort(key=lambda item: item.get_closest_marker(MARK) is not None)  # stable
 
 
@@ -38,16 +37,15 @@ def announced(items: list[pytest.Item]) -> list[Task]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    if hasattr(session.config, "workerinput"):  # of pytest-xdist: each core has its worker
-        torch.set_num_threads(1)
-    elif not session.config.option.collectonly:
+    in_worker = hasattr(session.config, "workerinput")
+    if not session.config.option.collectonly and not in_worker:
         start(announced(getattr(session, "items", [])))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    has_all = getattr(item.config.option, "loadgroup", False)  # a worker, and the one that has the group
-    if has_all and item.get_closest_marker(MARK) is not None and not session.CURRENT.is_started:
+    """Starts the pool before the first test of this folder, in the worker that has all of them."""
+    if getattr(item.config, "workerinput", {}).get("has_folders") and not session.CURRENT.is_started:
         start(announced(item.session.items))
 
 

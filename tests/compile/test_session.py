@@ -12,6 +12,7 @@ import pytest
 from autotune.workers import Outcome
 from gdn.device import H100
 from gdn.problems import ExpandTopkGroupsProblem
+from tests import conftest as whole
 from tests.compile import checks, conftest, inspection, session
 from tests.compile.session import Session, Task, key_of
 
@@ -133,19 +134,26 @@ def test_what_tests_announce_is_gathered_and_they_run_last() -> None:
     waiting, quick, failing, other = items
     conftest.pytest_collection_modifyitems(items)
     assert [id(item) for item in items] == [id(item) for item in (quick, other, waiting, failing)]
-    assert [[mark.name for mark in item.added] for item in items] == [[], [], *[["xdist_group", "cover"]] * 2]
+    assert [[mark.name for mark in item.added] for item in items] == [[], [], ["cover"], ["cover"]]
 
 
-@pytest.mark.parametrize("loadgroup", [True, False])
-def test_the_worker_that_has_all_tests_that_compile_starts_the_pool(loadgroup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("given", [{"has_folders": True}, {"has_folders": False}, None])
+def test_the_worker_that_has_this_folder_starts_the_pool(given: dict[str, bool] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[Task]] = []
     monkeypatch.setattr(conftest, "start", started.append)
-    items = [_item(lambda ratio: [task_of(ratio)], ratio=7), _item(None)]
+    items = [_item(None), _item(lambda ratio: [task_of(ratio)], ratio=7)]
     for item in items:
-        item.config = SimpleNamespace(option=SimpleNamespace(loadgroup=loadgroup))
+        item.config = SimpleNamespace() if given is None else SimpleNamespace(workerinput=given)
         item.session = SimpleNamespace(items=items)
     for is_started in (False, True):
         monkeypatch.setattr(session, "CURRENT", SimpleNamespace(is_started=is_started))
-        for item in reversed(items):
-            conftest.pytest_runtest_setup(item)
-    assert started == [[task_of(7)]] * loadgroup
+        conftest.pytest_runtest_setup(items[0])
+    assert started == ([[task_of(7)]] if given is not None and given["has_folders"] else [])
+
+
+def test_the_folder_is_one_part_of_what_workers_are_dealt() -> None:
+    deal = whole.pytest_xdist_make_scheduler
+    assert deal(SimpleNamespace(option=SimpleNamespace(dist="worksteal")), None) is None
+    split = whole.part_of
+    assert split("tests/compile/test_tables.py::test_a[1]") == split("tests/compile/test_items.py::test_b") == "tests/compile"
+    assert split("tests/ops/test_memo.py::test_a[1]") == "tests/ops/test_memo.py::test_a[1]"
