@@ -20,12 +20,8 @@ def _topk(make: Maker, problem: TopkProblem, lengths: Sequence[int]) -> Work:
     starts = None if problem.starts_dtype is None else torch.zeros_like(ends)
     arguments: dict[str, Any] = {"logits": logits.to(getattr(torch, problem.dtype)), "row_starts": starts, "row_ends": ends}
     out = torch.full((problem.num_rows, problem.k), -2, dtype=torch.int32, device=make.device)
-    return Work(
-        "topk_indices",
-        arguments | {"k": problem.k, "sorted_by": problem.sorted_by},
-        TopkParams(**arguments, positions=None, out=out),
-        (out,),
-    )
+    params = TopkParams(**arguments, positions=None, out=out)
+    return Work("topk_indices", arguments | {"k": problem.k, "sorted_by": problem.sorted_by}, params, (out,))
 
 
 def _rows(num_rows: int, num_columns: int, k: int = 2048, dtype: str = "float32", starts: bool = True) -> Shape:

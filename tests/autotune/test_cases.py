@@ -99,7 +99,7 @@ _sparse_attention_prefill = _sparse_attention_decode
 
 
 def _topk(tensors: tuple[Any, ...], problem: Any) -> None:
-    logits, starts, ends, out, *_ = tensors
+    logits, starts, ends, _, out, *_ = tensors
     reference.topk_indices(logits, problem.k, starts, ends, sorted_by=problem.sorted_by, out=out)
 
 
