@@ -4,7 +4,8 @@ For query token t of a sequence (query head h, its key head g = h // (heads / kv
 
     s_j = scale * q[t, h] . k[j, g]      lse = log sum_{j in J} exp(s_j)      o = sum_j exp(s_j - lse) v[j, g]
 
-With a gate o, rounded to the dtype of q, is multiplied by sigmoid(gate). Computed in float32. A position j counts if 0 <= j <= the query's own (causal); without any, o is 0 and lse is -inf.
+Computed in float32. A position j counts if 0 <= j <= the query's own (causal); without any, o is 0 and lse is -inf. With a gate
+o, rounded to the dtype of q, is multiplied by sigmoid(gate).
 """
 
 import torch

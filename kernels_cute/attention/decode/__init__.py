@@ -3,10 +3,10 @@ query heads h of key head g
 
     s_j = scale * q[t, h] . k[j, g]      lse = log sum_j exp(s_j)      o = sum_j exp(s_j - lse) v[j, g]
 
-over the positions j of its row of indices (-1 = none, anywhere), or over all of them, up to the query's own. With a gate o is
-multiplied by its sigmoid.
+over the positions j of its row of indices (-1 = none, anywhere), or over all of them, up to the query's own. With a gate
+[tokens, heads, D], o is multiplied by its sigmoid.
 
-    q, gate, out [tokens, heads, D] bf16 | fp16     k_cache, v_cache [blocks, block_size, kv_heads, D], rows at multiples of 16 bytes
+    q, out [tokens, heads, D] bf16 | fp16     k_cache, v_cache [blocks, block_size, kv_heads, D], rows at multiples of 16 bytes
     topk_indices [tokens, k] int32 | int64 or None     block_tables [N, max_blocks] int32     lse [tokens, heads] float32
 
 A cluster serves a query token and `kv_heads` of its key heads; its blocks share the positions and merge their parts through

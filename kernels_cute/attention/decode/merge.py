@@ -103,7 +103,7 @@ def combined(places: cutlass.Constexpr, load_pair: cutlass.Constexpr, load_four:
 
 @cute.jit
 def write(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work, head, d, best, total, values, rGates):
-    """Entries of O, and with the first of a head its log-sum-exp. Takes the first two of the gates' words, and moves the rest up."""
+    """Entries of O, and with the first of a head its log-sum-exp. Takes the gates' first two words, and moves the others up."""
     row = work.kv_set * spec.heads + head
     factor, lse = Float32(0.0), -Float32.inf
     if total != 0.0:  # NaN too

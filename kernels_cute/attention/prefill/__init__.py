@@ -1,7 +1,7 @@
 """Sparse attention of many query tokens on the tensor cores: neighbouring queries walk the union of their positions.
 
-    o[t, h] = softmax(scale * q[t, h] k[j, g]) v[j, g] over the positions j that query t selected, g the key head of h; with a gate
-              times sigmoid(gate[t, h])
+    o[t, h] = softmax(scale * q[t, h] k[j, g]) v[j, g] over the positions j that query t selected, g the key head of h
+              with a gate times sigmoid(gate[t, h])
 
 q, gate, out [tokens, heads, D] bfloat16 | float16    caches [num_blocks, block_size, kv_heads, D]
 topk_indices [tokens, k] int32 | int64
