@@ -101,7 +101,9 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-@operator(name="attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), contiguous=("q", "block_tables"))
+@operator(
+    name="attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), contiguous=("q", "block_tables", "gate")
+)  # fmt: skip
 def _dense(
     q: Tensor,
     k_cache: Tensor,

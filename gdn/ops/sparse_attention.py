@@ -106,7 +106,7 @@ def sparse_attention(
 
 @operator(
     name="sparse_attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), varies=("q", "topk_indices"),
-    contiguous=("q", "topk_indices", "block_tables"),
+    contiguous=("q", "topk_indices", "block_tables", "gate"),
 )  # fmt: skip
 def attend(
     q: Tensor,
