@@ -88,7 +88,8 @@ def sparse_attention(
         row_lse = score.logsumexp(dim=-1)
         share = torch.exp(score - row_lse[..., None]).masked_fill(~valid[:, None, None], 0.0)
         o = torch.einsum("mgrk,mkgd->mgrd", share, values).flatten(1, 2).to(out.dtype)
-        out[part] = o if gate is None else o.to(dtype) * gate[part].to(dtype).sigmoid()
+        # Contiguous: on the CPU the last bit of a sigmoid depends on the strides.
+        out[part] = o if gate is None else o.to(dtype) * gate[part].to(dtype).contiguous().sigmoid()
         lse[part] = row_lse.flatten(1, 2)
     return (out, lse.float()) if return_lse else out
 
