@@ -102,7 +102,7 @@ def test_rows_without_a_position_are_zero(backend: str) -> None:
 @pytest.mark.parametrize("sequences", [1, 64])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gate_is_torchs_glu(backend: str, sequences: int) -> None:
-    """Of the same attention, at the limits of sigmoid too; o may take the place next to the gate."""
+    """The gate of the same attention, at the limits of sigmoid too; o may take the place next to it."""
     inputs = make_inputs(VARIANTS["16/2-gate"], [300] * sequences, [1] * sequences, 256)
     inputs.arguments["topk_indices"][:1, 1:] = -1  # one position at most
     gate = inputs.arguments["gate"]

@@ -150,7 +150,7 @@ def test_exact(backend: str, variant: str, batch: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gate_is_torchs_glu(backend: str) -> None:
-    """Of the same attention, at the limits of sigmoid too; o may take the place next to the gate."""
+    """The gate of the same attention, at the limits of sigmoid too; o may take the place next to it."""
     call = make("16/2 gate", "ragged")
     assert call.gate is not None
     plain, lse = call.run(backend, gate=None)
