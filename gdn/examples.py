@@ -275,6 +275,6 @@ def _attention(model: ModelShape) -> dict[str, Any]:
         "dtype": _BF16,
         "block_size": 16,
         "index_dtype": "int32",
-        "has_topk_length": False,
+        **_all(False, "has_topk_length", "has_gate"),
         **_all(True, "heads_adjacent", "rows_aligned"),
     }

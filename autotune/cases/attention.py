@@ -15,8 +15,10 @@ def _operands(make: Maker, problem: problems.AttentionProblem, context: int, seq
     """Caches of `sequences` contexts in shuffled blocks; every query token is one of the last of its sequence."""
     blocks = -(-context // problem.block_size)
     shape = (sequences * blocks, problem.block_size, problem.num_kv_heads, problem.head_dim)
+    heads = (tokens, problem.num_heads, problem.head_dim)
     return {
-        "q": make.normal(tokens, problem.num_heads, problem.head_dim, dtype=problem.dtype),
+        "q": make.normal(*heads, dtype=problem.dtype),
+        "gate": make.normal(*heads, dtype=problem.dtype) if problem.has_gate else None,
         "kv_cache": tuple(make.normal(*shape, dtype=problem.dtype) for _ in range(2)),
         "block_tables": make.order(sequences * blocks, sequences * blocks, "int32").view(sequences, blocks),
         "query_start_loc": make.integers(torch.arange(sequences + 1) * (tokens // sequences), "int32"),

@@ -377,7 +377,7 @@ def _selection(call: Call, exact: ExactLogits) -> Pairs:
 
 
 def _attention(call: Call, before: Arguments) -> Pairs:
-    """Softmax over all positions of each sequence, masked: those after the query, and those that are not selected."""
+    """Softmax over all positions of each sequence, masked: those after the query, and those not selected; then the gate."""
     q, caches, selected = before["q"], before["kv_cache"], before.get("topk_indices")
     bounds, lengths, block_size = before["query_start_loc"].tolist(), before["seq_lens"].tolist(), caches[0].shape[1]
     scale = q.shape[2] ** -0.5 if before["scale"] is None else before["scale"]
@@ -400,6 +400,8 @@ def _attention(call: Call, before: Arguments) -> Pairs:
                 hidden |= ~listed.scatter_(1, torch.where(index < 0, length, index), True)[:, :length]
             scores = (q[part].double().transpose(0, 1) @ keys.mT * scale).masked_fill(hidden, -torch.inf)
             out[part] = (scores.softmax(dim=-1).nan_to_num(0.0) @ values).transpose(0, 1)
+    if before["gate"] is not None:
+        out = out * before["gate"].double().sigmoid()
     return [Pair(call.result.flatten(0, 1), out.flatten(0, 1), _often(q))]
 
 

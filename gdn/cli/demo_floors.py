@@ -34,7 +34,7 @@ def _bytes(*tensors: Tensor | None) -> int:
 
 
 def _attention(call: Call) -> tuple[int, int]:
-    """Products with the visible positions; queries, results, indices, and the keys and values of each sequence once."""
+    """Products with the visible positions; queries, gates, results, indices, and the keys and values of each sequence once."""
     given, q = call.before, call.before["q"]
     k_cache = given["kv_cache"][0]
     new, lengths = given["query_start_loc"].long().diff(), given["seq_lens"].long()
@@ -43,7 +43,7 @@ def _attention(call: Call) -> tuple[int, int]:
     visible = int((new * lengths - new * (new - 1) // 2).sum()) if selected is None else int((selected >= 0).sum())
     rows = min(visible, int(lengths[new > 0].sum()))
     row_bytes = 2 * k_cache.shape[2] * k_cache.shape[3] * k_cache.element_size()
-    return 4 * visible * q.shape[1] * q.shape[2], 2 * _bytes(q) + _bytes(selected) + rows * row_bytes
+    return 4 * visible * q.shape[1] * q.shape[2], 2 * _bytes(q) + _bytes(given["gate"], selected) + rows * row_bytes
 
 
 def _scored(visible: Tensor, topk: int) -> int:

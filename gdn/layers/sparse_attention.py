@@ -1,6 +1,6 @@
 """Full attention of a hybrid model on a paged cache: sparse where the layer has an indexer, else dense.
 
-qkv_proj -> q/k norm (zero-centred) -> partial RoPE -> write K and V -> attention -> * sigmoid(gate) -> o_proj
+qkv_proj -> q/k norm (zero-centred) -> partial RoPE -> write K and V -> attention * sigmoid(gate) -> o_proj
 """
 
 from typing import Any
@@ -130,19 +130,19 @@ class SparseAttention(nn.Module):
         dealt: DealtRows | None = self.context_parallel.dealt(metadata, hidden_states)
         heads, q = self._project(hidden_states, positions, metadata.slot_mapping, kv_cache, None if dealt is None else dealt.rows)
         step, metadata = metadata, metadata if dealt is None else dealt.metadata  # from here on this rank's rows
-        out = heads[..., : self.head_dim]  # the raw queries are done with: their place, next to the gates, takes the result
+        gate = heads[..., self.head_dim :] if self.has_gate else None
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self.indexer is None:
             gdn.attention(
                 q, kv_cache, metadata.block_tables, metadata.query_start_loc, metadata.seq_lens,
                 seq_lens_host=metadata.seq_lens_host, query_lens_host=metadata.query_lens_host,
-                max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len, out=out,
+                max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len, gate=gate, out=out,
             )  # fmt: skip
         else:
             assert indexer_cache is not None
             selected = self.indexer(hidden_states, positions, step, indexer_cache, indexer_ring)
-            self._attend(q, kv_cache, selected, metadata, out)
-        attended = F.glu(heads, dim=-1) if self.has_gate else out
-        projected: Tensor = self.o_proj(attended.flatten(1))
+            self._attend((q, gate), kv_cache, selected, metadata, out)
+        projected: Tensor = self.o_proj(out.flatten(1))
         summed = self.tensor_parallel.sum(projected)
         if dealt is None or self.context_parallel.ranks is None:
             return summed
@@ -173,10 +173,13 @@ class SparseAttention(nn.Module):
             q, _ = gdn.prepare_indexer(raw, None, None, positions[rows], table, self.q_norm.weight, *none, **options)
         return heads, q
 
-    def _attend(self, q: Tensor, kv_cache: tuple[Tensor, Tensor], selected: Tensor | None, metadata: Any, out: Tensor) -> None:
-        """Attention run by run, into `out`."""
+    def _attend(
+        self, heads: tuple[Tensor, Tensor | None], kv_cache: tuple[Tensor, Tensor], selected: Tensor | None, metadata: Any,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        """Attention run by run, into `out`. heads: queries and gates."""
         assert self.indexer is not None
-        tokens = q.shape[0]
+        (q, gate), tokens = heads, out.shape[0]
         runs = deal(metadata, tokens, self.indexer.dense_below())
         stop = runs[-1].tokens.stop if runs else 0
         if stop < tokens:
@@ -187,10 +190,11 @@ class SparseAttention(nn.Module):
             if part.start:
                 starts = starts - part.start
             step = (metadata.block_tables[sequences], starts, metadata.seq_lens[sequences])
+            places: dict[str, Any] = {"gate": None if gate is None else gate[part], "out": out[part]}
             if run.form == "dense" or selected is None:
                 gdn.attention(
                     q[part], kv_cache, *step, seq_lens_host=run.seq_lens, query_lens_host=run.query_lens,
-                    max_query_len=run.max_query_len, max_seq_len=run.max_seq_len, out=out[part],
+                    max_query_len=run.max_query_len, max_seq_len=run.max_seq_len, **places,
                 )  # fmt: skip
             else:
-                gdn.sparse_attention(q[part], kv_cache, selected[part], *step, max_query_len=run.max_query_len, out=out[part])
+                gdn.sparse_attention(q[part], kv_cache, selected[part], *step, max_query_len=run.max_query_len, **places)

@@ -40,12 +40,13 @@ def attention(
     query_lens_host: Sequence[int] | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
+    gate: Tensor | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Dense causal attention of each query token over its sequence, in a paged cache.
 
-        o = softmax(scale * q k^T) v, over the positions up to the query's own; float32 inside
+        o = softmax(scale * q k^T) v [* sigmoid(gate)], over the positions up to the query's own; float32 inside
 
     The leading sequences of at most 8 new tokens (decode, drafts included) take the paged kernel, all from the first longer one
     on torch's scaled_dot_product_attention, on a copy of their keys and values. That needs both lengths on the host; without
@@ -65,6 +66,8 @@ def attention(
     max_query_len, max_seq_len : int, optional
         Bounds on the lengths of all sequences: with max_query_len <= 8 all rows take the paged kernel; max_seq_len bounds the
         part of `block_tables` that is read.
+    gate : Tensor [tokens, heads, D], optional
+        Output gate, as for `sparse_attention`.
     out : Tensor [tokens, heads, D], optional
         Tensor to write o into, dtype of `q`, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -93,12 +96,14 @@ def attention(
     return_lse = Kind(bool, False).check("return_lse", return_lse)
     o, lse = _dense(
         q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, scale, return_lse, seq_lens_host, query_lens_host,
-        max_query_len, max_seq_len, out, backend,
+        max_query_len, max_seq_len, gate, out, backend,
     )  # fmt: skip
     return (o, lse) if return_lse else o
 
 
-@operator(name="attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), contiguous=("q", "block_tables"))
+@operator(
+    name="attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), contiguous=("q", "block_tables", "gate")
+)  # fmt: skip
 def _dense(
     q: Tensor,
     k_cache: Tensor,
@@ -112,11 +117,12 @@ def _dense(
     query_lens_host: Sequence[int] | None,
     max_query_len: int | None,
     max_seq_len: int | None,
+    gate: Tensor | None,
     out: Tensor | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` on two caches. The log-sum-exp of prefill rows is there only where it is asked for."""
-    check_call(q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, max_query_len, out)
+    check_call(q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, max_query_len, gate, out)
     check.at_least("max_seq_len", max_seq_len)
     check_values(q, k_cache, None, block_tables, query_start_loc, seq_lens, None)
     _check_lengths(query_lens_host, seq_lens_host, query_start_loc, seq_lens)
@@ -138,7 +144,7 @@ def _dense(
     with ordered(backend, "attention") as backend:
         if not prefills or is_decode or (backend or switches.backend) == "reference":
             return attend(
-                q, k_cache, v_cache, None, block_tables, query_start_loc, seq_lens, None, scale, max_query_len, out, backend
+                q, k_cache, v_cache, None, block_tables, query_start_loc, seq_lens, None, scale, max_query_len, gate, out, backend
             )
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
@@ -147,14 +153,14 @@ def _dense(
             own = slice(len(decodes))
             lse[:first] = attend(
                 q[:first], k_cache, v_cache, None, block_tables[own], query_start_loc[: len(decodes) + 1], seq_lens[own], None,
-                scale, None, o[:first], backend,
+                scale, None, None if gate is None else gate[:first], o[:first], backend,
             )[1]  # fmt: skip
     runtime.record(Choice("attention", "torch", decided_by="prefill rows: scaled_dot_product_attention"))
     if has_memory():
         last = prefills[-1]
         o[last.token + last.query_len :].zero_()
         for group in _groups(prefills, k_cache):
-            _prefill(q, (k_cache, v_cache), block_tables, group, scale, o, lse if return_lse else None)
+            _prefill(q, (k_cache, v_cache), block_tables, group, scale, gate, o, lse if return_lse else None)
     return o, lse
 
 
@@ -223,8 +229,8 @@ def _groups(items: Sequence[_Sequence], cache: Tensor) -> Iterator[list[_Sequenc
 
 
 def _prefill(
-    q: Tensor, caches: tuple[Tensor, Tensor], block_tables: Tensor, group: Sequence[_Sequence], scale: float | None, o: Tensor,
-    lse: Tensor | None,
+    q: Tensor, caches: tuple[Tensor, Tensor], block_tables: Tensor, group: Sequence[_Sequence], scale: float | None,
+    gate: Tensor | None, o: Tensor, lse: Tensor | None,
 ) -> None:  # fmt: skip
     """Attention of sequences of equal lengths, through torch."""
     (first, token, query_len, seq_len), count, block_size = group[0], len(group), caches[0].shape[1]
@@ -240,7 +246,12 @@ def _prefill(
     found = scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=keys.shape[1] != queries.shape[1]
     )
-    o[rows].unflatten(0, (count, query_len)).copy_(found.transpose(1, 2))
+    target = o[rows].unflatten(0, (count, query_len))
+    if gate is None:
+        target.copy_(found.transpose(1, 2))
+    else:
+        both = torch.cat([found.transpose(1, 2), gate[rows].unflatten(0, (count, query_len))], dim=-1)
+        torch.ops.aten.glu.out(both, -1, out=target)
     if lse is not None:
         _write_lse(queries, keys, q.shape[2] ** -0.5 if scale is None else scale, lse[rows].unflatten(0, (count, query_len)))
 

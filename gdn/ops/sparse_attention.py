@@ -14,7 +14,7 @@ from gdn.ops._kinds import Kind
 from gdn.ops._library import out_or_new
 from gdn.ops._modes import has_memory, is_empty, is_tracing
 from gdn.ops._overlap import overlaps_itself
-from gdn.ops._tensors import contiguous, contiguous_int32, dtypes_of, is_aligned
+from gdn.ops._tensors import aligned, contiguous, contiguous_int32, dtypes_of, given_of, is_aligned
 from gdn.problems import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
 
 MOST_DECODE_TOKENS = 8  # tokens of a sequence in one decode step: its token and its drafts
@@ -32,12 +32,13 @@ def sparse_attention(
     scale: float | None = None,
     return_lse: bool = False,
     max_query_len: int | None = None,
+    gate: Tensor | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each query token over the positions that the indexer selected for it.
 
-        o = softmax(scale * q k^T) v, over the selected positions; float32 inside
+        o = softmax(scale * q k^T) v [* sigmoid(gate)], over the selected positions; float32 inside
 
     Parameters
     ----------
@@ -66,6 +67,9 @@ def sparse_attention(
         Largest number of new tokens of a sequence. Up to 8 the step counts as decode, with drafts or without, else as prefill;
         None = decode where there are at most 8 tokens a sequence on average. It decides which of the
         ``VLLM_QSA_*_ATTN_BACKEND`` switches applies.
+    gate : Tensor [tokens, heads, D], optional
+        Output gate, dtype of `q`, any token and head stride; copied where rows are not contiguous or do not start at multiples
+        of 16 bytes. o, rounded to the dtype, is multiplied by sigmoid(gate) in float32 and rounded once more.
     out : Tensor [tokens, heads, D], optional
         Tensor to write o into, dtype of `q`, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -94,15 +98,15 @@ def sparse_attention(
     if topk_indices is None:
         bad_type("topk_indices", "a torch.Tensor", "NoneType")
     o, lse = attend(
-        q, k_cache, v_cache, topk_indices, block_tables, query_start_loc, seq_lens, topk_length, scale, max_query_len, out,
-        backend,
+        q, k_cache, v_cache, topk_indices, block_tables, query_start_loc, seq_lens, topk_length, scale, max_query_len, gate,
+        out, backend,
     )  # fmt: skip
     return (o, lse) if return_lse else o
 
 
 @operator(
     name="sparse_attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), varies=("q", "topk_indices"),
-    contiguous=("q", "topk_indices", "block_tables"),
+    contiguous=("q", "topk_indices", "block_tables", "gate"),
 )  # fmt: skip
 def attend(
     q: Tensor,
@@ -115,11 +119,12 @@ def attend(
     topk_length: Tensor | None,
     scale: float | None,
     max_query_len: int | None,
+    gate: Tensor | None,
     out: Tensor | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """`sparse_attention` on two caches, with its log-sum-exp; topk_indices None: all positions, by the kernel of decode."""
-    check_call(q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, max_query_len, out)
+    check_call(q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, max_query_len, gate, out)
     tokens, heads, dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     device = q.device
@@ -134,7 +139,7 @@ def attend(
     k = most if topk_indices is None else topk_indices.shape[1]
     shared: dict[str, Any] = {
         "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "dtype": dtype_name(q.dtype), "block_size": block_size,
-        **dtypes_of(index=topk_indices), "has_topk_length": topk_length is not None,
+        **dtypes_of(index=topk_indices), **given_of(topk_length=topk_length, gate=gate),
         "heads_adjacent": kv_heads == 1 or k_cache.stride(2) == v_cache.stride(2) == dim,
         "rows_aligned": is_aligned(k_cache) and is_aligned(v_cache), "num_tokens": tokens, "num_sequences": sequences, "k": k,
     }  # fmt: skip
@@ -147,7 +152,7 @@ def attend(
     if prepared.launch is None:
         found: tuple[Tensor, Tensor] = reference.sparse_attention(  # type: ignore[assignment]
             q, (k_cache, v_cache), topk_indices, block_tables, query_start_loc, seq_lens, topk_length=topk_length, scale=scale,
-            return_lse=True, out=out,
+            return_lse=True, gate=gate, out=out,
         )  # fmt: skip
         return found
     if out is None:
@@ -160,11 +165,12 @@ def attend(
         "block_tables": block_tables, "query_start_loc": make(contiguous_int32, query_start_loc),
         "seq_lens": make(contiguous_int32, seq_lens), "out": out, "lse": lse,
         "topk_length": None if topk_length is None else make(contiguous_int32, topk_length),
+        "gate": None if gate is None else aligned("gate", gate),
         "workspace": new(torch.uint8, device, prepared.workspace_bytes) if prepared.workspace_bytes else None,
         "scale": dim**-0.5 if scale is None else scale,
     }  # fmt: skip
     kind: Any = SparseDecodeParams if isinstance(problem, SparseDecodeProblem) else SparsePrefillParams
-    launch(prepared, kind(**values), (out, lse), aligned=(q, k_cache, v_cache))
+    launch(prepared, kind(**values), (out, lse), aligned=(q, k_cache, v_cache, gate))
     return out, lse
 
 
@@ -176,7 +182,7 @@ def _is_decode(tokens: int, sequences: int, max_query_len: int | None) -> bool:
 
 def check_call(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
-    max_query_len: int | None, out: Tensor | None,
+    max_query_len: int | None, gate: Tensor | None, out: Tensor | None,
 ) -> None:  # fmt: skip
     """Checks what sparse and dense attention share."""
     check.tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
@@ -186,6 +192,7 @@ def check_call(
     check.tensor("query_start_loc", query_start_loc, shape=[sequences + 1], dtypes=INDEX_DTYPES, device=q.device)
     check.tensor("block_tables", block_tables, shape=[sequences, "max_blocks"], dtypes=(torch.int32,), device=q.device)
     check.at_least("max_query_len", max_query_len)
+    check.optional("gate", gate, shape=q.shape, dtypes=(q.dtype,), device=q.device)
     check.out(out, q.shape, q.dtype, q.device)
 
 

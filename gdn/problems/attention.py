@@ -17,6 +17,7 @@ class AttentionProblem(Problem):
     block_size: int = field(metadata=COMPILES)  # positions of a cache block
     index_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None: dense
     has_topk_length: bool = field(metadata=COMPILES)  # only the leading entries of an index row count
+    has_gate: bool = field(metadata=COMPILES)  # the output is multiplied by sigmoid(gate)
     heads_adjacent: bool = field(metadata=COMPILES)  # the rows of a position's kv heads are one piece of memory, in both caches
     rows_aligned: bool = field(metadata=COMPILES)  # every row of both caches starts at a multiple of 16 bytes
 
@@ -25,8 +26,8 @@ class AttentionProblem(Problem):
         return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     def _token_bytes(self) -> int:
-        """Query, output and log-sum-exp of one token."""
-        return self.num_heads * (2 * self.head_dim * DTYPE_BYTES[self.dtype] + 4)
+        """Query, gate, output and log-sum-exp of one token."""
+        return self.num_heads * ((2 + self.has_gate) * self.head_dim * DTYPE_BYTES[self.dtype] + 4)
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,9 @@ class SparseDecodeParams(NamedTuple):
     query_start_loc: Tensor  # [N + 1] int32, contiguous
     seq_lens: Tensor  # [N] int32, contiguous
     topk_length: Tensor | None  # [tokens] int32, contiguous; None without has_topk_length
+    # [tokens, heads, D] of dtype, every row at a multiple of 16 bytes; None without has_gate. o, rounded to dtype, is multiplied
+    # by its sigmoid in float32.
+    gate: Tensor | None
     out: Tensor  # [tokens, heads, D] of dtype, any token and head stride, last dim contiguous
     lse: Tensor  # [tokens, heads] float32, contiguous: natural logarithm
     workspace: Tensor | None  # [workspace_bytes] uint8, at a multiple of 16 bytes; None where it is 0
@@ -101,6 +105,7 @@ class SparsePrefillParams(NamedTuple):
     query_start_loc: Tensor
     seq_lens: Tensor
     topk_length: Tensor | None
+    gate: Tensor | None
     out: Tensor
     lse: Tensor
     workspace: Tensor | None

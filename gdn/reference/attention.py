@@ -4,7 +4,8 @@ For query token t of a sequence (query head h, its key head g = h // (heads / kv
 
     s_j = scale * q[t, h] . k[j, g]      lse = log sum_{j in J} exp(s_j)      o = sum_j exp(s_j - lse) v[j, g]
 
-Computed in float32. A position j counts if 0 <= j <= the query's own (causal); without any, o is 0 and lse is -inf.
+Computed in float32. A position j counts if 0 <= j <= the query's own (causal); without any, o is 0 and lse is -inf. With a gate
+o, rounded to the dtype of q, is multiplied by sigmoid(gate).
 """
 
 import torch
@@ -42,6 +43,7 @@ def sparse_attention(
     scale: float | None = None,
     return_lse: bool = False,
     max_query_len: int | None = None,
+    gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`gdn.sparse_attention`: o [tokens, heads, D], and lse [tokens, heads] float32 on request.
@@ -85,7 +87,9 @@ def sparse_attention(
         score = score.masked_fill(~valid[:, None, None], -torch.inf)
         row_lse = score.logsumexp(dim=-1)
         share = torch.exp(score - row_lse[..., None]).masked_fill(~valid[:, None, None], 0.0)
-        out[part] = torch.einsum("mgrk,mkgd->mgrd", share, values).flatten(1, 2).to(out.dtype)
+        o = torch.einsum("mgrk,mkgd->mgrd", share, values).flatten(1, 2).to(out.dtype)
+        # Contiguous: on the CPU the last bit of a sigmoid depends on the strides.
+        out[part] = o if gate is None else o.to(dtype) * gate[part].to(dtype).contiguous().sigmoid()
         lse[part] = row_lse.flatten(1, 2)
     return (out, lse.float()) if return_lse else out
 
@@ -100,9 +104,10 @@ def attention(
     *,
     scale: float | None = None,
     return_lse: bool = False,
+    gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`gdn.attention`: J is all positions up to the query's own."""
     return sparse_attention(
-        q, kv_cache, None, block_tables, query_start_loc, seq_lens, scale=scale, return_lse=return_lse, out=out
+        q, kv_cache, None, block_tables, query_start_loc, seq_lens, scale=scale, return_lse=return_lse, gate=gate, out=out
     )

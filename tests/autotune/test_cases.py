@@ -87,9 +87,9 @@ def _paged_mqa_logits(tensors: tuple[Any, ...], problem: Any) -> None:
 
 
 def _sparse_attention_decode(tensors: tuple[Any, ...], problem: Any) -> None:
-    q, k_cache, v_cache, indices, tables, offsets, lengths, topk_length, out, lse, _, scale = tensors
+    q, k_cache, v_cache, indices, tables, offsets, lengths, topk_length, gate, out, lse, _, scale = tensors
     o, exact_lse = reference.sparse_attention(
-        q, (k_cache, v_cache), indices, tables, offsets, lengths, topk_length=topk_length, scale=scale, return_lse=True
+        q, (k_cache, v_cache), indices, tables, offsets, lengths, topk_length=topk_length, scale=scale, return_lse=True, gate=gate
     )
     out.copy_(o)
     lse.copy_(exact_lse)

@@ -24,12 +24,12 @@ LIMITS = Limits(copy_gbps=3000.0, bf16_tflops=700.0, fp8_tflops=1250.0)
 # Eight heads of the indexer: rows of its projection start at multiples of 16 bytes, as those of the large model do.
 TINY = dataclasses.replace(NAMED["tiny"], max_position_embeddings=256, index_n_heads=8)
 SIZES: dict[str, Any] = {"config": TINY, "layers": 3, "batch": 2, "context": 256}
-KERNEL_US, PROJECTION_US, GATE_US = 5.0, 20.0, 2.0
+KERNEL_US, PROJECTION_US = 5.0, 20.0
 NORM = "add_rms_norm"
-ATTENTION = [NORM, "prepare_indexer", "prepare_indexer", "paged_mqa_logits", "topk", "sparse_attention_decode", "glu", NORM]
+ATTENTION = [NORM, "prepare_indexer", "prepare_indexer", "paged_mqa_logits", "topk", "sparse_attention_decode", NORM]
 COMPRESSED = [
     NORM, "prepare_indexer", "prepare_indexer", "compress_indexer_keys", "paged_mqa_logits", "topk",
-    "sparse_attention_decode", "glu", NORM,
+    "sparse_attention_decode", NORM,
 ]  # fmt: skip
 LAUNCHED = {
     "Gated DeltaNet": [NORM, "gdn_decode", NORM],
@@ -42,12 +42,10 @@ LAUNCHED = {
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    """A device on which every kernel, projection and gate takes its time, and nothing is computed by kernels."""
+    """A device on which every kernel and projection takes its time, and nothing is computed by kernels."""
     fake = FakeDevice(monkeypatch)
-    kernel, gate = fake.call(KERNEL_US), fake.call(GATE_US)
-    project = fake.call(PROJECTION_US)
-    for name, pass_time in (("linear", project), ("glu", gate)):
-        monkeypatch.setattr(_Timed, name, staticmethod(pass_time))
+    kernel = fake.call(KERNEL_US)
+    monkeypatch.setattr(_Timed, "linear", staticmethod(fake.call(PROJECTION_US)))
     with host_cost.without_device(lambda *params: kernel()), _Timed():
         yield fake
 
@@ -55,12 +53,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
 class _Timed(TorchDispatchMode):
     """Passes the time of torch's own kernels."""
 
-    linear = glu = staticmethod(lambda: None)
+    linear = staticmethod(lambda: None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().partition("::")[2].partition(".")[0]
-        if name in ("linear", "glu"):
-            getattr(self, name)()
+        if func.name().partition("::")[2].partition(".")[0] == "linear":
+            self.linear()
         return func(*args, **(kwargs or {}))
 
 
@@ -72,12 +69,11 @@ def test_a_captured_layer_is_compared_with_its_kernels(name: str, device: FakeDe
     assert isinstance(found, layers.Captured)
     expected = LAUNCHED[name]
     assert [part.name for part in found.parts] == expected
-    gates = expected.count("glu")
-    rest = KERNEL_US * (len(expected) - gates) + GATE_US * gates
-    projections = PROJECTION_US * (3 if gates else 2)
+    rest = KERNEL_US * len(expected)
+    projections = PROJECTION_US * (3 if "topk" in expected else 2)
     assert found.projections_us == pytest.approx(projections)
     assert found.wall_us == pytest.approx(rest + projections)
-    assert [part.alone_us for part in found.parts] == [GATE_US if part == "glu" else KERNEL_US for part in expected]
+    assert [part.alone_us for part in found.parts] == [KERNEL_US for _ in expected]
     floors = sum(part.floor_us for part in found.parts)
     assert floors > 0 and all(part.floor_us > 0 for part in found.parts)
     assert found.found == pytest.approx(1.0 if found.against == "kernels" else rest / floors)

@@ -4,6 +4,7 @@ they are on a GPU.
 
 import ctypes
 import importlib
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ prefill = pytest.importorskip("kernels_cute.attention.prefill", reason="needs th
 CALLS: dict[str, dict[str, Any]] = {
     "main": {},
     "packed": {"dtype": "float16", "index_dtype": "int64", "has_topk_length": True, "head_dim": 128, "block_size": 20},
+    "gated": {"has_gate": True},
     "one head": {"num_heads": 1, "num_kv_heads": 1},
 }
 _libraries: dict[str, dict[str, bytes]] = {}
@@ -36,8 +38,8 @@ def libraries(call: str) -> dict[str, bytes]:
     return _libraries[call]
 
 
-def instructions() -> list[str]:
-    (kernel,) = machine_code.undecoded(libraries("main")[prefill.ATTEND])
+def instructions(call: str = "main") -> list[str]:
+    (kernel,) = machine_code.undecoded(libraries(call)[prefill.ATTEND])
     lines = machine_code._disassemble(kernel.code, kernel.kernel.target).splitlines()
     return [line for line in lines if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
 
@@ -65,11 +67,19 @@ def test_products_are_not_waited_for_one_by_one() -> None:
     assert sum("HGMMA" in line and "gsb0" in line for line in lines) == 4
 
 
-def test_copy_warps_keep_to_their_registers() -> None:
+def test_gates_are_asked_for_before_any_is_used() -> None:
+    """A lane's 32 words of each of its two rows, one load after the other."""
+    kinds = [match[1] for line in instructions("gated") if (match := re.search(r"\b(LDG|MUFU|SHFL)\b", line))]
+    runs = [len(list(group)) for kind, group in itertools.groupby(kinds) if kind == "LDG"]
+    assert runs.count(32) == 2
+
+
+@pytest.mark.parametrize("call", ["main", "gated"])
+def test_copy_warps_keep_to_their_registers(call: str) -> None:
     tiles = importlib.import_module("kernels_cute.attention.prefill.tiles").PrefillTiles(
         problem(), prefill.default_config(problem(), H100)
     )
-    lines = instructions()
+    lines = instructions(call)
     (fewer,) = [at for at, line in enumerate(lines) if "USETMAXREG.DEALLOC" in line]
     (more,) = [at for at, line in enumerate(lines) if "USETMAXREG.TRY_ALLOC" in line]
 
@@ -90,6 +100,7 @@ def params_of(one: Any, workspace_bytes: int) -> SparsePrefillParams:
         torch.zeros(5, 99, dtype=getattr(torch, one.index_dtype))[:, :96], torch.zeros(3, 9, dtype=torch.int32),
         torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32),
         torch.zeros(5, dtype=torch.int32) if one.has_topk_length else None,
+        torch.zeros(5, one.num_heads, 2 * dim, dtype=dtype)[..., dim:] if one.has_gate else None,
         torch.zeros(5, one.num_heads + 1, dim + 1, dtype=dtype)[:, :-1, :-1], torch.zeros(5, one.num_heads),
         fake_cuda.workspace(workspace_bytes), 0.1,
     )  # fmt: skip

@@ -20,9 +20,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU th
 MODULES = {"cute": "kernels_cute.attention.decode", "tilelang": "kernels_tl.attention.decode"}
 CALLS: dict[str, dict[str, Any]] = {
     "one sequence": {"dense": False},
-    "pieces": {"dtype": "float16", "index_dtype": "int64", "has_topk_length": True, "heads_adjacent": False, "block_size": 272},
+    "pieces": {
+        "dtype": "float16", "index_dtype": "int64", "has_topk_length": True, "heads_adjacent": False, "block_size": 272,
+        "has_gate": True,
+    },
     "dense": {"dense": True, "index_dtype": None},
-}
+}  # fmt: skip
 
 
 def params_of(problem: Any, workspace_bytes: int) -> SparseDecodeParams:
@@ -36,6 +39,7 @@ def params_of(problem: Any, workspace_bytes: int) -> SparseDecodeParams:
         torch.zeros(5, problem.num_heads, problem.head_dim, dtype=dtype), k_cache, v_cache, indices,
         torch.zeros(3, 9, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32),
         torch.zeros(5, dtype=torch.int32) if problem.has_topk_length else None,
+        torch.zeros(5, problem.num_heads, 2 * shape[3], dtype=dtype)[..., shape[3] :] if problem.has_gate else None,
         torch.zeros(5, problem.num_heads, problem.head_dim, dtype=dtype), torch.zeros(5, problem.num_heads),
         torch.zeros(workspace_bytes, dtype=torch.uint8) if workspace_bytes else None, 0.1,
     )  # fmt: skip
@@ -74,7 +78,8 @@ def test_launch(backend: str, call: str, tmp_path: Path) -> None:
     assert len(found) == (2 if backend == "tilelang" else 1)  # parts, and their merge
 
 
-def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fields", "missing"), [({}, "topk_indices"), ({"has_gate": True}, "gate")])
+def test_a_missing_tensor_is_refused(fields: dict[str, Any], missing: str, tmp_path: Path) -> None:
     pytest.importorskip(MODULES["cute"], reason="needs the DSL")
     with pytest.raises((TypeError, ValueError)):
-        refused("cute", problem_of(5), tmp_path, topk_indices=None)
+        refused("cute", problem_of(5, **fields), tmp_path, **{missing: None})

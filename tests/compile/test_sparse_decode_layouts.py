@@ -161,6 +161,7 @@ def on_host(warp: Warp, queries: np.ndarray, thread: dict[str, int], results: di
     stubs = {"cute": cute, "cutlass": cutlass, "ptx": ptx, "Float32": Float, "Int32": int, "Int64": int}
     names = _plain("math", stubs) | (merge := _plain("merge", stubs))
     merge["write"] = lambda spec, params, work, head, d, *found: results.setdefault((head, d), found)
+    merge["_load_pair_of_words"] = lambda address: words[address // 4 : address // 4 + 2]  # gates are where the queries are
     return SimpleNamespace(**names)
 
 
@@ -219,7 +220,7 @@ def test_fragments_and_merge(heads: tuple[int, int], dim: int, kv_heads: int, re
         warp.run(lambda number=number, state=state: kernel.store_part(spec, storage, number, *state[warp.thread.lane][1:]))  # type: ignore[misc]
     for index in range(spec.threads):
         thread["index"] = index
-        kernel.merge(spec, storage, params, work)
+        kernel.merge(spec, storage, params, work, None)
 
     assert set(results) == {(head, d) for head in range(spec.heads) for d in range(0, dim, 4)}
     for head in range(spec.heads):
@@ -232,3 +233,33 @@ def test_fragments_and_merge(heads: tuple[int, int], dim: int, kv_heads: int, re
         np.testing.assert_allclose(best * math.log(2), scores.max(), rtol=1e-6)
         np.testing.assert_allclose(total, weights.sum(), rtol=1e-6)
         np.testing.assert_allclose(np.concatenate([one[2] for one in found]) / total, weights @ v / weights.sum(), atol=2e-3)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 16])
+@pytest.mark.parametrize(("heads", "dim", "kv_heads", "readers"), SHAPES)
+def test_a_thread_has_the_gates_of_what_it_writes(
+    heads: tuple[int, int], dim: int, kv_heads: int, readers: int, splits: int
+) -> None:
+    """In the order in which `merge` walks its units of four entries; gates lie between others, as next to raw queries."""
+    spec = specs.Spec(
+        problem_of(1, heads, head_dim=dim, dtype="float16", has_gate=True), decode.Config(splits, kv_heads, 6, readers, 1, 1)
+    )
+    gates = np.arange(3 * heads[0] * 2 * dim, dtype=np.uint16).view(np.float16).reshape(3, heads[0], 2, dim)
+    thread: dict[str, int] = {}
+    kernel = on_host(Warp(Memory(0)), gates, thread, {})
+    stride = (heads[0] * 2 * dim, 2 * dim, 1)
+    params = SimpleNamespace(gate=SimpleNamespace(iterator=SimpleNamespace(toint=lambda: 2 * dim), stride=stride))
+    written = set()
+    for kv_set in range(spec.kv_sets):
+        for rank in range(splits):
+            for index in range(spec.threads):
+                thread["index"] = index
+                found = [0] * spec.gate_words
+                kernel.load_gates(spec, params, specs.Work(1, kv_set, rank), found)
+                end = min((rank + 1) * spec.units_each, spec.units)
+                for place, unit in enumerate(range(rank * spec.units_each + index, end, spec.threads)):
+                    head, d = kv_set * spec.heads + unit * 4 // dim, unit * 4 % dim
+                    words = np.array(found[2 * place : 2 * place + 2], np.uint32)
+                    assert words.tobytes() == gates[1, head, 1, d : d + 4].tobytes()
+                    written.add((head, d))
+    assert len(written) == heads[0] * dim // 4

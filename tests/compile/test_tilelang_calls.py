@@ -128,10 +128,13 @@ def _strided(tensor: torch.Tensor, *spare: int) -> torch.Tensor:
 
 DECODE: dict[str, tuple[dict[str, Any], int]] = {  # fields of the problem, splits
     "selected": ({"index_dtype": "int64", "has_topk_length": True, "num_tokens": 3, "num_sequences": 2, "k": 100}, 1),
-    "split": ({"dtype": "float16", "num_heads": 6, "num_kv_heads": 2, "num_tokens": 3, "num_sequences": 2, "k": 300}, 4),
+    "split": (
+        {"dtype": "float16", "num_heads": 6, "num_kv_heads": 2, "num_tokens": 3, "num_sequences": 2, "k": 300, "has_gate": True},
+        4,
+    ),
     "dense": ({"index_dtype": None, "dense": True, "num_tokens": 2, "num_sequences": 2, "k": 128}, 2),
-    "one of everything": ({"num_heads": 1, "num_tokens": 1, "num_sequences": 1, "k": 1}, 1),
-}
+    "one of everything": ({"num_heads": 1, "num_tokens": 1, "num_sequences": 1, "k": 1, "has_gate": True}, 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("call", [name if name == "one of everything" else slow(name) for name in DECODE])
@@ -139,7 +142,7 @@ def test_sparse_decode(call: str, tmp_path: Path) -> None:
     module = importlib.import_module("kernels_tl.attention.decode")
     fields, splits = DECODE[call]
     fixed = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128, "dtype": "bfloat16", "block_size": 16, "index_dtype": "int32"}
-    flags = {"has_topk_length": False, "heads_adjacent": False, "rows_aligned": True, "dense": False}
+    flags = {"has_topk_length": False, "has_gate": False, "heads_adjacent": False, "rows_aligned": True, "dense": False}
     p = SparseDecodeProblem(**fixed | flags | fields)
     config = module.Config(splits, 2)
     assert module.refusal(p) is None and module.fits(p, config, H100)
@@ -151,6 +154,7 @@ def test_sparse_decode(call: str, tmp_path: Path) -> None:
         block_tables=_strided(_empty("int32", p.num_sequences, blocks), 0, 3),
         query_start_loc=_empty("int32", p.num_sequences + 1), seq_lens=_empty("int32", p.num_sequences),
         topk_length=_empty("int32", p.num_tokens) if p.has_topk_length else None,
+        gate=_strided(_empty(p.dtype, p.num_tokens, p.num_heads, 128), 0, 2, 128) if p.has_gate else None,
         out=_strided(_empty(p.dtype, p.num_tokens, p.num_heads, 128), 0, 1, 64), lse=_empty("float32", p.num_tokens, p.num_heads),
         workspace=fake_cuda.workspace(module.workspace_bytes(p, config)), scale=0.5,
     )  # fmt: skip

@@ -25,6 +25,7 @@ class Variant:
     index_dtype: torch.dtype = torch.int32
     layout: str = "stacked"  # one tensor; "pair"; "packed": K and V of a head in one row; "padded": blocks and tokens apart
     has_topk_length: bool = False
+    has_gate: bool = False  # next to the raw query of its head, as in the layer
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,11 @@ def make_inputs(variant: Variant, lengths: list[int], new: list[int], k: int, *,
                 rows = torch.randn(len(chosen), variant.kv_heads, variant.dim, device="cuda", generator=g).to(variant.dtype)
                 cache[at] = torch.where(cache[at].isnan(), rows, cache[at])
     q = torch.randn(tokens, variant.heads, variant.dim, device="cuda", generator=g).to(variant.dtype)
+    heads = torch.randn(tokens, variant.heads, 2 * variant.dim, device="cuda", generator=g).to(variant.dtype)
     arguments = {
         "q": q, "kv_cache": kv_cache, "topk_indices": None if dense else indices, "block_tables": tables[:, :columns],
         "query_start_loc": starts, "seq_lens": seq_lens, "topk_length": length,
+        "gate": heads[..., variant.dim :] if variant.has_gate else None,
     }  # fmt: skip
     return Inputs(arguments, positions)
 
@@ -105,7 +108,7 @@ def exact(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def of_torch(inputs: Inputs) -> Tensor:
-    """Torch's attention in the same dtype on the gathered rows of each query."""
+    """Torch's attention in the same dtype on the gathered rows of each query, and its gate."""
     arguments = inputs.arguments
     q, kv_cache, tables = arguments["q"], arguments["kv_cache"], arguments["block_tables"]
     out, size, kv_heads = torch.zeros_like(q), kv_cache[0].shape[1], kv_cache[0].shape[2]
@@ -116,7 +119,7 @@ def of_torch(inputs: Inputs) -> Tensor:
             at = tables[sequence, chosen // size].long(), chosen % size
             rows = [cache[at].transpose(0, 1).repeat_interleave(q.shape[1] // kv_heads, 0)[None] for cache in kv_cache]
             out[token] = torch.nn.functional.scaled_dot_product_attention(q[token][None, :, None], *rows)[0, :, 0]
-    return out
+    return out if arguments["gate"] is None else torch.nn.functional.glu(torch.cat([out, arguments["gate"]], dim=-1))
 
 
 def head_errors(o: Tensor, exact_o: Tensor) -> Tensor:

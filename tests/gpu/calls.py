@@ -83,7 +83,7 @@ def _attention(new: list[int], most: int, *, dense: bool = False) -> Callable[[t
 
     def make(device: torch.device) -> Arguments:
         lengths = [max(count, length) for count, length in zip(new, (90, 1, 33, 0, 40), strict=True)]
-        inputs = attention.make_inputs(attention.Variant(16, 2), lengths, new, 32, dense=dense)
+        inputs = attention.make_inputs(attention.Variant(16, 2, has_gate=True), lengths, new, 32, dense=dense)
         arguments = {name: x for name, x in inputs.arguments.items() if x is not None}
         return arguments | {"max_query_len": most, "return_lse": True}
 

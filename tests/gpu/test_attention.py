@@ -19,6 +19,7 @@ VARIANTS = {
     "16/2": Variant(16, 2),
     "24/2-fp16": Variant(24, 2, dtype=torch.float16, block_size=272, layout="packed"),
     "8/1-d128": Variant(8, 1, dim=128, layout="pair"),
+    "16/2-gate": Variant(16, 2, has_gate=True),
 }
 STEPS = {
     "mixed": {"lengths": [700, 33, 259, 90, 130], "new": [1, 3, 40, 90, 64]},
@@ -29,7 +30,7 @@ STEPS = {
 
 def dense(inputs: Inputs, with_host: bool) -> dict[str, object]:
     given = inputs.arguments
-    arguments = {name: given[name] for name in ("q", "kv_cache", "block_tables", "query_start_loc", "seq_lens")}
+    arguments = {name: given[name] for name in ("q", "kv_cache", "block_tables", "query_start_loc", "seq_lens", "gate")}
     if with_host:
         arguments["seq_lens_host"] = given["seq_lens"].tolist()
         arguments["query_lens_host"] = given["query_start_loc"].diff().tolist()

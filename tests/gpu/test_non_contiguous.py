@@ -27,8 +27,8 @@ TURNED = {  # what may come so
     "mqa, bfloat16": ("q", "k", "weights"),
     "paged": ("q", "weights"),
     "topk": ("logits",),
-    "sparse decode": ("q",),
-    "sparse prefill": ("q",),
+    "sparse decode": ("q", "gate"),
+    "sparse prefill": ("q", "gate"),
     "prepare": ("q", "k"),
     "quantize": ("x",),
 }

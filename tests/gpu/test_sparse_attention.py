@@ -31,6 +31,9 @@ VARIANTS = {
     "8/1-fp16-d128": Variant(8, 1, dim=128, dtype=F16),
     "64/4-padded": Variant(64, 4, layout="padded"),
     "12/4-packed": Variant(12, 4, dim=128, layout="packed", block_size=48),
+    "16/2-gate": Variant(16, 2, has_gate=True),
+    "12/1-fp16-gate": Variant(12, 1, dtype=F16, layout="pair", has_topk_length=True, has_gate=True),
+    "64/4-d128-gate": Variant(64, 4, dim=128, index_dtype=I64, has_gate=True),
 }
 RAGGED = {"lengths": [700, 1, 33, 0, 259, 90, 17], "new": [1, 1, 3, 0, 8, 0, 2]}
 EVERY = pytest.mark.parametrize(("backend", "variant"), [(backend, name) for backend in BACKENDS for name in VARIANTS])
@@ -45,7 +48,7 @@ def run(inputs: Inputs, backend: str, **changes: Any) -> tuple[torch.Tensor, tor
     k_cache, v_cache = arguments["kv_cache"]
     o, lse = attend(
         q, k_cache, v_cache, arguments["topk_indices"], arguments["block_tables"], arguments["query_start_loc"],
-        arguments["seq_lens"], arguments["topk_length"], arguments.get("scale"), 8, out, backend,
+        arguments["seq_lens"], arguments["topk_length"], arguments.get("scale"), 8, arguments["gate"], out, backend,
     )  # fmt: skip
     assert o is out and bool(wide[:, q.shape[1] :].isnan().all())
     return o, lse
@@ -96,6 +99,24 @@ def test_rows_without_a_position_are_zero(backend: str) -> None:
     assert bool((o == 0).all()) and bool((lse == -torch.inf).all())
 
 
+@pytest.mark.parametrize("sequences", [1, 64])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gate_is_torchs_glu(backend: str, sequences: int) -> None:
+    """The gate of the same attention, at the limits of sigmoid too; o may take the place next to it."""
+    inputs = make_inputs(VARIANTS["16/2-gate"], [300] * sequences, [1] * sequences, 256)
+    inputs.arguments["topk_indices"][:1, 1:] = -1  # one position at most
+    gate = inputs.arguments["gate"]
+    plain, lse = run(inputs, backend, gate=None)
+    gate[:, 0], gate[:, 1], gate[:, 2] = torch.nan, torch.inf, -torch.inf
+    o, gated_lse = run(inputs, backend)
+    torch.testing.assert_close(o, torch.nn.functional.glu(torch.cat([plain, gate], dim=-1)), equal_nan=True)
+    assert bool(o[:, 0].isnan().all()) and torch.equal(o[:, 1], plain[:, 1]) and not o[:, 2].any() and torch.equal(lse, gated_lse)
+    heads = torch.full((*o.shape[:2], 512), torch.nan, dtype=o.dtype, device="cuda")
+    heads[..., 256:] = gate
+    gdn.sparse_attention(**inputs.arguments | {"gate": heads[..., 256:]}, out=heads[..., :256], max_query_len=8, backend=backend)
+    assert torch.equal(heads[:, 1:, :256], o[:, 1:]) and torch.equal(heads[:, 1:, 256:], gate[:, 1:])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_graph_reads_new_lengths_and_positions(backend: str) -> None:
     first = make_inputs(VARIANTS["16/2"], [300, 260, 33], [1, 1, 1], 256)
@@ -134,17 +155,19 @@ def test_rows_that_are_not_aligned_take_the_reference(backend: str) -> None:
         gdn.sparse_attention(**arguments, backend=backend)
 
 
+@pytest.mark.parametrize("variant", ["16/2", "16/2-gate"])
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sequence_has_the_same_bits_in_any_batch(backend: str, dense: bool, switch: Any) -> None:
+def test_a_sequence_has_the_same_bits_in_any_batch(backend: str, dense: bool, variant: str, switch: Any) -> None:
     switch(GDN_BATCH_INVARIANT="1")
     lengths = [40 + 61 * n % 900 for n in range(40)]
-    inputs = make_inputs(VARIANTS["16/2"], lengths, [1] * 40, 512, dense=dense)
+    inputs = make_inputs(VARIANTS[variant], lengths, [1] * 40, 512, dense=dense)
     every = run(inputs, backend)
     for some in ([7], [39, 0, 12]):
         rows = torch.tensor(some, device="cuda")
         part = {name: inputs.arguments[name][rows] for name in ("q", "block_tables", "seq_lens")}
         part["topk_indices"] = None if dense else inputs.arguments["topk_indices"][rows]
+        part["gate"] = inputs.arguments["gate"][rows] if VARIANTS[variant].has_gate else None
         part["query_start_loc"] = torch.arange(len(some) + 1, device="cuda", dtype=torch.int32)
         for found, whole in zip(run(inputs, backend, **part), every, strict=True):
             assert torch.equal(found, whole[rows])

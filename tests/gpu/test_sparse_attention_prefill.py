@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 BACKENDS = tuple(registry.operator("sparse_attention_prefill").modules)
 BF16, FP16 = torch.bfloat16, torch.float16
 
-# heads, kv_heads, head_dim, dtype, block_size, index dtype, topk_length
+# heads, kv_heads, head_dim, dtype, block_size, index dtype, topk_length; names with "gate" have one
 VARIANTS: dict[str, tuple[int, int, int, torch.dtype, int, torch.dtype, bool]] = {
     "16/2": (16, 2, 256, BF16, 16, torch.int32, False),
     "24/2": (24, 2, 256, BF16, 64, torch.int32, True),  # 10 queries of 12 heads: 8 rows of a tile are empty
@@ -30,6 +30,8 @@ VARIANTS: dict[str, tuple[int, int, int, torch.dtype, int, torch.dtype, bool]] =
     "5/5": (5, 5, 128, FP16, 20, torch.int32, True),
     "16/1": (16, 1, 128, BF16, 16, torch.int64, True),
     "32/2": (32, 2, 128, BF16, 64, torch.int32, False),
+    "16/2 gate": (16, 2, 256, BF16, 16, torch.int32, False),
+    "5/5 gate": (5, 5, 128, FP16, 20, torch.int64, True),
 }
 # Query tokens of each sequence, positions before them, k, how positions are chosen
 BATCHES: dict[str, tuple[Sequence[int], Sequence[int], int, str]] = {
@@ -50,6 +52,7 @@ class Call:
     query_start_loc: Tensor
     seq_lens: Tensor
     topk_length: Tensor | None
+    gate: Tensor | None
 
     def run(self, backend: str, out: Tensor | None = None, **more: Any) -> tuple[Tensor, Tensor]:
         if out is None:
@@ -90,7 +93,10 @@ class Call:
             share = torch.where(mask[:, None, None], torch.softmax(score, -1), 0)
             outputs.append(torch.einsum("mgrk,mkgd->mgrd", share, v).flatten(1, 2))
             sums.append(score.double().logsumexp(-1).flatten(1))
-        return torch.cat(outputs), torch.cat(sums)
+        o = torch.cat(outputs)
+        if self.gate is not None:
+            o = torch.nn.functional.glu(torch.cat([o, self.gate.to(dtype)], dim=-1))
+        return o, torch.cat(sums)
 
     def check(self, found: tuple[Tensor, Tensor]) -> None:
         (truth, lse), (torchs, _) = self.gathered(torch.float64), self.gathered(self.q.dtype)
@@ -124,7 +130,9 @@ def make(variant: str, batch: str, seed: int = 0, padding: int = 3) -> Call:
     shape = (sequences * blocks, block_size, kv_heads, dim)
     caches = tuple(torch.randn(shape, device="cuda", generator=g).to(dtype) for _ in range(2))
     q = torch.randn(tokens, heads, dim, device="cuda", generator=g).to(dtype)
-    call = Call(q, caches, index.to(index_dtype), tables, bounds, seq_lens, length)  # type: ignore[arg-type]
+    raw = torch.randn(tokens, heads, 2 * dim, device="cuda", generator=g).to(dtype)  # queries, each with its gate
+    gate = raw[..., dim:] if "gate" in variant else None
+    call = Call(q, caches, index.to(index_dtype), tables, bounds, seq_lens, length, gate)  # type: ignore[arg-type]
     used = torch.zeros(shape[0] * block_size, dtype=torch.bool, device="cuda")
     used[call.cache_rows()[call.valid()]] = True
     for cache in caches:
@@ -140,6 +148,21 @@ def test_exact(backend: str, variant: str, batch: str) -> None:
     call.check(call.run(backend))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gate_is_torchs_glu(backend: str) -> None:
+    """The gate of the same attention, at the limits of sigmoid too; o may take the place next to it."""
+    call = make("16/2 gate", "ragged")
+    assert call.gate is not None
+    plain, lse = call.run(backend, gate=None)
+    call.gate[:, 0], call.gate[:, 1], call.gate[:, 2] = torch.nan, torch.inf, -torch.inf
+    o, gated_lse = call.run(backend)
+    torch.testing.assert_close(o, torch.nn.functional.glu(torch.cat([plain, call.gate], dim=-1)), equal_nan=True)
+    assert bool(o[:, 0].isnan().all()) and torch.equal(o[:, 1], plain[:, 1]) and not o[:, 2].any() and torch.equal(lse, gated_lse)
+    heads = torch.cat([torch.full_like(o, torch.nan), call.gate], dim=-1)
+    call.run(backend, heads[..., :256], gate=heads[..., 256:])
+    assert torch.equal(heads[:, 1:, :256], o[:, 1:]) and torch.equal(heads[:, 1:, 256:], call.gate[:, 1:])
+
+
 @pytest.mark.parametrize("variant", ["16/2", "32/2"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_repeats_and_any_order_of_indices_have_the_same_bits(backend: str, variant: str) -> None:
@@ -153,25 +176,29 @@ def test_repeats_and_any_order_of_indices_have_the_same_bits(backend: str, varia
     assert torch.equal(first, shuffled)
 
 
+@pytest.mark.parametrize("variant", ["16/2", "16/2 gate"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sequence_has_the_same_bits_alone(backend: str) -> None:
-    call = make("16/2", "ragged")
+def test_a_sequence_has_the_same_bits_alone(backend: str, variant: str) -> None:
+    call = make(variant, "ragged")
     whole, _ = call.run(backend)
     low, high = (int(x) for x in call.query_start_loc[4:6])
     bounds = torch.tensor([0, high - low], dtype=torch.int32, device="cuda")
+    gate = None if call.gate is None else call.gate[low:high]
     one = Call(
-        call.q[low:high], call.kv_cache, call.topk_indices[low:high], call.block_tables[4:5], bounds, call.seq_lens[4:5], None
-    )
+        call.q[low:high], call.kv_cache, call.topk_indices[low:high], call.block_tables[4:5], bounds, call.seq_lens[4:5], None,
+        gate,
+    )  # fmt: skip
     alone, _ = one.run(backend)
     assert torch.equal(alone, whole[low:high])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("variant", ["16/2", "16/2 gate"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_bad_row_spoils_those_that_selected_it_alone(backend: str, which: int, value: float) -> None:
+def test_a_bad_row_spoils_those_that_selected_it_alone(backend: str, variant: str, which: int, value: float) -> None:
     """Queries of a tile share the rows that any of them selected."""
-    call = make("16/2", "kept")
+    call = make(variant, "kept")
     before, lse = call.run(backend)
     rows, valid = call.cache_rows(), call.valid()
     bad = int(rows[100, 7])

@@ -1,5 +1,5 @@
-"""A decode step of the attention layer launches its projections and operators, and one kernel of torch for the gate; the residual
-stream of a decoder layer takes one launch a norm."""
+"""A decode step of the attention layer launches its projections and operators, and nothing of torch; the residual stream of a
+decoder layer takes one launch a norm."""
 
 import dataclasses
 from typing import Any
@@ -14,13 +14,13 @@ from tests.layers.attention_cases import config, layer_of
 from tests.layers.paged import Batch
 
 LAUNCHES = {
-    "no indexer": ["linear", "prepare_indexer", "attention", "glu", "linear"],
+    "no indexer": ["linear", "prepare_indexer", "attention", "linear"],
     "token-wise": [
-        "linear", "prepare_indexer", "linear", "prepare_indexer", "paged_indexer_topk", "sparse_attention", "glu", "linear",
+        "linear", "prepare_indexer", "linear", "prepare_indexer", "paged_indexer_topk", "sparse_attention", "linear",
     ],
     "compressed": [
         "linear", "prepare_indexer", "linear", "prepare_indexer", "compress_indexer_keys", "paged_indexer_topk",
-        "sparse_attention", "glu", "linear",
+        "sparse_attention", "linear",
     ],
 }  # fmt: skip
 VIEWS = {"device", "empty", "unflatten", "flatten", "view", "split", "split_with_sizes", "slice", "select", "as_strided"}

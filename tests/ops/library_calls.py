@@ -89,7 +89,7 @@ def _attention(tokens: int) -> Arguments:
     return {
         "q": _random(tokens, 4, 16), "kv_cache": _random(2, 99, 16, 2, 16),
         "topk_indices": torch.arange(4, dtype=INT32).repeat(tokens, 1), "block_tables": torch.arange(4, dtype=INT32)[None],
-        "query_start_loc": torch.tensor([0, tokens]), "seq_lens": torch.tensor([tokens]),
+        "query_start_loc": torch.tensor([0, tokens]), "seq_lens": torch.tensor([tokens]), "gate": _random(tokens, 4, 16),
     }  # fmt: skip
 
 

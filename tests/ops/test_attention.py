@@ -106,6 +106,23 @@ def test_one_tensor_of_keys_and_values_and_a_strided_out() -> None:
     assert gdn.attention(**arguments, out=out) is out and torch.equal(out, want)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", STEPS)
+def test_gate_is_torchs_glu(name: str, dtype: torch.dtype) -> None:
+    """In rows of torch's attention and of the paged kernel's reference; o takes the place next to the gate."""
+    arguments = step(*STEPS[name], dtype=dtype)
+    o, lse = gdn.attention(**arguments, return_lse=True)
+    heads = torch.randn(*o.shape[:2], 32).to(dtype)
+    want = torch.nn.functional.glu(torch.cat([o, heads[..., 16:]], dim=-1))
+    found, found_lse = gdn.attention(**arguments, gate=heads[..., 16:], return_lse=True)
+    assert same_bits(found_lse, lse) and not found[-2:].any()
+    torch.testing.assert_close(found, want)  # sigmoids of torch's vectors and of single numbers differ in the last bit
+    torch.testing.assert_close(gdn.attention(**arguments, gate=heads[..., 16:].mT.contiguous().mT), want)
+    exact = gdn.attention(**arguments, gate=heads[..., 16:], backend="reference")
+    assert torch.allclose(exact, want, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    assert gdn.attention(**arguments, gate=heads[..., 16:], out=(out := heads[..., :16])) is out and same_bits(out, found)
+
+
 @pytest.mark.parametrize(
     ("name", "decode_tokens", "groups"),
     [("decode", 5, []), ("drafts", 10, []), ("prefill", None, [1, 1]), ("equal lengths", 1, [3, 2]),
@@ -216,6 +233,7 @@ BAD: list[tuple[Arguments, str]] = [
     ({"max_seq_len": 5}, r"max_seq_len: expected at least \d+, the longest of the sequences, got 5"),
     ({"max_query_len": 1}, r"max_query_len: expected at least \d+, the longest of the sequences, got 1"),
     ({"backend": "tilelang"}, "tilelang"),
+    ({"gate": torch.zeros(26, 4, 8)}, r"gate: expected shape \[26, 4, 16\], got shape \[26, 4, 8\]"),
 ]
 
 

@@ -7,6 +7,7 @@ import torch
 
 import gdn
 from gdn import reference, runtime
+from gdn.ops._tensors import is_aligned
 from gdn.ops.sparse_attention import attend
 from gdn.problems import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
 from gdn.testing.compare import same_bits
@@ -37,7 +38,9 @@ class StandIn:
         assert params.block_tables.dtype == INT32 and params.block_tables.stride(1) == 1
         assert params.query_start_loc.dtype == params.seq_lens.dtype == INT32
         assert params.seq_lens.shape[0] == p.num_sequences == params.query_start_loc.shape[0] - 1
-        assert (params.topk_length is not None) == p.has_topk_length
+        assert (params.topk_length is not None) == p.has_topk_length and (params.gate is not None) == p.has_gate
+        if params.gate is not None:
+            assert params.gate.shape == params.q.shape and params.gate.dtype == params.q.dtype and is_aligned(params.gate)
         assert params.topk_length is None or params.topk_length.dtype == INT32
         assert params.lse.shape == (tokens, heads) and params.lse.dtype == torch.float32 and params.lse.is_contiguous()
         assert params.workspace.shape == (WORKSPACE,) and params.workspace.dtype == torch.uint8
@@ -53,7 +56,7 @@ class StandIn:
             assert str(params.topk_indices.dtype) == f"torch.{p.index_dtype}"
         o, lse = reference.sparse_attention(
             params.q, (params.k_cache, params.v_cache), params.topk_indices, params.block_tables, params.query_start_loc,
-            params.seq_lens, topk_length=params.topk_length, scale=params.scale, return_lse=True,
+            params.seq_lens, topk_length=params.topk_length, scale=params.scale, return_lse=True, gate=params.gate,
         )  # fmt: skip
         params.out.copy_(o)
         params.lse.copy_(lse)
@@ -98,6 +101,29 @@ def test_both_phases(stand_in: StandIn, tokens: int, index_dtype: torch.dtype, l
     assert type(problem)(**vars(problem)) == problem and stand_in.launches == 1
 
 
+@pytest.mark.parametrize("tokens", [3, 18])
+def test_gate(stand_in: StandIn, tokens: int) -> None:
+    """A gate next to the place of o, one whose rows are not aligned, one whose last dimension is not contiguous."""
+    arguments = arguments_of(tokens)
+    o, wanted_lse = gdn.sparse_attention(**arguments, return_lse=True)
+    heads = torch.randn(tokens, 4, 32).bfloat16()
+    gate = heads[..., 16:]
+    wanted = torch.nn.functional.glu(torch.cat([o, gate], dim=-1))
+    odd = torch.zeros(tokens, 4, 17).bfloat16()[..., :16].copy_(gate)
+    for one in (odd, gate.mT.contiguous().mT, gate):
+        out = heads[..., :16] if one is gate else None
+        for _ in range(2):
+            found, lse = gdn.sparse_attention(**arguments, gate=one, out=out, return_lse=True)
+            torch.testing.assert_close(found, wanted)
+            assert same_bits(lse, wanted_lse)
+    assert [problem.has_gate for problem in stand_in.problems[:2]] == [False, True]
+    assert stand_in.problems[1].bytes_moved() - stand_in.problems[0].bytes_moved() == gate.numel() * 2
+    before = heads.clone()
+    with pytest.raises(ValueError, match="^out: expected memory of its own, got elements that it shares with gate"):
+        gdn.sparse_attention(**arguments, gate=gate, out=heads[..., 8:24])
+    assert same_bits(heads, before)
+
+
 def test_max_query_len_decides_the_phase(stand_in: StandIn) -> None:
     arguments = arguments_of(12)
     for longest in (8, 9):
@@ -109,7 +135,7 @@ def test_no_indices_are_all_positions(stand_in: StandIn) -> None:
     arguments = arguments_of(18)
     k_cache, v_cache = arguments["kv_cache"]
     rest = [arguments[name] for name in ("block_tables", "query_start_loc", "seq_lens")]
-    o, lse = attend(arguments["q"], k_cache, v_cache, None, *rest, None, None, None, None, None)
+    o, lse = attend(arguments["q"], k_cache, v_cache, None, *rest, *[None] * 6)
     (problem,) = stand_in.problems
     assert isinstance(problem, SparseDecodeProblem) and problem.dense and problem.k == 20
     every = torch.arange(20, dtype=INT32).expand(18, 20)
@@ -119,7 +145,7 @@ def test_no_indices_are_all_positions(stand_in: StandIn) -> None:
         gdn.sparse_attention(**arguments | {"topk_indices": None})
     with pytest.raises(ValueError, match="^topk_length: expected None"):
         lengths = torch.zeros(18, dtype=INT32)
-        attend(arguments["q"], k_cache, v_cache, None, *rest, lengths, None, None, None, None)
+        attend(arguments["q"], k_cache, v_cache, None, *rest, lengths, *[None] * 5)
 
 
 def test_nothing_is_launched_where_there_is_nothing(stand_in: StandIn) -> None:

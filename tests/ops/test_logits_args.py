@@ -418,6 +418,9 @@ ATTENTION_REFUSALS = [
     ("query_start_loc", lambda a: a["query_start_loc"][:2], ValueError, "query_start_loc:"),
     ("seq_lens", lambda a: a["seq_lens"].float(), TypeError, "seq_lens:"),
     ("topk_length", lambda a: torch.zeros(2).int(), ValueError, "topk_length:"),
+    ("gate", lambda a: a["q"][:, :3], ValueError, "gate: expected shape"),
+    ("gate", lambda a: a["q"].float(), TypeError, "gate: expected dtype bfloat16"),
+    ("gate", lambda a: a["q"].to("meta"), ValueError, "gate: expected a tensor on cpu"),
     ("scale", lambda a: float("inf"), ValueError, "scale:"),
     ("backend", lambda a: "tilelang", ValueError, "backend: expected .*, got 'tilelang'"),
 ]

@@ -90,6 +90,23 @@ def test_all_positions_are_plain_causal_attention():
     assert torch.allclose(o[:6], want.transpose(0, 1), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_gate(dtype):
+    """Rounded to the dtype before it and after; a row without a position stays 0, except where its gate is NaN."""
+    q, kv_cache, indices, tables, start, lengths = case()
+    arguments = (q.to(dtype), tuple(cache.to(dtype) for cache in kv_cache), indices, tables, start, lengths)
+    gate = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    gate[7, 0], gate[7, 1], gate[0, 0] = torch.nan, torch.inf, -torch.inf
+    plain, lse = reference.sparse_attention(*arguments, return_lse=True)
+    o, gated_lse = reference.sparse_attention(*arguments, return_lse=True, gate=gate)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    want = (plain.to(wide) * torch.sigmoid(gate.to(wide))).to(dtype)
+    torch.testing.assert_close(o, want, equal_nan=True)
+    assert torch.equal(lse, gated_lse)
+    assert bool(o[7, 0].isnan().all()) and not o[7, 1:].any() and not o[8].any() and not o[0, 0].any()
+    assert bool(plain[0, 0].any())
+
+
 def test_topk_length_blocks_out_and_stacked_cache(monkeypatch):
     q, kv_cache, indices, tables, start, lengths = case()
     topk_length = torch.arange(q.shape[0]) % 7  # 0 among them

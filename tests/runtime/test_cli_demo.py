@@ -118,14 +118,15 @@ def test_floors_count_what_is_visible() -> None:
     """Two tokens at the end of a sequence of 5 and one at the end of 3 see 4 + 5 + 3 positions."""
     q, caches = torch.zeros(3, 2, 4), (torch.zeros(4, 4, 1, 4),) * 2
     given = {"q": q, "kv_cache": caches, "query_start_loc": torch.tensor([0, 2, 3]), "seq_lens": torch.tensor([5, 3])}
+    given["gate"] = None
     calls = {
         "attention": demo_expected.Call("attention", given, given, q),
         "sparse_attention": demo_expected.Call(
-            "sparse_attention", given | {"topk_indices": torch.tensor([[0, 1], [2, -1], [0, -1]])}, given, q
+            "sparse_attention", given | {"topk_indices": torch.tensor([[0, 1], [2, -1], [0, -1]]), "gate": q}, given, q
         ),
     }
     slow_memory = Limits(copy_gbps=1e-3, bf16_tflops=1e9, fp8_tflops=1e9)  # a byte per microsecond
-    rows = {"attention": 8 * 32, "sparse_attention": 4 * 32 + 6 * 8}
+    rows = {"attention": 8 * 32, "sparse_attention": 4 * 32 + 6 * 8 + q.numel() * 4}
     for name, call in calls.items():
         assert floor_us(call, [], slow_memory) == pytest.approx(2 * q.numel() * 4 + rows[name])
     slow_products = Limits(copy_gbps=1e9, bf16_tflops=1e-6, fp8_tflops=1e-6)  # a product per microsecond

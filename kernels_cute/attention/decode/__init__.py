@@ -3,7 +3,8 @@ query heads h of key head g
 
     s_j = scale * q[t, h] . k[j, g]      lse = log sum_j exp(s_j)      o = sum_j exp(s_j - lse) v[j, g]
 
-over the positions j of its row of indices (-1 = none, anywhere), or over all of them, up to the query's own.
+over the positions j of its row of indices (-1 = none, anywhere), or over all of them, up to the query's own. With a gate
+[tokens, heads, D], o is multiplied by its sigmoid.
 
     q, out [tokens, heads, D] bf16 | fp16     k_cache, v_cache [blocks, block_size, kv_heads, D], rows at multiples of 16 bytes
     topk_indices [tokens, k] int32 | int64 or None     block_tables [N, max_blocks] int32     lse [tokens, heads] float32
@@ -152,6 +153,6 @@ def _fakes(problem: SparseDecodeProblem) -> Any:
         # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
         fake(p.dtype, None, p.num_heads, p.head_dim, last=1, align=16), k_cache, v_cache,
         fake(p.index_dtype, None, None, last=1), fake("int32", None, None, last=1), fake("int32", None), fake("int32", None),
-        topk_length, fake(p.dtype, None, p.num_heads, p.head_dim, last=1), fake("float32", None, p.num_heads), None,
-        cutlass.Float32(1.0),
+        topk_length, fake(p.dtype if p.has_gate else None, None, p.num_heads, p.head_dim, last=1, align=16),
+        fake(p.dtype, None, p.num_heads, p.head_dim, last=1), fake("float32", None, p.num_heads), None, cutlass.Float32(1.0),
     )  # fmt: skip

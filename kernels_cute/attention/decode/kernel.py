@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from gdn.problems import SparseDecodeParams
 from kernels_cute.attention.decode.copy import copy_warp
 from kernels_cute.attention.decode.math import math_warp
-from kernels_cute.attention.decode.merge import merge
+from kernels_cute.attention.decode.merge import load_gates, merge
 from kernels_cute.attention.decode.spec import Spec, Work
 from kernels_cute.common.barriers import init_barriers
 
@@ -43,5 +43,9 @@ class SparseDecode:
             math_warp(spec, storage, params, work, warp)
         else:
             copy_warp(spec, storage, params, work, warp - spec.math_warps)
+        rGates = None
+        if cutlass.const_expr(spec.problem.has_gate):  # on their way while the block, and then the cluster, meets
+            rGates = cute.make_rmem_tensor(spec.gate_words, cutlass.Int32)
+            load_gates(spec, params, work, rGates)
         cute.arch.sync_threads()  # the parts are stored
-        merge(spec, storage, params, work)
+        merge(spec, storage, params, work, rGates)

@@ -16,6 +16,7 @@ LOWEST = -3.4028234663852886e38
 # Named barriers: a bar.sync has to be the same instruction for all that wait at it, so each role has its own.
 MATH_BARRIER = 1  # all math warps
 COPY_BARRIER = 2  # the copy warps wait for the first math warp, which arrives
+VECTOR = 4  # entries of D of a unit of the merge: a thread's at a time
 _PADDING = 16  # bytes of a row in shared memory: 8 rows of an ldmatrix are then in different banks
 _PART_PADDING = 4  # floats of a head's part of O
 
@@ -54,6 +55,9 @@ class Spec:
         self.copy_barrier_threads = 32 * (1 + self.copy_warps)
         self.warps = self.math_warps + self.copy_warps
         self.threads = 32 * self.warps
+        self.units = self.heads * (self.dim // VECTOR)  # of a block's heads
+        self.units_each = -(-self.units // self.splits)  # that a block of the cluster writes
+        self.gate_words = 2 * -(-self.units_each // self.threads)  # of a thread
         # After the last tile the ring holds each math warp's part of O, and the block's.
         self.part_pitch = self.dim + _PART_PADDING
         self.part_floats = COLUMNS * self.part_pitch

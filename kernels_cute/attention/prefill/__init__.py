@@ -1,8 +1,9 @@
 """Sparse attention of many query tokens on the tensor cores: neighbouring queries walk the union of their positions.
 
     o[t, h] = softmax(scale * q[t, h] k[j, g]) v[j, g] over the positions j that query t selected, g the key head of h
+              with a gate times sigmoid(gate[t, h])
 
-q, out [tokens, heads, D] bfloat16 | float16    caches [num_blocks, block_size, kv_heads, D]
+q, gate, out [tokens, heads, D] bfloat16 | float16    caches [num_blocks, block_size, kv_heads, D]
 topk_indices [tokens, k] int32 | int64
 
 Two launches: `unions.py` lists the positions of each tile of queries in the workspace, `kernel.py` attends. Data flow,
@@ -100,6 +101,7 @@ def _arguments(problem: SparsePrefillProblem) -> tuple[Any, ...]:
         query_start_loc=fake("int32", None, last=1),
         seq_lens=fake("int32", None, last=1),
         topk_length=fake("int32" if p.has_topk_length else None, None, last=1),
+        gate=fake(p.dtype if p.has_gate else None, None, heads, dim, last=1, align=16),
         out=fake(p.dtype, None, heads, dim, last=1),
         lse=fake("float32", None, heads, last=1),
         workspace=fake("uint8", None, last=1, align=16),

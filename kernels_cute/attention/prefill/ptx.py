@@ -10,6 +10,7 @@ from kernels_cute.common.ptx import (
     exp2,
     instruction,
     load_global_four,
+    load_global_if,
     load_word,
     pack,
     store_global_word,
@@ -18,9 +19,9 @@ from kernels_cute.common.ptx import (
 )
 
 __all__ = [
-    "as_int", "copy_unit", "exp2", "load_global_four", "load_global_half", "load_global_word", "load_pair_of_words", "load_word",
-    "or_shared", "pack", "store_global_half", "store_global_word", "store_if_negative", "store_pair_of_halves", "store_zeros",
-    "unpack",
+    "as_int", "copy_unit", "exp2", "load_global_four", "load_global_half", "load_global_if", "load_global_word",
+    "load_pair_of_words", "load_word", "or_shared", "pack", "store_global_half", "store_global_word", "store_if_negative",
+    "store_pair_of_halves", "store_zeros", "unpack",
 ]  # fmt: skip
 
 load_global_word = instruction("ld.global.b32 {$w0}, [{$r0}];", Int32)

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, Int64
 
 from kernels_cute.attention.prefill import ptx
 from kernels_cute.attention.prefill.tiles import STEP, masks_address, rows_address
+from kernels_cute.common.memory import sigmoid
 
 LN2 = 0.6931471805599453
 
@@ -24,6 +25,11 @@ def finish(tiles: cutlass.Constexpr, params, lists, results, item, row0, lane):
     steps, first, count, kv_head, tile = item
     for side in cutlass.range_constexpr(2):
         row = row0 + 8 * side + lane // 4
+        is_row = row // tiles.group < count and row < tiles.queries * tiles.group
+        gates = []
+        if cutlass.const_expr(tiles.has_gate):  # all asked for before any is used
+            gate_at = row_address(tiles, params.gate, (first, kv_head), row) + lane % 4 * 4
+            gates = [ptx.load_global_if(gate_at + 16 * n, 4, ptx.as_int(is_row)) for n in range(tiles.dim // 8)]
         total = rSums[side]
         total = total + cute.arch.shuffle_sync_bfly(total, 1)
         total = total + cute.arch.shuffle_sync_bfly(total, 2)
@@ -33,7 +39,6 @@ def finish(tiles: cutlass.Constexpr, params, lists, results, item, row0, lane):
                 spoilt = spoilt + rOutputs[4 * n + 2 * side + e] * Float32(0.0)
         spoilt = spoilt + cute.arch.shuffle_sync_bfly(spoilt, 1)
         spoilt = spoilt + cute.arch.shuffle_sync_bfly(spoilt, 2)
-        is_row = row // tiles.group < count and row < tiles.queries * tiles.group
         inverse = cutlass.select_(total == Float32(0.0), Float32(0.0), cute.arch.rcp_approx(total))
         address = row_address(tiles, params.out, (first, kv_head), row) + lane % 4 * 4
         if is_row:
@@ -41,6 +46,8 @@ def finish(tiles: cutlass.Constexpr, params, lists, results, item, row0, lane):
             for n in cutlass.range_constexpr(tiles.dim // 8):
                 i = 4 * n + 2 * side
                 word = ptx.pack(tiles.dtype, rOutputs[i] * inverse, rOutputs[i + 1] * inverse)
+                if cutlass.const_expr(tiles.has_gate):
+                    word = gated(tiles, word, gates[n])
                 ptx.store_pair_of_halves(address + 16 * n, word, ptx.as_int(is_aligned))
             if lane % 4 == 0:
                 store_lse(tiles, params, (first, kv_head), row, rMost[side], total)
@@ -52,9 +59,15 @@ def finish(tiles: cutlass.Constexpr, params, lists, results, item, row0, lane):
                     repeat_row(tiles, params, lists, item, row0 + 8 * side + quad, lane)
 
 
+def gated(tiles: Any, word: Any, gate: Any) -> Any:
+    """Two rounded entries of o times the sigmoid of their gates, both in a word."""
+    entries, gates = ptx.unpack(tiles.dtype, word), ptx.unpack(tiles.dtype, gate)
+    return ptx.pack(tiles.dtype, entries[0] * sigmoid(gates[0]), entries[1] * sigmoid(gates[1]))
+
+
 @cute.jit
 def row_address(tiles: cutlass.Constexpr, x, place, row):
-    """Address of a tile's row in q or out; place: first token and key head."""
+    """Address of a tile's row in q, gate or out; place: first token and key head."""
     first, kv_head = place
     token, head = first + row // tiles.group, kv_head * tiles.group + row % tiles.group
     return x.iterator.toint() + (Int64(token) * x.stride[0] + Int64(head) * x.stride[1]) * 2
@@ -108,6 +121,9 @@ def repeat_row(tiles: cutlass.Constexpr, params, lists, item, row, lane):
     is_aligned = ptx.as_int((address & 3) == 0)
     for c in cutlass.range_constexpr(0, width, 2):
         word = ptx.pack(tiles.dtype, rSums[c] * inverse, rSums[c + 1] * inverse)
+        if cutlass.const_expr(tiles.has_gate):
+            gate_at = row_address(tiles, params.gate, (first, kv_head), row) + lane * (2 * width)
+            word = gated(tiles, word, ptx.load_global_word(gate_at + 2 * c))
         ptx.store_pair_of_halves(address + 2 * c, word, is_aligned)
     if lane == 0:
         store_lse(tiles, params, (first, kv_head), row, most, total)

@@ -74,7 +74,7 @@ class PrefillTiles:
 
     def __init__(self, problem: Any, config: Any) -> None:
         self.heads, self.kv_heads, self.dim = problem.num_heads, problem.num_kv_heads, problem.head_dim
-        self.dtype = CUTE_DTYPES[problem.dtype]
+        self.dtype, self.has_gate = CUTE_DTYPES[problem.dtype], problem.has_gate
         self.group, self.block_size = self.heads // self.kv_heads, problem.block_size
         self.queries, self.mask_bytes = queries_of_tile(self.group), mask_bytes(self.group)
         self.row_bytes = 2 * self.dim

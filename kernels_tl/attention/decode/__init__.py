@@ -3,7 +3,8 @@ query heads h of key head g
 
     s_j = scale * q[t, h] . k[j, g]      lse = log sum_j exp(s_j)      o = sum_j exp(s_j - lse) v[j, g]
 
-over the positions j of its row of indices (-1 = none, anywhere), or over all of them, up to the query's own.
+over the positions j of its row of indices (-1 = none, anywhere), or over all of them, up to the query's own. With a gate
+[tokens, heads, D], o is multiplied by its sigmoid.
 
     q, out [tokens, heads, D] bf16 | fp16     k_cache, v_cache [blocks, block_size, kv_heads, D], rows at multiples of 16 bytes
     topk_indices [tokens, k] int32 | int64 or None     block_tables [N, max_blocks] int32     lse [tokens, heads] float32
@@ -125,9 +126,9 @@ def launch(compiled: Any, params: SparseDecodeParams) -> None:
     p = params
     workspace = None if compiled.config.splits == 1 else p.workspace.view(torch.float32)
     attended = build.arguments(
-        p.q, p.k_cache, p.v_cache, p.topk_indices, p.block_tables, p.query_start_loc, p.seq_lens, p.topk_length, p.out, p.lse,
-        workspace,
+        p.q, p.k_cache, p.v_cache, p.topk_indices, p.block_tables, p.query_start_loc, p.seq_lens, p.topk_length,
+        p.gate if workspace is None else None, p.out, p.lse, workspace,
     )  # fmt: skip
     compiled.functions["sparse_decode"](*attended, p.scale)
     if workspace is not None:
-        compiled.functions["merge_parts"](workspace, p.out, p.lse)
+        compiled.functions["merge_parts"](*build.arguments(workspace, p.gate, p.out, p.lse))

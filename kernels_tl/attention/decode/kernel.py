@@ -20,7 +20,8 @@ def kernel(spec: Spec) -> Any:
 
     @T.prim_func
     def sparse_decode():
-        tensors = build.parameters(**parameter_types(spec))
+        types = parameter_types(spec)
+        tensors = build.parameters(**types | {"gate": types["gate"] if spec.gates_sums else None})
         num_tokens, num_sequences = tensors.q.shape[0], tensors.seq_lens.shape[0]
         with T.Kernel(num_tokens * (spec.kv_heads * spec.splits), threads=THREADS) as block:
             thread = T.get_thread_binding(0)
@@ -72,6 +73,8 @@ def kernel(spec: Spec) -> Any:
             find_page(spec, tensors, sequence, here, page)
             find_position(spec, tensors, token, position, columns, (first_tile + spec.stages) * TILE + thread, after)
 
+            if spec.gates_sums:
+                load_gates(spec, own, tensors, token, kv_head)
             for t in T.serial(num_tiles):
                 publish(spec, own, tensors, kv_head, thread, (t + spec.stages - 1) % spec.stages, here, page)
                 here = after
@@ -187,6 +190,20 @@ def attend(spec, own, scale, stage):
 
 
 @T.macro
+def load_gates(spec, own, tensors, token, kv_head):
+    """Gates of the block's results, which are there when the last tile is."""
+    row = unit(tensors.gate, token, kv_head * spec.group, 0)
+    for r, d in T.Parallel(ROWS, spec.dim):
+        if r < spec.group:
+            own.gates[r, d] = tensors.gate[0, 0, (row + r * T.truncdiv(tensors.gate.strides[1], VECTOR)) * VECTOR + d]
+
+
+def gated(spec: Spec, value: Any, gate: Any) -> Any:
+    """A rounded result times the sigmoid of its gate."""
+    return T.cast(T.cast(value, "float32") * T.sigmoid(T.cast(gate, "float32")), spec.dtype)
+
+
+@T.macro
 def finish(spec, own, tensors, token, kv_head, split):
     """Writes the result, or this block's part of it for the merge."""
     head = kv_head * spec.group
@@ -195,7 +212,10 @@ def finish(spec, own, tensors, token, kv_head, split):
             own.sums[r, d] = T.if_then_else(own.total[r] > 0.0, own.sums[r, d] / own.total[r], 0.0)
         for r, d in T.Parallel(ROWS, spec.dim):
             if r < spec.group:
-                tensors.out[token, head + r, d] = T.cast(own.sums[r, d], spec.dtype)
+                if spec.gates_sums:
+                    tensors.out[token, head + r, d] = gated(spec, T.cast(own.sums[r, d], spec.dtype), own.gates[r, d])
+                else:
+                    tensors.out[token, head + r, d] = T.cast(own.sums[r, d], spec.dtype)
         for r in T.Parallel(ROWS):
             if r < spec.group:
                 tensors.lse[token, head + r] = T.if_then_else(

@@ -4,7 +4,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from kernels_tl.attention.decode.kernel import LN_2, LOWEST
+from kernels_tl.attention.decode.kernel import LN_2, LOWEST, gated
 from kernels_tl.attention.decode.spec import Spec, parameter_types
 from kernels_tl.common import build
 
@@ -16,7 +16,7 @@ def merge(spec: Spec) -> Any:
 
     @T.prim_func
     def merge_parts():
-        tensors = build.parameters(workspace=types["workspace"], out=types["out"], lse=types["lse"])
+        tensors = build.parameters(**{name: types[name] for name in ("workspace", "gate", "out", "lse")})
         with T.Kernel(tensors.out.shape[0] * spec.heads, threads=threads) as block:
             d = T.get_thread_binding(0)
             token = block // spec.heads
@@ -24,6 +24,9 @@ def merge(spec: Spec) -> Any:
             first = T.cast(block, "int64") * spec.splits
             stats = T.cast(tensors.out.shape[0], "int64") * (spec.heads * spec.splits * spec.dim)
             best, total, value, weight = build.variables(4, "float32")
+            gate = T.alloc_var(spec.dtype)
+            if spec.problem.has_gate:
+                gate = tensors.gate[token, head, d]  # on its way while the parts are added up
             best = LOWEST
             total = 0.0
             value = 0.0
@@ -33,7 +36,11 @@ def merge(spec: Spec) -> Any:
                 weight = T.exp2(tensors.workspace[stats + (first + s) * 2] - best)
                 total = total + weight * tensors.workspace[stats + (first + s) * 2 + 1]
                 value = value + weight * tensors.workspace[(first + s) * spec.dim + d]
-            tensors.out[token, head, d] = T.cast(T.if_then_else(total > 0.0, value / total, 0.0), spec.dtype)
+            if spec.problem.has_gate:
+                rounded = T.cast(T.if_then_else(total > 0.0, value / total, 0.0), spec.dtype)
+                tensors.out[token, head, d] = gated(spec, rounded, gate)
+            else:
+                tensors.out[token, head, d] = T.cast(T.if_then_else(total > 0.0, value / total, 0.0), spec.dtype)
             if d == 0:
                 tensors.lse[token, head] = T.if_then_else(total > 0.0, (best + T.log2(total)) * LN_2, -T.infinity("float32"))
 

@@ -22,6 +22,7 @@ class Spec:
         self.group = self.heads // self.kv_heads
         self.block_size, self.dtype, self.dense = problem.block_size, problem.dtype, problem.dense
         self.stages, self.splits = config.stages, config.splits
+        self.gates_sums = problem.has_gate and self.splits == 1  # else the merge takes the gate
 
     def shared_bytes(self) -> int:
         """Shared memory of a block: the ring of keys and values, queries, weights, places of rows; and alignment."""
@@ -50,6 +51,7 @@ def parameter_types(spec: Spec) -> dict[str, Any]:
         "query_start_loc": T.Tensor((T.dynamic("num_offsets"),), "int32"),
         "seq_lens": T.Tensor((sequences,), "int32"),
         "topk_length": T.Tensor((tokens,), "int32") if problem.has_topk_length else None,
+        "gate": strided("gate", (tokens, spec.heads, spec.dim), spec.dtype) if problem.has_gate else None,
         "out": strided("out", (tokens, spec.heads, spec.dim), spec.dtype),
         "lse": T.Tensor((tokens, spec.heads), "float32"),
         "workspace": T.Tensor((T.dynamic("workspace_words", "int64"),), "float32") if spec.splits > 1 else None,
@@ -73,5 +75,6 @@ def allocate(spec: Spec) -> Any:
         best=T.alloc_fragment((ROWS,), "float32"),  # largest score so far, times log2(e)
         best_before=T.alloc_fragment((ROWS,), "float32"),
         total=T.alloc_fragment((ROWS,), "float32"),  # sum of weights so far
+        gates=T.alloc_fragment((ROWS, spec.dim), spec.dtype) if spec.gates_sums else None,
         tile_total=T.alloc_fragment((ROWS,), "float32"),
     )

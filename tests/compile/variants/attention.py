@@ -16,6 +16,7 @@ _AXES: dict[str, Sequence[Any]] = {
     "dtype": ["bfloat16", "float16"],
     "block_size": [16, 272],
     "heads_adjacent": [True, False],
+    "has_gate": [False, True],
 }
 
 

@@ -14,11 +14,12 @@ _AXES: Axes = {
     "block_size": [16, 272, 20],
     "index_dtype": ["int32", "int64"],
     "has_topk_length": [False, True],
+    "has_gate": [False, True],
 }
 
 
 def _problem(row: Row) -> Problem | None:
-    same = ("head_dim", "dtype", "block_size", "index_dtype", "has_topk_length")
+    same = ("head_dim", "dtype", "block_size", "index_dtype", "has_topk_length", "has_gate")
     heads, kv_heads = row["heads"]
     fields = {name: row[name] for name in same}
     problem: Problem = example("sparse_attention_prefill", num_heads=heads, num_kv_heads=kv_heads, **fields)

@@ -390,8 +390,13 @@ def attention(draw: Draw) -> Call:
 def _attention_options(draw: Draw, call: Call, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     if draw.maybe(0.4):
         call.arguments |= {"scale": draw.pick(1, 0.25), "return_lse": draw.maybe()}
+    heads = draw.floats(*shape[:2], 2 * shape[2], dtype=dtype)  # a place for o, and its gate
     if draw.maybe(0.4):
-        call.give("out", draw.rows(draw.floats(*shape, dtype=dtype), lead=1), "T H D")
+        call.give(
+            "out", heads[..., : shape[2]] if draw.maybe(0.3) else draw.rows(draw.floats(*shape, dtype=dtype), lead=1), "T H D"
+        )
+    if draw.maybe(0.5):
+        call.give("gate", heads[..., shape[2] :], "T H D")
 
 
 def _kv_cache(draw: Draw, call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> None:

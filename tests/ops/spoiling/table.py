@@ -467,6 +467,7 @@ TABLE: dict[str, dict[str, Kind]] = {
         "topk_length": INDEX | {"a negative count": VALUE, "more than k": VALUE},
         "scale": OPTIONAL_NUMBER,
         "return_lse": FLAG,
+        "gate": ROWS | {"another 16-bit dtype": TYPE},
         "out": FLOAT_OUT,
         "backend": BACKEND,
         "*": FLOAT_CALL,
@@ -493,6 +494,7 @@ TABLE: dict[str, dict[str, Kind]] = {
         "max_query_len, max_seq_len": OPTIONAL_COUNT,
         "scale": OPTIONAL_NUMBER,
         "return_lse": FLAG,
+        "gate": ROWS | {"another 16-bit dtype": TYPE},
         "out": FLOAT_OUT,
         "backend": but(BACKEND, "'reference'"),  # prefill rows take torch's own attention otherwise
         "*": FLOAT_CALL,
