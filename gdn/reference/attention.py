@@ -32,20 +32,10 @@ def query_positions(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int) 
 
 @inference_only
 def sparse_attention(
-    q: Tensor,
-    kv_cache: Tensor | tuple[Tensor, Tensor],
-    topk_indices: Tensor | None,
-    block_tables: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    *,
-    topk_length: Tensor | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    max_query_len: int | None = None,
-    gate: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, kv_cache: Tensor | tuple[Tensor, Tensor], topk_indices: Tensor | None, block_tables: Tensor,
+    query_start_loc: Tensor, seq_lens: Tensor, *, topk_length: Tensor | None = None, scale: float | None = None,
+    return_lse: bool = False, max_query_len: int | None = None, gate: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`gdn.sparse_attention`: o [tokens, heads, D], and lse [tokens, heads] float32 on request.
 
     topk_indices None: all positions.
@@ -96,17 +86,9 @@ def sparse_attention(
 
 @inference_only
 def attention(
-    q: Tensor,
-    kv_cache: Tensor | tuple[Tensor, Tensor],
-    block_tables: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float | None = None,
-    return_lse: bool = False,
-    gate: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, kv_cache: Tensor | tuple[Tensor, Tensor], block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, *,
+    scale: float | None = None, return_lse: bool = False, gate: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`gdn.attention`: J is all positions up to the query's own."""
     return sparse_attention(
         q, kv_cache, None, block_tables, query_start_loc, seq_lens, scale=scale, return_lse=return_lse, gate=gate, out=out

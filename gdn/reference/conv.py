@@ -14,20 +14,11 @@ from gdn.reference.modes import compute_dtype, inference_only, listed, ranges
 
 @inference_only
 def causal_conv1d_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    conv_states: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-    cache_indices: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-    activation: str | None = "silu",
-    checkpoint_offsets: Tensor | None = None,
-    checkpoint_slots: Tensor | None = None,
-    null_slot: int = -1,
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, conv_states: Tensor | None = None,
+    query_start_loc: Tensor | None = None, cache_indices: Tensor | None = None, has_initial_state: Tensor | None = None,
+    activation: str | None = "silu", checkpoint_offsets: Tensor | None = None, checkpoint_slots: Tensor | None = None,
+    null_slot: int = -1, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`gdn.causal_conv1d_fn`: packed prefill, x [tokens, dim]."""
     window = weight.shape[1] - 1
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -56,19 +47,10 @@ def causal_conv1d_fn(
 
 @inference_only
 def causal_conv1d_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = "silu",
-    *,
-    conv_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-    parent_token: Tensor | None = None,
-    null_slot: int = -1,
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = "silu", *,
+    conv_state_indices: Tensor | None = None, num_accepted_tokens: Tensor | None = None, query_start_loc: Tensor | None = None,
+    parent_token: Tensor | None = None, null_slot: int = -1, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`gdn.causal_conv1d_update`: decode, x [tokens, dim], [B, dim] or [B, dim, T]."""
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if query_start_loc is None:

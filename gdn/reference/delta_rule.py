@@ -22,31 +22,14 @@ L2_NORM_EPS = 1e-6  # added to the sum of squares
 
 @inference_only
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    head_first: bool = False,
-    *,
-    state_v_first: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    state_indices: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-    final_state_indices: Tensor | None = None,
-    checkpoint_offsets: Tensor | None = None,
-    checkpoint_slots: Tensor | None = None,
-    null_slot: int = -1,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None, head_first: bool = False, *, state_v_first: bool = False, use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False,
+    state_indices: Tensor | None = None, has_initial_state: Tensor | None = None, final_state_indices: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None, checkpoint_slots: Tensor | None = None, null_slot: int = -1,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`gdn.chunk_gated_delta_rule`, chunk by chunk of 64 tokens."""
     if head_first:
         raise ValueError("head_first: expected False, got True")
@@ -95,20 +78,10 @@ def chunk_gated_delta_rule(
 
 @inference_only
 def chunk_summary(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    state_v_first: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None, *, state_v_first: bool = False, use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`gdn.chunk_summary`: final states from zeros, and from the identity without values."""
     tokens = _Tokens(
         q, k, v, g, beta, None, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
@@ -131,32 +104,14 @@ def chunk_summary(
 
 @inference_only
 def fused_recurrent_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    inplace_final_state: bool | None = None,
-    cu_seqlens: Tensor | None = None,
-    ssm_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    *,
-    state_v_first: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    output_final_state: bool = True,
-    final_state_indices: Tensor | None = None,
-    disable_state_update: bool = False,
-    parent_token: Tensor | None = None,
-    rounding_seed: Tensor | None = None,
-    null_slot: int = -1,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, inplace_final_state: bool | None = None, cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None, num_accepted_tokens: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False, *,
+    state_v_first: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False, output_final_state: bool = True, final_state_indices: Tensor | None = None,
+    disable_state_update: bool = False, parent_token: Tensor | None = None, rounding_seed: Tensor | None = None,
+    null_slot: int = -1, out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`gdn.fused_recurrent_gated_delta_rule`, token by token."""
     tokens = _Tokens(
         q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel

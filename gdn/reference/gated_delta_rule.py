@@ -17,37 +17,15 @@ from gdn.reference.modes import inference_only, listed, ranges
 
 @inference_only
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    *,
-    cu_seqlens: Tensor,
-    lengths_host: Sequence[int] | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    inplace_final_state: bool | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    state_v_first: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    state_indices: Tensor | None = None,
-    ssm_state_indices: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-    final_state_indices: Tensor | None = None,
-    checkpoint_offsets: Tensor | None = None,
-    checkpoint_slots: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    parent_token: Tensor | None = None,
-    disable_state_update: bool = False,
-    rounding_seed: Tensor | None = None,
-    null_slot: int = -1,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None, *,
+    cu_seqlens: Tensor, lengths_host: Sequence[int] | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, inplace_final_state: bool | None = None, use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False, state_indices: Tensor | None = None, ssm_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None, final_state_indices: Tensor | None = None, checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None, num_accepted_tokens: Tensor | None = None, parent_token: Tensor | None = None,
+    disable_state_update: bool = False, rounding_seed: Tensor | None = None, null_slot: int = -1, out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`gdn.gated_delta_rule`."""
     indices = state_indices if state_indices is not None else ssm_state_indices
     count = cu_seqlens.numel() - 1

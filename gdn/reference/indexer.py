@@ -90,23 +90,10 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tens
 
 @inference_only
 def prepare_indexer(
-    q: Tensor,
-    k: Tensor | None,
-    weights: Tensor | None,
-    positions: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor | None,
-    cache: Tensor | None,
-    slot_mapping: Tensor | None,
-    *,
-    rotary_dim: int,
-    eps: float = 1e-6,
-    zero_centred: bool = True,
-    fp8: bool | None = None,
-    v: Tensor | None = None,
-    v_cache: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor | None, weights: Tensor | None, positions: Tensor, cos_sin: Tensor, q_norm: Tensor,
+    k_norm: Tensor | None, cache: Tensor | None, slot_mapping: Tensor | None, *, rotary_dim: int, eps: float = 1e-6,
+    zero_centred: bool = True, fp8: bool | None = None, v: Tensor | None = None, v_cache: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`gdn.prepare_indexer`. Norm and RoPE are float32; their result is rounded once to the dtype of q, before quantisation."""
     dim = q.shape[-1]
     q_rotated = rope(rms_norm(q, q_norm, eps, zero_centred), positions, cos_sin, rotary_dim).to(q.dtype).contiguous()
@@ -128,21 +115,9 @@ def prepare_indexer(
 
 @inference_only
 def compress_indexer_keys(
-    raw_k: Tensor,
-    ring: Tensor,
-    cache: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    k_norm: Tensor,
-    ring_slots: Tensor,
-    slot_mapping: Tensor,
-    *,
-    ratio: int = 4,
-    rotary_dim: int,
-    eps: float = 1e-6,
-    zero_centred: bool = True,
-    null_slot: int = -1,
-) -> None:
+    raw_k: Tensor, ring: Tensor, cache: Tensor, positions: Tensor, cos_sin: Tensor, k_norm: Tensor, ring_slots: Tensor,
+    slot_mapping: Tensor, *, ratio: int = 4, rotary_dim: int, eps: float = 1e-6, zero_centred: bool = True, null_slot: int = -1,
+) -> None:  # fmt: skip
     """`gdn.compress_indexer_keys`: the float32 mean of a group is rounded to the dtype of its raw keys before the norm."""
     if raw_k.dim() == 2:
         raw_k = raw_k[:, None]

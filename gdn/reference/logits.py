@@ -69,20 +69,10 @@ def key_range(starts: Tensor, ends: Tensor, num_keys: int) -> tuple[Tensor, Tens
 
 @inference_only
 def mqa_logits(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor | None,
-    cu_seqlen_ks: Tensor,
-    cu_seqlen_ke: Tensor,
-    *,
-    k_scale: Tensor | None = None,
-    scale: float = 1.0,
-    relu: bool = True,
-    max_seqlen_k: int | None = None,
-    clean_logits: bool = True,
-    out_dtype: torch.dtype = torch.float32,
-    out: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, weights: Tensor | None, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor, *, k_scale: Tensor | None = None,
+    scale: float = 1.0, relu: bool = True, max_seqlen_k: int | None = None, clean_logits: bool = True,
+    out_dtype: torch.dtype = torch.float32, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`gdn.mqa_logits`. Columns outside the ranges are -inf, with clean_logits=False too."""
     if k.dim() == 2:
         k = k[:, None]
@@ -149,19 +139,10 @@ def visible_lengths(context_lens: Tensor, batch: int, next_n: int, limit: int) -
 
 @inference_only
 def paged_mqa_logits(
-    q: Tensor,
-    cache: Tensor,
-    weights: Tensor | None,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    max_context_len: int,
-    *,
-    scale: float = 1.0,
-    relu: bool = True,
-    clean_logits: bool = True,
-    out_dtype: torch.dtype = torch.float32,
+    q: Tensor, cache: Tensor, weights: Tensor | None, context_lens: Tensor, block_tables: Tensor, max_context_len: int, *,
+    scale: float = 1.0, relu: bool = True, clean_logits: bool = True, out_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`gdn.paged_mqa_logits`; cache as `page_views`. Entries of block_tables after a sequence's last page may hold anything."""
     batch, next_n, num_heads, head_dim = q.shape
     values, scales = page_views(cache, head_dim)

@@ -13,35 +13,13 @@ from gdn.reference.steps import fused_gdn_gating, fused_qkvzba_split_reshape_cat
 
 @inference_only
 def fused_gdn_prefill(
-    mixed_qkv: Tensor,
-    z: Tensor | None,
-    b: Tensor,
-    a: Tensor | None,
-    conv_states: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    ssm_state: Tensor,
-    state_indices: Tensor,
-    *,
-    query_start_loc: Tensor,
-    has_initial_state: Tensor | None = None,
-    conv_bias: Tensor | None = None,
-    num_k_heads: int,
-    head_k_dim: int,
-    head_v_dim: int,
-    scale: float | None = None,
-    eps: float = 1e-6,
-    activation: str | None = "silu",
-    gate_activation: str = "silu",
-    projection_layout: str = "flat",
-    checkpoint_offsets: Tensor | None = None,
-    checkpoint_slots: Tensor | None = None,
-    state_v_first: bool = False,
-    null_slot: int = -1,
-    out: Tensor | None = None,
-) -> Tensor:
+    mixed_qkv: Tensor, z: Tensor | None, b: Tensor, a: Tensor | None, conv_states: Tensor, conv_weight: Tensor, A_log: Tensor,
+    dt_bias: Tensor, norm_weight: Tensor, ssm_state: Tensor, state_indices: Tensor, *, query_start_loc: Tensor,
+    has_initial_state: Tensor | None = None, conv_bias: Tensor | None = None, num_k_heads: int, head_k_dim: int, head_v_dim: int,
+    scale: float | None = None, eps: float = 1e-6, activation: str | None = "silu", gate_activation: str = "silu",
+    projection_layout: str = "flat", checkpoint_offsets: Tensor | None = None, checkpoint_slots: Tensor | None = None,
+    state_v_first: bool = False, null_slot: int = -1, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`gdn.fused_gdn_prefill`, as the composition of its steps; intermediate results have the dtype of mixed_qkv."""
     num_v_heads = A_log.shape[0]
     if projection_layout == "interleaved":

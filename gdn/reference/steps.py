@@ -76,34 +76,13 @@ def add_rms_norm(
 
 @inference_only
 def fused_gdn_decode(
-    mixed_qkv: Tensor,
-    z: Tensor | None,
-    b: Tensor | None,
-    a: Tensor | None,
-    conv_state: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    ssm_state: Tensor,
-    state_indices: Tensor,
-    *,
-    conv_bias: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    num_k_heads: int,
-    head_k_dim: int,
-    head_v_dim: int,
-    scale: float | None = None,
-    eps: float = 1e-6,
-    activation: str | None = "silu",
-    gate_activation: str = "silu",
-    projection_layout: str = "flat",
-    rounding_seed: Tensor | None = None,
-    state_v_first: bool = False,
-    null_slot: int = -1,
-    out: Tensor | None = None,
-) -> Tensor:
+    mixed_qkv: Tensor, z: Tensor | None, b: Tensor | None, a: Tensor | None, conv_state: Tensor, conv_weight: Tensor,
+    A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, ssm_state: Tensor, state_indices: Tensor, *,
+    conv_bias: Tensor | None = None, query_start_loc: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
+    num_k_heads: int, head_k_dim: int, head_v_dim: int, scale: float | None = None, eps: float = 1e-6,
+    activation: str | None = "silu", gate_activation: str = "silu", projection_layout: str = "flat",
+    rounding_seed: Tensor | None = None, state_v_first: bool = False, null_slot: int = -1, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`gdn.fused_gdn_decode`, as the composition of its steps; intermediate results have the dtype of mixed_qkv.
 
     A sequence that is padding in one step is padding in all of them.

@@ -79,22 +79,10 @@ def list_short_rows(picked: Tensor, lengths: Tensor) -> Tensor:
 
 @inference_only
 def indexer_topk(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor | None,
-    cu_seqlen_ks: Tensor,
-    cu_seqlen_ke: Tensor,
-    topk: int,
-    *,
-    k_scale: Tensor | None = None,
-    scale: float = 1.0,
-    relu: bool = True,
-    workspace_bytes: int | None = None,
-    max_seqlen_k: int | None = None,
-    ratio: int = 1,
-    positions: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, weights: Tensor | None, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor, topk: int, *,
+    k_scale: Tensor | None = None, scale: float = 1.0, relu: bool = True, workspace_bytes: int | None = None,
+    max_seqlen_k: int | None = None, ratio: int = 1, positions: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`gdn.indexer_topk`; all scores at once, whatever workspace_bytes says."""
     start, end = key_range(cu_seqlen_ks, cu_seqlen_ke, k.shape[0])
     lengths = end - start if max_seqlen_k is None else (end - start).clamp(max=max_seqlen_k)
@@ -106,21 +94,10 @@ def indexer_topk(
 
 @inference_only
 def paged_indexer_topk(
-    q: Tensor,
-    cache: Tensor,
-    weights: Tensor | None,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    topk: int,
-    *,
-    scale: float = 1.0,
-    relu: bool = True,
-    workspace_bytes: int | None = None,
-    max_context_len: int | None = None,
-    ratio: int = 1,
-    positions: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, cache: Tensor, weights: Tensor | None, context_lens: Tensor, block_tables: Tensor, topk: int, *,
+    scale: float = 1.0, relu: bool = True, workspace_bytes: int | None = None, max_context_len: int | None = None, ratio: int = 1,
+    positions: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`gdn.paged_indexer_topk`; all scores at once, whatever workspace_bytes says."""
     width = block_tables.shape[1] * cache.shape[1]
     width = width if max_context_len is None else min(width, max_context_len)
