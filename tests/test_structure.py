@@ -20,9 +20,12 @@ MOST_LINES = 120  # of a function, without signature, docstring and the function
 MOST_KERNEL_LINES = 200
 MOST_PARAMETERS = 10  # but of public operators, their references and their registered implementations
 MOST_METHODS = 25  # of a class, those of its bases among this project's classes too
-MOST_FAMILY_EDGES = 15
+MOST_FAMILY_EDGES = 12
+# Families that came with operators of their own after that limit, and what each may add: `common`, and the families that it runs.
+LATER_EDGES = {"attention": 1, "context": 1, "gdn_prefill": 4}
 # All Python outside of tests, in parts: layers, demo, attention, other operators and measurements that layers need, the fused
-# prefill step, the rest.
+# prefill step, the rest. The rest's 32,000 are the limit of the operators that were there before layers came; about 1,000 of
+# the lines then counted are in other parts now: demo, host_cost, sparse_attention and the reference of attention.
 # A part is the start of paths; a file belongs to the first part that it fits.
 MOST_PYTHON_LINES = {
     # Context parallel between its passes.
@@ -230,7 +233,9 @@ def _edges(package: str) -> set[tuple[str, str]]:
 def test_families_know_few_others(package: str) -> None:
     edges = _edges(package)
     assert edges, "no family imports another: the scan finds nothing"
-    assert len(edges) <= MOST_FAMILY_EDGES, sorted(edges)
+    counted = [edge for edge in edges if edge[0] not in LATER_EDGES]
+    assert len(counted) <= MOST_FAMILY_EDGES, sorted(counted)
+    assert all(len([edge for edge in edges if edge[0] == family]) <= most for family, most in LATER_EDGES.items())
     assert {edge for edge in edges if edge[1] != "common"} <= _RUNS_OTHERS
 
 

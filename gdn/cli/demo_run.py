@@ -21,7 +21,7 @@ from gdn.testing.timing import Limits
 
 PHASES = ("prefill", "verify", "decode")
 VERIFIED = 2  # speculative steps
-CHECKED_STEPS = 2  # decode steps whose calls are checked
+CHECKED_STEPS = 2  # decode steps whose calls are checked on a GPU; on a CPU all are
 BLOCK_SIZE = 64  # tokens of a cache block
 
 
@@ -68,9 +68,14 @@ class Plan:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     @property
+    def checked_steps(self) -> int:
+        """Decode steps whose calls are checked."""
+        return CHECKED_STEPS if self.device.type == "cuda" else self.steps
+
+    @property
     def sizes(self) -> EngineSizes:
         """Capacity of the engine: all prompts with everything that is generated."""
-        longest = max(self.lengths) + max(self.steps, CHECKED_STEPS) + VERIFIED * (1 + self.drafts) + 1
+        longest = max(self.lengths) + max(self.steps, self.checked_steps) + VERIFIED * (1 + self.drafts) + 1
         return EngineSizes(len(self.lengths), longest, BLOCK_SIZE, num_spec=self.drafts)
 
 
@@ -155,7 +160,7 @@ def run(
     prompts = [random_drafts(draw, plan.config.vocab_size, length) for length in plan.lengths]
     engine = Engine(make_model(plan, group), plan.sizes, use_graphs=False)
     checker = Checker(limits, on_row=on_row)
-    known = _checked(engine, checker, prompts, draw)
+    known = _checked(engine, checker, prompts, draw, plan.checked_steps)
     is_cuda = plan.device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(plan.device)
@@ -183,16 +188,19 @@ def can_capture(rows: Sequence[Row]) -> bool:
     return not any("reference" in row.backend for row in rows if row.phase != "prefill")
 
 
-def _checked(engine: Engine, checker: Checker, prompts: Sequence[Sequence[int]], draw: random.Random) -> list[list[int]]:
+def _checked(
+    engine: Engine, checker: Checker, prompts: Sequence[Sequence[int]], draw: random.Random, steps: int
+) -> list[list[int]]:
     """Runs every phase step by step and call by call, each call checked; returns the tokens of the streams."""
     most, vocab_size = engine.sizes.num_spec, engine.model.config.vocab_size
     with intercepting(checker):
         checker.phase = "prefill"
         engine.prefill(prompts)
         checker.phase = "decode"
-        engine.decode(CHECKED_STEPS)
+        engine.decode(steps)
         checker.phase = "verify"
-        engine.verify([random_drafts(draw, vocab_size, most - n % 2) for n in range(len(prompts))])
+        for _ in range(VERIFIED):
+            engine.verify([random_drafts(draw, vocab_size, most - n % 2) for n in range(len(prompts))])
     tokens = [stream.tokens for stream in engine.streams]
     engine.finish()
     return tokens

@@ -1,1 +1,5 @@
-"""The public operators: contract, validation, allocation, one call into the runtime."""
+"""The public operators: contract, validation, allocation, one call into the runtime.
+
+Checks of arguments: `_check` (shapes, dtypes, devices), `_kinds` (types, from annotations), `_values` (contents of tensors),
+`_overlap` (memory that arguments share); `_tensors` makes copies where a kernel needs another layout.
+"""

@@ -113,10 +113,12 @@ def test_switches_change_what_runs(
 
 
 @pytest.mark.usefixtures("much_memory")
-def test_eager_with_switches_of_attention(device: torch.device, demo: Demo) -> None:
-    """The 80B shapes without graphs."""
-    ran = demo("--eager", "--steps", "4", captured=False, VLLM_QSA_DECODE_ATTN_BACKEND="tilelang")
-    assert {"tilelang"} <= ran["sparse_attention"] <= {"tilelang", "cute"}
+@pytest.mark.parametrize("backend", ["tilelang", "cute", "reference"])
+def test_eager(device: torch.device, demo: Demo, backend: str) -> None:
+    """The 80B shapes without graphs, on each backend; attention of decode by the switch, which is above GDN_BACKEND."""
+    ran = demo("--eager", "--steps", "4", captured=False, GDN_BACKEND=backend, VLLM_QSA_DECODE_ATTN_BACKEND="tilelang")
+    assert {"tilelang"} <= ran["sparse_attention"] <= {"tilelang", "reference" if backend == "reference" else "cute"}
+    assert ran["fused_gdn_decode"] == {"reference" if backend == "reference" else "cute"}
 
 
 @pytest.mark.usefixtures("much_memory")

@@ -74,6 +74,12 @@ def test_splits_with_experts_and_an_indexer() -> None:
     run(*model_of(hf.build("qwen4_exp", 5)), [1, 61, 197], NUM_SPEC, seed=12, is_packaged=True)
 
 
+@pytest.mark.cover
+@pytest.mark.parametrize("first", range(1, LENGTH, 40))
+def test_more_splits_with_experts_and_an_indexer(first: int) -> None:
+    run(*model_of(hf.build("qwen4_exp", 5)), list(range(first, first + 40, 7)), NUM_SPEC, seed=first, is_packaged=True)
+
+
 @pytest.mark.parametrize("num_spec", [0, NUM_SPEC])
 def test_splits_with_the_metadata_of_the_package(hybrid: tuple[HybridModel, HybridConfig], num_spec: int) -> None:
     run(*hybrid, [1, 63, 180], num_spec, seed=13, is_packaged=True)

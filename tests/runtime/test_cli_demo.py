@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,35 @@ def test_it_says_what_it_runs(switch: Callable[..., env.Switches], fp8: str) -> 
     assert "prefill: 5 prompts of 37, 129, 64, 2, 20 tokens in one ragged batch" in text
     assert "2 steps of up to 3 drafts for each sequence; decode: 2 steps of one token" in text
     assert "KiB a token" in text and "tokens per second" in text
-    assert "68 calls (reference 67, torch 1), each checked against an independent computation in float64" in text
+    assert "84 calls (reference 83, torch 1), each checked against an independent computation in float64" in text
     assert "and the logits of 31 positions against the reference model, 0 wrong" in text
+
+
+def test_the_tiny_model_takes_less_than_20_seconds() -> None:
+    """CPU time of this process, which a busy machine does not lengthen."""
+    threads, before = torch.get_num_threads(), time.process_time()
+    try:
+        result = CliRunner().invoke(app.app, ["demo", "--device", "cpu"])
+    finally:
+        torch.set_num_threads(threads)
+    assert result.exit_code == 0, result.output
+    assert time.process_time() - before < 20
+
+
+def test_on_a_cpu_every_step_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decode and speculative step of the plan has its calls checked."""
+    taken: dict[str, int] = {"decode": 0, "verify": 0}
+    for phase in taken:
+        true = getattr(demo_run.Engine, phase)
+
+        def step(engine: Any, given: Any, phase: str = phase, true: Any = true) -> Any:
+            if engine.on_logits is None:  # not yet measured
+                taken[phase] += given if isinstance(given, int) else 1
+            return true(engine, given)
+
+        monkeypatch.setattr(demo_run.Engine, phase, step)
+    assert report(steps=5).passed
+    assert taken == {"decode": 5, "verify": demo_run.VERIFIED}
 
 
 @pytest.mark.parametrize(("config", "groups"), [(TINY, set()), (COMPRESSED, GROUPS)], ids=["token-wise", "compressed"])
