@@ -1,4 +1,4 @@
-"""Where a chunk is in the rings of buffers of a block.
+"""Place of a chunk in the rings of buffers of a block.
 
 In the fused kernel stages, buffers, halves and phases follow the count of chunks since the block began, over all of its work
 tiles; in a maker block of the four-SM form each set counts its own chunks.

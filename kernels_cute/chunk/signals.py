@@ -43,7 +43,7 @@ def await_count(address, count):
 
 @cute.jit
 def await_rows(spec, copies, item, step):
-    """Until all of a chunk's rows of q, k and v are there."""
+    """Waits until all of a chunk's rows of q, k and v are there."""
     valid = cutlass.min(item.live_length - step * CHUNK, CHUNK)
     count = (valid + (spec.row_tile - 1)) // spec.row_tile * spec.row_makers
     await_count(word_address(copies.rows_made, chunk_number(item.begin, item.sequence, step)), count)
@@ -52,7 +52,7 @@ def await_rows(spec, copies, item, step):
 
 @cute.jit
 def announce_outputs(spec, copies, item, step, in_flight: cutlass.Constexpr):
-    """Once this warp's outputs of a chunk are in memory; in_flight: of its bulk groups, those of later chunks."""
+    """Announces this warp's outputs of a chunk once they are in memory; in_flight: of its bulk groups, those of later chunks."""
     cute.arch.cp_async_bulk_wait_group(in_flight, read=False)
     cute.arch.sync_warp()
     number = chunk_number(item.begin, item.sequence, step)

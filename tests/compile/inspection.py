@@ -70,7 +70,7 @@ def inspect(module_name: str, problem: Problem, config: Any) -> Unread:
 
 @contextmanager
 def _recording(module_name: str, sizes: list[int]) -> Iterator[None]:
-    """While it lasts, every compilation appends its largest dynamic shared memory."""
+    """Makes every compilation append its largest dynamic shared memory."""
     if module_name.startswith("kernels_tl."):
         import tilelang as dsl
 

@@ -37,7 +37,7 @@ def dealing(threshold: int) -> Iterator[None]:
 
 
 def same(found: Tensor, wanted: Tensor) -> None:
-    """Within 1e-5 of the largest value."""
+    """Checks that values differ by at most 1e-5 of the largest one."""
     assert found.shape == wanted.shape and wanted.numel()
     assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max()), float((found - wanted).abs().max())
 

@@ -187,7 +187,7 @@ DECODES = {
 @pytest.mark.parametrize("backend", [*backends("gdn_decode"), "reference"])
 @pytest.mark.parametrize("name", DECODES)
 def test_fused_decode(name: str, backend: str, v_first: bool, device: torch.device) -> None:
-    """Through a, whose softplus is itself where it is large: by A_log, not all heads decay by the same."""
+    """Decay is strong through a, whose softplus is itself where it is large: by A_log, not all heads decay by the same."""
     case = replace(DECODES[name], v_first=v_first)
     if backend == "reference":  # it rounds what one step hands to the next to the dtype of its inputs
         case = replace(case, **dict.fromkeys(("dtype", "other_dtype", "weight_dtype", "conv_dtype"), torch.float32))

@@ -95,7 +95,7 @@ def _stages(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) ->
 
 
 def configs(problem: SparseDecodeProblem, device: DeviceSpec) -> list[Config]:
-    """For each shape of block the most stages, where the expected time is near the least."""
+    """Configurations whose expected time is near the least, with the most stages for each shape of block."""
     space = product(CLUSTERS_AT_ONCE, (1, 2, 4), (0,), (1, 2, 4), COPY_WARPS, (1, 2))
     found = [config for values in space if (config := _stages(problem, Config(*values), device)) is not None]
     expected = [_microseconds(problem, config, device) for config in found]
