@@ -13,8 +13,8 @@ PACKAGES = ("gdn", "kernels_tl", "kernels_cute", "autotune", "tests")
 # to the function's name, or a word for something that is named elsewhere.
 BEGINNING = re.compile(
     r"(Of|As|What|Whatever|Where|Which|Whichever|Who|Whoever|Whose|How|However|Why|When|While|Until|Once|If|Else|Everything"
-    r"|All that|Those|They|Their|Its|There|Here|Nobody|In|Into|Inside|Within|With|Without|From|By|To|On|For|Per|After|Before|Between"
-    r"|Around|Besides|Beyond|Through|Against|At (?!most|least)|Or|And|So|Also|Not|Never|Neither|Nor|Sometimes|Afterwards)\b"
+    r"|All that|Those|They|Their|Its|There|Here|Nobody|In|Into|Inside|Within|With|Without|From|By|To|On|For|Per|After|Before"
+    r"|Between|Around|Besides|Beyond|Through|Against|At (?!most|least)|Or|And|So|Also|Not|Never|Neither|Nor)\b"
 )
 SENTENCE = re.compile(r"(?:^|[.?!] |\n\s*)Of [\w`]")  # an inversion that one reads twice
 # "after", "next to".

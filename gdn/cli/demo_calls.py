@@ -141,7 +141,7 @@ def _error(pair: Pair) -> float:
 
 
 def _time(function: Callable[..., Any], arguments: dict[str, Any], num_bytes: int) -> float:
-    """Microseconds of one call; where it is small, on copies of its tensors in turn, so that none is in the L2 cache."""
+    """Microseconds of one call; where it is small, cycling through copies of its tensors, so that none is in the L2 cache."""
     copies = copies_beyond_l2(num_bytes, H100.l2_bytes, most=32)
     names = tuple(arguments) if copies > 1 else _WRITTEN
     return time_us(*[functools.partial(function, **_private(arguments, names)) for _ in range(copies)])

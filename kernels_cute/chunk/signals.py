@@ -4,8 +4,8 @@ read here, and one that reads the outputs while others are made.
 Chunk j of sequence n has the number begin(n) / CHUNK + n + j (unique, whatever the lengths).
     rows_made       [chunks] parts of a chunk's rows that are written: each of its tiles of `row_tile` rows by `row_makers` blocks
     outputs_done    [chunks, heads] blocks that have stored their V columns of a chunk's outputs
-Words are zero when either kernel begins. A writer's rows are seen by whoever has acquired its word; copies of the other proxy
-follow an acquire by a fence.
+Words are zero when either kernel begins. A writer's rows are seen by any thread that has acquired its word; copies of the other
+proxy follow an acquire by a fence.
 """
 
 import cutlass

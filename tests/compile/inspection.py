@@ -1,6 +1,6 @@
 """Compiles one kernel variant and reads its machine code; runs in worker processes.
 
-Dynamic shared memory is an argument of the launch and stands in no cubin. It is read from what the DSLs' compilers were
+Dynamic shared memory is an argument of the launch and is in no cubin. It is read from what the DSLs' compilers were
 given and made: TileLang's device module, and the host code of the CuTe DSL.
 """
 

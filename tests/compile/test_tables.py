@@ -267,7 +267,7 @@ def test_tiles_serve_every_problem_that_they_were_not_measured_on(path: Path) ->
 
 @pytest.mark.parametrize("path", [path for path in TABLES if path.stem == "gating.cute"], ids=lambda path: path.parent.name)
 def test_restamp_compares_machine_code(path: Path, tmp_path: Path) -> None:
-    """The machine code that a table records is what its entries compile to; another one is told from it."""
+    """The machine code that a table records is what its entries compile to; another one is distinguished from it."""
     kernel, table = _kernel(path), tuned.read(path)
     entries = [entry for group in table.groups for entry in group.entries]
     for entry in entries:

@@ -39,7 +39,7 @@ class Case:
 
 
 def cases(size: int) -> dict[str, Case]:
-    """The cases for so many ranks."""
+    """The cases for this number of ranks."""
     short = [300, 65, 130, 64][-size:]
     return {
         "one sequence": Case([split_tokens(9000, size)]),

@@ -2,7 +2,7 @@
 
 Judged too: a tool that slows a kernel down a hundredfold shows hazards that a fast run hides. Where an oracle runs token by
 token, it does so on the CPU, where the tool does not see it. Most calls are those of the other tests, at their small sizes,
-with what stands around their tensors.
+with what is around their tensors.
 """
 
 import sys

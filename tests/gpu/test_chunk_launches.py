@@ -52,7 +52,7 @@ def test_checkpoints(index_dtype: str, cluster: int, device: torch.device, monke
 def test_norms_of_all_sizes(
     dtype: str, cluster: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
-    """Neighbouring keys up to a thousandfold apart: where the inverse is rounded, norms stand at its rows and at its columns."""
+    """Neighbouring keys up to a thousandfold apart: where the inverse is rounded, norms are at its rows and at its columns."""
     force(split_chunks=0, cluster_size=cluster)
     problem = chunk_problem(**cases.MAIN | {"dtype": dtype}, has_mask=True)
     arguments = arguments_of(problem, device, **RAGGED)

@@ -564,7 +564,7 @@ def test_expand(tokens: int, k: int, ratio: int, index: torch.dtype, device: tor
 
 
 def test_a_graph_replays_with_changed_contents(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured once, every step in turn; positions, slots, lengths, tables and values change between replays."""
+    """Captured once, one step after the other; positions, slots, lengths, tables and values change between replays."""
     first, second = call_of(Case(tokens=64)), call_of(Case(tokens=64))
     for name in ("q", "k", "weights"):
         second[name].copy_(second[name].flip(0))

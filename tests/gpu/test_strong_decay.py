@@ -31,8 +31,8 @@ from tests.gpu.twins import copy_of
 
 pytestmark = pytest.mark.gpu
 
-STRENGTHS = (-1e3, -1e4, -1e6, -torch.inf)  # of the state heads, in turn
-PATTERNS = {  # of the sequences, in turn: which tokens forget
+STRENGTHS = (-1e3, -1e4, -1e6, -torch.inf)  # of the state heads, cyclically
+PATTERNS = {  # of the sequences, cyclically: which tokens forget
     "every third": lambda t: t % 3 == 1,
     "one of a chunk": lambda t: t % 64 == 20,
     "first of a chunk": lambda t: t % 64 == 0,

@@ -257,7 +257,7 @@ def test_groups_are_listed_by_the_selection(stand_in, ratio):
 
 
 def test_rows_that_see_few_keys_are_not_scored(stand_in, monkeypatch):
-    """The logits are told so, and the selection lists them; where no row can see more, nothing is scored."""
+    """The logits know of it, and the selection lists them; where no row can see more, nothing is scored."""
     problem = MqaLogitsProblem(4, 1, 64, "float8_e4m3fn", True, None, True, False, "float32", False, 6, 75, 75)
     inputs = make_mqa_inputs(problem)
     starts = torch.tensor([3, -9, 0, 70, 20, 50])

@@ -31,7 +31,7 @@ launch, workspace_bytes = build.launch, build.no_workspace
 ENTRY = "gdn_cute_sparse_attention_decode"
 HEAD_DIMS = (128, 256)
 MOST_GROUP = 16  # query heads of a key head: two math warps share its tiles
-# Clusters of so many blocks that are on the device at once, with one block an SM: SMs are in groups of 16 to 18 (H100).
+# Blocks of a cluster -> clusters that are on the device at once, with one block an SM: SMs are in groups of 16 to 18 (H100).
 CLUSTERS_AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 14, 16: 7}
 MOST_STAGES = 16
 NEAR = 1.15  # times the least expected time: what the tuner measures
