@@ -28,7 +28,7 @@ _BF16: dict[str, Any] = {"dtype": "bfloat16", "has_k_scale": False}
 
 
 def calls(count: int, seed: int = 0) -> list[Shape]:
-    """The same calls for the same seed, of the operators in turn; more calls of a seed begin with the fewer."""
+    """The same calls for the same seed, cycling through the operators; more calls of a seed begin with the fewer."""
     streams = [_distinct(_STREAMS[op](Random(f"{op} {seed}"))) for op in OPERATORS]
     in_turn = itertools.chain.from_iterable(zip(*streams, strict=True))
     return list(itertools.islice(in_turn, count))

@@ -108,7 +108,7 @@ def compile_all(
 
 
 def judge(question: Question, timer: Timer, failure: str | None = None) -> Verdict:
-    """Times a call's kernels in turn, and once more where the chosen one seems too slow, which may be noise.
+    """Times a call's kernels, interleaved, and once more where the chosen one seems too slow, which may be noise.
 
     failure: reason why they cannot be timed, if any.
     """

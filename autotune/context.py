@@ -77,7 +77,7 @@ class Row:
 
 
 def measure(ranks: int, job: Job) -> list[float]:
-    """Microseconds of a call of each form, over so many ranks of this machine.
+    """Microseconds of a call of each form, over this number of ranks of this machine.
 
     Raises
     ------

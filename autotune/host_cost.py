@@ -63,7 +63,7 @@ class _Same(Mapping[str, Any]):
 
 @contextlib.contextmanager
 def without_device(kernel: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Inside, the CPU counts as an H100 whose kernels do nothing: what they should have written is never read.
+    """Presents the CPU as an H100 whose kernels do nothing: what they should have written is never read.
 
     kernel: in the place of every compiled function; None = a function of tvm-ffi.
     """

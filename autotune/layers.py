@@ -4,7 +4,7 @@
     on the host   from the call of `GatedDeltaNet.forward` until its return; next to torch's time for its two projections alone
 
 A captured layer is one of a stack of layers with weights and caches of their own, more than the L2 cache holds, in one graph.
-Its projections are a second graph, each of its kernels another; all are sampled in turns.
+Its projections are a second graph, each of its kernels another; all are sampled alternately.
 """
 
 import platform
@@ -163,7 +163,7 @@ def _in_turn(calls: Sequence[Call]) -> None:
 
 
 def _interleaved_us(name: str, candidates: Sequence[Sequence[Call]]) -> list[float]:
-    """Median time of a call of each candidate, in graphs, sampled in turns."""
+    """Median time of a call of each candidate, in graphs, sampled alternately."""
     timed = [timing.Timed([partial(_in_turn, [call]) for call in calls]) for calls in candidates]
     if not all(one.captured for one in timed):
         raise RuntimeError(f"{name}: a call cannot be captured")
@@ -174,7 +174,7 @@ def _interleaved_us(name: str, candidates: Sequence[Sequence[Call]]) -> list[flo
 @torch.inference_mode()
 def on_host(stack: Stack, loops: int = HOST_LOOPS, calls: int = HOST_CALLS, warm_s: float = HOST_WARM_S) -> OnHost:
     """Times `forward` of a stack's first Gated DeltaNet layer on the host, with its projections and without `nn.Module.__call__`,
-    and in turns with it the two projections alone."""
+    and alternately with it the two projections alone."""
     layer, states, device = stack.layers[0].linear_attn, stack.caches.gdn, stack.hidden_states.device
     arguments = (stack.hidden_states, stack.step.gdn, states.conv_states[0], states.ssm_states[0])
     weights = layer.in_proj, layer.out_proj

@@ -87,7 +87,7 @@ def make_step(
 
 @torch.inference_mode()
 def measure(decodes: int, prompt: int, device: torch.device, config: HybridConfig) -> dict[str, float]:
-    """Microseconds of every way, sampled in turns."""
+    """Microseconds of every way, sampled alternately."""
     calls = ways(make_step(decodes, prompt, device, config))
     return dict(zip(calls, timing.interleaved_us([[call] for call in calls.values()]), strict=True))
 

@@ -99,7 +99,7 @@ def keys_first(chunk: Callable[..., Any], x: Operands, norm: bool, cu_seqlens: t
 def timed(same: Sequence[Peer]) -> Callable[[], float]:
     """A function that measures microseconds of a call, like the calls of this project.
 
-    same: one way of calling a library, on several sets of inputs that are taken in turn.
+    same: one way of calling a library, on several sets of inputs that are taken cyclically.
     """
     calls = [peer.call for peer in same]
     with torch.no_grad():

@@ -149,7 +149,7 @@ def _fla_conv(x: Step) -> Peer:
 
 
 def _fla_norm(x: Step) -> Peer:
-    """On rows of a head, and z without gaps if the call does not make it so."""
+    """Norm on rows of a head, and z without gaps if the call does not make it so."""
     given, p = x.given, x.problem
     norm = importlib.import_module(_NORM_MODULE).rms_norm_gated
     o = x.rows[:, x.parts[2]].unflatten(1, (p.num_v_heads, p.head_v_dim)).contiguous()
@@ -181,7 +181,7 @@ def _flashinfer(x: Step) -> list[Peer]:
 
 
 def _chunk_alone(library: str, x: Step) -> list[Peer]:
-    """On gathered states, which the time leaves out."""
+    """Chunk step on gathered states, which the time leaves out."""
     found = peers.ways(library, *chunk_of(x))
     return [replace(one, step="chunk") for one in found if one.norm]
 

@@ -1,7 +1,7 @@
 """Times of decode over tensor-parallel ranks (`autotune ranks`): a process for each GPU, with NCCL between them.
 
 A step is that of the demo's engine: embedding, layers with their MLPs, head and greedy choice in one graph, replayed on the same
-tokens. All ranks replay together, so the first one's clock stands for all.
+tokens. All ranks replay together, so the first one's clock is that of all.
 """
 
 import json
@@ -62,7 +62,7 @@ class Job:
 
 
 def measure(ranks: int, job: Job) -> dict[int, float]:
-    """Microseconds of a step by batch, over so many ranks of this machine.
+    """Microseconds of a step by batch, over this number of ranks of this machine.
 
     Raises
     ------

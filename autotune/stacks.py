@@ -45,7 +45,7 @@ class Stack:
 
 
 def shaped(config: HybridConfig, kind: str, layers: int, **changes: Any) -> HybridConfig:
-    """The configuration with so many layers of one kind and a plain residual stream; `Stack` leaves out the MLPs."""
+    """The configuration with `layers` layers of one kind and a plain residual stream; `Stack` leaves out the MLPs."""
     changes |= {"layer_types": (kind,) * layers, "num_hidden_layers": layers, "residual": "plain"}
     return replace(config, num_experts=0, intermediate_size=1, **changes)
 

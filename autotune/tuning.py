@@ -1,4 +1,4 @@
-"""Search for a kernel's fastest configuration per shape: compile, check, time, then time the best again in turn."""
+"""Search for a kernel's fastest configuration per shape: compile, check, time, then time the best again, interleaved."""
 
 import importlib
 import json
@@ -218,7 +218,7 @@ class Winner:
     config: Any
     time_us: float
     error: float
-    default_us: float | None  # time of the analytic choice, in turn with the winner; None where it did not run
+    default_us: float | None  # time of the analytic choice, interleaved with the winner; None where it did not run
 
 
 def search(

@@ -113,12 +113,12 @@ def columns_of_warp(head_v_dim: int, tiles: Tiles) -> int:
 
 
 def reads_lines(head_k_dim: int, head_v_dim: int, tiles: Tiles) -> bool:
-    """Whether, K first, warps read as many columns as `k_warps` wants, and no more warps share them than is worth it."""
+    """Whether K-first warps read as many columns as `k_warps` wants, and no more warps share them than is worth it."""
     return columns_of_warp(head_v_dim, tiles) >= min(_COLUMNS_OF_WARP, head_v_dim) and _adds_few(head_k_dim, head_v_dim, tiles)
 
 
 def _adds_few(head_k_dim: int, head_v_dim: int, tiles: Tiles) -> bool:
-    """Whether, K first, at most four warps (eight of the largest heads) share columns. More lost: each held less state."""
+    """Whether at most four K-first warps (eight of the largest heads) share columns. More lost: each held less state."""
     return k_warps(False, head_v_dim, tiles) <= max(4, head_k_dim // 32)
 
 
@@ -155,8 +155,8 @@ def _registers(problem: RecurrentProblem, config: Config) -> int:
 def _most_resident(
     problem: RecurrentProblem, shapes: Iterable[tuple[int, int, int]], device: DeviceSpec, prefetches: bool = True
 ) -> list[Config]:
-    """For each (threads, threads a column, columns a thread) the configuration with the tightest cap on registers that the
-    estimate allows, if any."""
+    """Configurations with the tightest cap on registers that the estimate allows, if any, one for each (threads, threads a
+    column, columns a thread)."""
     space = [[Config(*shape, least, prefetches) for least in _MIN_THREADS_PER_SM] for shape in shapes]
     found = [next((config for config in some if fits(problem, config, device)), None) for some in space]
     return [config for config in found if config is not None]
@@ -244,7 +244,7 @@ def _that_read_lines(problem: RecurrentProblem, device: DeviceSpec, space: list[
 
 
 def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
-    """Without a prefetch where there is no next token and the whole state is then on the device at once, or where K first reads
+    """Chooses no prefetch where there is no next token and the whole state is then on the device at once, or where K first reads
     wider, as it does with drafts too."""
     if is_single(problem):
         config = _choice(problem, device, prefetches=False)

@@ -24,7 +24,7 @@ def test_the_first_blocks_are_the_demo_and_the_tests() -> None:
 
 
 def test_the_examples_run() -> None:
-    """In order, in one scope, on the CPU: prefill and decode write the slots of their sequences, the indexer selects."""
+    """Examples run in order, in one scope, on the CPU: prefill and decode write their sequences' slots, the indexer selects."""
     prefill, decode, indexer = [text.replace('"cuda"', '"cpu"') for language, text in BLOCKS if language == "python"]
     scope: dict[str, Any] = {}
     exec(prefill, scope)
@@ -46,7 +46,7 @@ def test_it_is_short() -> None:
 
 
 def test_the_files_that_it_names_exist() -> None:
-    """And so do the functions that it names in them."""
+    """The functions that it names in them exist too."""
     named = set(re.findall(r"`((?:gdn|autotune|tests|kernels_\w+)/[\w./]*)`", README)) | set(
         re.findall(r"\]\((gdn/[^)]+)\)", README)
     )

@@ -9,8 +9,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gdn", "kernels_tl", "kernels_cute", "autotune", "tests")
-# A docstring begins with a verb or a noun phrase.
-BEGINNING = re.compile(r"(Of|As|What)\b")
+# A docstring begins with a verb or a noun phrase that names the thing: not with a subordinate clause, a preposition that belongs
+# to the function's name, or a word for something that is named elsewhere.
+BEGINNING = re.compile(
+    r"(Of|As|What|Whatever|Where|Which|Whichever|Who|Whoever|Whose|How|However|Why|When|While|Until|Once|If|Else|Everything"
+    r"|All that|Those|They|Their|Its|There|Here|Nobody|In|Into|Inside|Within|With|Without|From|By|To|On|For|Per|After|Before"
+    r"|Between|Around|Besides|Beyond|Through|Against|At (?!most|least)|Or|And|So|Also|Not|Never|Neither|Nor)\b"
+)
 SENTENCE = re.compile(r"(?:^|[.?!] |\n\s*)Of [\w`]")  # an inversion that one reads twice
 # "after", "next to".
 PLACE = re.compile(r"\b(behind|beside)\b", re.IGNORECASE)
@@ -51,6 +56,18 @@ def test_words() -> None:
 
 
 def test_faults_are_found() -> None:
+    bad = (
+        "What it is",
+        "Where it is",
+        "Which rows",
+        "Those of a",
+        "How they lie",
+        "Everything known",
+        "In this context",
+        "At a time",
+    )
+    good = ("Whether it is", "Rows that", "At most two", "All rows", "Asks", "Inputs", "Forms", "Whole rows")
+    assert [text for text in (*bad, *good) if BEGINNING.match(text)] == list(bad)
     source = '"""What it is.\n\nOf two, the first."""\n# It comes behind.\nx = 1  # Of x\n'
     assert len(list(_faults("bad.py", source))) == 4
     assert len(list(_faults("bad.md", "It is after.\n| Of all rows | beside |\n"))) == 2

@@ -89,7 +89,7 @@ class Case(Protocol):
 
 
 def no_flops(shape: Shape) -> int:
-    """For operators without tensor-core work: their floor is the bytes that they move."""
+    """Zero, for operators without tensor-core work: their floor is the bytes that they move."""
     return 0
 
 

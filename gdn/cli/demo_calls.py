@@ -26,7 +26,7 @@ _WRITTEN = ("out", "initial_state", "conv_states", "conv_state", "ssm_state", "c
 
 @contextlib.contextmanager
 def intercepting(handler: Handler) -> Iterator[None]:
-    """In this context, a call of an operator as `gdn.<name>` becomes handler(name, the operator, arguments by name).
+    """Replaces every call of an operator as `gdn.<name>` by handler(name, the operator, arguments by name).
 
     `gdn.layers` calls every operator in this way, so the handler sees all calls of a model, and of the parts of composed
     operators none.
@@ -54,7 +54,7 @@ def intercepting(handler: Handler) -> Iterator[None]:
 
 
 def on_reference() -> contextlib.AbstractContextManager[None]:
-    """In this context, every operator runs the reference, whatever the switches say."""
+    """Runs every operator on the reference, whatever the switches say."""
     return intercepting(lambda name, function, arguments: function(**{**arguments, "backend": "reference"}))
 
 
@@ -141,7 +141,7 @@ def _error(pair: Pair) -> float:
 
 
 def _time(function: Callable[..., Any], arguments: dict[str, Any], num_bytes: int) -> float:
-    """Microseconds of one call; where it is small, on copies of its tensors in turn, so that none is in the L2 cache."""
+    """Microseconds of one call; where it is small, cycling through copies of its tensors, so that none is in the L2 cache."""
     copies = copies_beyond_l2(num_bytes, H100.l2_bytes, most=32)
     names = tuple(arguments) if copies > 1 else _WRITTEN
     return time_us(*[functools.partial(function, **_private(arguments, names)) for _ in range(copies)])

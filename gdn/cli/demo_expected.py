@@ -68,7 +68,7 @@ def _often(x: Tensor) -> float:
 
 
 def pairs(call: Call) -> Pairs:
-    """Everything that the call returned or updated, with its expected content."""
+    """Values that the call returned or updated, each with its expected content."""
     return _EXPECTED[call.operator](call, call.before)
 
 

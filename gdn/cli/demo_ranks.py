@@ -50,7 +50,7 @@ def join(device: torch.device, timeout: timedelta, **where: Any) -> dist.Process
 
 @contextlib.contextmanager
 def joined(ranks: int, device: torch.device) -> Iterator[dist.ProcessGroup | None]:
-    """Group of so many ranks, which torchrun started, NCCL on GPUs and gloo on CPUs; None where this process is alone."""
+    """Group of this number of ranks, which torchrun started, NCCL on GPUs and gloo on CPUs; None where this process is alone."""
     if not are_launched():
         yield None
         return

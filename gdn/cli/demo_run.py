@@ -106,7 +106,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that the demo found."""
+    """Findings of the demo."""
 
     rows: list[Row]
     speeds: list[Speed]

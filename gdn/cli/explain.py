@@ -72,7 +72,7 @@ class Part:
         return "\n".join([str(self.choice), *notes, f"  problem: {self.problem}"])
 
     def as_data(self) -> dict[str, Any]:
-        """For JSON, under the names of `gdn.explain`'s result."""
+        """Data for JSON, under the names of `gdn.explain`'s result."""
         one = self.problem
         problem = {"op": one.op, **one.static_fields(), **one.sizes()}
         return {

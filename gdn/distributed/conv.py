@@ -158,7 +158,7 @@ def _last_columns(x: Tensor, offsets: Tensor, width: int) -> Tensor:
 
 
 def _slide(window: Tensor, tail: Tensor, columns: Tensor) -> Tensor:
-    """The window [N, dim, w - 1] after so many more columns, the right ones of `tail`."""
+    """The window [N, dim, w - 1] after `columns` more columns, the right ones of `tail`."""
     width = window.shape[2]
     at = torch.arange(width, device=window.device)
     is_new = at >= width - columns[:, None]

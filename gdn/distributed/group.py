@@ -93,7 +93,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def refusing(self, *tensors: object) -> Iterator[None]:
-        """Around the checks of a rank's own arguments: where they raise, the other ranks' next `agree` raises too.
+        """Guards the checks of a rank's own arguments: where they raise, the other ranks' next `agree` raises too.
 
         So no rank waits for one that has refused its call, where `agree` runs at all. tensors: arguments, for their device.
         """

@@ -1,4 +1,4 @@
-"""How many tokens of a sequence each rank should hold, and which query rows."""
+"""Number of tokens of a sequence that each rank should hold, and its query rows."""
 
 from gdn.ops._check import bad_value
 from gdn.reference.context import CHUNK

@@ -7,7 +7,7 @@ from gdn.reference import context as reference
 
 
 class Slots:
-    """Where the sequences of a call live in a pool.
+    """Locations of a call's sequences in a pool.
 
     Parameters
     ----------
@@ -49,5 +49,5 @@ class Slots:
 
 
 def live(indices: Tensor | None, null_slot: int, count: int, device: torch.device) -> Tensor:
-    """Which sequences [N] are not padding."""
+    """Mask [N] of the sequences that are not padding."""
     return torch.ones(count, dtype=torch.bool, device=device) if indices is None else indices[:count] > null_slot

@@ -197,7 +197,7 @@ class GatedDeltaNet(nn.Module):
     def _continue(
         self, projected: Tensor, pools: tuple[Tensor, Tensor], slots: Tensor, offsets: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """Everything between the projections for prompt chunks: in one operator where it has a kernel for the head dims."""
+        """Runs all steps between the projections for prompt chunks: one operator where it has a kernel for the head dims."""
         if not self.has_fused_prefill:
             return self._continue_apart(projected, pools, slots, offsets, options)
         parameters: dict[str, Any] = self._parameters

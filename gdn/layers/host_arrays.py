@@ -25,7 +25,7 @@ def at_least(name: str, value: Any, least: int) -> None:
 
 
 def check_rank(cp_rank: int, cp_size: int) -> None:
-    """Raises TypeError or ValueError, named after the argument, where this is no rank of so many."""
+    """Raises TypeError or ValueError, named after the argument, where `cp_rank` is no rank of `cp_size`."""
     at_least("cp_size", cp_size, 1)
     at_least("cp_rank", cp_rank, 0)
     if cp_rank >= cp_size:

@@ -68,7 +68,7 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class ContextParts:
-    """How the packed rows of a step lie on the context-parallel ranks: all have the first ones, and each the next of the others.
+    """Layout of a step's packed rows on the context-parallel ranks: all have the first ones, and each the next of the others.
 
     Parameters
     ----------
@@ -198,7 +198,7 @@ class ContextParallel:
             self.ranks.agree(rows.device, {f"{what} rows (a checksum of them)": zlib.crc32(repr(numbers).encode())})
 
     def refusing(self, rows: Tensor) -> AbstractContextManager[None]:
-        """Around checks of a rank's arguments, as `Ranks.refusing`."""
+        """Guards checks of a rank's arguments, as `Ranks.refusing` does."""
         return nullcontext() if self.ranks is None else self.ranks.refusing(rows)
 
     def agree(self, choice: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Recorded(NamedTuple):
 
 
 class _Origins(NamedTuple):
-    """Where the values of a launch and the results of its call come from."""
+    """Origins of a launch's values and of the results of its call."""
 
     places: list[int]  # of each value and result in [*tensors, *created, *constants, *views]
     makers: tuple[tuple[Callable[..., Tensor], tuple[int, ...]], ...]  # of the created tensors, with the places of their sources

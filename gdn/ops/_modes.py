@@ -26,7 +26,7 @@ def has_memory() -> bool:
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """In this context and thread, operators return results of the right shapes and launch nothing."""
+    """Makes operators in this context and thread return results of the right shapes and launch nothing."""
     token = _tracing.set(True)
     try:
         yield

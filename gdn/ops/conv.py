@@ -41,7 +41,7 @@ def causal_conv1d_fn(
     ----------
     x : Tensor [tokens, dim]
         Inputs, channels last; any float dtype. A last dimension that is not contiguous is copied, logged once. (Other packages
-        take [dim, tokens]; where both sizes are equal, such a call cannot be told from a correct one.)
+        take [dim, tokens]; where both sizes are equal, such a call cannot be distinguished from a correct one.)
     weight, bias : Tensor [dim, w], Tensor [dim] or None
         Filter, w >= 2 (weight[:, -1] multiplies the current token), and bias; any float dtypes.
     conv_states : Tensor [slots, dim, columns >= w - 1], optional
@@ -295,7 +295,7 @@ def problem_of(
     query_start_loc: Tensor | None, count: int, index_dtype: torch.dtype | None, *, has_mask: bool = False,
     checkpoint_dtype: torch.dtype | None = None,
 ) -> Conv1dProblem:  # fmt: skip
-    """The problem of a call of `causal_conv1d_fn` with so many sequences."""
+    """The problem of a call of `causal_conv1d_fn` with this number of sequences."""
     return Conv1dProblem(
         **_static_fields(x, weight, bias, activation, conv_states, index_dtype),
         cu_seqlens_dtype="int32" if query_start_loc is None else dtype_name(query_start_loc.dtype),

@@ -87,7 +87,7 @@ class Rows(NamedTuple):
     list_short: bool = False  # rows of at most k columns list all of them, and are not read
     num_keys: int | None = None  # keys that starts and ends refer to; column 0 of a row is then its first key
     drafts: int = 1  # rows per entry of ends [rows / drafts], the end of the last of them; each row before has one column less
-    # Above 1 columns are groups of so many tokens, and their tokens are listed, as by `expand_topk_groups`.
+    # Above 1 columns are groups of `ratio` tokens, and their tokens are listed, as by `expand_topk_groups`.
     ratio: int = 1
     positions: Tensor | None = None  # [rows] with a ratio above 1
 

@@ -15,7 +15,7 @@ from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, siz
 
 @dataclass(frozen=True)
 class ContextPartsProblem(Problem, op="context_parts"):
-    """Where the segments of a rank's sequences begin, their rows of states, and which sequences have tokens."""
+    """Starts of the segments of a rank's sequences, their rows of states, and a mask of the sequences with tokens."""
 
     sum_dtype: str = field(metadata=TUNES)  # of the message: float32 (float64 on the reference)
     cu_seqlens_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = rows of one length

@@ -59,7 +59,7 @@ class DeltaRuleProblem(Problem):
 
 
 def unserved_dtypes(problem: DeltaRuleProblem) -> str | None:
-    """In a refusal's words, what kernels of 16-bit tokens cannot take; None: nothing."""
+    """Part of a refusal that names what kernels of 16-bit tokens cannot take; None: nothing."""
     if problem.dtype not in ("bfloat16", "float16"):
         return f"requires q, k, v of bfloat16 or float16, got {problem.dtype}"
     if problem.state_dtype not in ("float32", "bfloat16"):

@@ -25,7 +25,7 @@ def fused_gdn_gating(
 def fused_qkvzba_split_reshape_cat(
     mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per key-head group [q | k | v (r heads) | z (r heads)] and [b (r) | a (r)] -> mixed_qkv, z, b, a: new tensors."""
+    """Splits [q | k | v (r heads) | z (r heads)] and [b (r) | a (r)] per key-head group into mixed_qkv, z, b, a: new tensors."""
     ratio = num_heads_v // num_heads_qk
     length = mixed_qkvz.shape[0]
     groups = mixed_qkvz.reshape(length, num_heads_qk, mixed_qkvz.shape[1] // num_heads_qk)

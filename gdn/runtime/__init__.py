@@ -1,4 +1,4 @@
-"""From a problem to a kernel that can be launched: `prepare`.
+"""Turns a problem into a kernel that can be launched: `prepare`.
 
 Switches (env) -> backend (registry, select) -> tiles (tuned tables, or the kernel's default) -> compiled kernel.
 """
@@ -134,7 +134,7 @@ is_explaining = _explaining.get  # not a Python function, since every eager call
 
 @contextlib.contextmanager
 def _within(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
-    """In this context and thread, the variable has this value."""
+    """Gives the variable this value in this context and thread."""
     token = variable.set(value)
     try:
         yield value
@@ -143,18 +143,18 @@ def _within(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
 
 
 def explaining() -> contextlib.AbstractContextManager[Asked]:
-    """Inside, `prepare` records its choice, and returns a launch that does nothing."""
+    """Makes `prepare` record its choice and return a launch that does nothing."""
     return _within(_explaining, Asked())
 
 
 def record(choice: Choice) -> None:
-    """Inside `explaining()`, records a part that no kernel of this package runs."""
+    """Records a part that no kernel of this package runs, inside `explaining()`."""
     if (asked := _explaining.get()) is not None:
         asked.answers.append((choice, None))
 
 
 def ordering(switch: str | None) -> contextlib.AbstractContextManager[None]:
-    """Inside, the `backend` of `prepare` comes from this switch; None = from the argument."""
+    """Takes the `backend` of `prepare` from this switch; None = from the argument."""
     return _within(_ordered_by, switch)
 
 

@@ -118,7 +118,7 @@ def _taken(imported: Iterable[tuple[str, str | None]]) -> Iterator[Taken]:
 class _Definition:
     """One top-level name of a leaf."""
 
-    normal: str  # "" of an import: what it takes stands elsewhere
+    normal: str  # "" of an import: what it takes is defined elsewhere
     uses: frozenset[str]  # names; those of the same leaf count
     taken: tuple[Taken, ...] = ()  # of an import
 

@@ -19,7 +19,7 @@ class Error:
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor, groups: int) -> Error:
-    """Both of one shape; the first `groups` dims are kept apart, the error is taken over the rest.
+    """Error between tensors of one shape; the first `groups` dims are kept apart, the error is taken over the rest.
 
     A NaN in `actual` is an infinite error. A group that is zero in `expected` must be zero in `actual`.
     """

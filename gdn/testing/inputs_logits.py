@@ -37,7 +37,7 @@ class PagedInputs:
     row_scales: torch.Tensor | None  # [B, longest, kv_heads] float32
 
     def arguments(self) -> dict[str, Any]:
-        """Those of gdn.paged_mqa_logits."""
+        """Arguments of gdn.paged_mqa_logits."""
         names = ("q", "cache", "weights", "context_lens", "block_tables", "max_context_len")
         return {name: getattr(self, name) for name in names}
 

@@ -246,7 +246,7 @@ def undecoded(library: bytes) -> list[Undecoded]:
 
 
 def decoded(kernels: Sequence[Undecoded]) -> list[MachineCode]:
-    """In the same order, with one run of the disassembler for each target."""
+    """Machine code of the kernels in the same order, with one run of the disassembler for each target."""
     opcodes: list[Counter[str]] = [Counter() for _ in kernels]
     for target in dict.fromkeys(one.kernel.target for one in kernels):
         places = [at for at, one in enumerate(kernels) if one.kernel.target == target]

@@ -1,7 +1,7 @@
 """Timing of calls on the current CUDA device, and measurement of the device's own limits in this run.
 
-A call is timed inside a CUDA-graph replay, which excludes the host, with several sets of inputs in turn where one set would stay
-in the L2 cache. A call that cannot be captured (it reads from the device) is timed between events.
+A call is timed inside a CUDA-graph replay, which excludes the host, cycling through several sets of inputs where one would
+stay in the L2 cache. A call that cannot be captured (it reads from the device) is timed between events.
 
 There are three orders of samples:
 
@@ -9,7 +9,7 @@ There are three orders of samples:
   first part. Compute-bound kernels run above the power limit for some milliseconds, until the limit lowers the clock: an FP8
   matmul of 8192^3 reaches 1469 TFLOP/s in bursts of 4 ms and 1232 after 0.2 s of nothing else (H100, 700 W). A share of the
   floor is meaningful only where both sides are sustained rates.
-- `interleaved_us`: candidates in turn, waiting for each sample, to compare them with each other.
+- `interleaved_us`: candidates alternately, waiting for each sample, to compare them with each other.
 - `Timed.burst_us`: one call, a few milliseconds of it after a rest: its time before the power limit acts.
 """
 
@@ -56,7 +56,7 @@ class Timed:
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        """calls: the same work on different inputs, run in turn."""
+        """calls: the same work on different inputs, run cyclically."""
         self._calls = list(calls)
         for call in self._calls:  # first calls compile, load and allocate
             call()
@@ -143,7 +143,7 @@ def time_us(call: Call, *more: Call) -> float:
 
 
 def interleaved_us(candidates: Sequence[Sequence[Call]], samples: int = 21) -> list[float]:
-    """Median time of each candidate's call, sampled in turn, so that a drifting clock affects all of them equally."""
+    """Median time of each candidate's call, sampled alternately, so that a drifting clock affects all of them equally."""
     timed = [Timed(calls) for calls in candidates]
     rows = [[one.sample_us() for one in timed] for _ in range(samples)]
     return [statistics.median(column) for column in zip(*rows, strict=True)]

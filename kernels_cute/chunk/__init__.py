@@ -33,7 +33,7 @@ def refusal(problem: ChunkProblem) -> str | None:
 
 
 def note(problem: ChunkProblem) -> str | None:
-    """How the problem is served, where a user should know."""
+    """Note on how the problem is served, where a user should know."""
     return None if _own(problem) is kernel else head_dims.note(problem)
 
 

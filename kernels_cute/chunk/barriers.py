@@ -100,7 +100,7 @@ def key_head_barriers(spec: ChunkSpec) -> BarrierTable:
 
 
 def _norm_barriers(spec: ChunkSpec) -> list[Barrier]:
-    """Those that differ where score norms the outputs, and Q has a ring of its own."""
+    """Barriers that differ where score norms the outputs, and Q has a ring of its own."""
     sums = (Arrivals("score", "role", what="with the bytes of the other block"),)
     return [
         Barrier("full", spec.stages, _one("load", "with the bytes of V"), ("state",)),

@@ -20,7 +20,7 @@ and rounding their diagonal costs more than all the rest.
 Roles, a warpgroup each: state (64 V columns of S^T, the chain in registers), inverse (M), score (P and the vectors; neither
 depends on the state), and one whose warps copy K, Q, V in, make the gates, copy O out, and hand over. At D = 128 the two
 blocks of a head are a cluster: block b prepares the chunks of parity b for both, into buffer b of `ready` and `taken`;
-at D = 64 a block prepares every chunk itself, buffers in turn.
+at D = 64 a block prepares every chunk itself, in alternating buffers.
 
 The barriers: barriers.py. A state warp is done with K of a stage, and waits for what inverse and score made of it, before its
 `k_empty`; with Q and V, likewise, before its `stored`. K has a ring of its own, a stage longer, because M takes longest to make.

@@ -151,7 +151,7 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
-    """Where lengths that nobody knows decide, no table should: every candidate launches both variants."""
+    """Candidates to measure; all launch both variants where lengths that nobody knows decide: no table should."""
     model = Model(problem, device)
     narrow, splits = _narrow_config(model), model.splits_to_try()
     if narrow.split_if_longest_exceeds:

@@ -1,4 +1,4 @@
-"""Where a chunk is in the rings of buffers of a block.
+"""Place of a chunk in the rings of buffers of a block.
 
 In the fused kernel stages, buffers, halves and phases follow the count of chunks since the block began, over all of its work
 tiles; in a maker block of the four-SM form each set counts its own chunks.
@@ -21,7 +21,7 @@ class OwnChunks(NamedTuple):
     first: Any
     stride: int
     base: Any = 0  # chunks that the block had before the work tile
-    group: Any = None  # the set, or ALL_SETS in turn; None in a block without sets
+    group: Any = None  # the set, or ALL_SETS alternately; None in a block without sets
 
 
 # Counts of chunks are never negative, which the compiler cannot see where a block has items: its signed divisions would be

@@ -4,8 +4,8 @@ read here, and one that reads the outputs while others are made.
 Chunk j of sequence n has the number begin(n) / CHUNK + n + j (unique, whatever the lengths).
     rows_made       [chunks] parts of a chunk's rows that are written: each of its tiles of `row_tile` rows by `row_makers` blocks
     outputs_done    [chunks, heads] blocks that have stored their V columns of a chunk's outputs
-Words are zero when either kernel begins. A writer's rows are seen by whoever has acquired its word; copies of the other proxy
-follow an acquire by a fence.
+Words are zero when either kernel begins. A writer's rows are seen by any thread that has acquired its word; copies of the other
+proxy follow an acquire by a fence.
 """
 
 import cutlass
@@ -43,7 +43,7 @@ def await_count(address, count):
 
 @cute.jit
 def await_rows(spec, copies, item, step):
-    """Until all of a chunk's rows of q, k and v are there."""
+    """Waits until all of a chunk's rows of q, k and v are there."""
     valid = cutlass.min(item.live_length - step * CHUNK, CHUNK)
     count = (valid + (spec.row_tile - 1)) // spec.row_tile * spec.row_makers
     await_count(word_address(copies.rows_made, chunk_number(item.begin, item.sequence, step)), count)
@@ -52,7 +52,7 @@ def await_rows(spec, copies, item, step):
 
 @cute.jit
 def announce_outputs(spec, copies, item, step, in_flight: cutlass.Constexpr):
-    """Once this warp's outputs of a chunk are in memory; in_flight: of its bulk groups, those of later chunks."""
+    """Announces this warp's outputs of a chunk once they are in memory; in_flight: of its bulk groups, those of later chunks."""
     cute.arch.cp_async_bulk_wait_group(in_flight, read=False)
     cute.arch.sync_warp()
     number = chunk_number(item.begin, item.sequence, step)

@@ -25,7 +25,7 @@ HEAD_DIMS = (64, 128)
 
 @dataclass(frozen=True)
 class Config:
-    """Nothing to choose: a pair of blocks, at D = 64 a block, takes a sequence and head."""
+    """Configuration without fields: a pair of blocks, at D = 64 a block, takes a sequence and head."""
 
 
 def refusal(problem: ChunkSummaryProblem) -> str | None:

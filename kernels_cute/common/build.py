@@ -1,4 +1,4 @@
-"""From a CuTe DSL host function to a shared library that tvm-ffi loads, and its launch.
+"""Build of a CuTe DSL host function into a shared library that tvm-ffi loads, and its launch.
 
 Needs a host linker, no GPU and no nvcc. The runtime stores the library's bytes and calls its entry; loading them needs
 libcute_dsl_runtime and no import of the DSL.

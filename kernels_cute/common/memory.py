@@ -24,7 +24,7 @@ ACCESS_BYTES = 16  # the widest load and store
 
 
 def unserved(tensors: Mapping[tuple[str, ...], Mapping[str, str | None]]) -> str | None:
-    """Reason of a refusal: the first tensor that is there and of no allowed dtype. tensors: allowed dtypes -> dtypes by name."""
+    """Reason of a refusal: the first tensor (not None) of no allowed dtype. tensors: allowed dtypes -> dtypes by name."""
     for allowed, dtypes in tensors.items():
         for name, dtype in dtypes.items():
             if dtype is not None and dtype not in allowed:

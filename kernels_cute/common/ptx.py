@@ -159,7 +159,7 @@ def multiply_small(dtype: Any, sums: Any, left: Any, right0: Any, right1: Any) -
 
 
 def send(target: Any, value: Any, barrier: Any, positive: Any) -> None:
-    """Where `positive` is: a float32 to shared memory of the cluster, whose block's barrier counts the four bytes."""
+    """Sends a float32 to shared memory of the cluster where `positive` > 0; its block's barrier counts the four bytes."""
     store = "@p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];"
     run(f"{{.reg .pred p;\nsetp.gt.s32 p, {{$r3}}, 0;\n{store}}}", target, value, barrier, positive)
 

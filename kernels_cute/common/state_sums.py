@@ -61,7 +61,7 @@ def add_up(tile: StateTile, rSums: cute.Tensor, count: cutlass.Constexpr, exchan
 
 @cute.jit
 def exchange_sums(tile: StateTile, rSums: cute.Tensor, count: cutlass.Constexpr, exchange: Exchange):
-    """Afterwards rSums holds S k of every column at 2 * r, S q of the lane's own column at 1, and the token's sums."""
+    """Fills rSums: S k of every column at 2 * r, S q of the lane's own column at 1, and the token's sums."""
     thread, _, _ = cute.arch.thread_idx()
     columns = cutlass.const_expr(tile.v_per_thread)
     width = cutlass.const_expr(min(columns, 4))

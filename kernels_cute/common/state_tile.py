@@ -58,7 +58,7 @@ class StateTile:
         self.width = self.vector if v_first else min(self.v_per_thread, 16 // DTYPE_BYTES[state_dtype])
 
     def lane_and_group(self, thread: Any) -> tuple[Any, Any]:
-        """Which of a column's K entries a thread holds, and of which columns of the block."""
+        """A thread's lane (its K entries of a column) and group (its columns of the block)."""
         if self.state_v_first:
             return thread % self.threads_per_column, thread // self.threads_per_column
         warp = thread // 32

@@ -1,4 +1,4 @@
-"""Which part of a state a thread of the composing kernels holds, and the shared memory of a block.
+"""Part of a state that a thread of the composing kernels holds, and the shared memory of a block.
 
 A block owns 32 columns of a head's states, a warp 8 of them: with V first a "column" is a row of the tensor. A thread holds 4
 entries of K of each of its columns: K first every (K / 4)-th one, since the lanes then read P without bank conflicts; V first
@@ -27,7 +27,7 @@ _PADDING = 4  # numbers after a row in shared memory, so that 8 lanes that read 
 
 @dataclass(frozen=True)
 class Config:
-    """Nothing to choose: the tiles follow from the head dims."""
+    """Configuration without fields: the tiles follow from the head dims."""
 
 
 def refusal(problem: Any) -> str | None:

@@ -160,7 +160,7 @@ class Conv1d(Convolution, params=Conv1dParams):
 
     @cute.jit
     def store_windows(self, params: Conv1dParams, tile: Int32, sequence: Int32, channel: Int32):
-        """At the end of a sequence's first tile: stores the last window in the sequence's slot, then the checkpoints.
+        """Stores the last window in the sequence's slot, then the checkpoints, at the end of a sequence's first tile.
 
         Everything is read again, also the old window where it is part of a new one: holding it over the tile would take
         more registers than there are.

@@ -102,7 +102,7 @@ def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
 
 
 def _space(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
-    """For each shape the configuration with the tightest cap on registers that the estimate allows, if any."""
+    """Configurations with the tightest cap on registers that the estimate allows, if any, one for each shape."""
     shapes = product((64, 128, 256), (4, 8, 16, 32), (1, 2, 4, 8))
     space = [[Config(*shape, least) for least in _MIN_THREADS_PER_SM] for shape in shapes]
     found = [next((config for config in some if fits(problem, config, device)), None) for some in space]

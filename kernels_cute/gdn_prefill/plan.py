@@ -1,4 +1,4 @@
-"""Which form of a prefill step runs, and on how many SMs the convolution: a model of its time from sizes alone."""
+"""Choice of a prefill step's form, and of the convolution's number of SMs: a model of its time from sizes alone."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -55,7 +55,7 @@ def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, in
 
 
 def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
-    """Those worth measuring."""
+    """Fields of the side-by-side forms worth measuring."""
     return list(_candidates(problem, device)) if _serves(problem) else []
 
 

@@ -41,7 +41,7 @@ def words(num_tokens: Any, num_sequences: Any, heads: int) -> Any:
 
 
 def words_bytes(num_words: Any) -> Any:
-    """Their bytes, in whole lines."""
+    """Bytes of the words, in whole lines."""
     return (num_words * 4 + 255) // 256 * 256
 
 

@@ -44,8 +44,8 @@ def span_of(conv, params: Conv1dParams, tile: Int32, sequence: Int32):
 
 @cute.jit
 def ask_for_tile(conv, params: Conv1dParams, span, channel: Int32, place: Int32):
-    """Before anything is known of the slot, which is further loads away. place: this thread's part of the first row in shared
-    memory."""
+    """Asks for a tile before anything is known of the slot, which is further loads away. place: this thread's part of the first
+    row in shared memory."""
     begin, first, stop = span
     if (first < stop) & (channel < conv.dim):
         _ask_for_rows(conv, params.x, begin, first, stop, channel, place)
@@ -120,7 +120,7 @@ def _convolve_rows(
 
 @cute.jit
 def _ask_for_row(conv, gX: cute.Tensor, token: Int32, stop: Int32, channel: Int32, place: Int32):
-    """From `stop` on nothing is read, without a branch."""
+    """Asks for a row; from `stop` on nothing is read, without a branch."""
     offset = Int64(token) * gX.stride[0] + conv.column_of(channel)
     size = Int32(PART_BYTES)
     if token >= stop:

@@ -34,7 +34,7 @@ to_e4m3 = instruction(_E4M3, Uint32)  # four values as e4m3 in one word
 
 
 def magnitudes(word: Any) -> Any:
-    """Both halves without their signs."""
+    """Magnitudes of both halves of a word."""
     return word & Uint32(0x7FFF7FFF)
 
 
@@ -48,5 +48,5 @@ def larger_half(dtype: str, word: Any) -> Any:
 
 
 def where_infinite(value: Any, then: Any, otherwise: Any) -> Any:
-    """then where the value is +infinity, else otherwise; NaN is not infinite."""
+    """`then` where the value is +infinity, else `otherwise`; NaN is not infinite."""
     return cutlass.select_(value == Float32(float("inf")), then, otherwise)

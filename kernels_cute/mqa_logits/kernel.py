@@ -1,5 +1,5 @@
-"""Both logits kernels: keys are the M operand (64 rows a math warpgroup), queries x heads the N operand (paged: the drafts of one
-sequence x heads). Data flow, rounds of several key heads, deal of items: DESIGN.md.
+"""Pair of logits kernels: keys are the M operand (64 rows a math warpgroup), queries x heads the N operand (paged: the drafts of
+one sequence x heads). Data flow, rounds of several key heads, deal of items: DESIGN.md.
 
 Warps of the first warpgroup: 0 copies (copy: queries once an item, keys through a ring), 1 publishes the item (publish: ranges or
 lengths, and weights in float32), 2 and 3 write -inf outside of every row's range (fill). The other warpgroups multiply and write

@@ -108,7 +108,7 @@ def query_layout(dtype: Any, num_heads: int, head_dim: int, groups: int, outer: 
 
 
 def leading(layout: cute.ComposedLayout, modes: int) -> cute.ComposedLayout:
-    """Its first modes, at the start of the others. (The DSL's own slice of a swizzled layout aborts for some strides.)"""
+    """First modes of the layout, at the start of the others. (The DSL's slice of a swizzled layout aborts for some strides.)"""
     outer = cute.make_layout(layout.outer.shape[:modes], stride=layout.outer.stride[:modes])
     return cute.make_composed_layout(layout.inner, 0, outer)
 

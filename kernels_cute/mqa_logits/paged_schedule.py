@@ -1,4 +1,4 @@
-"""How the key tiles of a batch are dealt over blocks, from lengths that only the device knows.
+"""Assignment of a batch's key tiles to blocks, from lengths that only the device knows.
 
 A job is a pass over one sequence: some of its drafts against all keys that one of them sees. The tiles of all jobs form one
 line, and every block takes an equal run of it, to the tile.

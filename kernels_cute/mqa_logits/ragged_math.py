@@ -157,7 +157,7 @@ def half_sums(tiles, storage, registers, column_half: cutlass.Constexpr, rFactor
 
 
 class Target(NamedTuple):
-    """Where the scores of an item go."""
+    """Destination of an item's scores."""
 
     out: Any
     line: Any  # pointer to this lane's first row of out

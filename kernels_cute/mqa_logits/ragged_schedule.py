@@ -1,7 +1,7 @@
-"""Which items a block of the ragged logits kernel takes: (query tile, span of key tiles), query tiles first, so blocks that
-take them round robin read the same keys at the same time. With `balanced_fraction` > 0 the last balanced_fraction / 8 of the
-rounds are held back, and each block takes one run of their key tiles, which ends anywhere inside an item, so that all blocks
-have the same cost: an item's number of key tiles plus a few more for its queries. See DESIGN.md for who adds costs up.
+"""Items that a block of the ragged logits kernel takes: (query tile, span of key tiles), query tiles first, so blocks that take
+them round robin read the same keys at the same time. With `balanced_fraction` > 0 the last balanced_fraction / 8 of the rounds
+are held back, and each block takes one run of their key tiles, which ends anywhere inside an item, so that all blocks have the
+same cost: an item's number of key tiles plus a few more for its queries. See DESIGN.md for who adds costs up.
 
     loads[b]    cost of the items that block b takes round robin
     tails[p]    cost of the p-th part of the items held back

@@ -1,4 +1,4 @@
-"""Everything about a logits kernel that is known when it is compiled, and what its warp roles share at run time."""
+"""Compile-time constants of a logits kernel, and what its warp roles share at run time."""
 
 from math import gcd
 from typing import Any, NamedTuple
@@ -166,7 +166,7 @@ REGISTERS = {(1, 2): Registers(128, 56, 200, 3), (2, 1): Registers(168, 56, 224,
 
 
 class DraftColumns(NamedTuple):
-    """How the drafts of a sequence become columns."""
+    """Layout of a sequence's drafts as columns."""
 
     lanes_per_query: int  # of a quad
     groups: int  # of 4 / lanes_per_query drafts, in one pass

@@ -159,7 +159,7 @@ def gates(spec: Spec, inputs: Inputs, gate: HeadGate):
 
 @cute.jit
 def finish(spec: Spec, params: RecurrentParams, alpha: Float32, beta: Float32, place: Place, work: Work, exchange: Exchange):
-    """From the thread's parts of the sums: work.u = what the columns take up of k; returns the output of column `lane`."""
+    """Adds up the threads' parts of the sums: work.u = what the columns take up of k; returns the output of column `lane`."""
     add_up(spec.tile, work.sums, spec.num_sums, exchange)
     factors = (alpha, beta, *row_factors(spec.tile, work.sums, params.scale, spec.problem.use_qk_l2norm))
     o_value, _ = combine(spec.tile, factors, place.lane, work)

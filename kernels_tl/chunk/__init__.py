@@ -194,7 +194,7 @@ def launch(compiled: Any, params: ChunkParams) -> None:
 
 
 def _workspace(problem: ChunkProblem, config: Config, params: ChunkParams) -> list[Any]:
-    """Its parts: tiles and vectors, and with segments starts and transitions."""
+    """Parts of the workspace: tiles and vectors, and with segments starts and transitions."""
     assert params.workspace is not None  # its bytes are not 0
     parts, end = [], 0
     sizes = (params.q.shape[1], params.cu_seqlens.shape[0] - 1)

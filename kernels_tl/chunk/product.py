@@ -82,7 +82,7 @@ def make_query(problem, thread, turn, scale, shared, registers):
 
 @T.macro
 def make_decays(turn, shared, registers):
-    """Everything that R is multiplied with, while X is made: X is to be free again soon."""
+    """Makes everything that R is multiplied with, while X is made: X is to be free again soon."""
     half = turn % 2
     row_factor, column_factor, decay = registers.row_factor, registers.column_factor, registers.decay
     for i in T.Parallel(CHUNK):

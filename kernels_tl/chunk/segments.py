@@ -160,7 +160,7 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
 
 @T.macro
 def load_transition(source, quarters, barriers, stage, piece, head):
-    """Both summands of P by quarters, [64 before, 64 after] each."""
+    """Loads both summands of P by quarters, [64 before, 64 after] each."""
     for before, row in enumerate(quarters):
         for after, target in enumerate(row):
             rows, columns = slice(before * HALF, (before + 1) * HALF), slice(after * HALF, (after + 1) * HALF)

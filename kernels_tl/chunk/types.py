@@ -13,7 +13,7 @@ from gdn.problems import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, HALF, NUM_VECTORS, TRANSITION_DTYPE
 from kernels_tl.common import build
 
-MOST_RANKED = 256  # sequences that a block of so many threads ranks by length
+MOST_RANKED = 256  # sequences that a block of as many threads ranks by length
 
 
 def declare(problem: ChunkProblem, names: str) -> Any:

@@ -30,7 +30,7 @@ def parameters(**types: Any) -> SimpleNamespace:
 
 
 def arguments(*values: Any) -> list[Any]:
-    """The arguments of a call: those that are there."""
+    """The arguments of a call: those that are not None."""
     return [value for value in values if value is not None]
 
 

@@ -305,7 +305,7 @@ def copy_keys(tiles, shared, tensors, page, key0, tile, group, count, piece_page
 
 @T.macro
 def count_tiles(tiles, sizes, tensors, job, jobs, length: T.Ref, most: T.Ref, own: T.Ref):
-    """own = the tiles of a job, 0 of one beyond the last."""
+    """Counts the tiles of a job: own, 0 of one beyond the last."""
     own = 0
     if job < jobs:
         longest(tiles, sizes, tensors, job, length, most)

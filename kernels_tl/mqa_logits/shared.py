@@ -47,7 +47,7 @@ def q_shape(problem: LogitsProblem, rows: Any) -> tuple[Any, ...]:
 
 
 def refusal(problem: LogitsProblem, default: Callable[[Any, DeviceSpec], Any]) -> str | None:
-    """Why a logits kernel of this default configuration does not serve the problem, or None."""
+    """Reason why a logits kernel of this default configuration does not serve the problem, or None."""
     p = problem
     if p.dtype not in ("float8_e4m3fn", "bfloat16"):
         return f"requires q of float8_e4m3fn or bfloat16, got {p.dtype}"

@@ -64,7 +64,7 @@ def test_the_chosen_kernel_is_the_one_that_was_measured_the_faster(op: str, spec
 
 
 def test_some_calls_take_tiles_of_a_table_measured_with_other_fields() -> None:
-    """At a7eedda a table served its own static fields alone."""
+    """A table served its own static fields alone at a7eedda."""
     found = [runtime.explain_problem(shape.problem, H100) for shape in CALLS]
     assert {one.config_source for one in found} == {"table", "default"}
     assert sum(one.config_source == "table" for one in found) >= 10
@@ -132,7 +132,7 @@ def test_calls_are_of_a_few_milliseconds_and_gigabytes() -> None:
 
 
 def _small(shape: Shape) -> Shape:
-    """With sizes that a CPU can fill."""
+    """The same call with sizes that a CPU can fill."""
     problem: Any = shape.problem
     if shape.op in ("chunk", "recurrent"):
         count = min(problem.num_sequences, 3)

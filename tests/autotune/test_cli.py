@@ -105,7 +105,7 @@ class _Complete(_Interrupted):
 
 
 def test_a_bench_writes_its_tables_and_the_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Into the device's file: other operators' tables stay, and a second run replaces its own."""
+    """Tables go into the device's file: other operators' stay, and a second run replaces its own."""
     monkeypatch.setattr(cli, "_spec", lambda: H100)
     monkeypatch.setattr(bench, "Bench", _Complete)
     folder = tmp_path / "h100"

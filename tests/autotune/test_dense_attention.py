@@ -63,7 +63,7 @@ def test_sequences_of_two_lengths_are_refused() -> None:
 
 
 def test_backends_that_refuse_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are no failures of the run; the other ways of the same library are timed."""
+    """Refusals are no failures of the run; the other ways of the same library are timed."""
     device = FakeDevice(monkeypatch)
     pass_time = device.call(20_000.0)  # few samples: it runs for real each time
     true = dense_attention.scaled_dot_product_attention

@@ -35,7 +35,7 @@ def test_all_ways_are_the_same_step(decodes: int, prompt: int) -> None:
 
 @torch.inference_mode()
 def test_whole_is_what_the_layer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its projections, which are left out here."""
+    """The whole lies between the layer's projections, which are left out here."""
     step = step_of(3, 70)
     monkeypatch.setattr("gdn.layers.gated_delta_net.linear", lambda x, weight: x)
     found = GatedDeltaNet.forward(step.layer, step.projected, step.metadata, *step.pools)

@@ -109,7 +109,7 @@ def test_the_plot_of_the_shipped_tables(device: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("v_first", [False, True])
 def test_peers_compute_the_same_thing(raw: bool, v_first: bool) -> None:
-    """Their operands, put through the reference, give what our own arguments give."""
+    """Operands of peers, put through the reference, give what our own arguments give."""
     problem = inputs.chunk_problem(
         use_gate=raw, use_beta_sigmoid=raw, state_v_first=v_first, index_dtype="int32", has_mask=True, num_tokens=90
     )
@@ -130,7 +130,7 @@ def test_peers_compute_the_same_thing(raw: bool, v_first: bool) -> None:
 
 
 class _FlashInfer:
-    """Its decode module, by the reference: what its two functions are documented to read and write."""
+    """FlashInfer's decode module, by the reference: what its two functions are documented to read and write."""
 
     @staticmethod
     def gated_delta_rule_decode_pretranspose(

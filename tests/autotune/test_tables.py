@@ -61,7 +61,7 @@ def _lookup(shape: Shape) -> list[tuple[Config, float]]:
 
 
 def _entries(path: Path) -> dict[tuple[int, int], tuned.Entry]:
-    """By heads and tokens."""
+    """Entries by heads and tokens."""
     found = {}
     for group in tuned.read(path).groups:
         for entry in group.entries:
@@ -83,7 +83,7 @@ def test_the_runtime_reads_what_the_tuner_writes(folder: Path) -> None:
 
 
 def test_entries_of_another_source_stay_and_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a7eedda tuning one shape of a kernel that had changed erased all the others."""
+    """Tuning one shape of a kernel that had changed erased all the others at a7eedda."""
     _write(folder, _winner(SHAPE, 7, 49.0), _winner(LONGER, 8, 400.0), versions={"torch": "1"})
     before = KERNEL.source
     monkeypatch.setattr(tuning.source, "source_hash", lambda file: "changed")
@@ -144,7 +144,7 @@ def test_unchanged_machine_code_is_stamped_anew(folder: Path, readable: None) ->
 
 
 def test_machine_code_that_was_not_recorded_is_recorded(folder: Path, readable: None) -> None:
-    """Where an entry was timed there may be no disassembler."""
+    """The machine that timed an entry may have had no disassembler."""
     path = _write(folder, _winner(SHAPE, 7, 49.0))
     before = _entries(path)
     table = tuned.read(path)

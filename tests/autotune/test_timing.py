@@ -35,7 +35,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("alone_us", [2.0, 150.0, 1000.0, 30_000.0])
 def test_a_time_is_what_the_device_sustains(fake: FakeDevice, alone_us: float, captured: bool) -> None:
-    """After 20 ms without a pause the fake device is half as fast; the samples of a comparison have pauses."""
+    """The fake device is half as fast after 20 ms without a pause; the samples of a comparison have pauses."""
     fake.capturable = captured
     call = fake.call(alone_us)
     assert timing.time_us(call) == pytest.approx(2 * alone_us)

@@ -125,7 +125,7 @@ def test_verified_drafts_are_what_decode_would_generate(form: str, use_graphs: b
 
 @pytest.mark.parametrize("form", FORMS)
 def test_scores_of_whole_sequences(form: str) -> None:
-    """From any position on, next to live streams, and nothing of them is kept; a full cache changes nothing."""
+    """Scores start at any position, next to live streams, and nothing of them is kept; a full cache changes nothing."""
     model, sequences = make_model(form), make_prompts((1, 130, 64, 65))
     engine = make_engine(model, num_spec=2)
     engine.prefill(make_prompts((30,)))
@@ -157,7 +157,7 @@ def test_teacher_forcing(form: str) -> None:
 @pytest.mark.parametrize("chunk", [None, 64])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_kept_prefix_gives_what_one_pass_gives(form: str, chunk: int | None) -> None:
-    """Also after the stream that made it is gone; the blocks of 48 tokens end inside the prefix of 128."""
+    """The prefix outlives the stream that made it; the blocks of 48 tokens end inside the prefix of 128."""
     model = make_model(form)
     engine = make_engine(model, num_checkpoints=2)
     (prompt, tail) = make_prompts((150, 40))

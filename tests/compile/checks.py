@@ -16,7 +16,7 @@ MOST_REGISTERS = 255  # of a thread
 
 
 def compiles(tasks: Callable[..., Sequence[session.Task]]) -> pytest.MarkDecorator:
-    """Marks a test: what it asks `failures` for, told ahead. tasks takes the arguments that the test is parametrized with."""
+    """Marks a test with what it will ask `failures` for. tasks takes the arguments that the test is parametrized with."""
     return pytest.mark.compiles.with_args(tasks)
 
 

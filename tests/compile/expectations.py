@@ -1,4 +1,4 @@
-"""Which instructions a kernel must hold, and which it must not: the reason it was written in a DSL at all.
+"""Instructions that a kernel must hold, and those that it must not: the reason it was written in a DSL at all.
 
 Patterns as in MachineCode.count; alternatives are joined by "|". HGMMA and QGMMA are warpgroup matmuls on 16-bit and FP8
 operands, UTMALDG and UTMASTG bulk tensor copies, UBLKCP plain bulk copies. Each operator's expectation is with its variants.

@@ -1,6 +1,6 @@
 """Compiles one kernel variant and reads its machine code; runs in worker processes.
 
-Dynamic shared memory is an argument of the launch and stands in no cubin. It is read from what the DSLs' compilers were
+Dynamic shared memory is an argument of the launch and is in no cubin. It is read from what the DSLs' compilers were
 given and made: TileLang's device module, and the host code of the CuTe DSL.
 """
 
@@ -70,7 +70,7 @@ def inspect(module_name: str, problem: Problem, config: Any) -> Unread:
 
 @contextmanager
 def _recording(module_name: str, sizes: list[int]) -> Iterator[None]:
-    """While it lasts, every compilation appends its largest dynamic shared memory."""
+    """Makes every compilation append its largest dynamic shared memory."""
     if module_name.startswith("kernels_tl."):
         import tilelang as dsl
 

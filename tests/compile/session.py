@@ -100,7 +100,7 @@ class Session:
             self._changed.notify_all()
 
     def outcomes(self, tasks: Sequence[Task]) -> list[Outcome]:
-        """In the order of the tasks; waits for those that were announced, and compiles the others."""
+        """Outcomes in the order of the tasks; waits for those that were announced, and compiles the others."""
         keys = [key_of(task) for task in tasks]
         with self._changed:
             known = self._announced | self._done.keys()

@@ -38,7 +38,7 @@ class _Cover:
         return sum(self.held[pair] == 1 for pair in _pairs(row))
 
     def loss(self, at: int, new: Indices) -> int:
-        """By how many more pairs would be missing with another row in this place."""
+        """Number of pairs more that would be missing with another row in this place."""
         before, after = set(_pairs(self.rows[at])), set(_pairs(new))
         lost = sum(self.held[pair] == 1 for pair in before - after)
         return lost - sum(pair in self.missing for pair in after - before)

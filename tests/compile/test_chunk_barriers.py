@@ -74,7 +74,7 @@ class Block:
             self.bars["work_full"][record].arrive("gates")
 
     def own(self, chunks: range) -> list[int]:
-        """Those of these chunks that this block prepares."""
+        """The chunks among these that this block prepares."""
         return [chunk for chunk in chunks if not self.spec.paired or chunk % 2 == self.rank]
 
     def wait(self, role: str, name: str, stage: int, parity: int) -> Role:

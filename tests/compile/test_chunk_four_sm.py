@@ -102,7 +102,7 @@ def test_what_does_not_fit() -> None:
 
 
 def test_batch_invariance_fixes_the_form() -> None:
-    """Whatever the batch: the default of one sequence of 32768 tokens."""
+    """The form is that of one sequence of 32768 tokens, whatever the batch."""
     switches = Switches(batch_invariant=True, tuned="off")
     for sizes in ((1, 1), (8192, 1), (8192, 64), (100000, 3)):
         choice = select.choose(problem_of(32, *sizes), H100, runtime.candidates("chunk"), switches, "cute")

@@ -1,6 +1,6 @@
 """Head dims that the CuTe chunk kernel does not have: the copies around the kernel that computes them, and what is passed on.
 
-The copies compile here; what they do is stood in for by torch, so the composition is held to the oracle without a GPU.
+The copies compile here; torch does what they do, so the composition is held to the oracle without a GPU.
 """
 
 import functools

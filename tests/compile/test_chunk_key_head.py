@@ -60,7 +60,7 @@ def test_head_dim_64_is_refused() -> None:
 
 @pytest.mark.parametrize("heads", [(16, 16, 32), (8, 8, 32)], ids=str)
 def test_it_is_tried(heads: tuple[int, int, int]) -> None:
-    """Where more work tiles than clusters share keys."""
+    """More work tiles than clusters share keys."""
     problem = problem_of(heads)
     assert chunk.default_config(problem, H100).state_heads == 1
     found = [config for config in chunk.configs(problem, H100) if config.state_heads == 2]
@@ -85,7 +85,7 @@ def test_it_is_not_the_default(heads: tuple[int, int, int], length: int, count: 
 
 @pytest.mark.parametrize("changes", [{"num_sequences": 1}, {"heads": (32, 32, 32)}], ids=str)
 def test_it_is_not_tried(changes: dict[str, Any]) -> None:
-    """Where all clusters run at once, or no two state heads share keys."""
+    """All clusters run at once, or no two state heads share keys."""
     assert {config.state_heads for config in chunk.configs(problem_of(**changes), H100)} == {1}
 
 
@@ -118,7 +118,7 @@ def test_variants_compile_as_they_should() -> None:
 
 @checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", delta_rule.key_head_cover(chunk)))
 def test_products_do_not_wait_for_each_other() -> None:
-    """Where registers do not suffice, ptxas waits after every product."""
+    """ptxas waits after every product where registers do not suffice."""
     tasks = checks.tasks_of("kernels_cute.chunk", delta_rule.key_head_cover(chunk))
     for report in inspection.read([outcome.value for outcome in session.CURRENT.outcomes(tasks)]):
         assert report.count("HGMMA") >= 60 and report.count("WARPGROUP.DEPBAR") <= 16

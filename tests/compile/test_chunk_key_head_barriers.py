@@ -187,7 +187,7 @@ def test_blocks_of_a_key_head(num_chunks: int) -> None:
 
 
 def test_a_ring_of_v_that_is_too_short_is_found() -> None:
-    """With three tiles a head may not wait for the other one's fill between two of its own."""
+    """A head with three tiles may not wait for the other one's fill between two of its own."""
     with pytest.raises(AssertionError, match="expected|deadlock|arrivals"):
         for seed in range(20):
             simulate(spec_of(value_stages=3), 41, seed)

@@ -70,7 +70,7 @@ def test_the_default_is_about_the_fastest_measured(sizes: tuple[int, int, int]) 
 
 
 def test_batch_invariance_fixes_the_length() -> None:
-    """Whatever the batch: the default of one sequence of 32768 tokens."""
+    """The length is that of one sequence of 32768 tokens, whatever the batch."""
     switches = Switches(batch_invariant=True, tuned="off")
     wanted = chunk.default_config(_problem(4, 8, 32768), H100)
     assert wanted.split_chunks > 0

@@ -97,7 +97,7 @@ def test_blocks_with_many_chunks_ask_the_cache_ahead(heads: int, num_tokens: int
 
 
 def test_batch_invariance_fixes_the_length() -> None:
-    """Whatever the batch: the default of one sequence of 32768 tokens."""
+    """The length is that of one sequence of 32768 tokens, whatever the batch."""
     switches = Switches(batch_invariant=True, tuned="off")
     wanted = chunk.default_config(problem_of(8, 32768, 1), H100)
     assert wanted.split_chunks > 0

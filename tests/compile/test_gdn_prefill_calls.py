@@ -143,7 +143,7 @@ def test_what_does_not_fit_side_by_side(change: dict[str, int]) -> None:
 
 
 def test_words_of_a_call_fit_into_its_workspace() -> None:
-    """For ragged lengths: the highest number of a chunk is below the count, and the rows follow the words."""
+    """The highest number of a chunk of ragged lengths is below the count, and the rows follow the words."""
     from kernels_cute.gdn_prefill import parts, side_by_side
 
     for lengths in ((1,) * 9, (64, 0, 64), (63, 65, 1), (8192,), (5, 4000, 0, 77)):

@@ -101,6 +101,6 @@ def test_what_it_does_not_serve(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("tokens", "sequences", "wanted"), [(8192, 8, 1), (65536, 32, 1), (8192, 1, 0), (1024, 1, 0)])
 def test_the_default_of_full_batches(tokens: int, sequences: int, wanted: int) -> None:
-    """Where work tiles take turns on all SMs."""
+    """The norm is in the chunk kernel where work tiles take turns on all SMs."""
     config = module.default_config(_problem(tokens, sequences), H100)
     assert (config.norm_in_chunk, bool(config.num_persistent_clusters)) == (wanted, bool(wanted))

@@ -239,7 +239,7 @@ def test_the_simulation_finds_a_count_that_is_too_small(name: str) -> None:
 
 
 def test_both_sides_of_a_ring_agree() -> None:
-    """Who fills a stage waits until it is free, and who waits for it frees it."""
+    """The warps that fill a stage wait until it is free, and those that wait for it free it."""
     rows = barriers.barriers(2, 8, 8).barriers
     for ring in ("queries", "keys"):
         full, free = rows[f"{ring}_full"], rows[f"{ring}_free"]

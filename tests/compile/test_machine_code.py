@@ -19,7 +19,7 @@ def _build(package: str, compile_: Callable[[], bytes]) -> tuple[machine_code.Ma
     with inspection._recording(f"{package}.tiny", sizes):
         library = compile_()
     (kernel,) = machine_code.kernels(library)
-    # Many at once: the same figures, target and counts, whichever stands before.
+    # Many at once: the same figures, target and counts, whichever comes before.
     assert machine_code.decoded(machine_code.undecoded(library) * 3) == [kernel] * 3
     (dynamic,) = sizes
     return kernel, dynamic

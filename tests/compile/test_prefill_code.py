@@ -51,7 +51,7 @@ def between(lines: list[str], name: str) -> Iterator[list[str]]:
 
 
 def test_softmax_runs_under_the_product_of_values() -> None:
-    """Between the wait for the scores and the wait for P V: all of a step's 2^x. ptxas likes to take the second wait first."""
+    """All of a step's 2^x lie between the wait for the scores and the wait for P V. ptxas likes to take the second wait first."""
     (step,) = [part for part in between(instructions(), "WARPGROUP.DEPBAR") if not any("HGMMA" in line for line in part)]
     count = {name: sum(name in line for line in step) for name in ("MUFU.EX2", "FMNMX", "SYNCS.ARRIVE", "F2FP")}
     # 32 scores and two factors a lane; the stage of keys is free, and no register of P is written.

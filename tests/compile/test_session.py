@@ -26,7 +26,7 @@ def task_of(ratio: int) -> Task:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[list[Task]]:
-    """In the place of the pool: what it is given, one list per run. Ratio 13 does not compile."""
+    """Lists of tasks, one for each run of what replaces the pool. Ratio 13 does not compile."""
     runs: list[list[Task]] = []
 
     def run(tasks: Sequence[Task], stopped: threading.Event) -> Iterator[tuple[Any, Outcome]]:

@@ -73,7 +73,7 @@ def test_the_default_uses_the_device(heads: tuple[int, int], dim: int) -> None:
 
 
 def test_the_split_does_not_depend_on_the_batch_where_it_must_not() -> None:
-    """With GDN_BATCH_INVARIANT the runtime asks for the configuration of fixed sizes: a row's split follows from k alone."""
+    """The runtime with GDN_BATCH_INVARIANT asks for the configuration of fixed sizes: a row's split follows from k alone."""
     spec = specs.Spec(problem_of(1), decode.Config(2, 2, 4, 2, 4, 1))
     assert {"num_tokens", "num_sequences"} & set(vars(spec)) == set()
 

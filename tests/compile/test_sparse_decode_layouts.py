@@ -240,7 +240,7 @@ def test_fragments_and_merge(heads: tuple[int, int], dim: int, kv_heads: int, re
 def test_a_thread_has_the_gates_of_what_it_writes(
     heads: tuple[int, int], dim: int, kv_heads: int, readers: int, splits: int
 ) -> None:
-    """In the order in which `merge` walks its units of four entries; gates lie between others, as next to raw queries."""
+    """Gates come in the order in which `merge` walks its units of four entries, between others, as next to raw queries."""
     spec = specs.Spec(
         problem_of(1, heads, head_dim=dim, dtype="float16", has_gate=True), decode.Config(splits, kv_heads, 6, readers, 1, 1)
     )

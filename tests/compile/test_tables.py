@@ -67,7 +67,7 @@ def test_entries_compile(path: Path) -> None:
 
 @every_table
 def test_entries_are_of_the_kernel_as_it_is(path: Path) -> None:
-    """After an edit of a kernel: `python -m autotune tune --restamp`, which needs no GPU where the machine code is the same."""
+    """Fix after an edit of a kernel: `python -m autotune tune --restamp`, without a GPU where the machine code is the same."""
     table, source = tuned.read(path), _kernel(path).source
     assert table.num_stale(source) == 0
     for row in _rows(path):
@@ -76,7 +76,7 @@ def test_entries_are_of_the_kernel_as_it_is(path: Path) -> None:
 
 @every_table
 def test_no_entry_repeats_the_default(path: Path) -> None:
-    """After an edit of a default: `python -m autotune tune --prune`."""
+    """Fix after an edit of a default: `python -m autotune tune --prune`."""
     kernel, table = _kernel(path), tuned.read(path)
     assert tables.pruned(kernel, table, DEVICES[table.header.device])[1] == 0
 
@@ -93,7 +93,7 @@ def test_an_entry_serves_its_own_problem_first(path: Path) -> None:
 
 @every_table
 def test_an_entry_serves_no_sizes_far_from_its_own(path: Path) -> None:
-    """Where another design may be the choice, which the default knows: one more sequence for the chunk kernels."""
+    """Another design may be the choice there, which the default knows: one more sequence for the chunk kernels."""
     header = tuned.read(path).header
     candidate = runtime.candidates(header.op)[header.backend]
     within = getattr(candidate.module, "TUNED_WITHIN", tuned.WITHIN)
@@ -178,7 +178,7 @@ def test_how_far_an_entry_reaches(
     switch: Callable[..., env.Switches],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a table of its own, which holds the default: the shipped ones change with every measurement."""
+    """The table is the test's own and holds the default: the shipped ones change with every measurement."""
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "none")
     switch(GDN_TUNED_DIR=str(tmp_path))
     kernel = tuning.Kernel(op, "cute", registry.operator(op).modules["cute"])
@@ -267,7 +267,7 @@ def test_tiles_serve_every_problem_that_they_were_not_measured_on(path: Path) ->
 
 @pytest.mark.parametrize("path", [path for path in TABLES if path.stem == "gating.cute"], ids=lambda path: path.parent.name)
 def test_restamp_compares_machine_code(path: Path, tmp_path: Path) -> None:
-    """The machine code that a table records is what its entries compile to; another one is told from it."""
+    """The machine code that a table records is what its entries compile to; another one is distinguished from it."""
     kernel, table = _kernel(path), tuned.read(path)
     entries = [entry for group in table.groups for entry in group.entries]
     for entry in entries:

@@ -37,7 +37,7 @@ def dealing(threshold: int) -> Iterator[None]:
 
 
 def same(found: Tensor, wanted: Tensor) -> None:
-    """Within 1e-5 of the largest value."""
+    """Checks that values differ by at most 1e-5 of the largest one."""
     assert found.shape == wanted.shape and wanted.numel()
     assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max()), float((found - wanted).abs().max())
 
@@ -90,7 +90,7 @@ def delta_net_refuses(group: Any) -> None:
     hidden = torch.ones(1 + 64 * size, layer.hidden_size)
     is_last, least = rank == size - 1, "at least " if rank == size - 1 else ""
     wrong = "cp_group: expected ranks that all accept their arguments, got an error on rank "
-    # The last rank takes the rows after its own for padding, so it is told by the others.
+    # The last rank takes the rows after its own for padding, so it learns of them from the others.
     text = (
         wrong + ", ".join(map(str, range(size - 1)))
         if is_last

@@ -28,7 +28,7 @@ RAGGED = [[64, 1, 0, 65], [0, 0, 40, 7], [0, 0, 0, 0], [130, 5, 2, 0], [0, 33, 0
 
 @dataclass
 class Parts:
-    """How packed sequences lie on the ranks."""
+    """Layout of packed sequences on the ranks."""
 
     lengths: list[list[int]]  # [sequences][ranks]
     rank: int
@@ -470,7 +470,7 @@ def a_rank_that_is_late(group: Any) -> None:
 
 
 def a_rank_that_dies(group: Any) -> None:
-    """Comes last: the group is broken then."""
+    """The last case: the group is broken then."""
     if dist.get_rank(group) == 1:
         raise SystemExit  # the runner ends the process
     begin = time.monotonic()

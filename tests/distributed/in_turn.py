@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Place:
-    """A rank's number among so many, in place of a process group."""
+    """A rank's number among `ranks`, in place of a process group."""
 
     def __init__(self, rank: int, ranks: int, received: list[Tensor]) -> None:
         self._rank, self._ranks, self.received = rank, ranks, list(received)
@@ -66,7 +66,7 @@ def _handing_over() -> Iterator[None]:
 
 
 def in_turn(call: Callable[[Any], Result], size: int, exchanges: int = 1) -> list[Result]:
-    """Results of `call(group)` of each of `size` ranks, which makes so many exchanges."""
+    """Results of `call(group)` of each of `size` ranks, which makes this number of exchanges."""
     received: list[Tensor] = []
     with _handing_over():
         for _ in range(exchanges):

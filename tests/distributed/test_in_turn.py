@@ -32,7 +32,7 @@ def test_ranks_compute_what_one_process_does(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_some_parts_are_cut_into_segments(size: int) -> None:
-    """At the sizes of the GPU tests, and with the ordinary least segment too: the path of long sequences is tested."""
+    """The sizes are those of the GPU tests, also with the ordinary least segment: the path of long sequences is tested."""
     for name, case in cases(size).items():
         tokens = [sum(parts[rank] for parts in case.lengths) for rank in range(size)]
         heads, states = case.heads

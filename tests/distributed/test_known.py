@@ -42,7 +42,7 @@ def arguments(place: tuple[Any, int | None], **changes: Any) -> dict[str, Any]:
 
 
 def checks(calls: list[dict[str, Any]]) -> int:
-    """How many of these calls are checked."""
+    """Number of these calls that are checked."""
     with mock.patch.object(chunk, "_checked", wraps=chunk._checked) as checked:
         for call in calls:
             gdn.distributed.chunk_gated_delta_rule(**call)
@@ -98,7 +98,7 @@ def test_new_switches_forget(place: Any) -> None:
 
 
 def test_a_repeated_call_makes_few_operations(place: Any) -> None:
-    """Besides the tensors that the passes return: message, states and rows; offsets of segments where parts are cut."""
+    """Tensors made are those that the passes return: message, states and rows; and offsets of segments where parts are cut."""
     calls = [arguments(place) for _ in range(3)]
     for call in calls[:2]:
         gdn.distributed.chunk_gated_delta_rule(**call)

@@ -1,4 +1,4 @@
-"""How a sequence and query rows are parted, and how metadata says so; no process group."""
+"""Division of a sequence and of query rows into parts, and how metadata says so; no process group."""
 
 from dataclasses import replace
 from itertools import chain

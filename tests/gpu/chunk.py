@@ -88,7 +88,7 @@ def check_replays(
 
 
 def public(backend: str) -> Callable[[Arguments], Callable[[], Results]]:
-    """For check_replays: the public operator."""
+    """The public operator for check_replays."""
 
     def capture(arguments: Arguments) -> Callable[[], Results]:
         def call() -> Results:

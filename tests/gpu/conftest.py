@@ -43,7 +43,7 @@ def give_memory_back() -> Iterator[None]:
 
 @pytest.fixture
 def much_memory() -> Iterator[None]:
-    """For tests of up to 25 GB, of which two may run at a time: others in other processes wait here."""
+    """Memory for tests of up to 25 GB, of which two may run at a time: others in other processes wait here."""
     folder = Path(tempfile.gettempdir())
     for place in itertools.cycle((folder / "gdn-tests-much-memory-0", folder / "gdn-tests-much-memory-1")):
         try:

@@ -39,7 +39,7 @@ class Case:
 
 
 def cases(size: int) -> dict[str, Case]:
-    """The cases for so many ranks."""
+    """The cases for this number of ranks."""
     short = [300, 65, 130, 64][-size:]
     return {
         "one sequence": Case([split_tokens(9000, size)]),
@@ -58,7 +58,7 @@ def cases(size: int) -> dict[str, Case]:
 
 @contextmanager
 def segmented(case: Case) -> Iterator[None]:
-    """Inside, a part is cut into segments as the case says."""
+    """Cuts a part into segments as the case says."""
     with mock.patch.object(composition, "LEAST_SEGMENT", case.least_segment):
         yield
 
@@ -162,7 +162,7 @@ class Sequences:
 
 @contextmanager
 def wrong_transitions() -> Iterator[None]:
-    """Inside, ranks compose states with every P transposed: what tests must find."""
+    """Makes ranks compose states with every P transposed: what tests must find."""
     right = composition.Part.summaries
 
     def wrong(self: Any, *arguments: Any) -> tuple[Tensor, Tensor]:

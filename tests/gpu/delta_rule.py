@@ -1,4 +1,4 @@
-"""How GPU tests run a delta-rule operator and judge it: against the float64 oracle, allowing what torch itself would lose."""
+"""Runs and judges a delta-rule operator in GPU tests: against the float64 oracle, allowing what torch itself would lose."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -112,7 +112,7 @@ CASES: dict[str, Callable[[Any], None]] = {
 
 
 def run(size: int, folder: Path) -> dict[str, list[str]]:
-    """Runs the cases on so many GPUs; returns the errors of each."""
+    """Runs the cases on this number of GPUs; returns the errors of each."""
     processes.start_processes(_rank, (size, str(folder)), nprocs=size, start_method="spawn")
     errors: dict[str, list[str]] = {name: [] for name in CASES}
     for rank in range(size):

@@ -2,7 +2,7 @@
 
 Judged too: a tool that slows a kernel down a hundredfold shows hazards that a fast run hides. Where an oracle runs token by
 token, it does so on the CPU, where the tool does not see it. Most calls are those of the other tests, at their small sizes,
-with what stands around their tensors.
+with what is around their tensors.
 """
 
 import sys
@@ -64,7 +64,7 @@ def _cuda() -> torch.device:
 
 
 def _judged(function: str, arguments: Arguments, backend: str) -> None:
-    """Against the oracle, loosely; `rounding_seed` changes what is stored and not o."""
+    """Checks against the oracle, loosely; `rounding_seed` changes what is stored and not o."""
     on_cpu = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in copied(arguments).items()}
     expected = oracle_of({name: x for name, x in on_cpu.items() if name not in ("out", "rounding_seed")})
     o, _ = run(function, arguments, backend)

@@ -123,7 +123,7 @@ def test_error_next_to_torch(form: str, device: torch.device) -> None:
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("form", ["no indexer", "token-wise, FP8", "compressed"])
 def test_sum_of_the_shards(form: str, size: int, device: torch.device) -> None:
-    """With eight ranks there are fewer key heads than ranks."""
+    """Eight ranks are more than there are key heads."""
     layer, config, cache_dtype = made(form, device)
     rows, parameters = prompts(config, device), dict(layer.named_parameters())
     whole, masks = outputs(layer, config, rows, cache_dtype, device)

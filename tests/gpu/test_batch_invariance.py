@@ -279,7 +279,7 @@ def test_topk(backend: str, device: torch.device) -> None:
 
 
 def test_the_tiles_are_the_same_for_every_batch(device: torch.device) -> None:
-    """By what explain says of the chunk operator, of which the tables hold the most sizes."""
+    """Tiles are compared as explain gives them for the chunk operator, for which the tables hold the most sizes."""
     found = set()
     for lengths in ([1], [5000], [70] * 3, [64] * FORTY, [5000, *[100] * 39]):
         arguments = chunk_inputs(chunk_problem(**of_heads((16, 32)), has_mask=True), device, lengths=lengths)

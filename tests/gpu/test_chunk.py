@@ -45,7 +45,7 @@ def test_lengths(lengths: list[int], backend: str, device: torch.device, monkeyp
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("count", [255, 256, 257, 300])
 def test_many_sequences(count: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Around the number that a block ranks by length (256); of equal lengths, and the longest ones last."""
+    """Counts around the number that a block ranks by length (256); sequences of equal lengths, and the longest ones last."""
     lengths = [n % 4 for n in range(count - 3)] + [65, 300, 65]
     arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths)
     check(arguments, by(backend), monkeypatch)
@@ -53,7 +53,7 @@ def test_many_sequences(count: int, backend: str, device: torch.device, monkeypa
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_places_in_the_batch(backend: str, device: torch.device) -> None:
-    """Whatever order the lengths stand in, each sequence has the same bits."""
+    """Each sequence has the same bits, whatever the order of the lengths."""
     problem = chunk_problem(head_k_dim=128, head_v_dim=128, dtype="bfloat16", state_v_first=True)
     lengths = [70, 0, 640, 1, 640, 64, 333]
     inputs = chunk_inputs(problem, device, lengths=lengths)

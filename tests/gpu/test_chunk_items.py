@@ -98,7 +98,7 @@ def test_a_sequence_is_the_same_alone(device: torch.device, force: Force) -> Non
 
 
 def test_graph_replay_with_other_lengths(device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
-    """The deal is made from lengths that stand on the device."""
+    """The deal is made from lengths that are on the device."""
     force(split_chunks=0, num_persistent_clusters=3)
     lengths = ([65, 0, 1, 363, 64, 200, 0, 130], [0, 700, 3, 0, 0, 0, 20, 100], [823, 0, 0, 0, 0, 0, 0, 0], [0] * 8)
     arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths[0], null_sequences=[4])

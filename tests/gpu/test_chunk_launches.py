@@ -52,7 +52,7 @@ def test_checkpoints(index_dtype: str, cluster: int, device: torch.device, monke
 def test_norms_of_all_sizes(
     dtype: str, cluster: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
-    """Neighbouring keys up to a thousandfold apart: where the inverse is rounded, norms stand at its rows and at its columns."""
+    """Neighbouring keys up to a thousandfold apart: where the inverse is rounded, norms are at its rows and at its columns."""
     force(split_chunks=0, cluster_size=cluster)
     problem = chunk_problem(**cases.MAIN | {"dtype": dtype}, has_mask=True)
     arguments = arguments_of(problem, device, **RAGGED)
@@ -89,7 +89,7 @@ def test_more_clusters_than_fit_at_a_time(
 
 @any_cluster
 def test_repeats(cluster: int, device: torch.device, force: Force) -> None:
-    """Also of chunks that are partial, where the inverse comes later than the product."""
+    """Some chunks are partial: the inverse comes later than the product there."""
     force(split_chunks=0, cluster_size=cluster)
     check_repeats(arguments_of(cases.MAIN_CHUNK, device, lengths=[640, 129, 64, 700, 1, 63, 100] * 9), by(BACKEND))
 

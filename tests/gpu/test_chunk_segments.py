@@ -44,7 +44,7 @@ PROBLEMS = {
 
 
 class Call:
-    """A launch with segments of so many chunks (0: whole sequences), its workspace full of NaN."""
+    """A launch with segments of this many chunks (0: whole sequences), its workspace full of NaN."""
 
     def __init__(self, problem: ChunkProblem, arguments: dict[str, Any], segment: int) -> None:
         module = runtime.candidates("chunk")["tilelang"].module

@@ -53,7 +53,7 @@ def test_segment_lengths(segment: int, backend: str, device: torch.device, monke
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", [[0], [1], [128], [129], [1280], [0, 0, 300], [130] * 70], ids=str)
 def test_lengths(lengths: list[int], backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
-    """With and without tokens beyond the last sequence: the last slot may or may not be used."""
+    """Tokens may follow the last sequence: the last slot may or may not be used."""
     force(split_chunks=SEGMENT)
     for padded_tokens in (0, 128):
         arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths, padded_tokens=padded_tokens)

@@ -108,7 +108,7 @@ def test_repeats_and_forms_give_the_same_bits(device: torch.device, force: Force
 
 @pytest.mark.parametrize("heads", [30, 31, 33, 34, 66])
 def test_as_many_as_run_at_once_and_more(heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
-    """With the clusters that the plan gives them, and tokens enough that both launches run at the same time."""
+    """The clusters are those that the plan gives, and tokens are enough that both launches run at the same time."""
     force(**FOUR_SM | {"num_four_sm_clusters": 30, "max_l2_ring_groups": 3})
     problem = replace(cases.MAIN_CHUNK, num_q_heads=1, num_k_heads=1, num_v_heads=heads)
     arguments = arguments_of(problem, device, lengths=[2500], null_sequences=[])

@@ -92,7 +92,7 @@ def test_total(rank: int, count: int, segments: int, dims: tuple[int, int], v_fi
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, None])
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_starts(has_mask: bool, pool_dtype: Any, index_dtype: Any, v_first: bool, device: torch.device) -> None:
-    """From pools, from rows, from zeros; some sequences are padding, some start anew."""
+    """Starts come from pools, from rows, from zeros; some sequences are padding, some start anew."""
     check(total_call(0, 4, 2, v_first, pool_dtype=pool_dtype, index_dtype=index_dtype, has_mask=has_mask), device)
 
 

@@ -104,7 +104,7 @@ def test_captured_verification_gives_what_decode_gives(device: torch.device, for
 @pytest.mark.parametrize("num_spec", [0, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_decode_waits_for_nothing(device: torch.device, form: str, num_spec: int) -> None:
-    """Neither the forward of a captured nor that of an eager step, nor the making of their metadata."""
+    """The forward of a captured step does not wait, nor that of an eager one, nor the making of their metadata."""
     for use_graphs in (True, False):
         engine = make_engine(device, form, use_graphs=use_graphs, num_spec=num_spec)
         engine.prefill(tokens_of(PROMPTS, 0))

@@ -21,7 +21,7 @@ STEPS = [[1, 3, 1, 200, 70], [1, 1, 1], [130, 1, 2], [RECURRENT_TOKENS, 0, RECUR
 
 @contextmanager
 def no_sync() -> Iterator[None]:
-    """In this context a wait for the device is an error."""
+    """Makes a wait for the device an error."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

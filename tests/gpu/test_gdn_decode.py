@@ -266,7 +266,7 @@ def test_variants(case: Case, device: torch.device) -> None:
 
 @pytest.mark.parametrize("case", CASES[::2], ids=name)
 def test_one_token_each(case: Case, device: torch.device) -> None:
-    """Without offsets, with and without columns."""
+    """Calls without offsets, with and without columns."""
     run(replace(case, lengths=(1,) * 9, offsets_dtype=None), device)
 
 

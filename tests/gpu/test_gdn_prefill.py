@@ -296,7 +296,7 @@ def same(first: Arguments, second: Arguments) -> bool:
 
 
 def test_the_forms_give_the_same_bits(configure: Configure, device: torch.device) -> None:
-    """With two SMs a head everywhere: what runs at the same time changes nothing."""
+    """All forms have two SMs a head: what runs at the same time changes nothing."""
     found = []
     for form, changes in (
         ("apart", PLAIN), ("side by side", {}), ("side by side, few clusters", {}),

@@ -133,7 +133,7 @@ def test_paged_logits(variant: str, backend: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("backend", test_paged_mqa_logits.BACKENDS)
 def test_paged_indexer_topk(backend: str, device: torch.device) -> None:
-    """In steps through a workspace, which is of the graph's pool too."""
+    """The call runs in steps through a workspace, which is of the graph's pool too."""
     problem = test_paged_mqa_logits.problem_of("h8-fp8-linear-p128-d64", 6, 900)
     inputs = make_paged_inputs(problem, device)
     arguments = {

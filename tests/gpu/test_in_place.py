@@ -1,4 +1,4 @@
-"""In place, as engines call: convolutions that write their input, and both states of a layer in the pages of one buffer.
+"""Calls in place, as engines do: convolutions that write their input, and a layer's two states in the pages of one buffer.
 
 Everything is compared bit for bit with a call whose tensors are memory of their own.
 """

@@ -43,7 +43,7 @@ INT64: dict[str, Any] = {**cases.MAIN, "index_dtype": "int64"}
 
 
 def widened(indices: Tensor, null_slot: int) -> Tensor:
-    """The indices as int64 with their strides, NULLS in turn for what is null."""
+    """The indices as int64 with their strides, NULLS cyclically for what is null."""
     wide = torch.empty_strided(indices.shape, indices.stride(), dtype=torch.int64, device=indices.device)
     wide.copy_(indices)
     null = wide <= null_slot

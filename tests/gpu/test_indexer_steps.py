@@ -233,7 +233,7 @@ def call_of(case: Case) -> dict[str, Any]:
 
 
 def check_prepared(case: Case) -> None:
-    """Against the reference in two steps: norm and RoPE through a 16-bit call, then everything that follows from its bits."""
+    """Checks against the reference in two steps: norm and RoPE through a 16-bit call, then all that follows from its bits."""
     arguments = call_of(case)
     q_out, weights_out = gdn.prepare_indexer(**arguments, backend="cute")
     scaled = case.cache_dtype == torch.uint8 if case.kv_heads != 0 else bool(case.fp8) and case.weights_dtype is not None
@@ -305,7 +305,7 @@ def test_prepare(case: Case, device: torch.device) -> None:
 
 
 def test_prepare_a_prompt(device: torch.device) -> None:
-    """So many tokens that a warp takes every head at once."""
+    """A prompt of enough tokens that a warp takes every head at once."""
     for cache_dtype in (torch.uint8, torch.bfloat16):
         check_prepared(Case(tokens=3001, cache_dtype=cache_dtype))
 
@@ -564,7 +564,7 @@ def test_expand(tokens: int, k: int, ratio: int, index: torch.dtype, device: tor
 
 
 def test_a_graph_replays_with_changed_contents(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured once, every step in turn; positions, slots, lengths, tables and values change between replays."""
+    """Captured once, one step after the other; positions, slots, lengths, tables and values change between replays."""
     first, second = call_of(Case(tokens=64)), call_of(Case(tokens=64))
     for name in ("q", "k", "weights"):
         second[name].copy_(second[name].flip(0))

@@ -111,7 +111,7 @@ def in_margins(want: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("ratio", [2, 3, 4, 16])
 @pytest.mark.parametrize(("rows", "keys", "k"), [(300, 2049, K), (40, 9000, 2048), (5, 12000, 8193), (70, 30, 40), (9, 700, 1)])
 def test_groups_are_listed_as_tokens(rows: int, keys: int, k: int, ratio: int) -> None:
-    """Those of the selected groups and of the unfinished one, whether a row is selected from, listed, or empty."""
+    """Tokens are those of the selected groups and of the unfinished one, whether a row is selected from, listed, or empty."""
     q, keys_of, weights, _, _, k_scale = ragged(rows, keys, "random")
     source = torch.Generator().manual_seed(rows + ratio)
     positions = torch.randint(0, keys * ratio, (rows, 2), generator=source).cuda()[:, 0]
@@ -193,7 +193,7 @@ def test_bounds_of_any_value(backend: str) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_short_rows_stay_unscored(packed: bool) -> None:
-    """Not a score of a row of at most `skip_rows_up_to` keys is written, and the others' are those of a call without."""
+    """No score of a row of at most `skip_rows_up_to` keys is written, and the others' are those of a call without."""
     q, k, weights, starts, ends, k_scale = ragged(400, 3000, "random")
     ends[::7] = starts[::7] + K
     ends[1::7] = starts[1::7] + K + 1

@@ -86,7 +86,7 @@ def test_pools_that_require_grad(name: str, backend: str, device: torch.device) 
 
 @each_call
 def test_results_of_other_operations_that_require_grad(name: str, backend: str, device: torch.device) -> None:
-    """Not leaves of a graph, as activations are."""
+    """Results are not leaves of a graph: neither are activations."""
     call = CALLS[name]
 
     def prepared(arguments: Arguments) -> Arguments:

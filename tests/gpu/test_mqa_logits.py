@@ -222,7 +222,7 @@ def test_more_than_2_31_scores(backend):
 
 @pytest.mark.parametrize("balanced_fraction", [1, 8])
 def test_more_tiles_than_costs_can_count(balanced_fraction):
-    """From 2**30 tiles on nothing is dealt by cost. Each row sees keys of its own, so parts of the problem give its scores."""
+    """Nothing is dealt by cost from 2**30 tiles on. Each row sees keys of its own, so parts of the problem give its scores."""
     rows, num_keys, columns, apart = 2**17, 2**22, 128, 250
     problem = MqaLogitsProblem(64, 1, 128, FP8, False, None, True, True, "float32", True, rows, num_keys, columns)
     generator = torch.Generator("cuda").manual_seed(1)
@@ -316,7 +316,7 @@ def test_on_a_side_stream(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_indexer_topk_over_the_kernel(backend):
-    """In steps through a small workspace: the sets that one large score matrix gives."""
+    """Steps through a small workspace give the sets that one large score matrix gives."""
     problem = problem_of("h16-fp8-unclean", 300, 2049)
     inputs = make_mqa_inputs(problem, "cuda", ranges="hard")
     arguments = (inputs.q, inputs.k, inputs.weights, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)

@@ -83,7 +83,7 @@ def test_one_argument(name: str, argument: str, backend: str, device: torch.devi
 
 @pytest.mark.parametrize(("name", "backend"), sorted({(name, backend) for name, _, backend in CASES}))
 def test_all_of_them(name: str, backend: str, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    """Also with tokens as the contiguous dimension, as a model hands in [B, H, T, D] or [B, D, T] turned."""
+    """Tokens are the contiguous dimension too, as a model hands in [B, H, T, D] or [B, D, T] turned."""
     call = CALLS[name]
     arguments = contiguous(call.make(device), TURNED[name])
     changes = {one: turned(arguments[one], 1 if arguments[one].dim() == 4 else 0) for one in TURNED[name]}

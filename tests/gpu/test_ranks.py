@@ -15,7 +15,7 @@ RATIO = 2.0  # largest accepted error, as a multiple of one GPU's, both against 
 
 
 def torchrun(size: int, *command: str) -> str:
-    """Standard output of a command on so many ranks."""
+    """Standard output of a command on this number of ranks."""
     count = torch.cuda.device_count()
     if count < size:
         pytest.skip(f"needs {size} GPUs: torch sees {count}")

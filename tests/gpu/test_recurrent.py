@@ -201,8 +201,8 @@ def test_every_configuration_k_first(
     case: tuple[str, RecurrentProblem, list[int]], backend: str, heads: int, device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Every configuration that a call of so many sequences (of one token where the case's are) may get is right, and repeats the
-    same bits."""
+    """Every configuration that a call of that many sequences (of one token where the case's are) may get is right, and repeats
+    the same bits."""
     name, problem, lengths = case
     module = importlib.import_module(registry.operator("recurrent").modules[backend])
     tokens = heads if name.startswith("single") else 4 * heads

@@ -103,7 +103,7 @@ def test_accepted_beyond_a_warp_of_columns(device: torch.device, monkeypatch: py
 
 @pytest.mark.parametrize("every_token", [False, True])
 def test_rounding_does_not_depend_on_the_form(every_token: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where keys are zero a token only decays the state: one product an element, so both forms store the same bits."""
+    """A token with zero keys only decays the state: one product an element, so both forms store the same bits."""
     drafts: dict[str, Any] = {"write_every_token": True, "has_accepted": True} if every_token else {}
     arguments = arguments_of(replace(MAIN, state_dtype="bfloat16", has_rounding=True, **drafts), device)
     arguments["k"].zero_()

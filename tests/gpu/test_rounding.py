@@ -96,7 +96,7 @@ def copies(arguments: Arguments, **changes: Any) -> Arguments:
 
 
 def wide_copies(arguments: Arguments) -> Arguments:
-    """On the CPU, in float64."""
+    """Copies on the CPU, in float64."""
     copied = {name: x.cpu().clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
     return {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in copied.items()}
 

@@ -37,7 +37,7 @@ def tools_of(group: str) -> tuple[str, ...]:
 
 
 def start(command: list[str], **environment: str) -> "subprocess.Popen[str]":
-    """In a session of its own: a kill has to reach what the tool starts."""
+    """Starts a session of its own: a kill has to reach what the tool starts."""
     return subprocess.Popen(
         command, cwd=ROOT, env=os.environ | environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -11,7 +11,7 @@ from autotune.selection import BF16, DEMANDED, FP8, FP8_EXACT
 pytestmark = pytest.mark.gpu
 
 # Rounding to e4m3 moves each value of q and k by 2.6 % (rms), so a score by 3.7 % of the scores' deviation. The smaller the
-# share of the keys that is selected, the more of the selection stands that near to its end, however exactly one sums.
+# share of the keys that is selected, the more of the selection is that near to its end, however exactly one sums.
 OUT_OF_REACH = pytest.mark.xfail(strict=True, reason="the FP8 format itself, summed exactly, stays below 97 % at this length")
 
 

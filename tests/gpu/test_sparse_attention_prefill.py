@@ -63,7 +63,7 @@ class Call:
         return out, lse
 
     def valid(self) -> Tensor:
-        """Which entries of the indices count."""
+        """Mask of the indices that count."""
         own = own_positions(self.query_start_loc, self.seq_lens, len(self.q))
         index = self.topk_indices.long()
         valid = (index >= 0) & (index <= own[:, None])

@@ -315,7 +315,7 @@ def test_prefill_without_pool_or_offsets(device: torch.device) -> None:
 
 
 def test_prefill_slots_by_number(device: torch.device) -> None:
-    """Without cache_indices the slot of a sequence is its number, and null_slot makes none of them padding."""
+    """The slot of a sequence without cache_indices is its number, and null_slot makes none of them padding."""
     arguments = prefill(Case(), device, mask=False, dead=())
     pool = arguments["conv_states"]
     order = arguments["cache_indices"][:-1].long()

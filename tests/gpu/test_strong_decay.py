@@ -31,8 +31,8 @@ from tests.gpu.twins import copy_of
 
 pytestmark = pytest.mark.gpu
 
-STRENGTHS = (-1e3, -1e4, -1e6, -torch.inf)  # of the state heads, in turn
-PATTERNS = {  # of the sequences, in turn: which tokens forget
+STRENGTHS = (-1e3, -1e4, -1e6, -torch.inf)  # of the state heads, cyclically
+PATTERNS = {  # of the sequences, cyclically: which tokens forget
     "every third": lambda t: t % 3 == 1,
     "one of a chunk": lambda t: t % 64 == 20,
     "first of a chunk": lambda t: t % 64 == 0,
@@ -187,7 +187,7 @@ DECODES = {
 @pytest.mark.parametrize("backend", [*backends("gdn_decode"), "reference"])
 @pytest.mark.parametrize("name", DECODES)
 def test_fused_decode(name: str, backend: str, v_first: bool, device: torch.device) -> None:
-    """Through a, whose softplus is itself where it is large: by A_log, not all heads decay by the same."""
+    """Decay is strong through a, whose softplus is itself where it is large: by A_log, not all heads decay by the same."""
     case = replace(DECODES[name], v_first=v_first)
     if backend == "reference":  # it rounds what one step hands to the next to the dtype of its inputs
         case = replace(case, **dict.fromkeys(("dtype", "other_dtype", "weight_dtype", "conv_dtype"), torch.float32))

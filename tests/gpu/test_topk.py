@@ -1,6 +1,6 @@
 """Top-k on a Hopper GPU, each backend against the reference, index by index: the selection is exact or it is wrong.
 
-What the operator reads stands between NaN and +inf that belong to no row's range; out is poisoned, and so is its margin.
+What the operator reads lies between NaN and +inf that belong to no row's range; out is poisoned, and so is its margin.
 """
 
 import functools
@@ -86,7 +86,7 @@ def adversarial(columns: int, k: int, dtype: torch.dtype) -> torch.Tensor:
         -normal().abs() * 1e-39,  # subnormal
         normal() * 3e38,  # up to infinity
         normal(),
-        normal() + (places > 0.9 * columns) * 5.0,  # what is selected stands together
+        normal() + (places > 0.9 * columns) * 5.0,  # what is selected is in one place
         torch.exp(20 * normal()),  # of all magnitudes
         torch.where(share(0.27), 1e20 * torch.exp(9 * normal()), normal()),  # some of them far above the others
         *(normal().abs() * torch.where(places // 8 % 8 == piece, 1.0, -1.0) for piece in (0, 3)),  # few pieces hold it all

@@ -208,7 +208,7 @@ def run_layers(group: Any, folder: Path) -> dict[str, Any]:
 
 
 def run_engines(group: Any, folder: Path) -> dict[str, Any]:
-    """All that is built on them, on one rank of a group."""
+    """The engines and the demo, on one rank of a group."""
     size = group.size()
     return {form: engine_case(form, group, size) for form in FORMS} | {"demo": demo_report(size, group)}
 

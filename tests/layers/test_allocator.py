@@ -66,7 +66,7 @@ class Contents:
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Any order of calls against a model that keeps the contents of every sequence and checkpoint in lists."""
+    """Calls in any order against a model that keeps the contents of every sequence and checkpoint in lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.contents.read_states(sequence) == (model["states"], model["ring"])
 
     def teardown(self) -> None:
-        """All of it comes back, in whatever order it was taken."""
+        """All memory comes back, in whatever order it was taken."""
         for sequence, _ in self.live:
             self.allocator.free(sequence)
         self.allocator.drop_all_kept()
@@ -311,7 +311,7 @@ def test_kept_prefixes_make_room_the_longest_unused_first(allocator: CacheAlloca
 
 
 def test_a_prefix_that_is_in_its_own_way_is_dropped() -> None:
-    """Without room for a copy of the prefix's last block, the prompt is computed from its start."""
+    """The prompt is computed from its start where there is no room for a copy of the prefix's last block."""
     config = small_config(index_ratio=RATIO)
     caches = HybridCaches(config, 3, BLOCK, 1, num_checkpoints=1, dtype=torch.float32)
     allocator = CacheAllocator(caches)

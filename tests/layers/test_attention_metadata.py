@@ -99,7 +99,7 @@ def test_padding_and_places(rows: list[tuple[int, int]], pad: int, seed: int) ->
 
 @pytest.mark.parametrize("convert", [np.asarray, torch.tensor], ids=["array", "tensor"])
 def test_block_tables_in_one_array(convert: Any) -> None:
-    """With whatever is after the blocks that a row needs."""
+    """Blocks that a row needs may be followed by anything."""
     rows = [[4, 2, -1], [0, -1, 99]]
     metadata = builder().build([2, 1], [18, 5], convert(rows), [0, 1])
     assert metadata.block_tables.tolist() == [[4, 2], [0, 0]]

@@ -1,4 +1,4 @@
-"""How a step's sequences are dealt to the forms of attention, against a plain statement of the rule."""
+"""Assignment of a step's sequences to the forms of attention, against a plain statement of the rule."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -36,7 +36,7 @@ def test_every_argument_is_documented(name: str) -> None:
 
 
 def test_examples_run() -> None:
-    """Those of a class are in its docstring."""
+    """Examples of a class are in its docstring."""
     examples = [
         doctest.DocTestParser().get_doctest(getattr(layers, name).__doc__ or "", {}, name, None, None) for name in CLASSES
     ]

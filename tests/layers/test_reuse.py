@@ -103,7 +103,7 @@ def test_a_prompt_continues_from_a_kept_prefix(prefix: int) -> None:
 
 @pytest.mark.parametrize("accepted", [1, 2])
 def test_a_fork_continues_where_the_other_is(accepted: int) -> None:
-    """After a speculative step, whichever of its states is the current one."""
+    """The fork follows a speculative step, whichever of its states is the current one."""
     layer = Layer()
     sequence = layer.allocator.add(70)
     layer.prefill(layer.metadata(sequence, 0, 70), PROMPT[:70])

@@ -152,7 +152,7 @@ def _in_order(batch: Batch, new: list[Tensor], order: list[int], **options: obje
 
 @pytest.mark.parametrize("case", ["no indexer", "token-wise", "compressed"])
 def test_a_sequence_without_tokens_between_others(case: str) -> None:
-    """There are as many rows as sequences, one token at most each, and yet row 1 is not of sequence 1."""
+    """A step has as many rows as sequences, one token at most each, and yet row 1 is not of sequence 1."""
     _, rows, want = made(case)
     batch = batch_of(case)
     first = batch.step([one[:-1] if len(one) > 1 else one for one in rows])

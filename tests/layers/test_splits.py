@@ -1,4 +1,4 @@
-"""However a prompt is cut into chunks, decode steps and verified drafts, its logits are those of one pass."""
+"""Logits are those of one pass, however a prompt is cut into chunks, decode steps and verified drafts."""
 
 import random
 from dataclasses import dataclass

@@ -79,7 +79,7 @@ def test_the_demo(engines: Group) -> None:
 
 @pytest.mark.parametrize("size", LONG)
 def test_a_rank_that_dies_ends_the_others(size: int, tmp_path: Path) -> None:
-    """Within the group's time-out, and not before it is gone."""
+    """The others end within the group's time-out, and not before it is gone."""
     started = time.monotonic()
     *others, last = run_ranks(rank_cases.die, size, tmp_path, timeout_s=20.0)
     assert last is None

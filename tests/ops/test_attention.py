@@ -109,7 +109,7 @@ def test_one_tensor_of_keys_and_values_and_a_strided_out() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("name", STEPS)
 def test_gate_is_torchs_glu(name: str, dtype: torch.dtype) -> None:
-    """In rows of torch's attention and of the paged kernel's reference; o takes the place next to the gate."""
+    """Rows of torch's attention and of the paged kernel's reference; o takes the place next to the gate."""
     arguments = step(*STEPS[name], dtype=dtype)
     o, lse = gdn.attention(**arguments, return_lse=True)
     heads = torch.randn(*o.shape[:2], 32).to(dtype)

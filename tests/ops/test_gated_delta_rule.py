@@ -189,7 +189,7 @@ def test_the_switch_of_the_whole_orders_both_forms(switch: Callable[..., env.Swi
 
 
 def test_no_value_is_read_on_a_device() -> None:
-    """Where values are not checked (a GPU without GDN_VALIDATE), nothing of the operator itself asks for one."""
+    """The operator itself asks for no value where values are not checked (a GPU without GDN_VALIDATE)."""
     arguments = step([1, 3, 70]) | {"has_initial_state": torch.tensor([True, False, True])}
     forbidden = mock.Mock(side_effect=AssertionError("a value was read"))
     import gdn.ops.gated_delta_rule as module

@@ -44,7 +44,7 @@ def test_inductor(form: str) -> None:
     name, make = CALLS[form]
 
     def step(**given: Any) -> tuple[Any, ...]:
-        """Something to fuse on either side of the operator."""
+        """Work to fuse on either side of the operator."""
         first = next(name for name in ("q", "x") if name in given)
         given[first] = given[first] * 2
         found = getattr(gdn, name)(**given)

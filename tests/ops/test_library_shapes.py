@@ -84,7 +84,7 @@ def test_shapes_alone_warn_of_no_copy(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_an_explanation_warns_of_no_copy(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither of one that a kernel would get, nor of that of the last dimension, which the reference gets too."""
+    """A copy that a kernel would get gives no warning, nor does that of the last dimension, which the reference gets too."""
     env.reload()
     x, weight = torch.zeros(6, 4, dtype=torch.float16), torch.zeros(4, 4, dtype=torch.float16)
     with caplog.at_level(logging.WARNING, logger="gdn"):

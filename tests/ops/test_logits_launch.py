@@ -229,7 +229,7 @@ def test_indexer_topk_runs_the_kernel_in_steps(stand_in):
 
 @pytest.mark.parametrize("ratio", [2, 5])
 def test_groups_are_listed_by_the_selection(stand_in, ratio):
-    """In steps, and where a row sees at most as many groups as are selected: tokens, without an operator of its own."""
+    """The selection lists tokens itself, in steps and where a row sees at most as many groups as are selected."""
     problem = MqaLogitsProblem(4, 1, 64, "bfloat16", False, None, True, False, "float32", False, 300, 75, 75)
     inputs = make_mqa_inputs(problem)
     positions = torch.arange(300) * ratio % (75 * ratio) + torch.arange(300) % ratio
@@ -257,7 +257,7 @@ def test_groups_are_listed_by_the_selection(stand_in, ratio):
 
 
 def test_rows_that_see_few_keys_are_not_scored(stand_in, monkeypatch):
-    """The logits are told so, and the selection lists them; where no row can see more, nothing is scored."""
+    """The logits know of it, and the selection lists them; where no row can see more, nothing is scored."""
     problem = MqaLogitsProblem(4, 1, 64, "float8_e4m3fn", True, None, True, False, "float32", False, 6, 75, 75)
     inputs = make_mqa_inputs(problem)
     starts = torch.tensor([3, -9, 0, 70, 20, 50])

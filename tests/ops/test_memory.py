@@ -133,7 +133,7 @@ def test_states_and_windows_of_one_page_buffer(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_exact_question_is_asked_once(kernel: ContractKernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a layout and a difference of addresses: a repeated call costs a lookup, also where memory is interleaved."""
+    """One question a layout and difference of addresses: a repeated call costs a lookup, also where memory is interleaved."""
     asked: list[int] = []
 
     def counted(*layout: Any) -> bool:

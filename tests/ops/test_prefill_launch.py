@@ -153,7 +153,7 @@ def test_nothing_to_do(kernel: Kernel) -> None:
 
 
 def test_padding_is_zero_whatever_it_holds() -> None:
-    """On the CPU, where the reference runs: rows of a null slot and rows after the last sequence."""
+    """Padding on the CPU, where the reference runs: rows of a null slot and rows after the last sequence."""
     given = prefill_arguments(70, state_indices=torch.tensor([-1, 3]), query_start_loc=torch.tensor([0, 5, 60]))
     for name in ("mixed_qkv", "z", "b", "a"):
         given[name][:5], given[name][60:] = torch.nan, torch.nan

@@ -742,7 +742,7 @@ def test_bounds() -> None:
     st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(-2, 7), min_size=3, max_size=3), st.integers(0, 4)), max_size=4)
 )
 def test_decode_slots_against_a_plain_statement(rows: list[tuple[int, list[int], int]]) -> None:
-    """Which slots a step touches, and whether two sequences clash, restated with Python sets."""
+    """Slots that a step touches, and clashes of two sequences, restated with Python sets."""
     lengths, slots, accepted = [r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows]
     reads, writes = [], []
     for length, row, count in rows:

@@ -124,7 +124,7 @@ def test_update_touches_nothing_else() -> None:
 
 
 def test_speculative_window() -> None:
-    """After [window | 3 inputs] with 2 accepted, the next step starts as if only those two had been decoded."""
+    """The next step after [window | 3 inputs] with 2 accepted starts as if only those two had been decoded."""
     width, num_spec = 4, 2
     x, weight = randn(5, DIM), randn(DIM, width, seed=1)
     states = randn(5, DIM, width - 1 + num_spec, seed=2)

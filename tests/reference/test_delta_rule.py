@@ -255,7 +255,7 @@ def test_draft_tree_equals_its_paths() -> None:
 
 @pytest.mark.parametrize("shape", [(3 * 5,), (3, 5)])
 def test_draft_trees_of_batch_rows(shape: tuple[int, ...]) -> None:
-    """Without cu_seqlens sequence b is row b: its parents are rows b * T .. b * T + T - 1 of parent_token."""
+    """Sequence b without cu_seqlens is row b: its parents are rows b * T .. b * T + T - 1 of parent_token."""
     problem = recurrent_problem(**F64, index_dtype="int32", write_every_token=True, has_parent=True)
     packed = recurrent_inputs(problem, lengths=[5, 5, 5], num_columns=5)
     packed["parent_token"] = torch.tensor([[-1, 0, 1, 1, 3], [-1, -1, 0, 0, -1], [-1, 0, 0, 2, 1]], dtype=torch.int32).flatten()

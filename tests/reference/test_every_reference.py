@@ -110,7 +110,7 @@ def test_folded_weights_are_contiguous() -> None:
 
 
 def test_split_of_one_group_is_a_copy() -> None:
-    """With one key head z, b and a are contiguous slices of their row: they must not be views of it."""
+    """z, b and a of one key head are contiguous slices of their row: they must not be views of it."""
     mixed, ba = randn(1, 2 * 6 + 2 * 16), randn(1, 4)
     for part in reference.fused_qkvzba_split_reshape_cat(mixed, ba, 1, 2, 6, 8):
         part.fill_(7.0)

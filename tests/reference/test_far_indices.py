@@ -29,7 +29,7 @@ def test_far_positions_have_no_tail(position: int) -> None:
 
 @pytest.mark.parametrize("position", FAR)
 def test_tokens_at_far_positions_are_skipped(position: int) -> None:
-    """Neither the ring nor the cache changes, and the token is nobody's neighbour."""
+    """The ring and the cache do not change, and the token is nobody's neighbour."""
     ring = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     cache = torch.zeros(3, 16, 64, dtype=torch.bfloat16)
     raw = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()

@@ -25,7 +25,7 @@ def run(name: str, arguments: dict[str, Any]) -> tuple[torch.Tensor, list[torch.
 
 
 def check_same(name: str, arguments: dict[str, Any], plain: dict[str, Any]) -> None:
-    """Both calls give the same results and pools. Pools and caches are taken from `arguments`, in copies."""
+    """Checks that both calls give the same results and pools. Pools and caches are taken from `arguments`, in copies."""
 
     def copied(call: dict[str, Any]) -> dict[str, Any]:
         return {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in call.items()}
@@ -97,7 +97,7 @@ def test_accepted_counts(name: str, accepted: int) -> None:
 @pytest.mark.parametrize("offset", [2**32 + 64, -(2**32) + 64, -(2**63)])
 @pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "causal_conv1d_fn", "fused_gdn_prefill"])
 def test_checkpoint_offsets(name: str, offset: int) -> None:
-    """Beyond the sequence: no checkpoint."""
+    """An offset beyond the sequence makes no checkpoint."""
     arguments = CALLS[name]()
     if name == "causal_conv1d_fn":
         arguments |= {"x": randn(70, 6), "query_start_loc": torch.tensor([0, 66, 70])}

@@ -1,4 +1,4 @@
-"""Here every test also has a kernel cache of its own, so that compilations can be counted."""
+"""Gives every test here a kernel cache of its own as well, so that compilations can be counted."""
 
 import os
 from collections.abc import Iterator

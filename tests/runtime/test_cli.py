@@ -122,7 +122,7 @@ def test_the_version():
 
 
 def test_a_process_of_its_own_fails_in_one_line(tmp_path: Path):
-    """Nothing but the line on stderr, and no traceback, where a user calls the command."""
+    """One line on stderr, and no traceback, where a user calls the command."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIXES)}
 
     def errors(*command: str, **switches: str) -> list[str]:
@@ -294,7 +294,7 @@ def test_explain_tells_the_phases_of_a_function_apart(switch: Callable[..., env.
 
 
 def test_explain_of_attention_is_of_all_positions():
-    """Which kernel is the faster one is another question there than over selected positions."""
+    """The faster kernel may be another one there than over selected positions."""
     one = json.loads(gdn("explain", "attention", "num_tokens=1", "num_sequences=1", "--device", "h100", "--json").stdout)
     assert (one["function"], one["op"], one["backend"]) == ("attention", "sparse_attention_decode", "tilelang")
     assert one["problem"]["dense"] and one["problem"]["index_dtype"] is None

@@ -120,7 +120,7 @@ def test_the_operators_of_each_phase(config: HybridConfig, groups: set[str]) -> 
 def test_what_a_gpu_runs(
     switch: Callable[..., env.Switches], monkeypatch: pytest.MonkeyPatch, config: HybridConfig, fp8: str
 ) -> None:
-    """In bfloat16 with times, here of a clock that runs every call once: they change nothing, and every operator has a floor."""
+    """bfloat16 with times, here of a clock that runs every call once: they change nothing, and every operator has a floor."""
     switch(VLLM_QSA_USE_FP8_INDEXER=fp8)
     timed = []
 
@@ -206,7 +206,7 @@ def spoil(value: torch.Tensor) -> None:
 
 
 def spoiling(monkeypatch: pytest.MonkeyPatch, operator: str, which: int | str) -> None:
-    """From here on the operator's result number `which` has a wrong element, or what it writes into the argument `which`."""
+    """Puts a wrong element into the operator's result number `which`, or into what it writes to the argument `which`."""
     true = getattr(gdn, operator)
 
     @functools.wraps(true)
@@ -235,7 +235,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize(("operator", "which"), [*RESULTS, ("add_rms_norm", 1), *WRITTEN])
 def test_a_wrong_element_of_any_result_is_found(monkeypatch: pytest.MonkeyPatch, operator: str, which: int | str) -> None:
-    """In the first call of it: what follows from it is not computed."""
+    """The first call of the operator shows it: what follows from it is not computed."""
 
     class Found(Exception):
         pass

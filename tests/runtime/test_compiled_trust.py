@@ -1,4 +1,4 @@
-"""Which entries the kernel cache loads: only those that nobody else could have written; and how kernels run without a cache."""
+"""Entries that the kernel cache loads: only those that nobody else could have written; and how kernels run without a cache."""
 
 import errno
 import json
@@ -103,7 +103,7 @@ def test_what_others_may_write_is_not_loaded(
 
 
 def owned_by(monkeypatch: pytest.MonkeyPatch, owner: int, *paths: Path) -> None:
-    """Everything belongs to this process's user, but these paths."""
+    """Makes this process's user the owner of everything but these paths."""
     true_status = cache_folder._status
 
     def status(path: Path, follow: bool) -> os.stat_result:
@@ -171,7 +171,7 @@ def test_a_root_linked_by_another_user_is_not_used(
 def test_a_file_system_that_gives_its_files_to_everybody(
     problem: FakeProblem, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """Nothing is there yet, so nothing is distrusted before the folders are made."""
+    """No folder is there yet, so nothing is distrusted before they are made."""
     true_status = cache_folder._status
 
     def status(path: Path, follow: bool) -> os.stat_result:

@@ -210,12 +210,12 @@ def acts(name: str) -> bool:
 
 @pytest.mark.parametrize("name", env.DECLARATIONS)
 def test_a_switch_has_a_reader_or_says_that_it_has_none(name: str):
-    """Never both: the change that adds the reader removes the note."""
+    """The change that adds the reader removes the note."""
     assert acts(name) == (env.no_effect(name) is None)
 
 
 def test_readers_are_found_where_they_are():
-    """Else the test above would pass for the wrong reason."""
+    """The test above would otherwise pass for the wrong reason."""
     assert "gdn/ops/indexer_topk.py" in READERS["sparse_indexer_max_logits_mb"]
     assert "gdn/runtime/compiled.py" in READERS["cache_dir"] and "gdn/runtime/env.py" in READERS["log"]
     assert set(READERS) <= set(env._FIELD_BY_SWITCH.values()) | {"backend_of", "given", "value"}

@@ -204,7 +204,7 @@ def test_without_a_gpu_the_reference_would_run(name: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_same_arguments_are_a_valid_call(name: str):
-    """Else the test above would explain calls that nobody can make."""
+    """The test above would otherwise explain calls that nobody can make."""
     args, kwargs = call(name)
     getattr(gdn, name)(*args, **kwargs)
 
@@ -224,7 +224,7 @@ PUBLIC = sorted(name for name in gdn.__all__ if not name.startswith("_"))
 
 @pytest.mark.parametrize("name", sorted({*registry.OPERATORS, *PUBLIC}))
 def test_every_name_is_resolved_or_refused(name: str):
-    """Without arguments an operator's call is refused for the first one that is missing, and other names for themselves."""
+    """An operator's call without arguments is refused for the first one that is missing, and other names for themselves."""
     is_operator = name in registry.OPERATORS or any(name in op.functions for op in registry.OPERATORS.values())
     with pytest.raises(TypeError if is_operator else ValueError, match="missing .* required" if is_operator else "^op: expected"):
         gdn.explain(name)

@@ -14,7 +14,7 @@ def run(code: str) -> str:
 
 
 def test_import_is_light():
-    """Neither a DSL, nor CUDA, nor more than 0.3 s of processor time beyond torch; the operators are registered by then.
+    """The import loads no DSL, starts no CUDA and takes at most 0.3 s of processor time beyond torch; it registers the operators.
 
     The least of up to five processes: the same import takes up to twice as long on a processor that others share."""
     code = """

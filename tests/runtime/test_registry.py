@@ -54,7 +54,7 @@ def test_every_record_is_one_entry_of_the_registry() -> None:
 
 
 def test_internal_operators_are_no_switches() -> None:
-    """Nobody calls them: no switch orders their backend, no function runs them, and nothing tunes them."""
+    """No switch orders their backend, no function runs them, and nothing tunes them: nobody calls them."""
     assert registry.INTERNAL and not registry.INTERNAL.keys() & registry.OPERATORS.keys()
     for name, operator in registry.INTERNAL.items():
         assert operator.switch not in env.DECLARATIONS and not operator.functions and name not in WITH_KERNELS

@@ -254,7 +254,7 @@ def test_times_are_compared_on_one_and_the_same_problem():
 @pytest.mark.parametrize("op", ["chunk", "recurrent", "mqa_logits", "paged_mqa_logits"])
 @pytest.mark.parametrize("spec", [H100, H200], ids=["h100", "h200"])
 def test_the_built_in_order_is_what_was_measured(op: str, spec: DeviceSpec):
-    """In whatever order the kernels are listed."""
+    """The order is the same in whatever order the kernels are listed."""
     problem = dataclasses.make_dataclass("Other", [("dtype", str, "bfloat16")], bases=(Problem,), frozen=True)
     problem.op = op
     for names in (("cute", "tilelang"), ("tilelang", "cute")):
@@ -281,7 +281,7 @@ def test_the_first_statement_that_holds_counts(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("slower", ["tilelang", "cute"])
 def test_an_entry_that_the_other_kernel_lacks_decides_nothing(slower: str):
-    """At a7eedda the one kernel with an entry ran, however slow."""
+    """The one kernel with an entry ran at a7eedda, however slow."""
     available = both(**{slower: {"entries": [entry("tuned", 1.0, 7)]}})
     choice = pick(available=available)
     assert (choice.backend, choice.decided_by) == ("cute", "built-in order")
@@ -309,7 +309,7 @@ def test_times_of_other_flags_choose_tiles_but_no_kernel():
 
 
 def test_the_time_of_another_version_of_the_kernel_decides_nothing():
-    """Its tiles serve on."""
+    """The stale entry's tiles still serve."""
     stale = dataclasses.replace(entry("stale", 1.0, 7), is_stale=True)
     available = both(tilelang={"entries": [stale]}, cute={"entries": [entry("tuned", 2.0, 7)]})
     assert pick(available=available).backend == "cute"
@@ -369,7 +369,7 @@ def test_a_given_config_is_taken_as_it_is():
 
 
 def test_an_operator_without_a_kernel():
-    """Or with a kernel of one backend, where another one is asked for."""
+    """The operator has no kernel at all, or only of one backend where another one is asked for."""
     choice = pick(available={})
     assert (choice.backend, choice.decided_by, choice.notes) == ("reference", "no kernel serves this", ())
     choice = pick({"GDN_BACKEND": "cute"}, available={})

@@ -31,7 +31,7 @@ launch, workspace_bytes = build.launch, build.no_workspace
 ENTRY = "gdn_cute_sparse_attention_decode"
 HEAD_DIMS = (128, 256)
 MOST_GROUP = 16  # query heads of a key head: two math warps share its tiles
-# Clusters of so many blocks that are on the device at once, with one block an SM: SMs are in groups of 16 to 18 (H100).
+# Blocks of a cluster -> clusters that are on the device at once, with one block an SM: SMs are in groups of 16 to 18 (H100).
 CLUSTERS_AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 14, 16: 7}
 MOST_STAGES = 16
 NEAR = 1.15  # times the least expected time: what the tuner measures
@@ -95,7 +95,7 @@ def _stages(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) ->
 
 
 def configs(problem: SparseDecodeProblem, device: DeviceSpec) -> list[Config]:
-    """For each shape of block the most stages, where the expected time is near the least."""
+    """Configurations whose expected time is near the least, with the most stages for each shape of block."""
     space = product(CLUSTERS_AT_ONCE, (1, 2, 4), (0,), (1, 2, 4), COPY_WARPS, (1, 2))
     found = [config for values in space if (config := _stages(problem, Config(*values), device)) is not None]
     expected = [_microseconds(problem, config, device) for config in found]

@@ -15,7 +15,7 @@ from kernels_cute.common.memory import narrowed
 def copy_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, work: Work, number: Int32):
     """number: of the warp among the copy warps.
 
-    Indices are asked for three of its tiles ahead, table entries two, and none is touched before the tile that stands between has
+    Indices are asked for three of its tiles ahead, table entries two, and none is touched before the tile in between has
     been sent off: a wait for them delays nothing that is known already.
     """
     lane = cute.arch.lane_idx()

@@ -32,7 +32,7 @@ def load_gates(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: 
 
 @cute.jit
 def merge(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, work: Work, rGates):
-    """By all threads of the block, when the math warps have stored their parts."""
+    """Merges the parts that the math warps have stored, by all threads of the block."""
     thread, _, _ = cute.arch.thread_idx()
     ring, sums = storage.ring.data_ptr().toint(), storage.sums.data_ptr().toint()
     block_part = ring + 4 * spec.math_warps * spec.part_floats

@@ -1,4 +1,4 @@
-"""Which positions a block has: the sequence of its query token, and its columns of the row of indices."""
+"""Positions that a block has: the sequence of its query token, and its columns of the row of indices."""
 
 import cutlass
 import cutlass.cute as cute

@@ -52,7 +52,7 @@ def finish(tiles: cutlass.Constexpr, params, lists, results, item, row0, lane):
             if lane % 4 == 0:
                 store_lse(tiles, params, (first, kv_head), row, rMost[side], total)
         is_spoilt = ptx.as_int(is_row and not (spoilt == Float32(0.0)))
-        cute.arch.sync_warp()  # whoever stored it, the row is written again after this
+        cute.arch.sync_warp()  # whichever lane stored it, the row is written again after this
         if cute.arch.vote_any_sync(is_spoilt != 0):
             for quad in cutlass.range(8, unroll=1):
                 if cute.arch.shuffle_sync(is_spoilt, 4 * quad) != 0:

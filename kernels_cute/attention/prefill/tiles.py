@@ -70,7 +70,7 @@ def barriers(key_stages: int, value_stages: int) -> BarrierTable:
 
 
 class PrefillTiles:
-    """Everything about a compiled pair of kernels; sizes, strides and the scale arrive at launch."""
+    """Compile-time constants of a pair of kernels; sizes, strides and the scale arrive at launch."""
 
     def __init__(self, problem: Any, config: Any) -> None:
         self.heads, self.kv_heads, self.dim = problem.num_heads, problem.num_kv_heads, problem.head_dim

@@ -131,7 +131,7 @@ def mask_words(words, i: cutlass.Constexpr, valid, pair):
 
 @cute.jit
 def expect_chunk(spec, storage, state, values, factors, step, num_chunks, warp, lane):
-    """All that a chunk needs besides U: V, the factors of K S, S decayed to its last token, and that Q is there."""
+    """Fetches all that a chunk needs besides U: V, the factors of K S, S decayed to its last token; waits for Q."""
     stage, slot = step % spec.stages, step % SLOTS
     vector = vector_address(storage, slot, lane % 4)
     if step < num_chunks:

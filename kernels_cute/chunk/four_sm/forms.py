@@ -61,7 +61,7 @@ class ClusterForm:
         pass
 
     def free_slot(self, route: Any, slot: Any) -> None:
-        """To the maker that fills the slot."""
+        """Signals the maker that fills the slot."""
         ptx.arrive_in_cluster(ptx.in_block(route[4] + slot // shape.MAKERS * 8, shape.CHAINS + slot % shape.MAKERS))
 
     @cute.jit
@@ -101,7 +101,7 @@ class RingForm:
 
     @cute.jit
     def place(self, chain, workspace, warp):
-        """By the ticket of the pair."""
+        """The block's place by the ticket of its pair."""
         block, _, _ = cute.arch.block_idx()
         rank = block % 2
         ticket_place = chain.ticket.data_ptr().toint()
@@ -139,7 +139,7 @@ class RingForm:
 
     @cute.jit
     def wait_for_count(self, word, count):
-        """Until a word that only grows is `count`; what it is."""
+        """Waits until a word that only grows is at least `count`; returns what it is."""
         found = ptx.load_acquire(word)
         while found < count:
             ptx.sleep(_POLL_NANOSECONDS)

@@ -226,7 +226,7 @@ class _Copies:
 
     @cute.jit
     def target(self, params, place):
-        """Where the state at `place` goes; null_slot = nowhere."""
+        """Slot for the state at `place`; null_slot = nowhere."""
         sequences = params.cu_seqlens.shape[0] - 1
         target = params.null_slot
         if place < sequences:

@@ -164,7 +164,7 @@ def lower_words(scaled: Any, columns: Any) -> list[Any]:
 
 @cute.jit
 def column_parts(at, rows, scratch):
-    """For each head the decays from the last token before the warp's diagonal block to each column left of it, and those times
+    """Computes each head's decays from the last token before the warp's diagonal block to each column left of it, and those times
     the columns' factors of P: by a lane a column instead of by all that have its elements. Returns where this lane's begin."""
     references = [ptx.load_one(own + CUM + cutlass.max(at.warp * 16 - 1, 0) * 4) for own in rows]
     places = [(i, (half * 32 + at.lane) * 4) for i in range(len(rows)) for half in range(2)]

@@ -62,7 +62,7 @@ def copy_keys(spec, storage, k_atom, from_k, to_k, step, base):
 
 @cute.jit
 def copy_queries(spec, storage, q_atom, from_q, to_q, step, base):
-    """With the norm: V's place is free long after Q's."""
+    """Copies Q into a ring of its own, with the norm: V's place is free long after Q's."""
     stage, parity = ring_place(spec.query_stages, base + step)
     full = storage.q_full.data_ptr() + stage
     cute.arch.mbarrier_wait(storage.q_empty.data_ptr() + stage, parity ^ 1)

@@ -40,7 +40,7 @@ def gate_warp(spec, storage, params, item, own, asked=None):
 
 @cute.jit
 def schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, item):
-    """All of the gate warp's work. item: the first one, where nothing is sorted."""
+    """Does all of the gate warp's work. item: the first one, where nothing is sorted."""
     clusters = scheduler.num_clusters(spec)
     loads = cute.make_rmem_tensor(cute.make_layout(scheduler.load_slots(spec.paired) + 2), Int32)
     if is_sorted:

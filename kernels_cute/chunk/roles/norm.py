@@ -40,7 +40,7 @@ class NormTerms(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a lane works: rows `row` + 4 i of a tile, 16 bytes `unit` of each; sums of row `row` + 4 `unit`, where unit < 4."""
+    """Work of a lane: rows `row` + 4 i of a tile, 16 bytes `unit` of each; sums of row `row` + 4 `unit`, where unit < 4."""
 
     warp: Any
     row: Any

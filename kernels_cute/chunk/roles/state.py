@@ -283,7 +283,7 @@ def put_outputs(spec, outputs, value_lane):
 
 
 def arrive_taken(spec: Any, taken: Any, buffer: Any) -> None:
-    """At the block that fills the buffer."""
+    """Arrives at the block that fills the buffer."""
     if spec.paired:
         ptx.arrive_in_cluster(ptx.in_block(taken.toint() + buffer * 8, buffer))
     else:
@@ -301,6 +301,6 @@ def mask_sums(sums, valid, pair):
 
 
 def value_address(tile: Any, warp: Any, lane: Any) -> Any:
-    """Where a lane points when its warp's 16 columns of V or O are moved as matrices: it names row l % 8 of matrix l // 8,
-    and matrices alternate between the warp's two halves of 8 columns."""
+    """Address of a lane when its warp's 16 columns of V or O are moved as matrices: it names row l % 8 of matrix l // 8, and
+    matrices alternate between the warp's two halves of 8 columns."""
     return operands.address(tile, lane % 8 + lane // 16 * 8, warp * 2 + lane // 8 % 2)

@@ -43,8 +43,8 @@ def store_row_values(row: Any, row0: Any, first: Any, second: Any) -> None:
 
 
 def row_decays(rows: Any, row_cum: Any, warp: Any) -> tuple[Any, Any]:
-    """Left of the diagonal block exp(c_i - c_j) is a product of two decays, both at most 1: from the row down to the last
-    token before the block, and from there to the column. Returns c there and the decays of this lane's two rows."""
+    """Factors of exp(c_i - c_j) left of the diagonal block, both at most 1: from the row down to the last token before the block,
+    and from there to the column. Returns c there and the decays of this lane's two rows."""
     reference = ptx.load_one(rows + CUM + cutlass.max(warp * 16 - 1, 0) * 4)
     return reference, (ptx.exp2(row_cum[0] - reference), ptx.exp2(row_cum[1] - reference))
 
@@ -102,7 +102,7 @@ def half_words(values: Any) -> list[Any]:
 
 
 def square_address(tile: Any, row: Any, u: Any, unit: Any) -> Any:
-    """Where the 16 bytes `unit` (0 or 1) of a row of column block u are in a square tile."""
+    """Address of the 16 bytes `unit` (0 or 1) of a row of column block u in a square tile."""
     return operands.address(tile, row, 2 * u + unit)
 
 

@@ -18,7 +18,7 @@ from kernels_cute.chunk.split.summary import SummaryChunk
 
 
 class SplitChunk:
-    """Both launches of a split call."""
+    """Pair of launches of a split call."""
 
     def __init__(self, spec: ChunkSpec):
         self.spec = spec

@@ -34,7 +34,7 @@ MERGE_US = 3.0  # of the second launch
 MOST_SHARES = 1.5  # of the bandwidth of all SMs that one SM takes
 RESERVED_BYTES = 1024  # of a block's shared memory, which the hardware keeps
 
-# All indices are masked by hand, and barriers stand where they are needed.
+# All indices are masked by hand, and barriers are where they are needed.
 PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
     "tl.disable_thread_storage_sync": True,
@@ -91,7 +91,7 @@ def _microseconds(problem: SparseDecodeProblem, config: Config, device: DeviceSp
     rounds, running = -(-blocks // at_once), min(blocks, at_once)
     tiles = ceil(ceil(problem.k / TILE) / config.splits)
     tile_bytes = 2 * TILE * problem.head_dim * DTYPE_BYTES[problem.dtype]
-    # An SM takes at most so many times its share of the bandwidth, and its blocks share that.
+    # An SM takes at most MOST_SHARES times its share of the bandwidth, and its blocks share that.
     per_sm = -(-running // device.num_sms)
     gbps = min(device.copy_gbps / running, MOST_SHARES * device.copy_gbps / device.num_sms / per_sm)
     merge_us = 0.0

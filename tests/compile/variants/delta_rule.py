@@ -13,7 +13,7 @@ from tests.compile.variants.base import Axes, Row, Variant, Variants, example
 
 
 def _state(initial: bool, final: bool, index: str | None = None, final_indices: bool = False, **more: bool) -> Row:
-    """Which state tensors there are; index: dtype of the pool's indices, None = one row per sequence."""
+    """Fields of the state tensors; index: dtype of the pool's indices, None = one row per sequence."""
     fields = {"has_initial_state": initial, "has_final_state": final, "has_final_indices": final_indices}
     return fields | {"index_dtype": index} | more
 

@@ -118,11 +118,11 @@ class Draw:
         return tensor
 
     def rows(self, tensor: Tensor, lead: int) -> Tensor:
-        """Sometimes a slice of a wider buffer: rows (the first `lead` dims) with something else between them."""
+        """A tensor, sometimes a slice of a wider buffer: rows (the first `lead` dims) with something else between them."""
         return side_by_side(tensor, lead=lead, extra=self.pick(16, 64)) if self.maybe(0.4) else tensor
 
     def pool(self, tensor: Tensor) -> Tensor:
-        """Sometimes slots of a larger page, or a part of a larger pool."""
+        """A pool, sometimes slots of a larger page, or a part of a larger pool."""
         kind = self.random.random()
         if kind < 0.3:
             return side_by_side(tensor, lead=1, extra=self.pick(16, 256))

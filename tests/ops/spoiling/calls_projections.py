@@ -124,7 +124,7 @@ def _projections(
 def _parameters(
     draw: Draw, call: Call, windows: str, inner: tuple[int, int, int], size: int, width: int, num_spec: int
 ) -> torch.Tensor:
-    """Both pools and the parameters; returns the states. windows: name of the convolution's pool."""
+    """Adds both pools and the parameters; returns the states. windows: name of the convolution's pool."""
     value_heads, _, v_dim = inner
     channels = _channels(inner)
     conv = draw.floats(size, channels, width - 1 + num_spec + draw.pick(0, 1), dtype=draw.any_float())

@@ -33,7 +33,7 @@ def conv_fn(draw: Draw) -> Call:
     lengths = draw.lengths(5) if is_packed else [draw.pick(1, 2, 5)]
     offsets = draw.offsets(lengths)
     tokens, count = offsets[-1] + (draw.pick(0, 2) if is_packed else 0), len(lengths)
-    tokens += tokens == dim  # [dim, tokens] could not be told from it
+    tokens += tokens == dim  # [dim, tokens] could not be distinguished from it
     dtype = draw.any_float()
     call.give("x", draw.rows(draw.floats(tokens, dim, dtype=dtype), lead=1), "T C")
     call.sizes["N"] = count

@@ -130,7 +130,7 @@ def _accepted(row: Row, good: Call, spoiled: Spoiled) -> None:
 
 @contextlib.contextmanager
 def _warnings(is_wanted: bool) -> Iterator[list[str]]:
-    """Warnings of the project's logger, told anew."""
+    """Warnings of the project's logger, given anew."""
     messages: list[str] = []
     if not is_wanted:
         yield messages

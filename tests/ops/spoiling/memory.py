@@ -1,4 +1,4 @@
-"""Where tensors lie: views of one buffer, overlaps, copies that keep the layout, and snapshots of whole storages."""
+"""Places of tensors in memory: views of one buffer, overlaps, copies that keep the layout, and snapshots of whole storages."""
 
 import math
 from collections.abc import Iterable

@@ -203,7 +203,7 @@ def _is_read(call: Call, token: int) -> bool:
 
 @spoiling("a position after the query's own")
 def _not_causal(call: Call, path: str, _: random.Random) -> Spoiled | None:
-    """In the sequence, but later: does not count."""
+    """A later position of the sequence does not count."""
     tensor, counts = copied(call, path), lengths(call)
     n = max(range(len(counts)), key=counts.__getitem__)
     if tensor is None or counts[n] < 2:
