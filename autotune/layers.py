@@ -197,11 +197,14 @@ def on_host(stack: Stack, loops: int = HOST_LOOPS, calls: int = HOST_CALLS, warm
 
 
 def cpu_name() -> str:
-    """Model of this machine's CPU."""
+    """Name of this machine's CPU, with its family, model and stepping, which tell apart what has the same name."""
     path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
+    first = path.read_text(encoding="utf-8").partition("\n\n")[0] if path.is_file() else ""
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    if "model name" not in fields:
+        return platform.processor() or platform.machine()
+    numbers = [f"{name.removeprefix('cpu ')} {fields[name]}" for name in ("cpu family", "model", "stepping") if name in fields]
+    return f"{fields['model name']} ({', '.join(numbers)})"
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""Which warp of `compress_indexer_keys` writes which row of a sequence's ring: the kernel's rule, in Python.
+"""Rule by which warps of `compress_indexer_keys` write the rows of a sequence's ring: the kernel's, in Python.
 
 The group that lies across the start of a call reads raw keys of earlier tokens from the ring while the call's own tokens are
 written to it, without a barrier. That is safe where every row has one writer, and every row that is read is written by its
