@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
+from kernels_cute.common.barriers import init_barriers
 from kernels_cute.common.delta_rule import HeadGate, store_zeros
 from kernels_cute.common.memory import narrowed
 from kernels_cute.common.ptx import use
@@ -131,15 +132,13 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
 
     storage = cutlass.utils.SmemAllocator().allocate(spec.storage())
     tokens, sums, parts = [part.data_ptr().toint() for part in (storage.tokens, storage.sums, storage.warp_parts)]
-    barriers = storage.barriers.data_ptr()
-    shared = Shared(tokens, sums, barriers, parts)
+    shared = Shared(tokens, sums, storage.sums_full.data_ptr(), parts)
     if cutlass.const_expr(spec.splits > 1):
         if block.thread == 0:
-            for i in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(barriers + i, 1)
+            init_barriers(spec.barriers, storage, 0)
             cute.arch.mbarrier_init_fence()
             for i in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers + i, 4 * spec.parts)
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.sums_full + i, 4 * spec.parts)
 
     head_gate = HeadGate(-cute.math.exp(gate.minus_decay), gate.bias)
     filled = registers._replace(norm_weight=norm_weight)

@@ -7,6 +7,7 @@ from cutlass import Float32, Int64
 
 from gdn.problems import GdnDecodeProblem
 from gdn.recurrent_tiles import Tiles
+from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 from kernels_cute.common.memory import CUTE_DTYPES
 from kernels_cute.common.state_sums import parts_floats
 from kernels_cute.common.state_tile import Place, StateTile
@@ -55,7 +56,7 @@ class Shared(NamedTuple):
 
     tokens: Any  # the token's [q | k | v of the block's columns | decay, beta], float32
     sums: Any  # sums of squares of o, of every warp of the head, for even and odd tokens
-    barriers: Any  # pointer to two barriers, which count the bytes of those sums
+    sums_full: Any  # pointer to two barriers, which count the bytes of those sums
     warp_parts: Any  # sums over K of warps that share columns
 
 
@@ -85,14 +86,18 @@ class Spec:
         self.gates_at = 2 * k + tiles.block_v  # place of decay and beta in Shared.tokens
         self.num_parts = parts_floats(self.tile, 2 if self.has_several_tokens else 1)  # sums of warps that share columns
         self.shared_bytes = 16 + 2 * self.parity_bytes + 4 * (self.gates_at + 4) + 4 * self.num_parts
+        # One barrier for even and one for odd tokens; used where a head has several blocks.
+        sums_full = Arrivals("token", "role", what="with the bytes of the head's warps")
+        self.barriers = BarrierTable({"token": self.warps}, [Barrier("sums_full", 2, (sums_full,), ("token",))])
 
     def storage(self) -> Any:
         """Shared memory of a block."""
         num_sums, num_tokens, num_parts = self.parity_bytes // 2, self.gates_at + 4, self.num_parts
+        num_barriers = self.barriers.barriers["sums_full"].stages
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 2]
+            sums_full: cute.struct.MemRange[Int64, num_barriers]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, num_sums], 16]
             tokens: cute.struct.Align[cute.struct.MemRange[Float32, num_tokens], 16]
             warp_parts: cute.struct.Align[cute.struct.MemRange[Float32, num_parts], 16]

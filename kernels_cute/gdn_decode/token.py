@@ -114,7 +114,7 @@ def send_squares(spec: Spec, block: Block, squares: Float32, parity: Int32, shar
         own = (rank % spec.splits * spec.warps + thread // 32) * 4 + parity * spec.parity_bytes
         target = rank // spec.splits * spec.splits + thread % spec.splits
         place = ptx.in_block(shared.sums + own, target)
-        barrier = ptx.in_block((shared.barriers + parity).toint(), target)
+        barrier = ptx.in_block((shared.sums_full + parity).toint(), target)
         ptx.send(place, squares, barrier, Int32(spec.splits) - thread % 32)
     else:
         if thread % 32 == 0:
@@ -162,13 +162,13 @@ def store_after_token(spec: Spec, params: GdnDecodeParams, block: Block, sequenc
 @cute.jit
 def sum_of_squares(spec: Spec, block: Block, step: Int32, parity: Int32, shared: Shared):
     """The head's sum of squares of outputs, once all its warps have sent theirs."""
-    sums, barriers = shared.sums, shared.barriers
+    sums, sums_full = shared.sums, shared.sums_full
     total = Float32(0.0)
     if cutlass.const_expr(spec.splits > 1):
-        cute.arch.mbarrier_wait(barriers + parity, step // 2 % 2)
+        cute.arch.mbarrier_wait(sums_full + parity, step // 2 % 2)
         if cutlass.const_expr(spec.has_several_tokens):
             if block.thread == 0:  # for the token after the next one
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers + parity, 4 * spec.parts)
+                cute.arch.mbarrier_arrive_and_expect_tx(sums_full + parity, 4 * spec.parts)
         sums = sums + parity * spec.parity_bytes
     else:
         cute.arch.sync_threads()

@@ -46,6 +46,7 @@ def barriers(query_stages: int, key_stages: int, math_warps: int) -> BarrierTabl
 
 def initialise(table: BarrierTable, storage):
     """Initialises all mbarriers. One lane of the block calls it; the caller makes it visible to the others."""
+    # Not init_barriers of common/barriers.py, which goes barrier by barrier: its order gives other machine code.
     for ring in ("queries", "keys"):
         for stage in range(table.barriers[f"{ring}_full"].stages):
             for name in (f"{ring}_full", f"{ring}_free"):
