@@ -4,7 +4,7 @@
     on the host   from the call of `GatedDeltaNet.forward` until its return; next to torch's time for its two projections alone
 
 A captured layer is one of a stack of layers with weights and caches of their own, more than the L2 cache holds, in one graph.
-Its projections are a second graph, each of its kernels another; all are sampled alternately.
+Its projections are a second graph, each of its kernels another; all are sampled in rotation.
 """
 
 import platform
@@ -163,7 +163,7 @@ def _in_turn(calls: Sequence[Call]) -> None:
 
 
 def _interleaved_us(name: str, candidates: Sequence[Sequence[Call]]) -> list[float]:
-    """Median time of a call of each candidate, in graphs, sampled alternately."""
+    """Median time of a call of each candidate, in graphs, sampled in rotation."""
     timed = [timing.Timed([partial(_in_turn, [call]) for call in calls]) for calls in candidates]
     if not all(one.captured for one in timed):
         raise RuntimeError(f"{name}: a call cannot be captured")

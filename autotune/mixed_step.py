@@ -87,7 +87,7 @@ def make_step(
 
 @torch.inference_mode()
 def measure(decodes: int, prompt: int, device: torch.device, config: HybridConfig) -> dict[str, float]:
-    """Microseconds of every way, sampled alternately."""
+    """Microseconds of every way, sampled in rotation."""
     calls = ways(make_step(decodes, prompt, device, config))
     return dict(zip(calls, timing.interleaved_us([[call] for call in calls.values()]), strict=True))
 

@@ -97,7 +97,7 @@ class PagedMqaLogitsParams(NamedTuple):
 
 @dataclass(frozen=True)
 class TopkProblem(Problem, op="topk"):
-    """`gdn.topk_indices`, and the second part of `gdn.indexer_topk`. Every entry of out is written, a row's own range is read."""
+    """`gdn.topk_indices` and the selection of `gdn.indexer_topk`: writes every entry of out, reads only a row's own range."""
 
     dtype: str = field(metadata=TUNES)  # of logits: float32 | bfloat16 (others on the reference)
     starts_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = rows start at column 0

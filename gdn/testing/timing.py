@@ -9,7 +9,7 @@ There are three orders of samples:
   first part. Compute-bound kernels run above the power limit for some milliseconds, until the limit lowers the clock: an FP8
   matmul of 8192^3 reaches 1469 TFLOP/s in bursts of 4 ms and 1232 after 0.2 s of nothing else (H100, 700 W). A share of the
   floor is meaningful only where both sides are sustained rates.
-- `interleaved_us`: candidates alternately, waiting for each sample, to compare them with each other.
+- `interleaved_us`: candidates in rotation, waiting for each sample, to compare them with each other.
 - `Timed.burst_us`: one call, a few milliseconds of it after a rest: its time before the power limit acts.
 """
 
@@ -143,7 +143,7 @@ def time_us(call: Call, *more: Call) -> float:
 
 
 def interleaved_us(candidates: Sequence[Sequence[Call]], samples: int = 21) -> list[float]:
-    """Median time of each candidate's call, sampled alternately, so that a drifting clock affects all of them equally."""
+    """Median time of each candidate's call, sampled in rotation, so that a drifting clock affects all of them equally."""
     timed = [Timed(calls) for calls in candidates]
     rows = [[one.sample_us() for one in timed] for _ in range(samples)]
     return [statistics.median(column) for column in zip(*rows, strict=True)]

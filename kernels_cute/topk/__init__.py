@@ -51,7 +51,7 @@ def refusal(problem: TopkProblem) -> str | None:
     if problem.ratio > MOST_RATIO:
         return f"requires groups of at most {MOST_RATIO} tokens, got {problem.ratio}"
     if problem.ratio > 1 > min(problem.k, problem.num_columns):
-        return f"requires k and columns of at least 1 where these are groups, got {problem.k} and {problem.num_columns}"
+        return f"requires k and columns of at least 1 where columns are groups, got {problem.k} and {problem.num_columns}"
     if problem.sorted_by == "score" and problem.k > MOST_SORTED:
         return f"requires k up to {MOST_SORTED} where sorted by score, got {problem.k}"
     return None

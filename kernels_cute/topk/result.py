@@ -140,7 +140,7 @@ def write_rest(tiles: cutlass.Constexpr, out, row, first, position, thread):
 
 
 def num_selected(tiles: Any, out: Any) -> Any:
-    """k: a row of out has as many columns, each with its tokens, and the tokens of an unfinished group."""
+    """Number of columns to select (k): a row of out has room for their tokens and for those of an unfinished group."""
     return Int32(out.shape[1] - (tiles.ratio - 1)) // tiles.ratio
 
 

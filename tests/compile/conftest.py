@@ -37,7 +37,7 @@ def announced(items: list[pytest.Item]) -> list[Task]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    in_worker = hasattr(session.config, "workerinput")
+    in_worker = hasattr(session.config, "workerinput")  # of pytest-xdist
     if not session.config.option.collectonly and not in_worker:
         start(announced(getattr(session, "items", [])))
 

@@ -2,8 +2,8 @@
 
 pytest knows its tests before it runs the first: those that compile say what (`checks.compiles`), and the pool starts with all
 of it, so that no worker waits for the end of a test, none is started anew for each, and what two tests want is compiled once.
-The tests that compile nothing run meanwhile. What was not announced (with pytest-xdist all, where a worker has some of the tests
-alone) is compiled when a test asks for it.
+The tests that compile nothing run meanwhile. What was not announced is compiled when a test asks for it: with pytest-xdist
+everything, unless one worker has all tests of this folder.
 """
 
 import dataclasses

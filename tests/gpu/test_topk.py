@@ -1,6 +1,6 @@
 """Top-k on a Hopper GPU, each backend against the reference, index by index: the selection is exact or it is wrong.
 
-What the operator reads lies between NaN and +inf that belong to no row's range; out is poisoned, and so is its margin.
+Scores outside of the rows' ranges are NaN and +inf; out is poisoned, and so is its margin.
 """
 
 import functools
