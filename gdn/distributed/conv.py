@@ -13,7 +13,8 @@ from gdn.ops import _check as check
 from gdn.ops import _values
 from gdn.ops._call import operator_of, reads_values
 from gdn.ops._check import FLOAT_DTYPES, bad_value
-from gdn.ops._tensors import contiguous_last, even_offsets
+from gdn.ops._constants import even_offsets
+from gdn.ops._tensors import contiguous_last
 from gdn.ops.conv import check_filter, problem_of
 
 

@@ -11,8 +11,9 @@ from gdn.ops import _check as check
 from gdn.ops import _values
 from gdn.ops._call import make, new
 from gdn.ops._check import FLOAT_DTYPES, bad_value, dtype_name
+from gdn.ops._constants import even_offsets, zeros
 from gdn.ops._modes import address
-from gdn.ops._tensors import ALIGNMENT, as_int64, copied, dtypes_of, even_offsets, log_copy, zeros
+from gdn.ops._tensors import ALIGNMENT, as_int64, copied, dtypes_of, log_copy
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Packed = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

@@ -9,8 +9,9 @@ from gdn.ops import _check as check
 from gdn.ops import _values
 from gdn.ops._call import always, launch, operator, prepare, reads_values, take_contiguous, validates
 from gdn.ops._check import CONV_ACTIVATIONS, FLOAT_DTYPES, INDEX_DTYPES, bad_value, dtype_name, is_less
+from gdn.ops._constants import even_offsets
 from gdn.ops._modes import address, is_empty
-from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, even_offsets, is_aligned, optional, target
+from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional, target
 from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
 
 

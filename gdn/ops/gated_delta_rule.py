@@ -17,10 +17,10 @@ from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, check_memory, operator, reads_values
 from gdn.ops._check import bad_value
+from gdn.ops._constants import row_indices
 from gdn.ops._delta_rule import Sizes, States, Tokens
 from gdn.ops._modes import has_memory, is_tracing
 from gdn.ops._ordered import ordered
-from gdn.ops._tensors import row_indices
 from gdn.ops.chunk import chunk_gated_delta_rule
 from gdn.ops.recurrent import fused_recurrent_gated_delta_rule
 from gdn.runtime import env

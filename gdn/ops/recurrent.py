@@ -10,8 +10,9 @@ from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, launch, make, operator, prepare, reads_values, validates
 from gdn.ops._check import INDEX_DTYPES, bad_value
+from gdn.ops._constants import row_indices
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import as_int32, common_dtype, constant, given_of, row_indices
+from gdn.ops._tensors import as_int32, common_dtype, constant, given_of
 from gdn.problems import RecurrentParams, RecurrentProblem
 
 
