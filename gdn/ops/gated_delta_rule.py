@@ -196,7 +196,7 @@ def gated_delta_rule(
     if disable_state_update and indices is not None:
         states = states._replace(final_state_indices=torch.full((count,), null_slot, dtype=indices.dtype, device=device))
     if reads_values(device):
-        _delta_rule.check_state_values(states, cu_seqlens, sizes, device, indices_name)
+        _delta_rule.check_state_values(states, tokens, sizes, indices_name)
     check_memory()
 
     o = out if out is not None else torch.empty(1, sizes.length, sizes.num_heads, sizes.head_v_dim, dtype=v.dtype, device=device)
