@@ -99,8 +99,9 @@ def chunk_gated_delta_rule(
         which are refused without it; whether `beta` is the raw b.
     state_indices : Tensor [>= N], optional
         Slot of each sequence in the pool, int32 or int64, any stride. With `cu_seqlens` rows beyond N are ignored, without it
-        there must be N. Sequence n starts from slot state_indices[n] and leaves its last state there. A slot <= `null_slot` is padding: rows of o are zero, no slot is read
-        or written. An empty sequence touches no slot. All other slots keep their bits.
+        there must be N. Sequence n starts from slot state_indices[n] and leaves its last state there. A slot <= `null_slot` is
+        padding: rows of o are zero, no slot is read or written. An empty sequence touches no slot. All other slots keep their
+        bits.
     has_initial_state : Tensor [>= N] of bool, optional
         False = that sequence starts from zero, whatever its slot holds. None = all True.
     final_state_indices : Tensor [>= N], optional

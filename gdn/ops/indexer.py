@@ -215,7 +215,7 @@ def prepare_indexer(
     )
     prepared = prepare(problem, device, backend)
     if any(pages is not None and is_empty(pages.shape[0]) for pages in (cache, v_cache)):
-        run_reference()
+        run_reference("a cache without pages")
     q_out = new(FP8 if is_fp8 else q.dtype, device, tokens, heads, dim)
     weights_out = new(torch.float32, device, tokens, heads) if folds else None
     results = (q_out, weights_out if folds else weights)
@@ -318,7 +318,7 @@ def compress_indexer_keys(
     check.tensor("ring_slots", ring_slots, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     check.null_slot(null_slot)
     if reads_values(device):
-        is_kept = _values.ring_tokens(ring_slots, null_slot)
+        is_kept = _values.ring_tokens(ring_slots, positions, null_slot)
         _values.check_rope_positions("positions", positions, cos_sin.shape[0], is_read=is_kept, before=ratio - 1)
         _values.check_ring_slots("ring_slots", ring_slots, positions, ring.shape[0], null_slot)
         is_whole = _values.finished_groups(positions, ring_slots, ratio, null_slot)
@@ -336,7 +336,7 @@ def compress_indexer_keys(
     )
     prepared = prepare(problem, device, backend)
     if is_empty(cache.shape[0]):
-        run_reference()
+        run_reference("a cache without pages")
     if not is_empty(tokens):
         keys, table = aligned("raw_k", _indexer.with_kv_heads(raw_k)), aligned("cos_sin", cos_sin)
         pages, gain = _indexer.flat_pages(cache), constant(k_norm)

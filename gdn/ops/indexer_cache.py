@@ -120,7 +120,7 @@ def gather_indexer_cache(
     problem = GatherIndexerCacheProblem(**dtypes_of(cache=cache, cu_seqlens=cu_seqlens), **sizes)
     prepared = prepare(problem, device, backend)
     if is_empty(rows, cache.shape[0], *block_tables.shape):
-        run_reference()
+        run_reference("nothing to gather")
     k = new(FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
     k_scale = new(torch.float32, device, rows, kv_heads) if scaled else None
     params = GatherIndexerCacheParams(_indexer.flat_pages(cache), block_tables, cu_seqlens, k, k_scale)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gdn import runtime
 from gdn.ops import _check as check
 from gdn.ops import _values
 from gdn.ops._call import always, check_memory, operator, validates
@@ -20,7 +21,7 @@ from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.ops.mqa_logits import check_operands, mqa_logits
 from gdn.ops.paged_mqa_logits import check_paged_operands, check_values, paged_mqa_logits
 from gdn.ops.topk import Rows, select_rows
-from gdn.runtime import env
+from gdn.runtime import Choice, env
 
 
 @operator(writes={"out": always}, contiguous=("q", "k", "weights"))
@@ -99,9 +100,11 @@ def indexer_topk(
         out = torch.empty(num_rows, columns, dtype=torch.int32, device=device)
     if is_tracing():
         return out
-    step = units_per_block(workspace_bytes, 4 * width, num_rows)
     if validates(device):  # all rows, before the first step writes
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
+    if _selects_nothing(columns):
+        return out
+    step = units_per_block(workspace_bytes, 4 * width, num_rows)
     with ordered(backend, "indexer_topk") as backend:
         q, k = contiguous("q", q), contiguous("k", k)  # once, not for each block of rows
         starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
@@ -188,8 +191,10 @@ def paged_indexer_topk(
         out = torch.empty(batch * next_n, columns, dtype=torch.int32, device=device)
     if is_tracing():
         return out
-    step = units_per_block(workspace_bytes, 4 * width * next_n, batch)
     check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # all sequences, before the first step writes
+    if _selects_nothing(columns):
+        return out
+    step = units_per_block(workspace_bytes, 4 * width * next_n, batch)
     with ordered(backend, "paged_indexer_topk") as backend:
         q, context_lens = contiguous("q", q), contiguous_int32(context_lens)
         chosen = "reference" if backend == "reference" else None  # as in `indexer_topk`
@@ -223,6 +228,14 @@ def _columns(topk: int, ratio: int, positions: Tensor | None, num_rows: int, dev
         bad_value("positions", "a tensor with a ratio above 1, else None", "None" if positions is None else "a tensor")
     check.optional("positions", positions, shape=[num_rows], dtypes=check.INDEX_DTYPES, device=device)
     return topk * ratio + ratio - 1
+
+
+def _selects_nothing(columns: int) -> bool:
+    """Whether the result has no columns: then no score is computed, and any workspace will do."""
+    if not is_empty(columns):
+        return False
+    runtime.record(Choice("topk", "reference", decided_by="topk 0: nothing to select"))
+    return True
 
 
 def _in_blocks(logits: Logits, select: Select, out: Tensor, units: int, step: int, width: int, topk: int) -> Tensor:

@@ -186,6 +186,8 @@ def check_call(
 ) -> None:  # fmt: skip
     """Checks what sparse and dense attention share."""
     check.tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
+    if is_empty(*q.shape[1:]):
+        bad_value("q", "at least one head and one element per head", f"shape {list(q.shape)}")
     _check_caches(q, k_cache, v_cache)
     check.tensor("seq_lens", seq_lens, shape=["N"], dtypes=INDEX_DTYPES, device=q.device)
     sequences = seq_lens.shape[0]

@@ -173,7 +173,7 @@ def expand_topk_groups(
     problem = ExpandTopkGroupsProblem(ratio=ratio, **dtypes, num_tokens=tokens, k=k)
     prepared = prepare(problem, group_indices.device, backend)
     if is_empty(tokens, k):
-        run_reference()
+        run_reference("nothing to list")
     if out is None:
         out = new(torch.int32, group_indices.device, tokens, k * ratio + ratio - 1)
     launch(prepared, ExpandTopkGroupsParams(group_indices, positions, out), (out,))

@@ -153,6 +153,14 @@ def record(choice: Choice) -> None:
         asked.answers.append((choice, None))
 
 
+def record_reference(reason: str) -> None:
+    """Replaces the last choice by the reference, inside `explaining()`: the operator leaves its kernel to it."""
+    if (asked := _explaining.get()) is not None:
+        choice, problem = asked.answers.pop()
+        own = Choice(choice.op, "reference", decided_by=reason, refusals=choice.refusals, switches=choice.switches)
+        asked.answers.append((own, problem))
+
+
 def ordering(switch: str | None) -> contextlib.AbstractContextManager[None]:
     """Takes the `backend` of `prepare` from this switch; None = from the argument."""
     return _within(_ordered_by, switch)
