@@ -103,7 +103,8 @@ def _dsls() -> list[Finding]:
         try:
             importlib.import_module(module)
         except Exception as error:  # an import of a large package may raise anything
-            findings.append(Finding(backend, "fail", f"{module} is not importable: {error}; install {distribution}"))
+            mend = f"; install {distribution}" if isinstance(error, ImportError) else ""
+            findings.append(Finding(backend, "fail", f"{module} is not importable: {type(error).__name__}: {error}{mend}"))
             continue
         library, lacking = compiled.runtime_library(backend), "is installed without the library that its kernels need"
         text = lacking if library is None else f"{_version(distribution)}, {library}"
@@ -131,7 +132,10 @@ def _compilers() -> list[Finding]:
 
 def _cache() -> Finding:
     """Checks that compiled kernels are kept; without a cache they still run, compiled again in every process."""
-    root = compiled.cache_dir()
+    root = compiled.kept_cache()
+    if root is None:
+        mend = "kernels are compiled again in every process (set HOME, XDG_CACHE_HOME or GDN_CACHE_DIR)"
+        return Finding("kernel cache", "warn", f"{compiled.no_home()}: {mend}")
     writable = cache_folder.is_writable(root)  # creates the folder
     entries = [manifest.parent for manifest in root.glob("*/*/manifest.json")]
     reasons = [reason for entry in [root, *entries] if (reason := cache_folder.distrust(root, entry)) is not None]
