@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gdn.cli.plain import print_json
+from gdn.cli.tune import tuner_folder
 from gdn.runtime import cache_folder, compiled, env, registry, source, toolchain, tuned
 
 
@@ -47,6 +48,7 @@ def diagnose() -> list[Finding]:
     """Runs all checks, in the order of the report. Compiles nothing and launches nothing."""
     version, level = ".".join(map(str, sys.version_info[:3])), "ok" if sys.version_info >= (3, 11) else "fail"
     findings = [Finding("python", level, f"{version} (3.11 or newer is required)"), _torch(), *_gpu(), *_dsls(), *_compilers()]
+    findings.append(_tuner())
     try:
         given = sorted(env.reload().given)
     except ValueError as error:
@@ -130,6 +132,13 @@ def _compilers() -> list[Finding]:
     return [Finding(name, level, why) if path is None else Finding(name, "ok", str(path)) for name, path, level, why in found]
 
 
+def _tuner() -> Finding:
+    try:
+        return Finding("tuner", "ok", str(tuner_folder()))
+    except ImportError as error:
+        return Finding("tuner", "warn", f"{error}; `gdn tune` does not run")
+
+
 def _cache() -> Finding:
     """Checks that compiled kernels are kept; without a cache they still run, compiled again in every process."""
     root = compiled.kept_cache()
@@ -181,4 +190,4 @@ def _stale(table: tuned.Table) -> str:
     if spec is None or spec.origin is None:
         return ", for a kernel that does not exist"
     count = table.num_stale(source.source_hash(spec.origin))
-    return f", {count} stale: measured with another version of the kernel (`python -m autotune tune --restamp`)" if count else ""
+    return f", {count} stale: measured with another version of the kernel (`gdn tune --restamp`)" if count else ""
