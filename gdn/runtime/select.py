@@ -173,8 +173,8 @@ def _lost(chosen: str, others: Sequence[str], decided_by: str, ranking: _Ranking
         where = "" if stated is None or stated.where == Statement.where else f" for {stated.where}"
         return dict.fromkeys(others, f"it comes after {chosen} in the built-in order{where} ({measured})")
     if ranking is not None:
-        times = ranking.times_us
-        return {one: f"{times[one]:g} us against {times[chosen]:g} of {chosen} at {ranking.sizes} (tuned tables)" for one in others}
+        times, best = ranking.times_us, f"{ranking.times_us[chosen]:g} of {chosen} at {ranking.sizes} (tuned tables)"
+        return {one: f"{times[one]:g} us against {best}" for one in others}
     return dict.fromkeys(others, f"{decided_by} asks for {chosen}")
 
 

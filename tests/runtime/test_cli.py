@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import gdn as gdn_package
 from gdn import examples
-from gdn.cli import app, doctor, explain
+from gdn.cli import app, doctor, explain_arguments
 from gdn.models import MODELS
 from gdn.problems import ChunkProblem
 from gdn.runtime import cache_folder, compiled, env, registry, toolchain, tuned
@@ -339,11 +339,13 @@ def test_explain_refuses(arguments: list[str], word: str):
 def test_fields_are_parsed_by_type():
     problem = examples.chunk(MODELS["tiny"])
     assert isinstance(problem, ChunkProblem)
-    changed = explain.override(problem, ["gate_dtype=none", "state_v_first=0", "num_tokens=7", "state_dtype=bfloat16"])
+    (changed,), _ = explain_arguments.taken(
+        [problem], ["gate_dtype=none", "state_v_first=0", "num_tokens=7", "state_dtype=bfloat16"]
+    )
     assert isinstance(changed, ChunkProblem)
     assert (changed.gate_dtype, changed.state_v_first, changed.num_tokens, changed.state_dtype) == (None, False, 7, "bfloat16")
     with pytest.raises(ValueError, match="state_dtype: expected one of"):
-        explain.override(problem, ["state_dtype=none"])
+        explain_arguments.taken([problem], ["state_dtype=none"])
 
 
 def levels() -> dict[str, str]:
