@@ -4,7 +4,6 @@ They are one kernel, those of a composed operator's parts, or those of both phas
 """
 
 import dataclasses
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from gdn import examples
 from gdn.cli.explain_arguments import taken
-from gdn.cli.plain import print_json
+from gdn.cli.plain import print_json, wrapped
 from gdn.device import H100, H200, DeviceSpec
 from gdn.layers.config import HybridConfig
 from gdn.layers.named import NAMED
@@ -64,14 +63,8 @@ def explain_command(
     lines = [f"{function} runs {', then '.join(operator.composed_of)}"] if operator.composed_of else []
     console = Console()
     text = "\n".join([*lines, *map(str, parts)])
-    wrapped = "\n".join(_wrapped(line, console.width) for line in text.splitlines())
-    console.print(wrapped, markup=False, highlight=False, soft_wrap=True)
-
-
-def _wrapped(line: str, width: int) -> str:
-    """The line within a width; what follows the first row is indented further. Words stay whole, so that they can be copied."""
-    indent = " " * (len(line) - len(line.lstrip()) + 4)
-    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    rows = "\n".join(wrapped(line, console.width) for line in text.splitlines())
+    console.print(rows, markup=False, highlight=False, soft_wrap=True)
 
 
 def shape_of(name: str, config: HybridConfig) -> ModelShape:

@@ -24,6 +24,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 import uuid
@@ -41,6 +42,7 @@ TARGET = "sm_90a"
 FORMAT = 1  # version of the layout on disk
 
 _DISTRIBUTIONS = {"tilelang": "tilelang", "cute": "nvidia-cutlass-dsl"}
+_MODULES = {"tilelang": "tilelang", "cute": "cutlass"}  # packages that a backend's kernels import
 
 
 class KernelModule(Protocol):
@@ -135,6 +137,15 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def dsl_version(backend: str) -> str | None:
+    """Version of a backend's DSL: of its distribution, or of the loaded module where it is only on the path; None without it."""
+    module = _MODULES[backend]
+    if (found := installed_version(_DISTRIBUTIONS[backend])) is not None:
+        return found
+    loaded = getattr(sys.modules.get(module), "__version__", None)
+    return str(loaded or "?") if _package_folders(module) else None
 
 
 @functools.cache
