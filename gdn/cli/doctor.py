@@ -35,13 +35,33 @@ def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print J
     table = Table("", "checked", title="gdn doctor", title_justify="left")
     table.add_column("found", overflow="fold")
     styles = {"ok": "green", "note": "yellow", "warn": "yellow", "fail": "red"}
-    for finding in findings:
+    for finding in _summed_up(findings):
         table.add_row(Text(finding.level, styles[finding.level]), finding.subject, Text(finding.text))
     console = Console()
     console.print(table)
-    console.print("Something is missing: see above." if failed else "Ready.")
+    console.print(_verdict(findings))
     if failed:
         raise typer.Exit(1)
+
+
+def _verdict(findings: list[Finding]) -> str:
+    if any(finding.level == "fail" for finding in findings):
+        return "Something is missing: see above."
+    if any(finding.subject.startswith("GPU ") and finding.level == "ok" for finding in findings):
+        return "Ready."
+    return "Ready, without a Hopper GPU: every call runs on the plain-torch reference, which is slow."
+
+
+def _summed_up(findings: list[Finding]) -> list[Finding]:
+    """The findings with one line for all tables of a folder that are in order, in the place of the first."""
+    found: list[Finding] = []
+    for finding in findings:
+        same = [one for one in findings if one.subject == finding.subject and one.level == finding.level == "ok"]
+        if len(same) < 2:
+            found.append(finding)
+        elif finding is same[0]:
+            found.append(Finding(finding.subject, "ok", f"{len(same)} current ones (--json lists them)"))
+    return found
 
 
 def diagnose() -> list[Finding]:

@@ -60,9 +60,11 @@ def explain_command(
         simple = data[0] if len(data) == 1 else {"op": operator.name if operator.composed_of else function}
         print_json({**about, **simple, "parts": data if len(data) > 1 else []})
         return
+    is_without = device == "auto" and spec is None
+    hint = ["There is no Hopper GPU here: --device h100 says what would run on an H100."] if is_without else []
     lines = [f"{function} runs {', then '.join(operator.composed_of)}"] if operator.composed_of else []
     console = Console()
-    text = "\n".join([*lines, *map(str, parts)])
+    text = "\n".join([*lines, *map(str, parts), *hint])
     rows = "\n".join(wrapped(line, console.width) for line in text.splitlines())
     console.print(rows, markup=False, highlight=False, soft_wrap=True)
 

@@ -360,6 +360,25 @@ def test_doctor_on_this_machine():
     assert (result.exit_code == 0) == ("fail" not in found.values())
 
 
+def test_doctor_sums_up_and_says_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """One line for all tables in order; a stale one keeps its own."""
+    ok, stale = (doctor.Finding("tuned tables", level, f"table {n}") for n, level in enumerate(("ok", "warn")))
+    gpu, missing = doctor.Finding("GPU 0", "ok", "NVIDIA H100 80GB HBM3, SM90"), doctor.Finding("GPU", "note", "none")
+    outputs = []
+    for findings in ([gpu, ok, stale, ok], [missing, ok]):
+        monkeypatch.setattr(doctor, "diagnose", lambda findings=findings: findings)
+        outputs.append(flat(gdn("doctor").output))
+    assert "2 current ones" in outputs[0] and "table 1" in outputs[0] and outputs[0].endswith("Ready.")
+    assert "table 0" in outputs[1] and "Ready, without a Hopper GPU: every call runs on the plain-torch reference" in outputs[1]
+
+
+def test_explain_says_how_to_ask_about_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "--device h100" in gdn("explain", "chunk").output
+    for options in (("--device", "h100"), ("--device", "cpu"), ("--json",)):
+        assert "--device h100" not in gdn("explain", "chunk", *options).output
+
+
 def test_doctor_in_json(monkeypatch: pytest.MonkeyPatch):
     result = gdn("doctor", "--json")
     data = json.loads(result.stdout)
