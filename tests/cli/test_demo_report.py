@@ -1,5 +1,6 @@
 """What `gdn demo` prints: a verdict in the last line with the device and the versions, within 80 columns."""
 
+import io
 import json
 import math
 import sys
@@ -40,7 +41,7 @@ def report(error: float = 1e-3, times: bool = True, others: tuple[int, ...] = ()
 
 
 def printed(found: Report, device: torch.device) -> list[str]:
-    console = Console(width=80, record=True, file=Path("/dev/null").open("w"))
+    console = Console(width=80, record=True, file=io.StringIO())
     demo_report.print_report(console, found, "bfloat16", 123.4, device)
     return console.export_text().splitlines()
 
