@@ -159,9 +159,9 @@ def _checked(arguments: dict[str, Any], ranks: Ranks, final: int | None) -> Part
     tokens = _delta_rule.Tokens(*(given[name] for name in names))
     sizes = _delta_rule.check_tokens(tokens, given["null_slot"], given["out"])
     states = _delta_rule.States(**{name: given[name] for name in _delta_rule.States._fields})
-    _delta_rule.check_states(states, sizes, tokens.q)
+    _delta_rule.check_states(states, sizes, tokens.q, has_offsets=tokens.cu_seqlens is not None)
     if reads_values(tokens.q.device):
-        _delta_rule.check_state_values(states, tokens.cu_seqlens, sizes, tokens.q.device)
+        _delta_rule.check_state_values(states, tokens, sizes)
     operator.check_places(arguments, given)
     ends = Ends(ranks.rank, ranks.size, final, given["output_final_state"])
     part = Part(sizes, tokens, states, {name: given[name] for name in _OF_A_PASS}, ends)

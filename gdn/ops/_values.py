@@ -92,6 +92,24 @@ def _sequence_of(bounds: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     return sequence.clamp(0, bounds.numel() - 2), token < bounds[-1]
 
 
+def check_log_decays(name: str, g: Tensor, bounds: Tensor, is_live: Tensor | None = None) -> None:
+    """Checks that no logarithm of a decay [B, T, heads] is positive: a state would grow from token to token.
+
+    is_live [N]: False = padding, with arbitrary values. NaN is no error here: it shows in the result.
+    """
+    if bounds.numel() < 2 or not g.numel():
+        return
+    rows = g.flatten(0, 1)
+    sequence, is_checked = _sequence_of(bounds, rows.shape[0])
+    if is_live is not None:
+        is_checked = is_checked & is_live[sequence]
+    bad = is_checked[:, None] & (rows > 0)
+    if not _is_clean(bad):
+        token, head = _first(bad)
+        place = f"[{token // g.shape[1]}, {token % g.shape[1]}, {head}]"
+        bad_value(name, "logarithms of decays, at most 0", f"{float(rows[token, head])} at {place}")
+
+
 def check_parents(name: str, parent_token: Tensor, bounds: Tensor, is_live: Tensor | None = None) -> None:
     """Checks that each parent is -1 or a node before its child, counted within the sequence.
 

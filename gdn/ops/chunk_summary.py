@@ -79,7 +79,8 @@ def chunk_summary(
     given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
     sizes = _delta_rule.check_tokens(given, -1, None)
     if reads_values(q.device):
-        _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, q.device)
+        bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, q.device)
+        _delta_rule.check_decays(given, bounds)
     prepared = prepare(problem_of(sizes, given, use_qk_l2norm_in_kernel, state_v_first), q.device, backend)
     h = _delta_rule.new_state(sizes, q, state_v_first)
     P = new(h.dtype, q.device, sizes.num_sequences, sizes.num_heads, sizes.head_k_dim, sizes.head_k_dim)

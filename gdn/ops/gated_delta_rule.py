@@ -17,10 +17,10 @@ from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, check_memory, operator, reads_values
 from gdn.ops._check import bad_value
+from gdn.ops._constants import row_indices
 from gdn.ops._delta_rule import Sizes, States, Tokens
 from gdn.ops._modes import has_memory, is_tracing
 from gdn.ops._ordered import ordered
-from gdn.ops._tensors import row_indices
 from gdn.ops.chunk import chunk_gated_delta_rule
 from gdn.ops.recurrent import fused_recurrent_gated_delta_rule
 from gdn.runtime import env
@@ -197,7 +197,7 @@ def gated_delta_rule(
     if disable_state_update and indices is not None:
         states = states._replace(final_state_indices=torch.full((count,), null_slot, dtype=indices.dtype, device=device))
     if reads_values(device):
-        _delta_rule.check_state_values(states, cu_seqlens, sizes, device, indices_name)
+        _delta_rule.check_state_values(states, tokens, sizes, indices_name)
     check_memory()
 
     o = out if out is not None else torch.empty(1, sizes.length, sizes.num_heads, sizes.head_v_dim, dtype=v.dtype, device=device)
