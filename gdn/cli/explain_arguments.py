@@ -122,7 +122,8 @@ def taken(
     Raises ValueError for a name that no problem takes, and for a value of another type.
     """
     changed, notes = list(problems), []
-    arguments = () if function is None else tuple(inspect.signature(getattr(gdn, function)).parameters)
+    public = None if function is None else getattr(gdn, function, None)
+    arguments = () if public is None else tuple(inspect.signature(public).parameters)
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         found = [_fields(problem, name, text, arguments) for problem in changed] if equals else []
