@@ -14,6 +14,7 @@ from gdn.distributed.slots import live
 from gdn.ops import _delta_rule
 from gdn.ops._call import operator_of, reads_values
 from gdn.ops._check import bad_value
+from gdn.runtime.registry import Backend
 
 # Flags of every pass of the chunk operator that are this rank's as they are.
 _OF_A_PASS = (
@@ -49,7 +50,7 @@ def chunk_gated_delta_rule(
     checkpoint_slots: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     group: Any,
     final_rank: int | None = -1,
 ) -> tuple[Tensor, Tensor | None]:

@@ -16,6 +16,7 @@ from gdn.ops._check import FLOAT_DTYPES, bad_value
 from gdn.ops._constants import even_offsets
 from gdn.ops._tensors import contiguous_last
 from gdn.ops.conv import check_filter, problem_of
+from gdn.runtime.registry import Backend
 
 
 @without_modes
@@ -33,7 +34,7 @@ def causal_conv1d_fn(
     checkpoint_slots: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     group: Any,
     final_rank: int | None = -1,
 ) -> Tensor:

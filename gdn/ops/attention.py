@@ -22,6 +22,7 @@ from gdn.ops._modes import has_memory, is_tracing
 from gdn.ops._ordered import ordered
 from gdn.ops.sparse_attention import MOST_DECODE_TOKENS, attend, check_call, check_values, split_pair
 from gdn.runtime import Choice, env, registry
+from gdn.runtime.registry import Backend
 
 _GATHERED_BYTES = 2**30  # of keys and values gathered at a time, or one sequence's
 
@@ -41,7 +42,7 @@ def attention(
     max_seq_len: int | None = None,
     gate: Tensor | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Dense causal attention of each query token over its sequence, in a paged cache.
 
@@ -118,7 +119,7 @@ def _dense(
     max_seq_len: int | None,
     gate: Tensor | None,
     out: Tensor | None,
-    backend: str | None,
+    backend: Backend | None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` on two caches. The log-sum-exp of prefill rows is there only where it is asked for."""
     check_call(q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, max_query_len, gate, out)

@@ -11,6 +11,7 @@ from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import as_int32, common_dtype, constant, given_of
 from gdn.problems import ChunkParams, ChunkProblem
+from gdn.runtime.registry import Backend
 
 
 def _is_pooled(arguments: dict[str, Any]) -> bool:
@@ -50,7 +51,7 @@ def chunk_gated_delta_rule(
     checkpoint_slots: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule for prefill, with a state pool.
 

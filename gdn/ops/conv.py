@@ -13,6 +13,7 @@ from gdn.ops._constants import even_offsets
 from gdn.ops._modes import address, is_empty
 from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional, target
 from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(writes={"out": always, "conv_states": always}, in_place={"out": "x"}, contiguous=("x",))
@@ -30,7 +31,7 @@ def causal_conv1d_fn(
     checkpoint_slots: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Causal depthwise convolution of packed prompts.
 
@@ -147,7 +148,7 @@ def causal_conv1d_update(
     parent_token: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Causal depthwise convolution of a decode step, with its window in a pool of slots.
 

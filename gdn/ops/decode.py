@@ -11,6 +11,7 @@ from gdn.ops._modes import is_empty
 from gdn.ops._projections import Layer, check_layer, check_projections
 from gdn.ops._tensors import aligned, as_int32, constant, dtypes_of, is_aligned, optional
 from gdn.problems import GdnDecodeParams, GdnDecodeProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(
@@ -46,7 +47,7 @@ def fused_gdn_decode(
     state_v_first: bool = False,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """One decode step of a Gated DeltaNet layer between its projections.
 

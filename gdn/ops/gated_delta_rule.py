@@ -24,6 +24,7 @@ from gdn.ops._ordered import ordered
 from gdn.ops.chunk import chunk_gated_delta_rule
 from gdn.ops.recurrent import fused_recurrent_gated_delta_rule
 from gdn.runtime import env
+from gdn.runtime.registry import Backend
 
 State = Tensor | None
 
@@ -74,7 +75,7 @@ def gated_delta_rule(
     rounding_seed: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule for a whole step: prefill and decode rows, packed, on one state pool.
 
@@ -327,7 +328,7 @@ def _rows(states: States, first: int, last: int | None) -> States:
     return states._replace(**sliced)
 
 
-def _is_ordered(backend: str | None) -> bool:
+def _is_ordered(backend: Backend | None) -> bool:
     """Whether a form may have to refuse: a backend is ordered, or a missing table entry is an error."""
     switches = env.current()
     orders = (switches.backend_of.get(op, "auto") for op in ("chunk", "recurrent"))

@@ -16,6 +16,7 @@ from gdn.ops._check import FLOAT_DTYPES, FP8, INDEX_DTYPES, INPUT_DTYPES, bad_ty
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import aligned, constant, dtypes_of, is_aligned, optional
 from gdn.runtime import env
+from gdn.runtime.registry import Backend
 
 
 def _grouped(x: Tensor, group: int) -> Tensor:
@@ -28,7 +29,7 @@ def _grouped(x: Tensor, group: int) -> Tensor:
 
 
 @operator(returns=lambda _: (NEW, NEW), varies=("x",), contiguous=("x",))
-def quantize_fp8(x: Tensor, group_size: int = 128, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
+def quantize_fp8(x: Tensor, group_size: int = 128, *, backend: Backend | None = None) -> tuple[Tensor, Tensor]:
     """Quantise to e4m3 with one float32 scale per group along the last dimension.
 
         scale = max(amax, 1e-4) / 448;   x_fp8 = x / scale, rounded to nearest even, saturated
@@ -114,7 +115,7 @@ def prepare_indexer(
     fp8: bool | None = None,
     v: Tensor | None = None,
     v_cache: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Prepare one step of the indexer: norm, RoPE, quantisation, scale folding and cache write.
 
@@ -257,7 +258,7 @@ def compress_indexer_keys(
     eps: float = 1e-6,
     zero_centred: bool = True,
     null_slot: int = -1,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> None:
     """Write compressed keys: the mean of each finished group of `ratio` tokens to the cache, raw keys to a ring.
 

@@ -12,10 +12,11 @@ from gdn.ops._check import FP8, INDEX_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty, last_value
 from gdn.ops._tensors import aligned, dtypes_of
 from gdn.problems import GatherIndexerCacheParams, GatherIndexerCacheProblem, WriteIndexerCacheParams, WriteIndexerCacheProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(writes={"cache": always}, returns=lambda _: (), varies=("k", "cache"), contiguous=("k",))
-def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backend: str | None = None) -> None:
+def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backend: Backend | None = None) -> None:
     """Write key rows into the indexer cache, in the form that the cache's dtype gives.
 
     Parameters
@@ -60,7 +61,7 @@ def _gathered(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 @operator(returns=_gathered, varies=("block_tables", "cu_seqlens"))
 def gather_indexer_cache(
-    cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, *, num_rows: int | None = None, backend: str | None = None
+    cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, *, num_rows: int | None = None, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Gather the cached key rows of N sequences, packed for `mqa_logits` (prefill with a cached prefix).
 

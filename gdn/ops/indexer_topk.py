@@ -22,6 +22,7 @@ from gdn.ops.mqa_logits import check_operands, mqa_logits
 from gdn.ops.paged_mqa_logits import check_paged_operands, check_values, paged_mqa_logits
 from gdn.ops.topk import Rows, select_rows
 from gdn.runtime import Choice, env
+from gdn.runtime.registry import Backend
 
 
 @operator(writes={"out": always}, contiguous=("q", "k", "weights"))
@@ -41,7 +42,7 @@ def indexer_topk(
     ratio: int = 1,
     positions: Tensor | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Indexer logits and top-k of ragged prefill in bounded memory.
 
@@ -108,7 +109,7 @@ def indexer_topk(
     with ordered(backend, "indexer_topk") as backend:
         q, k = contiguous("q", q), contiguous("k", k)  # once, not for each block of rows
         starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
-        chosen = "reference" if backend == "reference" else None  # a kernel backend is requested for the logits only
+        chosen: Backend | None = "reference" if backend == "reference" else None  # a kernel backend is for the logits only
         packed_keys = None if max_seqlen_k is None else num_keys  # the scores of a row start with its first key
 
         def logits(part: slice, buffer: Tensor | None) -> Tensor:
@@ -141,7 +142,7 @@ def paged_indexer_topk(
     ratio: int = 1,
     positions: Tensor | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Indexer logits and top-k of paged decode in bounded memory, some sequences at a time.
 
@@ -197,7 +198,7 @@ def paged_indexer_topk(
     step = units_per_block(workspace_bytes, 4 * width * next_n, batch)
     with ordered(backend, "paged_indexer_topk") as backend:
         q, context_lens = contiguous("q", q), contiguous_int32(context_lens)
-        chosen = "reference" if backend == "reference" else None  # as in `indexer_topk`
+        chosen: Backend | None = "reference" if backend == "reference" else None  # as in `indexer_topk`
         drafts = 1 if context_lens.dim() == 2 else next_n  # rows that share one length
 
         def logits(part: slice, buffer: Tensor | None) -> Tensor:

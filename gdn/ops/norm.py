@@ -11,11 +11,12 @@ from gdn.ops._check import FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import ALIGNMENT, aligned, constant, contiguous_last, dtypes_of, given_of, optional
 from gdn.problems import AddRmsNormParams, AddRmsNormProblem, RmsNormGatedParams, RmsNormGatedProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(contiguous=("x", "z"))
 def rms_norm_gated(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu", *, backend: str | None = None
+    x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu", *, backend: Backend | None = None
 ) -> Tensor:
     """RMS norm with an output gate, over the last dimension.
 
@@ -85,7 +86,7 @@ def add_rms_norm(
     *,
     layer_scale: Tensor | None = None,
     zero_centred: bool = True,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Residual sum, and its RMS norm, over the last dimension.
 

@@ -14,6 +14,7 @@ from gdn.ops._constants import row_indices
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import as_int32, common_dtype, constant, given_of
 from gdn.problems import RecurrentParams, RecurrentProblem
+from gdn.runtime.registry import Backend
 
 
 def _in_place(arguments: dict[str, Any]) -> bool:
@@ -58,7 +59,7 @@ def fused_recurrent_gated_delta_rule(
     rounding_seed: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule for decode: few tokens per sequence, one after the other, with a state pool.
 

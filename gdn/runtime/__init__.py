@@ -60,7 +60,7 @@ class KernelCandidate:
         if self._import_error is None:
             try:
                 _ = self.module
-            except (ImportError, OSError) as error:  # the DSL, or a library of it, is not installed
+            except (ImportError, OSError, RuntimeError) as error:  # not installed, or no home folder
                 self._import_error = f"requires {self.module_name} to be importable, got {type(error).__name__}: {error}"
                 log.once(f"{self.op}: {self.backend} {self._import_error}", logging.WARNING)
         if self._import_error is not None:
