@@ -14,6 +14,7 @@ from gdn.ops._check import FLOAT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._constants import even_offsets, zeros
 from gdn.ops._modes import address
 from gdn.ops._tensors import ALIGNMENT, EXPANDED, as_int64, copied, dtypes_of, is_expanded, log_copy
+from gdn.reference.delta_rule import largest_chunk_operand
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Packed = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -167,6 +168,28 @@ def check_decays(tokens: Tokens, bounds: Tensor, is_live: Tensor | None = None) 
     """Checks that no log decay is positive, where g is one. is_live [N]: False = padding, whose g may be anything."""
     if tokens.g is not None and not tokens.use_gate:
         _values.check_log_decays("g", tokens.g, bounds, is_live)
+
+
+def check_float16_range(states: States, tokens: Tokens, use_qk_l2norm: bool) -> None:
+    """Checks that what the chunk form rounds to float16 inside of a chunk fits it: kernels would go on with infinities.
+
+    Called with GDN_VALIDATE=1 only: it computes the whole call in float32.
+    """
+    largest = largest_chunk_operand(
+        tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, states.initial_state, use_qk_l2norm, tokens.cu_seqlens,
+        state_v_first=states.state_v_first, use_gate_in_kernel=tokens.use_gate, A_log=tokens.A_log, dt_bias=tokens.dt_bias,
+        use_beta_sigmoid_in_kernel=tokens.use_beta_sigmoid, state_indices=states.state_indices,
+        has_initial_state=states.has_initial_state, null_slot=states.null_slot,
+    )  # fmt: skip
+    refuse_beyond_float16("v", largest)
+
+
+def refuse_beyond_float16(name: str, largest: float) -> None:
+    """Raises ValueError where the largest operand of the chunk form does not fit float16. name: of the values' argument."""
+    most = torch.finfo(torch.float16).max
+    if largest > most:
+        expected = f"float16 values whose states and updates stay within {most:.0f} (bfloat16 has the range)"
+        bad_value(name, expected, f"a state or an update of {largest:.6g}")
 
 
 def check_state(name: str, state: Tensor, sizes: Sizes, state_v_first: bool, q: Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gdn.ops import _delta_rule
-from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values
+from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, validates
 from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import as_int32, common_dtype, constant, given_of
@@ -62,6 +62,9 @@ def chunk_gated_delta_rule(
     The tokens are processed in chunks of 64, which equals this recurrence up to rounding. The state is float32 within a call;
     only what is stored in a bfloat16 pool is rounded. Inference only: no gradient is recorded, whatever requires one, and
     autocast has no influence.
+
+    Kernels round the state, v - S^T k and u to the dtype of q inside of a chunk. In float16 they must stay within 65504, or the
+    result is infinite, even where o and the final state would fit; ``GDN_VALIDATE=1`` finds it. bfloat16 has the range.
 
     Symbols: B rows of T tokens each, or B = 1 and packed sequences with `cu_seqlens`. N sequences (B without `cu_seqlens`).
     HS = max(Hq, HV) state heads; state head s reads q head s // (HS // Hq), k head s // (HS // Hk) and v head s // (HS // HV).
@@ -163,6 +166,8 @@ def chunk_gated_delta_rule(
     _delta_rule.check_states(states, sizes, q, has_offsets=cu_seqlens is not None)
     if reads_values(device):
         _delta_rule.check_state_values(states, given, sizes)
+        if q.dtype == torch.float16 and validates(device):
+            _delta_rule.check_float16_range(states, given, use_qk_l2norm_in_kernel)
     if initial_state is None:
         has_initial_state = None  # every sequence starts from zero anyway
 

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gdn import runtime
 from gdn.ops import _delta_rule, _values
-from gdn.ops._call import NEW, launch, new, operator, prepare, reads_values
+from gdn.ops._call import NEW, launch, new, operator, prepare, reads_values, validates
 from gdn.ops._check import dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import dtypes_of
@@ -81,6 +82,9 @@ def chunk_summary(
     if reads_values(q.device):
         bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, q.device)
         _delta_rule.check_decays(given, bounds)
+        if q.dtype == torch.float16 and validates(q.device):
+            nothing = _delta_rule.States(None, None, None, None, None, None, state_v_first, -1)
+            _delta_rule.check_float16_range(nothing, given, use_qk_l2norm_in_kernel)
     prepared = prepare(problem_of(sizes, given, use_qk_l2norm_in_kernel, state_v_first), q.device, backend)
     h = _delta_rule.new_state(sizes, q, state_v_first)
     P = new(h.dtype, q.device, sizes.num_sequences, sizes.num_heads, sizes.head_k_dim, sizes.head_k_dim)

@@ -5,12 +5,13 @@ from torch import Tensor
 
 from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
-from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values
+from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, validates
 from gdn.ops._check import dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._projections import Layer, check_layer, check_projections
 from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional, target
 from gdn.problems import GdnPrefillParams, GdnPrefillProblem
+from gdn.reference.prefill import largest_prefill_operand
 from gdn.runtime.registry import Backend
 
 
@@ -61,7 +62,7 @@ def fused_gdn_prefill(
 
     A mixed batch passes its decode rows as sequences of one token with `has_initial_state` True; those with drafts are for
     `fused_gdn_decode`. Symbols: H = num_k_heads, K = head_k_dim, V = head_v_dim; HV, the length of `A_log`, is a multiple of H,
-    and r = HV / H. Inference only.
+    and r = HV / H. The range of float16 is that of `chunk_gated_delta_rule`. Inference only.
 
     Parameters
     ----------
@@ -153,6 +154,13 @@ def fused_gdn_prefill(
             _values.check_checkpoint_offsets("checkpoint_offsets", checkpoint_offsets, touched.is_live, multiple=64)
         _values.check_touched(touched, ssm_state, null_slot)
         _values.check_touched(touched, conv_states, null_slot)
+        if mixed_qkv.dtype == torch.float16 and validates(device):
+            largest = largest_prefill_operand(
+                mixed_qkv, b, a, conv_states, conv_weight, A_log, dt_bias, ssm_state, state_indices,
+                query_start_loc=query_start_loc, has_initial_state=has_initial_state, conv_bias=conv_bias, dims=dims,
+                activation=activation, projection_layout=projection_layout, state_v_first=state_v_first, null_slot=null_slot,
+            )  # fmt: skip
+            _delta_rule.refuse_beyond_float16("mixed_qkv", largest)
 
     index_dtype = common_dtype(state_indices, checkpoint_slots)
     problem = GdnPrefillProblem(

@@ -77,6 +77,41 @@ def chunk_gated_delta_rule(
 
 
 @inference_only
+def largest_chunk_operand(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, initial_state: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, *, state_v_first: bool = False,
+    use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False, state_indices: Tensor | None = None, has_initial_state: Tensor | None = None,
+    null_slot: int = -1,
+) -> float:  # fmt: skip
+    """The largest magnitude that a kernel of the chunk form rounds to the dtype of q: of S, A * G * beta, W and Vn of any chunk.
+
+    Nothing is written. 0 without tokens; infinite where a value is not finite.
+    """
+    tokens = _Tokens(
+        q, k, v, g, beta, None, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
+    )
+    sequences, is_continued, largest = _sequences(q, cu_seqlens), listed(has_initial_state), 0.0
+    slots = list(range(len(sequences))) if state_indices is None else state_indices.tolist()
+    for n, (b, start, end) in enumerate(sequences):
+        if start == end or (state_indices is not None and slots[n] <= null_slot):
+            continue
+        if initial_state is None or (is_continued is not None and not is_continued[n]):
+            state = tokens.zero_state()
+        else:
+            state = _load(initial_state, slots[n], state_v_first, tokens.dtype)
+        for first in range(start, end, CHUNK_SIZE):
+            rows = tokens.rows(b, first, min(first + CHUNK_SIZE, end))
+            _, k_rows, v_rows, g_rows, beta_rows = rows
+            decay_from_start = g_rows.cumsum(-1).exp()[:, :, None]
+            operands = state, *_updates(state, k_rows, v_rows, _decay_between(g_rows), decay_from_start, beta_rows)
+            largest = max(largest, *(float(x.abs().max().nan_to_num(torch.inf)) for x in operands))
+            _, state = _chunk(state, *rows)
+        largest = max(largest, float(state.abs().max().nan_to_num(torch.inf)))
+    return largest
+
+
+@inference_only
 def chunk_summary(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None, *, state_v_first: bool = False, use_gate_in_kernel: bool = False,
@@ -197,17 +232,24 @@ def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
     decay = _decay_between(g)
     decay_from_start = g.cumsum(-1).exp()[:, :, None]
     decay_to_end = decay[:, -1, :, None]
-    identity = torch.eye(q.shape[1], dtype=q.dtype, device=q.device)
+    _, w, v_new = _updates(state, k, v, decay, decay_from_start, beta)
+    o = decay_from_start * (q @ state) + (decay * (q @ k.mT)) @ v_new
+    state = decay_from_start[:, -1:] * state + k.mT @ (decay_to_end * v_new)
+    return o, state
 
+
+def _updates(
+    state: Tensor, k: Tensor, v: Tensor, decay: Tensor, decay_from_start: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A * G * beta_column [HS, C, C], W and Vn [HS, C, V] of a chunk; decay: G; decay_from_start: exp(c) [HS, C, 1]."""
+    identity = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)
     strict_lower = (beta[:, :, None] * (k @ k.mT)).tril(-1)
     inverse = torch.linalg.solve_triangular(
         identity + strict_lower, identity.expand_as(strict_lower), upper=False, unitriangular=True
     )
     w = v - decay_from_start * (k @ state)
-    v_new = (inverse * decay * beta[:, None, :]) @ w
-    o = decay_from_start * (q @ state) + (decay * (q @ k.mT)) @ v_new
-    state = decay_from_start[:, -1:] * state + k.mT @ (decay_to_end * v_new)
-    return o, state
+    gated = inverse * decay * beta[:, None, :]
+    return gated, w, gated @ w
 
 
 def _decay_between(g: Tensor) -> Tensor:

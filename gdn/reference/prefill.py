@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gdn.reference.conv import causal_conv1d_fn
-from gdn.reference.delta_rule import chunk_gated_delta_rule
+from gdn.reference.delta_rule import chunk_gated_delta_rule, largest_chunk_operand
 from gdn.reference.modes import inference_only, ranges
 from gdn.reference.steps import fused_gdn_gating, fused_qkvzba_split_reshape_cat, rms_norm_gated
 
@@ -25,7 +25,6 @@ def fused_gdn_prefill(
     if projection_layout == "interleaved":
         mixed_qkv, z, b, a = fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
     assert z is not None and a is not None  # checked by the operator
-    length = mixed_qkv.shape[0]
     both: dict[str, Any] = {
         "has_initial_state": has_initial_state, "checkpoint_offsets": checkpoint_offsets, "checkpoint_slots": checkpoint_slots,
         "null_slot": null_slot,
@@ -34,10 +33,8 @@ def fused_gdn_prefill(
         mixed_qkv, conv_weight, conv_bias, conv_states=conv_states, query_start_loc=query_start_loc,
         cache_indices=state_indices, activation=activation, **both,
     )  # fmt: skip
-    keys = num_k_heads * head_k_dim
-    parts = x.split([keys, keys, num_v_heads * head_v_dim], dim=1)
-    shapes = ((num_k_heads, head_k_dim), (num_k_heads, head_k_dim), (num_v_heads, head_v_dim))
-    q, k, v = (part.reshape(1, length, *shape) for part, shape in zip(parts, shapes, strict=True))
+    length = x.shape[0]
+    q, k, v = split_heads(x, num_k_heads, head_k_dim, num_v_heads, head_v_dim)
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     o, _ = chunk_gated_delta_rule(
         q, k, v, g[None], beta[None], scale, ssm_state, use_qk_l2norm_in_kernel=True, cu_seqlens=query_start_loc,
@@ -50,3 +47,38 @@ def fused_gdn_prefill(
     normed = rms_norm_gated(o[0], z, norm_weight, eps, gate_activation).flatten(1)
     normed[~is_live.to(normed.device)] = 0
     return normed if out is None else out.copy_(normed)
+
+
+def split_heads(
+    x: Tensor, num_k_heads: int, head_k_dim: int, num_v_heads: int, head_v_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [1, L, H, K] and v [1, L, HV, V] of the convolution's rows [L, 2 * H * K + HV * V]."""
+    keys = num_k_heads * head_k_dim
+    parts = x.split([keys, keys, num_v_heads * head_v_dim], dim=1)
+    shapes = ((num_k_heads, head_k_dim), (num_k_heads, head_k_dim), (num_v_heads, head_v_dim))
+    q, k, v = (part.reshape(1, x.shape[0], *shape) for part, shape in zip(parts, shapes, strict=True))
+    return q, k, v
+
+
+@inference_only
+def largest_prefill_operand(
+    mixed_qkv: Tensor, b: Tensor, a: Tensor | None, conv_states: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor,
+    ssm_state: Tensor, state_indices: Tensor, *, query_start_loc: Tensor, has_initial_state: Tensor | None,
+    conv_bias: Tensor | None, dims: tuple[int, int, int], activation: str | None, projection_layout: str, state_v_first: bool,
+    null_slot: int,
+) -> float:  # fmt: skip
+    """`largest_chunk_operand` of a prefill step's delta rule. Nothing is written. dims: H, K and V."""
+    (num_k_heads, head_k_dim, head_v_dim), num_v_heads = dims, A_log.shape[0]
+    if projection_layout == "interleaved":
+        mixed_qkv, _, b, a = fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    assert a is not None  # checked by the operator
+    x = causal_conv1d_fn(
+        mixed_qkv, conv_weight, conv_bias, conv_states=conv_states.clone(), query_start_loc=query_start_loc,
+        cache_indices=state_indices, activation=activation, has_initial_state=has_initial_state, null_slot=null_slot,
+    )  # fmt: skip
+    q, k, v = split_heads(x, num_k_heads, head_k_dim, num_v_heads, head_v_dim)
+    g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
+    return largest_chunk_operand(
+        q, k, v, g[None], beta[None], ssm_state, True, query_start_loc, state_v_first=state_v_first,
+        state_indices=state_indices, has_initial_state=has_initial_state, null_slot=null_slot,
+    )  # fmt: skip
