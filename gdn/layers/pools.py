@@ -36,6 +36,17 @@ class Pool:
         """Number of free ids."""
         return len(self._free)
 
+    def saved(self) -> tuple[list[int], dict[int, int]]:
+        """What `restore` takes."""
+        return list(self._free), dict(self._owners)
+
+    def restore(self, saved: tuple[list[int], dict[int, int]]) -> None:
+        """Makes the pool what it was when it was saved."""
+        free, owners = saved
+        self._free[:] = free
+        self._owners.clear()
+        self._owners.update(owners)
+
     def owners(self, one: int) -> int:
         """Number of owners of an id."""
         return self._owners.get(one, 0)

@@ -34,15 +34,13 @@ class Contents:
     def __init__(self, caches: HybridCaches) -> None:
         self.caches = caches
 
-    def write(self, sequence: CachedSequence, tokens: list[float], first: int) -> None:
-        rows = rows_of(sequence, first)
+    def write(self, sequence: CachedSequence, tokens: list[int], first: int) -> None:
+        rows, values = rows_of(sequence, first), torch.tensor(tokens, dtype=torch.float32)
         for cache in self.caches.kv.kv[0]:
-            cache.view(BLOCKS * BLOCK, -1)[rows] = torch.tensor(tokens)[first:, None]
+            cache.view(BLOCKS * BLOCK, -1)[rows] = values[first:, None]
         positions = torch.arange(first, sequence.num_tokens)
         whole = positions % RATIO == RATIO - 1
-        self.caches.indexer.keys[0].view(BLOCKS * BLOCK // RATIO, -1)[rows[whole] // RATIO] = torch.tensor(tokens)[first:][
-            whole, None
-        ]
+        self.caches.indexer.keys[0].view(BLOCKS * BLOCK // RATIO, -1)[rows[whole] // RATIO] = values[first:][whole, None]
 
     def read(self, sequence: CachedSequence) -> list[list[float]]:
         rows = rows_of(sequence)
@@ -50,7 +48,7 @@ class Contents:
         groups = rows[RATIO - 1 :: RATIO] // RATIO
         return [*found, self.caches.indexer.keys[0].view(BLOCKS * BLOCK // RATIO, -1)[groups, -1].tolist()]
 
-    def write_states(self, sequence: CachedSequence, values: list[float], ring: float) -> None:
+    def write_states(self, sequence: CachedSequence, values: list[int], ring: int) -> None:
         for slot, value in zip(sequence.state_slots, values, strict=True):
             self.caches.gdn.conv_states[0][slot] = value
             self.caches.gdn.ssm_states[0][slot] = value
@@ -74,10 +72,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator = CacheAllocator(self.caches)
         self.contents = Contents(self.caches)
         self.live: list[tuple[CachedSequence, dict[str, Any]]] = []
-        self.checkpoints: list[tuple[Checkpoint, list[float], float]] = []  # reserved or kept, prefix, state
-        self.counter = 1.0
+        self.checkpoints: list[tuple[Checkpoint, list[int], int]] = []  # reserved or kept, prefix, state
+        self.counter = 1
 
-    def fresh(self) -> float:
+    def fresh(self) -> int:
         self.counter += 1
         return self.counter
 
@@ -98,7 +96,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> tuple[CachedSequence, dict[str, Any]]:
         return self.live[data.draw(st.integers(0, len(self.live) - 1))]
 
-    def start(self, sequence: CachedSequence, tokens: list[float]) -> None:
+    def start(self, sequence: CachedSequence, tokens: list[int]) -> None:
         """Prefill of what is not cached."""
         states, ring = [self.fresh() for _ in sequence.state_slots], self.fresh()
         self.contents.write(sequence, tokens, sequence.num_cached_tokens)
@@ -167,7 +165,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.allocator.free(sequence)
 
     def is_kept(self, checkpoint: Checkpoint) -> bool:
-        return any(checkpoint is one for one in self.allocator._kept.values())
+        return any(checkpoint is one for one in self.allocator._owned.kept.values())
 
     @precondition(lambda self: any(sequence.num_tokens >= 64 for sequence, _ in self.live))
     @rule(data=st.data(), keep=st.booleans())
@@ -202,7 +200,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert len(set(rings)) == len(rings) and len(rings) + self.allocator.num_free_sequences == SEQUENCES
         blocks = Counter(block for one in [*sequences, *held] for block in one.blocks)
         assert len(blocks) + self.allocator.num_free_blocks == BLOCKS
-        assert all(self.allocator._blocks.owners(block) == count for block, count in blocks.items())
+        assert all(self.allocator._owned.blocks.owners(block) == count for block, count in blocks.items())
 
     @invariant()
     def everybody_reads_what_was_written(self) -> None:
@@ -227,9 +225,9 @@ AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_cou
 TestAllocator = AllocatorMachine.TestCase
 
 
-def prompt_tokens(prompt: int, length: int) -> list[float]:
+def prompt_tokens(prompt: int, length: int) -> list[int]:
     """Two prompts that share their first 64 tokens."""
-    return [-1.0 - position - (1000 * prompt if position >= 64 else 0) for position in range(length)]
+    return [-1 - position - (1000 * prompt if position >= 64 else 0) for position in range(length)]
 
 
 def enumerate_reads(reads: list[list[float]]) -> list[tuple[bool, list[float]]]:
@@ -293,7 +291,7 @@ def test_a_failed_copy_gives_back_what_was_taken(allocator: CacheAllocator, monk
 
 
 def test_kept_prefixes_make_room_the_longest_unused_first(allocator: CacheAllocator) -> None:
-    prompts = [prompt_tokens(0, 70), [5.0] * 70]
+    prompts = [prompt_tokens(0, 70), [5] * 70]
     for prompt in prompts:
         sequence = allocator.add_prompt(prompt)
         allocator.keep(allocator.checkpoint(sequence, 64), prompt[:64])
@@ -347,20 +345,20 @@ def test_checkpoints_are_at_multiples_of_64_within_the_sequence(allocator: Cache
 @pytest.mark.parametrize("holder", ["fork", "checkpoint"])
 def test_truncating_into_a_shared_block_copies_it(allocator: CacheAllocator, holder: str) -> None:
     """Rejected drafts whose rows a fork, or a kept prefix, needs stay as they are when new tokens come in their place."""
-    contents, tokens = Contents(allocator.caches), [float(token) for token in range(192)]  # 192: whole blocks
+    contents, tokens = Contents(allocator.caches), list(range(192))  # 192: whole blocks
     sequence = allocator.add(192)
     contents.write(sequence, tokens, 0)
     other = allocator.fork(sequence) if holder == "fork" else allocator.checkpoint(sequence, 192)
     allocator.truncate(sequence, 190)
     allocator.extend(sequence, 2)
-    contents.write(sequence, [*tokens[:190], -1.0, -2.0], 190)
+    contents.write(sequence, [*tokens[:190], -1, -2], 190)
     if holder == "checkpoint":
         allocator.keep(other, tokens)
-        other = allocator.add_prompt([*tokens, 0.0])
+        other = allocator.add_prompt([*tokens, 0])
         assert other.num_cached_tokens == 192
         allocator.truncate(other, 192)
     assert contents.read(other)[0] == tokens
-    assert contents.read(sequence)[0] == [*tokens[:190], -1.0, -2.0]
+    assert contents.read(sequence)[0] == [*tokens[:190], -1, -2]
     assert sequence.blocks[:-1] == list(other.blocks[:-1]) and sequence.blocks[-1] != other.blocks[-1]
 
 
