@@ -138,8 +138,8 @@ class Walk:
         draw = self.draw
         self.model = copy.copy(draw.choice(models()))  # whose methods are wrapped for this walk alone
         sizes = EngineSizes(
-            MOST_STREAMS, LONGEST, BLOCK, num_blocks=draw.randint(8, 20), num_spec=draw.choice([0, 1, 3]),
-            num_checkpoints=draw.choice([0, 1, 3]),
+            MOST_STREAMS, LONGEST, BLOCK, num_blocks=draw.choice([9, 12, 16, 24]), num_spec=draw.choice([0, 1, 3]),
+            num_checkpoints=draw.choice([0, 1, 3, 3]),
         )  # fmt: skip
         self.engine = Engine(self.model, sizes, use_graphs=draw.random() < 0.4)
         self.places = Places()
@@ -152,7 +152,7 @@ class Walk:
         """Runs the walk; returns its places."""
         self.places.watch(self.engine)
         self.engine.on_logits = self.record
-        calls = [self.prefill] * 3 + [self.decode, self.verify] * 2 + [self.fork, self.score, self.finish, self.misuse]
+        calls = [self.prefill] * 3 + [self.decode, self.verify, self.score, self.finish] * 2 + [self.fork, self.misuse]
         with intercepting(self.places.operator):
             for _ in range(self.num_calls):
                 self.attempt(self.draw.choice(calls))
@@ -274,8 +274,8 @@ class Walk:
     def prompt(self) -> list[int]:
         """A prompt that begins as others do."""
         draw = self.draw
-        length = draw.choice([1, draw.randint(2, 30), draw.randint(60, 140), 65, 129])
-        common = draw.randint(0, length)
+        length = draw.choice([1, draw.randint(2, 30), draw.randint(65, 140), draw.randint(65, 100), 129])
+        common = draw.choice([length, length, draw.randint(0, length)])
         return draw.choice(self.heads)[:common] + [draw.randrange(VOCAB) for _ in range(length - common)]
 
     def prefill(self) -> None:
