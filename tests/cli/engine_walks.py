@@ -133,12 +133,12 @@ class Walk:
         Calls of the engine.
     """
 
-    def __init__(self, seed: int, num_calls: int = 14) -> None:
+    def __init__(self, seed: int, num_calls: int = 24) -> None:
         self.draw, self.num_calls = random.Random(seed), num_calls
         draw = self.draw
         self.model = copy.copy(draw.choice(models()))  # whose methods are wrapped for this walk alone
         sizes = EngineSizes(
-            MOST_STREAMS, LONGEST, BLOCK, num_blocks=draw.choice([9, 12, 16, 24]), num_spec=draw.choice([0, 1, 3]),
+            MOST_STREAMS, LONGEST, BLOCK, num_blocks=draw.choice([9, 14, 19, 24]), num_spec=draw.choice([0, 1, 3]),
             num_checkpoints=draw.choice([0, 1, 3, 3]),
         )  # fmt: skip
         self.engine = Engine(self.model, sizes, use_graphs=draw.random() < 0.4)
@@ -146,13 +146,13 @@ class Walk:
         self.chunk: int | None = None
         self.seen: dict[Stream, list[tuple[int, Tensor]]] = {}  # number of tokens, and the logits after them
         self.finished: list[tuple[list[int], list[tuple[int, Tensor]]]] = []
-        self.heads = [[draw.randrange(VOCAB) for _ in range(LONGEST)] for _ in range(2)]  # every prompt begins with one
+        self.head = [draw.randrange(VOCAB) for _ in range(LONGEST)]  # every prompt begins with a part of it
 
     def run(self) -> Places:
         """Runs the walk; returns its places."""
         self.places.watch(self.engine)
         self.engine.on_logits = self.record
-        calls = [self.prefill] * 3 + [self.decode, self.verify, self.score, self.finish] * 2 + [self.fork, self.misuse]
+        calls = [self.prefill, self.decode, self.verify, self.fork] * 2 + [self.score, self.finish, self.misuse]
         with intercepting(self.places.operator):
             for _ in range(self.num_calls):
                 self.attempt(self.draw.choice(calls))
@@ -175,7 +175,7 @@ class Walk:
     def attempt(self, call: Callable[[], None]) -> None:
         """One call, which may fail at a random place; then everything is as it was, or the streams of the step are lost."""
         draw, before, was_lost = self.draw, self.state(), any(stream.is_lost for stream in self.engine.streams)
-        self.places.arm(draw.choice([None, draw.randrange(4), draw.randrange(60), int(draw.expovariate(1 / 15))]))
+        self.places.arm(draw.choice([None, None, None, draw.randrange(4), draw.randrange(60), int(draw.expovariate(1 / 15))]))
         try:
             call()
         except CacheFullError:
@@ -274,17 +274,17 @@ class Walk:
     def prompt(self) -> list[int]:
         """A prompt that begins as others do."""
         draw = self.draw
-        length = draw.choice([1, draw.randint(2, 30), draw.randint(65, 140), draw.randint(65, 100), 129])
-        common = draw.choice([length, length, draw.randint(0, length)])
-        return draw.choice(self.heads)[:common] + [draw.randrange(VOCAB) for _ in range(length - common)]
+        length = draw.choice([1, draw.randint(2, 30), draw.randint(65, 90), 65, 65, draw.randint(65, 140), 129])
+        common = draw.choice([length, length, length, draw.randint(0, length)])
+        return self.head[:common] + [draw.randrange(VOCAB) for _ in range(length - common)]
 
     def prefill(self) -> None:
         self.chunk = self.draw.choice([None, 64])
-        prompts = [self.prompt() for _ in range(self.draw.randint(0, 2))]
+        prompts = [self.prompt() for _ in range(self.draw.choice([0, 1, 1, 1, 2, 2]))]
         self.engine.prefill(prompts, self.chunk)
 
     def decode(self) -> None:
-        self.engine.decode(self.draw.randint(0, 3))
+        self.engine.decode(self.draw.choice([0, 1, 1, 2, 3]))
 
     def verify(self) -> None:
         """Drafts of which the first ones are right, or none, as a fresh pass says."""
@@ -317,7 +317,7 @@ class Walk:
     def score(self) -> None:
         """Scores next to live streams, from a kept prefix where there is one."""
         sequences = [self.prompt() for _ in range(self.draw.randint(0, 2))]
-        starts = [self.draw.randrange(len(tokens)) for tokens in sequences]
+        starts = [self.draw.choice([len(tokens) - 1, self.draw.randrange(len(tokens))]) for tokens in sequences]
         for tokens, start, rows in zip(sequences, starts, self.engine.score(sequences, starts), strict=True):
             assert rows.shape == (len(tokens) - start, VOCAB)
             self.finished.append((tokens, [(start + 1 + place, row) for place, row in enumerate(rows)]))
