@@ -234,6 +234,7 @@ class IndexerCache(_Buffers):
             width, key_dtype = config.index_head_dim + 4, torch.uint8
         placed: dict[str, Any] = {"device": device}
         shape = (layers, num_blocks, self.page_size, config.index_kv_heads, width)
+        self._key_dtype = key_dtype
         self._pages = torch.zeros(shape, dtype=key_dtype, **placed)
         self._rings: Tensor | None = None
         if self.ratio > 1:
@@ -242,7 +243,14 @@ class IndexerCache(_Buffers):
             self._rings = torch.zeros(shape, dtype=dtype, **placed)
         self._make_views()
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._pages.dtype == torch.float8_e4m3fn:  # which `pickle` cannot load
+            state["_pages"] = self._pages.view(torch.uint8)
+        return state
+
     def _make_views(self) -> None:
+        self._pages = self._pages.view(self._key_dtype)
         self.keys = tuple(self._pages)
         self.rings: tuple[Tensor | None, ...] = (None,) * len(self.keys) if self._rings is None else tuple(self._rings)
 

@@ -355,7 +355,7 @@ def refused(error: type[BaseException] | tuple[type[BaseException], ...], words:
 
 
 def run(seeds: Iterable[int]) -> tuple[set[str], Counter[str]]:
-    """Runs walks; returns the places that calls came to, and those that failed. A walk that finds a fault is named by its seed."""
+    """Runs walks, and names the seed of one that finds a fault; returns the places that calls came to, and those that failed."""
     known: set[str] = set()
     hit: Counter[str] = Counter()
     for seed in seeds:

@@ -1,8 +1,11 @@
 """The allocator gives out everything once, takes everything back, and changes nothing where it fails."""
 
+import copy
+import pickle
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -128,6 +131,13 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert state == window == [kept[tuple(tokens[:cached])]]
         self.start(sequence, tokens)
 
+    @rule(prompts=st.lists(st.tuples(st.integers(0, 1), st.sampled_from([1, 65, 100, 129])), max_size=3))
+    def add_prompts(self, prompts: list[tuple[int, int]]) -> None:
+        tokens = [prompt_tokens(*prompt) for prompt in prompts]
+        sequences = self.attempt(self.allocator.add_prompts, tokens)
+        for sequence, prompt in zip(sequences, tokens, strict=True) if sequences != "full" else ():
+            self.start(sequence, prompt)
+
     @precondition(lambda self: self.live)
     @rule(data=st.data(), count=st.integers(0, 2 * BLOCK))
     def extend(self, data: st.DataObject, count: int) -> None:
@@ -144,8 +154,14 @@ class AllocatorMachine(RuleBasedStateMachine):
     def truncate(self, data: st.DataObject, count: int) -> None:
         sequence, model = self.pick(data)
         left = max(0, sequence.num_tokens - count)
+        cut = sequence.blocks[left // BLOCK] if left % BLOCK else None
         if self.attempt(self.allocator.truncate, sequence, left) != "full":
             model["tokens"] = model["tokens"][:left]
+            return
+        kept = [one for one, _, _ in self.checkpoints if one.is_live and self.is_kept(one)]
+        others = [one for one, _ in self.live if one is not sequence]
+        others += [one for one, _, _ in self.checkpoints if one.is_live and one.num_tokens > left and one not in kept]
+        assert any(cut in one.blocks for one in others), "a prefix was in the way, and not dropped"
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -381,6 +397,152 @@ def test_no_prefix_is_dropped_where_that_would_not_make_room() -> None:
     allocator.drop(last)
     allocator.drop(reserved)
     assert allocator.num_free_state_slots == 2
+
+
+@pytest.mark.parametrize("num_prefixes", [1, 2])
+def test_a_prefix_that_alone_needs_a_cut_block_is_dropped(num_prefixes: int) -> None:
+    """Full caches: the copy of the cut block has no room, and without the prefixes that need it there is no need for one."""
+    caches = HybridCaches(small_config(), 8, BLOCK, 2, num_checkpoints=2, dtype=torch.float32)
+    allocator = CacheAllocator(caches)
+    prompt = list(range(192))  # 8 blocks
+    sequence = allocator.add_prompt(prompt)
+    for length in (64, 192)[-num_prefixes:]:
+        allocator.keep(allocator.checkpoint(sequence, length), prompt[:length])
+    assert allocator.num_free_blocks == 0
+    allocator.truncate(sequence, 190)
+    assert (allocator.num_kept, sequence.num_tokens, len(sequence.blocks)) == (0, 190, 8)
+    allocator.extend(sequence, 2)
+
+
+def test_a_checkpoint_does_not_need_the_rows_after_its_own() -> None:
+    """A prompt that goes on in the block where its prefix ends gives up drafts there: without a copy, though nothing is free."""
+    allocator = CacheAllocator(HybridCaches(small_config(), 3, BLOCK, 1, num_checkpoints=1, dtype=torch.float32))
+    prompt = list(range(65))
+    sequence = allocator.add_prompt(prompt)
+    allocator.keep(allocator.checkpoint(sequence, 64), prompt[:64])
+    blocks = list(sequence.blocks)
+    allocator.extend(sequence, 4)
+    allocator.truncate(sequence, 66)
+    assert (sequence.blocks, allocator.num_kept, allocator.num_free_blocks) == (blocks, 1, 0)
+
+
+@pytest.mark.parametrize("holder", ["fork", "reserved"])
+def test_a_cut_block_that_others_need_is_refused_and_nothing_dropped(holder: str) -> None:
+    """No prefix goes where that would not help: a fork, or a checkpoint that is not offered yet, needs the block too."""
+    allocator = CacheAllocator(HybridCaches(small_config(), 8, BLOCK, 2, num_checkpoints=2, dtype=torch.float32))
+    prompt = list(range(192))
+    sequence = allocator.add_prompt(prompt)
+    allocator.keep(allocator.checkpoint(sequence, 192), prompt)
+    _ = allocator.fork(sequence) if holder == "fork" else allocator.checkpoint(sequence, 192)
+    with pytest.raises(CacheFullError):
+        allocator.truncate(sequence, 190)
+    assert (allocator.num_kept, sequence.num_tokens, len(sequence.blocks)) == (1, 192, 8)
+
+
+def test_all_prompts_or_none(allocator: CacheAllocator) -> None:
+    """A kept prefix that one prompt takes the place of stays where the next prompt finds no room."""
+    prompt = prompt_tokens(0, 65)
+    sequence = allocator.add_prompt(prompt)
+    allocator.keep(allocator.checkpoint(sequence, 64), prompt[:64])
+    allocator.free(sequence)
+    before = (allocator.num_free_blocks, allocator.num_free_state_slots, allocator.num_free_sequences)
+    with pytest.raises(CacheFullError):
+        allocator.add_prompts([[1] * (BLOCK * (BLOCKS - 1)), [2] * (2 * BLOCK)])
+    assert (allocator.num_free_blocks, allocator.num_free_state_slots, allocator.num_free_sequences) == before
+    assert allocator.add_prompt(prompt).num_cached_tokens == 64
+    assert allocator.add_prompts([]) == []
+
+
+def test_a_prefix_may_be_too_long(allocator: CacheAllocator) -> None:
+    """Of the prefixes of a prompt, the longest that is not longer than asked for is taken."""
+    prompt = prompt_tokens(0, 130)
+    sequence = allocator.add_prompt(prompt)
+    for length in (64, 128):
+        allocator.keep(allocator.checkpoint(sequence, length), prompt[:length])
+    allocator.free(sequence)
+    for most, cached in ((None, 128), (128, 128), (127, 64), (63, 0), (0, 0)):
+        again = allocator.add_prompt(prompt, most)
+        assert again.num_cached_tokens == cached
+        allocator.free(again)
+    with pytest.raises(ValueError, match="most_cached: expected 1 numbers, one for each prompt, got 2"):
+        allocator.add_prompts([prompt], [1, 2])
+
+
+def test_no_sequence_is_longer_than_the_positions_of_the_model() -> None:
+    config = small_config(max_position_embeddings=30)
+    allocator = CacheAllocator(HybridCaches(config, BLOCKS, BLOCK, 2, num_checkpoints=1, dtype=torch.float32))
+    sequence = allocator.add(30)
+    for name, call in {
+        "num_tokens": lambda: allocator.add(31), "prompt": lambda: allocator.add_prompt([1] * 31),
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=rf"{name}: expected at most 30 tokens of a sequence .*, got 31"):
+            call()
+    other = allocator.add(1)
+    with pytest.raises(ValueError, match=r"num_tokens: expected at most 30 tokens .* got 31"):
+        allocator.extend_all([other, sequence], [1, 1])
+    assert (sequence.num_tokens, other.num_tokens, allocator.num_free_blocks) == (30, 1, BLOCKS - 3)
+
+
+@pytest.mark.parametrize("token", [1.0, True, "1", None, torch.tensor(1.0), torch.tensor([1]), 2**70])
+def test_tokens_are_integers(allocator: CacheAllocator, token: Any) -> None:
+    sequence = allocator.add(64)
+    reserved = allocator.checkpoint(sequence, 64)
+    for name, call in {
+        "prompt": lambda: allocator.add_prompt([0, token]),
+        "prefix": lambda: allocator.keep(reserved, [0] * 63 + [token]),
+    }.items():  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=rf"^{name}\[\d+\]: expected"):
+            call()
+    assert (allocator.num_free_sequences, allocator.num_kept) == (SEQUENCES - 1, 0)
+
+
+def test_integers_of_numpy_and_torch_are_tokens(allocator: CacheAllocator) -> None:
+    """The same prefix, however its tokens are given."""
+    tokens = list(range(64))
+    sequence = allocator.add_prompt(torch.arange(65))
+    allocator.keep(allocator.checkpoint(sequence, 64), np.arange(64, dtype=np.uint8))
+    for given in (tokens, np.arange(64), torch.arange(64, dtype=torch.int16), list(np.arange(64)), list(torch.arange(64))):
+        again = allocator.add_prompt([*given, 7])
+        assert again.num_cached_tokens == 64
+        allocator.free(again)
+    for flags in (np.ones(65, bool), torch.ones(65, dtype=torch.bool)):
+        with pytest.raises(TypeError, match=r"prompt: expected integers, got (torch\.)?bool"):
+            allocator.add_prompt(flags)
+
+
+def test_sequences_of_another_allocator_are_refused(allocator: CacheAllocator) -> None:
+    other = CacheAllocator(make_caches())
+    sequence = other.add(70)
+    reserved = other.checkpoint(sequence, 64)
+    before = (allocator.num_free_blocks, other.num_free_blocks)
+    for call in (
+        lambda: allocator.fork(sequence), lambda: allocator.free(sequence), lambda: allocator.extend(sequence, 1),
+        lambda: allocator.truncate(sequence, 1), lambda: allocator.checkpoint(sequence, 64), lambda: allocator.drop(reserved),
+        lambda: other.free(copy.deepcopy(sequence)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="(sequence|checkpoint): expected one of this allocator"):
+            call()
+    assert (allocator.num_free_blocks, other.num_free_blocks) == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["deepcopy", "pickle"])
+def test_a_copy_goes_on_by_itself(allocator: CacheAllocator, copied: Any) -> None:
+    """The copy's sequences hold what the original's hold; a fork and a kept prefix of it read the copy's memory."""
+    contents, tokens = Contents(allocator.caches), prompt_tokens(0, 70)
+    sequence = allocator.add_prompt(tokens)
+    contents.write(sequence, tokens, 0)
+    contents.write_states(sequence, [3, 4], 5)
+    reserved = allocator.checkpoint(sequence, 64)
+    allocator.keep(reserved, tokens[:64])
+    twin, own = copied((allocator, sequence))
+    fork, of_twin = twin.fork(own), Contents(twin.caches)
+    of_twin.write(own, [9] * 70, 0)
+    of_twin.write_states(own, [6, 7], 8)
+    assert of_twin.read(fork)[:2] == [[9] * 48 + tokens[48:]] * 2  # 48 rows are in shared blocks
+    assert of_twin.read_states(fork) == ([3, 4], 5) and of_twin.read_states(own) == ([6, 7], 8)
+    assert contents.read(sequence)[0] == tokens and contents.read_states(sequence) == ([3, 4], 5)
+    assert twin.add_prompt(tokens).num_cached_tokens == 64
+    assert (twin.num_free_sequences, allocator.num_free_sequences) == (SEQUENCES - 3, SEQUENCES - 1)
 
 
 @pytest.mark.parametrize("count", ["1", 1.5, None, True])
