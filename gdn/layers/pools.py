@@ -19,6 +19,10 @@ class CacheFullError(RuntimeError):
         super().__init__(f"the cache is full: {needed} {resource} needed, {free} free")
         self.resource, self.needed, self.free = resource, needed, free
 
+    def __reduce__(self) -> tuple[type["CacheFullError"], tuple[str, int, int]]:
+        """What it is pickled as, on its way from one process to another."""
+        return type(self), (self.resource, self.needed, self.free)
+
 
 class Pool:
     """Ids from `first` up to `stop`, each free or with a number of owners. The smallest free ids are taken first.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gdn.layers.config import HybridConfig
+from gdn.layers.host_arrays import refuse
 
 
 def cos_sin_table(rotary_dim: int, theta: float, positions: int, device: torch.device | str | None = None) -> Tensor:
@@ -63,8 +64,17 @@ class RotaryEmbedding(nn.Module):
         self._shape = (config.rotary_dim, config.rope_theta, config.max_position_embeddings)
         self.register_buffer("cos_sin", cos_sin_table(*self._shape, device), persistent=False)
 
+    def check_length(self, max_seq_len: int) -> None:
+        """Raises ValueError where sequences may be longer than the table, whose last row the kernels take for later positions.
+
+        max_seq_len: `AttentionMetadata.max_seq_len`, known on the host.
+        """
+        rows = self.cos_sin.shape[0]
+        if max_seq_len > rows:
+            refuse("max_seq_len", f"at most {rows} tokens of a sequence (max_position_embeddings)", max_seq_len)
+
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotates heads [tokens, heads, D] to their positions [tokens]."""
+        """Rotates heads [tokens, heads, D] to their positions [tokens], which are rows of the table."""
         return apply_rotary(x, self.cos_sin[positions])
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "RotaryEmbedding":
