@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from gdn.layers.config import HybridConfig
 from gdn.layers.host_arrays import refuse
+from gdn.ops import _values
+from gdn.ops._call import reads_values
 
 
 def cos_sin_table(rotary_dim: int, theta: float, positions: int, device: torch.device | str | None = None) -> Tensor:
@@ -74,7 +76,12 @@ class RotaryEmbedding(nn.Module):
             refuse("max_seq_len", f"at most {rows} tokens of a sequence (max_position_embeddings)", max_seq_len)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotates heads [tokens, heads, D] to their positions [tokens], which are rows of the table."""
+        """Rotates heads [tokens, heads, D] to their positions [tokens].
+
+        Positions without a row in the table are refused on the CPU, by value; on a GPU with ``GDN_VALIDATE=1``.
+        """
+        if reads_values(positions.device):
+            _values.check_rope_positions("positions", positions, self.cos_sin.shape[0])
         return apply_rotary(x, self.cos_sin[positions])
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "RotaryEmbedding":

@@ -280,6 +280,8 @@ def test_the_last_block_and_the_last_slot_are_given_out(allocator: CacheAllocato
     with pytest.raises(CacheFullError, match="the cache is full: 1 blocks needed, 0 free") as caught:
         allocator.extend(sequence, 1)
     assert (caught.value.resource, caught.value.needed, caught.value.free) == ("blocks", 1, 0)
+    told = pickle.loads(pickle.dumps(caught.value))
+    assert (str(told), told.resource, told.needed, told.free) == (str(caught.value), "blocks", 1, 0)
     assert sequence.num_tokens == BLOCKS * BLOCK
     others = [allocator.add(0) for _ in range(SEQUENCES - 1)]
     assert {slot for one in [sequence, *others] for slot in one.state_slots} == set(range(1, 1 + 2 * SEQUENCES))
