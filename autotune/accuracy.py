@@ -108,7 +108,7 @@ def measure(backend: str | None, libraries: Sequence[str], on_error: Callable[[s
 def _calls(
     arguments: dict[str, Any], backend: str | None, libraries: Sequence[str], on_error: Callable[[str], None]
 ) -> list[tuple[str, bool, peers.Call]]:
-    def ours(backend: str) -> peers.Outputs:
+    def ours(backend: Any) -> peers.Outputs:
         out, state = gdn.chunk_gated_delta_rule(**arguments, backend=backend)
         assert state is not None
         return out[0], state

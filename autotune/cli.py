@@ -329,6 +329,8 @@ def bench(
     Interrupted, it prints what it has by then, and writes no table.
     """
     _check_files(json_file, write, out, shapes, "shapes")
+    if write:
+        plot.pyplot()  # missing: said before anything is measured
     every_shape = partial(shape_list.shapes, measured=bool(shapes), tuned=bool(shapes))
     operators = [op] if op is not None else shape_list.operators()
     if op is None and shapes:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from autotune.launches import Launch, record
 from autotune.stacks import Stack, make_stack, shaped
 from gdn.layers import HybridConfig
 from gdn.layers.named import NAMED
+from gdn.runtime import devices
 from gdn.testing import timing
 
 Call = Callable[[], object]
@@ -198,9 +198,7 @@ def on_host(stack: Stack, loops: int = HOST_LOOPS, calls: int = HOST_CALLS, warm
 
 def cpu_name() -> str:
     """Name of this machine's CPU, with its family, model and stepping, which tell apart what has the same name."""
-    path = Path("/proc/cpuinfo")
-    first = path.read_text(encoding="utf-8").partition("\n\n")[0] if path.is_file() else ""
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    fields = devices.cpu_fields()
     if "model name" not in fields:
         return platform.processor() or platform.machine()
     numbers = [f"{name.removeprefix('cpu ')} {fields[name]}" for name in ("cpu family", "model", "stepping") if name in fields]

@@ -1,5 +1,6 @@
 """Plot of the measured tables: each call's share of its floor, next to the fastest other library's."""
 
+import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,29 @@ _TEXT, _OURS, _PEER = "#808080", "#2f81f7", "#e0762f"
 _COMPARED = ("chunk", "recurrent")  # a panel each; the other operators share one, with their slowest shape
 
 
-def draw(measured: Path, picture: Path) -> None:
-    """Draws the tables of a MEASURED.md into a PNG."""
-    import matplotlib
+def pyplot() -> Any:
+    """matplotlib's pyplot, without a screen; ImportError with the extra's name where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        message = "The plot needs matplotlib, which is not installed: python3 -m pip install 'gdn-kernels[plots]'"
+        raise ImportError(message) from error
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    return importlib.import_module("matplotlib.pyplot")
 
+
+def draw(measured: Path, picture: Path) -> None:
+    """Draws the tables of a MEASURED.md into a PNG."""
+    plt = pyplot()
     rows = report.read(measured)
     panels = {f"{op}: {_TITLES[op]}": [(row.shape, row) for row in rows[op]] for op in _COMPARED if op in rows}
     others = [(op, max(found, key=lambda row: row.time_us)) for op, found in rows.items() if op not in _COMPARED]
     if others:
         panels["other operators, longest shape"] = others
-    with pyplot.rc_context({"text.color": _TEXT, "axes.labelcolor": _TEXT, "xtick.color": _TEXT, "ytick.color": _TEXT}):
+    with plt.rc_context({"text.color": _TEXT, "axes.labelcolor": _TEXT, "xtick.color": _TEXT, "ytick.color": _TEXT}):
         height = 1.2 + 0.24 * max((len(found) for found in panels.values()), default=1)
-        figure, axes = pyplot.subplots(1, max(1, len(panels)), figsize=(5.2 * max(1, len(panels)), height), squeeze=False)
+        figure, axes = plt.subplots(1, max(1, len(panels)), figsize=(5.2 * max(1, len(panels)), height), squeeze=False)
         for axis, (title, found) in zip(axes[0], panels.items(), strict=False):
             _panel(axis, title, found)
         figure.tight_layout(rect=(0, 0.06, 1, 1))
@@ -33,7 +42,7 @@ def draw(measured: Path, picture: Path) -> None:
         figure.legend(entries.values(), entries, loc="lower center", ncols=2, fontsize=8, labelcolor=_TEXT, framealpha=0.0)
         # Without the time and the version of matplotlib: the same tables give the same file.
         figure.savefig(picture, dpi=110, transparent=True, metadata={"Software": None})
-        pyplot.close(figure)
+        plt.close(figure)
 
 
 _TITLES = {"chunk": "prefill", "recurrent": "decode"}

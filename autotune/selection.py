@@ -60,7 +60,8 @@ def measure(keys: int, rows: int, topk: int, device: torch.device, backend: str 
             BF16_OUT: selected(gdn.mqa_logits(q, k, weights, *ranges, out_dtype=torch.bfloat16, **options)),
         }
         q, k, weights, scale = maker.prepared(torch.uint8)
-        found[FP8] = selected(gdn.mqa_logits(q, k, weights, *ranges, k_scale=scale, backend=backend))
+        options = {"backend": backend}
+        found[FP8] = selected(gdn.mqa_logits(q, k, weights, *ranges, k_scale=scale, **options))
         found[FP8_EXACT] = selected(reference.mqa_logits(q, k, weights, *ranges, k_scale=scale))
     finally:
         torch.set_float32_matmul_precision(precision)

@@ -34,5 +34,5 @@ from gdn.ops.split import fused_qkvzba_split_reshape_cat as fused_qkvzba_split_r
 from gdn.ops.topk import expand_topk_groups as expand_topk_groups
 from gdn.ops.topk import topk_indices as topk_indices
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["__version__", *sorted(name for name, value in globals().items() if callable(value))]

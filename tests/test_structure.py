@@ -30,6 +30,7 @@ EXCEPTIONS: dict[str, str] = {
     "gdn.cli.demo.demo": "typer makes the options of a command of its function's parameters, one each",
     "gdn.distributed.chunk.chunk_gated_delta_rule": "the arguments of the operator, and the group",
     "gdn.distributed.conv.causal_conv1d_fn": "the arguments of the operator, and the group",
+    "gdn.layers.caches.HybridCaches.__init__": "the options of its three caches, spelled out for type checkers",
 }
 ORACLES = ("gdn.testing.oracle.oracle_delta_rule",)  # take the arguments of public operators, as the references do
 

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.cover  # mypy reads torch first: 20 s
 FUNCTIONS = sorted(name for name in gdn.__all__ if not name.startswith("_"))
 RIGHT = """
 import gdn
+import gdn.layers
 import torch
+from gdn.layers.named import NAMED
 
 q = torch.zeros(1, 2, 2, 64)
 o, state = gdn.chunk_gated_delta_rule(q, q, q, None, None, use_qk_l2norm_in_kernel=True, output_final_state=True)
@@ -24,14 +26,29 @@ head: torch.Tensor = o[0]
 indices: torch.Tensor = gdn.topk_indices(torch.zeros(2, 9), 2, sorted_by="score")
 backend: str = gdn.explain("topk_indices", torch.zeros(2, 9), 2).backend
 version: str = gdn.__version__
+indices = gdn.topk_indices(torch.zeros(2, 9), 2, backend="reference")
+
+config = NAMED["tiny"]
+caches = gdn.layers.HybridCaches(config, 4, 64, 2, dtype=torch.float16, state_dtype=torch.bfloat16, device="cpu")
+model = gdn.layers.HybridModel(config, device="cpu", dtype=torch.float16)
+
+
+def step(metadata: gdn.layers.StepMetadata, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids, positions=ids, step=metadata, caches=caches)
 """
 WRONG = """
 import gdn
+import gdn.layers
 import torch
+from gdn.layers.named import NAMED
 
 gdn.chunk_gated_delta_rule(1, 2, 3)
 count: int = gdn.topk_indices(torch.zeros(2, 9), 2)
 gdn.rms_norm_gated(torch.zeros(2), torch.zeros(2), torch.zeros(2), epsilon=1e-6)
+gdn.topk_indices(torch.zeros(2, 9), 2, backend="triton")
+gdn.layers.HybridCaches(NAMED["tiny"], 4, 64, 2, datatype=torch.float16)
+gdn.layers.HybridCaches(NAMED["tiny"], 4, 64, 2, state_dtype="float32")
+tokens: torch.Tensor = gdn.layers.HybridModel(NAMED["tiny"])(1, 2, 3, 4)
 """
 
 
@@ -66,7 +83,13 @@ def test_a_wrong_call_has_errors(tmp_path: Path, cache: Path) -> None:
         assert f'Argument {place} to "chunk_gated_delta_rule" has incompatible type "int"; expected "Tensor"' in text
     assert 'expression has type "Tensor", variable has type "int"' in text
     assert 'Unexpected keyword argument "epsilon" for "rms_norm_gated"' in text
-    assert len([line for line in lines if "error:" in line]) == 5
+    backends = "Literal['tilelang', 'cute', 'reference'] | None"
+    assert f'Argument "backend" to "topk_indices" has incompatible type "Literal[\'triton\']"; expected "{backends}"' in text
+    assert 'Unexpected keyword argument "datatype" for "HybridCaches"' in text
+    assert 'Argument "state_dtype" to "HybridCaches" has incompatible type "str"; expected "dtype"' in text
+    for kind in ("Tensor", "Tensor", "StepMetadata", "HybridCaches"):
+        assert f'has incompatible type "int"; expected "{kind}"' in text, text
+    assert len([line for line in lines if "error:" in line]) == 12
 
 
 def test_every_public_function_has_a_signature(tmp_path: Path, cache: Path) -> None:

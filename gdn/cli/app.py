@@ -14,6 +14,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "env": ("gdn.cli.env", "env_command", "Print every environment switch, its value and what it changes."),
     "explain": ("gdn.cli.explain", "explain_command", "Say which kernels and tiles an operator would run, and why."),
     "doctor": ("gdn.cli.doctor", "doctor_command", "Check that this machine has what the kernels need."),
+    "tune": ("gdn.cli.tune", "tune_command", "Find the fastest tiles of an operator and write its tables."),
+}
+# Commands of another program: it reads all of the arguments, --help too.
+_HANDED_OVER = {
+    "tune": {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
 }
 
 
@@ -29,7 +34,8 @@ class LazyGroup(PlainErrors):
             return None
         module, function, summary = entry
         single = typer.Typer(add_completion=False)
-        single.command(cmd_name, short_help=summary)(getattr(importlib.import_module(module), function))
+        register = single.command(cmd_name, short_help=summary, context_settings=_HANDED_OVER.get(cmd_name))
+        register(getattr(importlib.import_module(module), function))
         return typer.main.get_command(single)
 
 

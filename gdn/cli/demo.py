@@ -1,7 +1,6 @@
 """`gdn demo`: a hybrid model prefills a ragged batch, verifies drafts and decodes; every step is checked against another way."""
 
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,12 +9,12 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
-from rich.table import Table
 
 from gdn.cli import demo_ranks
-from gdn.cli.demo_calls import Row
-from gdn.cli.demo_run import PHASES, VERIFIED, Plan, Report, run
-from gdn.cli.plain import print_json, section, table
+from gdn.cli.demo_report import device_name, print_report, versions
+from gdn.cli.demo_run import VERIFIED, Plan, Report, run
+from gdn.cli.plain import print_json, warn, wrapped
+from gdn.layers import HybridModel
 from gdn.layers.loading import read_config
 from gdn.layers.named import NAMED, first_layers
 from gdn.runtime import env
@@ -26,6 +25,7 @@ LONG_LENGTHS = (37, 4000, 511, 2048, 2, 64, 1530)
 SHORT_LENGTHS = (37, 129, 64, 2, 20)
 GPU_STEPS, CPU_STEPS = 64, 8
 LAYERS = 4
+MANY_BYTES = 4 * 10**9  # of weights on a CPU: more are announced
 
 
 def demo(
@@ -63,11 +63,16 @@ def demo(
     with demo_ranks.joined(tp * cp, plan.device) as group:
         is_first = group is None or group.rank() == 0
         console = Console(quiet=as_json or not is_first)
+        if is_first and plan.device.type == "cpu" and (weights := weight_bytes(plan)) > MANY_BYTES:
+            size = f"{weights / 1e9:.1f} GB in {str(plan.dtype).removeprefix('torch.')}"
+            fewer = "--model tiny takes seconds, fewer --layers less memory"
+            warn(f"{plan.name}'s weights, {size}, go into this machine's memory, and the model runs on its CPU; {fewer}")
         limits = None
         if plan.device.type == "cuda":
             limits = measure_limits()
             torch.cuda.empty_cache()
-        console.print("\n".join(_head(plan, limits, alone=group is None)), highlight=False)
+        for line in _head(plan, limits, alone=group is None):
+            console.print(wrapped(line, console.width), highlight=False, markup=False)
         started = time.perf_counter()
         with Progress(
             SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True, disable=console.quiet
@@ -77,7 +82,8 @@ def demo(
         if is_first and as_json:
             print_json(_data(plan, report))
         elif is_first:
-            _print(console, report, str(plan.dtype).removeprefix("torch."), time.perf_counter() - started)
+            dtype = str(plan.dtype).removeprefix("torch.")
+            print_report(console, report, dtype, time.perf_counter() - started, plan.device)
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -116,6 +122,12 @@ def _plan(
     return plan
 
 
+def weight_bytes(plan: Plan) -> int:
+    """Bytes of the weights that this process holds."""
+    model = HybridModel(plan.config.per_rank(plan.tensor_parallel), device="meta", dtype=plan.dtype)
+    return sum({id(one): one.nbytes for one in model.parameters()}.values())
+
+
 def _head(plan: Plan, limits: Limits | None, *, alone: bool) -> list[str]:
     """Lines that say what will run and where: the model's shapes, the batch, and what is generated."""
     config = plan.config.per_rank(plan.tensor_parallel)
@@ -136,12 +148,14 @@ def _head(plan: Plan, limits: Limits | None, *, alone: bool) -> list[str]:
         rates = f"bf16 {limits.bf16_tflops:.0f}, fp8 {limits.fp8_tflops:.0f} TFLOP/s"
         where = f"{torch.cuda.get_device_name()}: copy {limits.copy_gbps / 1e3:.2f} TB/s, {rates}"
     ranks = f"{plan.tensor_parallel} tensor-parallel rank{'s' if plan.tensor_parallel > 1 else ''}"
-    ranks = f"one of {ranks}" if alone else f"on all {ranks}"
+    ranks = f", one of {ranks}" if alone else f", on all {ranks}"
+    if alone and plan.tensor_parallel == 1:
+        ranks = ""
     if plan.context_parallel > 1:
         ranks += f" times {plan.context_parallel} context-parallel ranks"
     return [
         where,
-        f"{plan.name}, {ranks}, {weights}, {dtype}; hidden size {config.hidden_size}",
+        f"{plan.name}{ranks}, {weights}, {dtype}; hidden size {config.hidden_size}",
         f"  {config.num_hidden_layers} layers: {kinds}; {_mlp(plan)}",
         f"  Gated DeltaNet: {heads}, convolution of width {config.linear_conv_kernel_dim}, float32 states",
         f"  attention: {attention}; {index}",
@@ -163,91 +177,10 @@ def _data(plan: Plan, report: Report) -> dict[str, Any]:
         "model": plan.name, "layers": plan.config.num_hidden_layers, "tensor_parallel": plan.tensor_parallel,
         "context_parallel": plan.context_parallel,
         "ranks": 1 + len(report.others), "device": plan.device.type, "dtype": str(plan.dtype).removeprefix("torch."),
-        "captured": report.captured, "passed": report.passed,
+        "captured": report.captured, "passed": report.passed, "device_name": device_name(plan.device), "versions": versions(),
         "phases": [{**vars(one), "tokens_per_second": one.tokens_per_second} for one in report.speeds],
         "calls": [{**vars(one), "passed": one.passed} for one in report.rows],
         "memory": report.memory,
         "deviations": [{**vars(one), "passed": one.passed} for one in report.deviations],
         "tokens": report.tokens, "wrong_on_other_ranks": sum(report.others),
     }  # fmt: skip
-
-
-def _print(console: Console, report: Report, dtype: str, seconds: float) -> None:
-    """Operators, phases, memory, and the verdict."""
-    console.print(_operators(report.rows))
-    for note in dict.fromkeys(f"{row.operator}: {note}" for row in report.rows for note in row.notes):
-        console.print(note)
-    console.print(_speeds(report))
-    console.print(_deviations(report, dtype))
-    memory = report.memory
-    peak = "" if memory.peak is None else f"; {memory.peak / 2**30:.2f} GiB at most"
-    console.print(
-        f"memory: weights {memory.weights / 2**20:,.1f} MiB, caches {memory.caches / 2**20:,.1f} MiB "
-        f"({memory.per_token / 2**10:.2f} KiB a token, {memory.per_sequence / 2**20:.2f} MiB a sequence){peak}",
-        highlight=False,
-    )
-    ran = ", ".join(f"{backend} {count}" for backend, count in Counter(row.backend for row in report.rows).most_common())
-    console.print(
-        f"{len(report.rows)} calls ({ran}), each checked against an independent computation in float64, and the logits of "
-        f"{sum(one.positions for one in report.deviations)} positions against the reference model, {report.wrong} wrong, "
-        f"{seconds:.1f} s"
-    )
-    if report.others:
-        console.print(f"other ranks: {len(report.others)}, checked alike, {sum(report.others)} wrong")
-
-
-def _speeds(report: Report) -> Table:
-    """One line per phase: its throughput."""
-    caption = "verify and decode in CUDA graphs" if report.captured else "no CUDA graphs"
-    made = table("phase", "tokens", "steps", "ms a step", "tokens per second", caption=caption)
-    for one in report.speeds:
-        each, rate = f"{one.seconds / one.steps * 1e3:.2f}", f"{one.tokens_per_second:,.0f}"
-        made.add_row(one.phase, str(one.tokens), str(one.steps), each, rate)
-    return made
-
-
-def _deviations(report: Report, dtype: str) -> Table:
-    """One line per phase: the errors of its logits."""
-    caption = f"of logits, from the reference model in float32; last two: of the reference model in {dtype}"
-    made = table(
-        "deviation", "positions", "same token", "largest", "median", "largest", "median", "", left=("",), caption=caption
-    )
-    for one in report.deviations:
-        numbers = (one.error.largest, one.error.median, one.same_dtype.largest, one.same_dtype.median)
-        limit = f"{one.limit.largest:.0e}, {one.limit.median:.0e}"
-        cells = [str(one.positions), f"{one.agreeing:.0%}", *(f"{number:.1e}" for number in numbers)]
-        made.add_row(one.phase, *cells, _verdict(one.passed, limit))
-    return made
-
-
-def _verdict(passed: bool, limit: str) -> str:
-    return "[green]ok[/]" if passed else f"[red]WRONG[/] (limit {limit})"
-
-
-def _operators(rows: list[Row]) -> Table:
-    """One line per operator and phase: calls, the first one's time, the worst error of all."""
-    made = table("operator", "backend", "calls", "time, us", "of floor", "error", "", left=("backend", ""))
-    made.columns[0].no_wrap = True
-    for phase in PHASES:
-        section(made, phase)
-        for operator in dict.fromkeys(row.operator for row in rows if row.phase == phase):
-            made.add_row(f"  {operator}", *_cells([row for row in rows if (row.phase, row.operator) == (phase, operator)]))
-    return made
-
-
-def _cells(same: list[Row]) -> tuple[str, ...]:
-    """Backends, calls, time, share of floor, error and verdict of the calls of one operator."""
-    worst = next((row for row in same if not row.passed), max(same, key=lambda row: row.error))
-    backends = dict.fromkeys(row.backend for row in same)
-    timed = next((row for row in same if row.time_us is not None), None)
-    time_text = share = "-"
-    if timed is not None and timed.time_us is not None and timed.floor_us is not None:
-        time_text, share = f"{timed.time_us:.1f}", f"{timed.floor_us / timed.time_us:.0%}"
-    return (
-        ", ".join(backends),
-        str(len(same)),
-        time_text,
-        share,
-        f"{worst.error:.1e}",
-        _verdict(worst.passed, f"{worst.limit:.0e}"),
-    )

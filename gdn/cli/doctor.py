@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gdn.cli.plain import print_json
+from gdn.cli.tune import tuner_folder
 from gdn.runtime import cache_folder, compiled, env, registry, source, toolchain, tuned
 
 
@@ -34,19 +35,40 @@ def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print J
     table = Table("", "checked", title="gdn doctor", title_justify="left")
     table.add_column("found", overflow="fold")
     styles = {"ok": "green", "note": "yellow", "warn": "yellow", "fail": "red"}
-    for finding in findings:
+    for finding in _summed_up(findings):
         table.add_row(Text(finding.level, styles[finding.level]), finding.subject, Text(finding.text))
     console = Console()
     console.print(table)
-    console.print("Something is missing: see above." if failed else "Ready.")
+    console.print(_verdict(findings))
     if failed:
         raise typer.Exit(1)
+
+
+def _verdict(findings: list[Finding]) -> str:
+    if any(finding.level == "fail" for finding in findings):
+        return "Something is missing: see above."
+    if any(finding.subject.startswith("GPU ") and finding.level == "ok" for finding in findings):
+        return "Ready."
+    return "Ready, without a Hopper GPU: every call runs on the plain-torch reference, which is slow."
+
+
+def _summed_up(findings: list[Finding]) -> list[Finding]:
+    """The findings with one line for all tables of a folder that are in order, in the place of the first."""
+    found: list[Finding] = []
+    for finding in findings:
+        same = [one for one in findings if one.subject == finding.subject and one.level == finding.level == "ok"]
+        if len(same) < 2:
+            found.append(finding)
+        elif finding is same[0]:
+            found.append(Finding(finding.subject, "ok", f"{len(same)} current ones (--json lists them)"))
+    return found
 
 
 def diagnose() -> list[Finding]:
     """Runs all checks, in the order of the report. Compiles nothing and launches nothing."""
     version, level = ".".join(map(str, sys.version_info[:3])), "ok" if sys.version_info >= (3, 11) else "fail"
     findings = [Finding("python", level, f"{version} (3.11 or newer is required)"), _torch(), *_gpu(), *_dsls(), *_compilers()]
+    findings.append(_tuner())
     try:
         given = sorted(env.reload().given)
     except ValueError as error:
@@ -103,7 +125,8 @@ def _dsls() -> list[Finding]:
         try:
             importlib.import_module(module)
         except Exception as error:  # an import of a large package may raise anything
-            findings.append(Finding(backend, "fail", f"{module} is not importable: {error}; install {distribution}"))
+            mend = f"; install {distribution}" if isinstance(error, ImportError) else ""
+            findings.append(Finding(backend, "fail", f"{module} is not importable: {type(error).__name__}: {error}{mend}"))
             continue
         library, lacking = compiled.runtime_library(backend), "is installed without the library that its kernels need"
         text = lacking if library is None else f"{_version(distribution)}, {library}"
@@ -129,9 +152,19 @@ def _compilers() -> list[Finding]:
     return [Finding(name, level, why) if path is None else Finding(name, "ok", str(path)) for name, path, level, why in found]
 
 
+def _tuner() -> Finding:
+    try:
+        return Finding("tuner", "ok", str(tuner_folder()))
+    except ImportError as error:
+        return Finding("tuner", "warn", f"{error}; `gdn tune` does not run")
+
+
 def _cache() -> Finding:
     """Checks that compiled kernels are kept; without a cache they still run, compiled again in every process."""
-    root = compiled.cache_dir()
+    root = compiled.kept_cache()
+    if root is None:
+        mend = "kernels are compiled again in every process (set HOME, XDG_CACHE_HOME or GDN_CACHE_DIR)"
+        return Finding("kernel cache", "warn", f"{compiled.no_home()}: {mend}")
     writable = cache_folder.is_writable(root)  # creates the folder
     entries = [manifest.parent for manifest in root.glob("*/*/manifest.json")]
     reasons = [reason for entry in [root, *entries] if (reason := cache_folder.distrust(root, entry)) is not None]
@@ -177,4 +210,4 @@ def _stale(table: tuned.Table) -> str:
     if spec is None or spec.origin is None:
         return ", for a kernel that does not exist"
     count = table.num_stale(source.source_hash(spec.origin))
-    return f", {count} stale: measured with another version of the kernel (`python -m autotune tune --restamp`)" if count else ""
+    return f", {count} stale: measured with another version of the kernel (`gdn tune --restamp`)" if count else ""

@@ -6,52 +6,87 @@ They are one kernel, those of a composed operator's parts, or those of both phas
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 
 from gdn import examples
-from gdn.cli.plain import print_json
+from gdn.cli.explain_arguments import taken
+from gdn.cli.plain import print_json, wrapped
 from gdn.device import H100, H200, DeviceSpec
-from gdn.models import MODELS, ModelShape
+from gdn.layers.config import HybridConfig
+from gdn.layers.named import NAMED
+from gdn.models import ModelShape
 from gdn.ops.indexer_topk import units_per_block
-from gdn.problems import DTYPE_BYTES, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, TopkProblem
+from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem, Problem, TopkProblem
 from gdn.runtime import Choice, devices, env, explain_problem, registry
 
 _SPECS = {"h100": H100, "h200": H200}
+_OF_INDEXERS = ("indexer", "logits", "topk")  # families whose operators only models with an indexer run
 _PREFILL_BY_TORCH = "sequences of more than 8 new tokens run on torch where the host knows all lengths"
 
 
 def explain_command(
     op: Annotated[str, typer.Argument(help="A public function of gdn, or an operator's short name such as chunk.")],
     fields: Annotated[
-        list[str] | None, typer.Argument(help="Fields of the problem to change, as name=value (head_k_dim=96).")
+        list[str] | None,
+        typer.Argument(
+            help="What to change, as name=value: a field of the printed problem (head_k_dim=96), or an argument of the function, "
+            "of a tensor its dtype, given or none (beta=float32, num_accepted_tokens=given).",
+        ),
     ] = None,
-    model: Annotated[str, typer.Option(help=f"Shapes: {', '.join(MODELS)}.")] = "qwen3-next-80b",
+    model: Annotated[str, typer.Option(help=f"Shapes: {', '.join(NAMED)}.")] = "qwen3-next-80b",
     tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the shapes of one rank are taken.")] = 1,
     device: Annotated[str, typer.Option(help="auto (this machine's), h100, h200 or cpu.")] = "auto",
     backend: Annotated[str | None, typer.Option(help="As the function's argument: tilelang, cute or reference.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say which kernels and tiles an operator would run, and why."""
-    if model not in MODELS:
-        raise typer.BadParameter(f"expected one of {', '.join(MODELS)}, got {model!r}", param_hint="--model")
+    if model not in NAMED:
+        raise typer.BadParameter(f"expected one of {', '.join(NAMED)}, got {model!r}", param_hint="--model")
     if device not in ("auto", "cpu", *_SPECS):
         raise typer.BadParameter(f"expected auto, h100, h200 or cpu, got {device!r}", param_hint="--device")
     operator = registry.operator(op)
     function = op if op in operator.functions else next(iter(operator.functions), operator.name)
     spec = _spec(device)
-    parts = parts_of(op, MODELS[model].per_rank(tp), spec, backend, fields or [])
+    if NAMED[model].index_topk == 0 and _is_of_indexers(operator):
+        raise ValueError(f"model: expected one with an indexer, which {function} is a part of, got {model}")
+    parts = parts_of(op, shape_of(model, NAMED[model]).per_rank(tp), spec, backend, fields or [], NAMED[model].index_ratio)
     if as_json:
         about = {"function": function, "model": model, "tensor_parallel": tp, "device": None if spec is None else spec.key}
         data = [part.as_data() for part in parts]
         simple = data[0] if len(data) == 1 else {"op": operator.name if operator.composed_of else function}
         print_json({**about, **simple, "parts": data if len(data) > 1 else []})
         return
+    is_without = device == "auto" and spec is None
+    hint = ["There is no Hopper GPU here: --device h100 says what would run on an H100."] if is_without else []
     lines = [f"{function} runs {', then '.join(operator.composed_of)}"] if operator.composed_of else []
-    Console().print("\n".join([*lines, *map(str, parts)]), markup=False, highlight=False, soft_wrap=True)
+    console = Console()
+    text = "\n".join([*lines, *map(str, parts), *hint])
+    rows = "\n".join(wrapped(line, console.width) for line in text.splitlines())
+    console.print(rows, markup=False, highlight=False, soft_wrap=True)
+
+
+def shape_of(name: str, config: HybridConfig) -> ModelShape:
+    """Shapes of a configuration, whole."""
+    return ModelShape(
+        name, config.hidden_size, config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim,
+        config.linear_value_head_dim, config.linear_conv_kernel_dim, config.index_n_heads, config.index_head_dim,
+        config.index_topk, config.index_rotary_dim, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+    )  # fmt: skip
+
+
+def _is_of_indexers(operator: registry.Operator) -> bool:
+    """Whether the operator, or one of its parts, belongs to an indexer or reads its selection."""
+    parts = [registry.operator(name) for name in operator.composed_of] or [operator]
+    if operator.name == "attention":
+        return False
+    return any(
+        part.name.startswith("sparse_attention") or (part.family is not None and part.family.cases.split(".")[-1] in _OF_INDEXERS)
+        for part in parts
+    )
 
 
 def _spec(device: str) -> DeviceSpec | None:
@@ -78,29 +113,39 @@ class Part:
         return {
             "op": self.choice.op, "backend": self.choice.backend, "config": self.choice.config,
             "config_source": self.choice.config_source, "decided_by": self.choice.decided_by, "switches": self.choice.switches,
-            "refusals": dict(self.choice.refusals), "notes": (*self.choice.notes, *self.notes), "problem": problem,
+            "refusals": dict(self.choice.refusals), "lost": dict(self.choice.lost),
+            "notes": (*self.choice.notes, *self.notes), "problem": problem,
         }  # fmt: skip
 
 
 def parts_of(
-    function: str, shape: ModelShape, spec: DeviceSpec | None, backend: str | None, assignments: Sequence[str]
+    function: str, shape: ModelShape, spec: DeviceSpec | None, backend: str | None, assignments: Sequence[str], ratio: int = 1
 ) -> list[Part]:
     """List the kernels of a public function or operator, in order; ValueError where such a call would raise it.
 
-    assignments: name=value of problem fields.
+    assignments: name=value of problem fields, or of arguments of the function. ratio: tokens of a row of the indexer's cache.
     """
     operator = registry.operator(function)
+    public = function if function in operator.functions else next(iter(operator.functions), None)
     fp8 = env.current().qsa_use_fp8_indexer or function.startswith("fp8_")
     if "topk" in operator.composed_of:
-        return _combined(operator, shape, spec, backend, assignments, fp8)
+        return _combined(operator, shape, spec, backend, assignments, fp8, ratio)
     if operator.name == "attention":
-        dense = override(examples.attention(shape), assignments)
+        (dense,), notes = taken([examples.attention(shape)], assignments, public)
         order, ordered_by = _order(operator, backend)
-        return [Part(explain_problem(dense, spec, order, ordered_by=ordered_by), dense, (_PREFILL_BY_TORCH,))]
+        return [Part(explain_problem(dense, spec, order, ordered_by=ordered_by), dense, (_PREFILL_BY_TORCH, *notes))]
     parts = [registry.operator(name) for name in operator.composed_of] or registry.operators(function)
-    problems = [override(one.example(shape, fp8=fp8), assignments) for one in parts]
+    examples_of: list[Any] = [one.example(shape, fp8=fp8) for one in parts]
+    if ratio > 1:
+        examples_of = [_grouped(one, ratio) if isinstance(one, TopkProblem) else one for one in examples_of]
+    problems, notes = taken(examples_of, assignments, public)
     order, ordered_by = _order(operator, backend) if operator.composed_of else (backend, None)
-    return [Part(explain_problem(problem, spec, order, ordered_by=ordered_by), problem) for problem in problems]
+    return [Part(explain_problem(problem, spec, order, ordered_by=ordered_by), problem, notes) for problem in problems]
+
+
+def _grouped(selection: TopkProblem, ratio: int) -> TopkProblem:
+    """The selection of groups of tokens, which lists their tokens."""
+    return dataclasses.replace(selection, k=selection.k // ratio, ratio=ratio, position_dtype="int64")
 
 
 def _order(operator: registry.Operator, backend: str | None) -> tuple[str | None, str | None]:
@@ -111,64 +156,55 @@ def _order(operator: registry.Operator, backend: str | None) -> tuple[str | None
 
 def _combined(
     operator: registry.Operator, shape: ModelShape, spec: DeviceSpec | None, backend: str | None, assignments: Sequence[str],
-    fp8: bool,
+    fp8: bool, ratio: int,
 ) -> list[Part]:  # fmt: skip
     """Logits and the selection that reads them, for as many rows at a time as the workspace holds."""
     switches = env.current()
     order, ordered_by = _order(operator, backend)
-    selected = [assignment for assignment in assignments if assignment.partition("=")[0] == "k"]
-    scored = [assignment for assignment in assignments if assignment not in selected]
-
     scores, selection = (registry.operator(name).example(shape, fp8=fp8) for name in operator.composed_of)
     assert isinstance(scores, MqaLogitsProblem | PagedMqaLogitsProblem) and isinstance(selection, TopkProblem)
+    of_scores, of_selection, workspace_bytes = _dealt(assignments)
     # The selection reads nothing outside a row's range.
-    scores = override(dataclasses.replace(scores, clean=False), scored, also=("k",))
-    k = override(selection, selected).k
+    (scores,), notes_of_scores = taken([dataclasses.replace(scores, clean=False)], of_scores, operator.functions[0], also=("k",))
+    (selection,), _ = taken([_grouped(selection, ratio) if ratio > 1 else selection], of_selection)
+    k = selection.k
     if isinstance(scores, MqaLogitsProblem):
         units, rows_each, width, starts = scores.num_queries, 1, scores.num_columns, selection.starts_dtype
     else:
         units, rows_each, width, starts = scores.batch, scores.next_n, scores.max_context_len, None
-    count, notes = units, []
+    count, notes = units, list(notes_of_scores)
     if width <= k:
-        count, notes = 0, [f"not launched: a row of at most {k} keys lists them all"]
-    elif (block := units_per_block(None, 4 * width * rows_each, units)) < units:
+        count = 0
+        notes.append(f"not launched: a row of at most {k} keys lists them all")
+    elif (block := units_per_block(workspace_bytes, 4 * width * rows_each, units)) < units:
         count = block
         workspace = f"VLLM_SPARSE_INDEXER_MAX_LOGITS_MB={switches.sparse_indexer_max_logits_mb}"
-        notes = [f"{block * rows_each} of {units * rows_each} rows at a time ({workspace})"]
+        workspace = workspace if workspace_bytes is None else f"workspace_bytes={workspace_bytes}"
+        notes.append(f"{block * rows_each} of {units * rows_each} rows at a time ({workspace})")
     scores = dataclasses.replace(scores, **{"num_queries" if isinstance(scores, MqaLogitsProblem) else "batch": count})
     rows = (count or units) * rows_each
-    selection = dataclasses.replace(selection, k=k, starts_dtype=starts, num_rows=rows, num_columns=width)
+    selection = dataclasses.replace(selection, starts_dtype=starts, num_rows=rows, num_columns=width)
     # A kernel backend is required for the logits only, the reference for both parts.
-    of_selection = "reference" if order == "reference" else None
+    asked = "reference" if order == "reference" else None
     return [
         Part(explain_problem(scores, spec, order, ordered_by=ordered_by), scores, notes=tuple(notes)),
-        Part(explain_problem(selection, spec, of_selection, ordered_by=ordered_by if of_selection else None), selection),
+        Part(explain_problem(selection, spec, asked, ordered_by=ordered_by if asked else None), selection),
     ]
 
 
-def override(problem: Any, assignments: Sequence[str], also: tuple[str, ...] = ()) -> Any:
-    """The problem with fields changed; ValueError for a field that it lacks or a value of another type.
-
-    also: names that the message lists besides the problem's own."""
-    declared = {f.name: f.type for f in dataclasses.fields(problem)}
-    changes: dict[str, Any] = {}
+def _dealt(assignments: Sequence[str]) -> tuple[list[str], list[str], int | None]:
+    """Assignments that concern the scores, those that concern the selection, and the bytes of the workspace."""
+    of_scores: list[str] = []
+    of_selection: list[str] = []
+    workspace_bytes: int | None = None
     for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if not equals or name not in declared:
-            raise ValueError(f"fields: expected name=value with a name of {', '.join((*declared, *also))}, got {assignment!r}")
-        changes[name] = _parse(name, declared[name], text)
-    return dataclasses.replace(problem, **changes)
-
-
-def _parse(name: str, kind: Any, text: str) -> Any:
-    word = text.lower()
-    if kind is bool and word in ("true", "false", "1", "0"):
-        return word in ("true", "1")
-    if kind is int and word.isdecimal():
-        return int(word)
-    if type(None) in get_args(kind) and word == "none":
-        return None
-    if kind not in (bool, int) and word in DTYPE_BYTES:
-        return word
-    expected = {bool: "true or false", int: "a whole number"}.get(kind, f"one of {', '.join(DTYPE_BYTES)}")
-    raise ValueError(f"{name}: expected {expected}, got {text!r}")
+        name, _, text = assignment.partition("=")
+        if name == "workspace_bytes" and text.isdecimal():
+            workspace_bytes = int(text)
+        elif name == "topk" or (name == "k" and text.isdecimal()):
+            of_selection.append(f"k={text}")
+        elif name == "positions":
+            of_selection.append(f"position_dtype={text}")
+        else:
+            (of_selection if name == "ratio" else of_scores).append(assignment)
+    return of_scores, of_selection, workspace_bytes

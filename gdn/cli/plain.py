@@ -3,12 +3,14 @@
 import functools
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import pydantic_core
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -62,6 +64,17 @@ def _message(error: Exception) -> str | None:
 def fail(message: str) -> None:
     """Prints an error as one line on stderr."""
     typer.secho(f"error: {' '.join(message.split())}", err=True, fg=typer.colors.RED)
+
+
+def warn(message: str) -> None:
+    """Prints a warning on stderr, within the terminal's width."""
+    typer.secho(wrapped(f"warning: {message}", Console(stderr=True).width), err=True, fg=typer.colors.YELLOW)
+
+
+def wrapped(line: str, width: int) -> str:
+    """The line within a width; what follows the first row is indented further. Words stay whole, so that they can be copied."""
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def print_json(value: Any) -> None:

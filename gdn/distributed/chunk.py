@@ -14,6 +14,7 @@ from gdn.distributed.slots import live
 from gdn.ops import _delta_rule
 from gdn.ops._call import operator_of, reads_values
 from gdn.ops._check import bad_value
+from gdn.runtime.registry import Backend
 
 # Flags of every pass of the chunk operator that are this rank's as they are.
 _OF_A_PASS = (
@@ -49,7 +50,7 @@ def chunk_gated_delta_rule(
     checkpoint_slots: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     group: Any,
     final_rank: int | None = -1,
 ) -> tuple[Tensor, Tensor | None]:
@@ -158,9 +159,9 @@ def _checked(arguments: dict[str, Any], ranks: Ranks, final: int | None) -> Part
     tokens = _delta_rule.Tokens(*(given[name] for name in names))
     sizes = _delta_rule.check_tokens(tokens, given["null_slot"], given["out"])
     states = _delta_rule.States(**{name: given[name] for name in _delta_rule.States._fields})
-    _delta_rule.check_states(states, sizes, tokens.q)
+    _delta_rule.check_states(states, sizes, tokens.q, has_offsets=tokens.cu_seqlens is not None)
     if reads_values(tokens.q.device):
-        _delta_rule.check_state_values(states, tokens.cu_seqlens, sizes, tokens.q.device)
+        _delta_rule.check_state_values(states, tokens, sizes)
     operator.check_places(arguments, given)
     ends = Ends(ranks.rank, ranks.size, final, given["output_final_state"])
     part = Part(sizes, tokens, states, {name: given[name] for name in _OF_A_PASS}, ends)

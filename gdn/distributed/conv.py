@@ -13,8 +13,10 @@ from gdn.ops import _check as check
 from gdn.ops import _values
 from gdn.ops._call import operator_of, reads_values
 from gdn.ops._check import FLOAT_DTYPES, bad_value
-from gdn.ops._tensors import contiguous_last, even_offsets
+from gdn.ops._constants import even_offsets
+from gdn.ops._tensors import contiguous_last
 from gdn.ops.conv import check_filter, problem_of
+from gdn.runtime.registry import Backend
 
 
 @without_modes
@@ -32,7 +34,7 @@ def causal_conv1d_fn(
     checkpoint_slots: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     group: Any,
     final_rank: int | None = -1,
 ) -> Tensor:
@@ -130,7 +132,7 @@ def _checked(arguments: dict[str, Any], rank: int) -> tuple[Tensor, Tensor, Slot
         if cache_indices is None and conv_states.shape[0] < count:
             bad_value("conv_states", f"at least {count} slots without cache_indices", f"shape {list(conv_states.shape)}")
     if cache_indices is not None:
-        check.indices("cache_indices", cache_indices, count, device, ranks=(1,))
+        check.indices("cache_indices", cache_indices, count, device, ranks=(1,), has_offsets=query_start_loc is not None)
     check.per_sequence("has_initial_state", given["has_initial_state"], count, device, (torch.bool,))
     check.optional("out", given["out"], shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=True)
     if reads_values(device):

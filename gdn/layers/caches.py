@@ -320,18 +320,17 @@ class HybridCaches:
         num_spec: int = 0,
         null_slot: int = -1,
         use_fp8_indexer: bool | None = None,
-        **placed: Any,
+        dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
         at_least("max_num_sequences", max_num_sequences, 0)
         at_least("num_checkpoints", num_checkpoints, 0)
-        unknown = placed.keys() - {"dtype", "state_dtype", "device"}
-        if unknown:
-            raise TypeError(f"{', '.join(sorted(unknown))}: expected one of dtype, state_dtype, device")
         self.max_num_sequences, self.num_spec = max_num_sequences, num_spec
         self.max_seq_len = config.max_position_embeddings
         slots = null_slot + 1 + max_num_sequences * (1 + num_spec) + num_checkpoints
-        self.gdn = GDNStateCache(config, slots, num_spec=num_spec, null_slot=null_slot, **placed)
-        placed.pop("state_dtype", None)
+        placed: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.gdn = GDNStateCache(config, slots, num_spec=num_spec, null_slot=null_slot, state_dtype=state_dtype, **placed)
         self.kv = KVCache(config, num_blocks, block_size, **placed)
         self.indexer = IndexerCache(
             config, num_blocks, block_size, max_num_sequences, num_spec=num_spec, use_fp8=use_fp8_indexer, **placed

@@ -1,11 +1,12 @@
 """One decoder layer: a token mixer and an MLP on the residual stream."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gdn.layers.caches import HybridCaches
 from gdn.layers.config import HybridConfig
 from gdn.layers.gated_delta_net import GatedDeltaNet
 from gdn.layers.host_arrays import at_least, refuse
@@ -15,6 +16,7 @@ from gdn.layers.norm import RMSNorm
 from gdn.layers.parallel import ContextParallel
 from gdn.layers.rotary import RotaryEmbedding
 from gdn.layers.sparse_attention import SparseAttention
+from gdn.layers.step import StepMetadata
 
 
 class DecoderLayer(nn.Module):
@@ -92,7 +94,7 @@ class DecoderLayer(nn.Module):
             self.mlp_layer_scale = nn.Parameter(torch.zeros(config.hidden_size, **placed), requires_grad=False)
 
     def forward(
-        self, hidden_states: Tensor, residual: Tensor | None, positions: Tensor, step: Any, caches: Any
+        self, hidden_states: Tensor, residual: Tensor | None, positions: Tensor, step: StepMetadata, caches: HybridCaches
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the layer on the tokens of a step.
 
@@ -115,8 +117,10 @@ class DecoderLayer(nn.Module):
         if self.is_hyper:
             streams = hidden_states
             mixed, injection = self.attn_hyper_connection(streams)
+            assert injection is not None
             streams = self.attn_hyper_connection.inject(streams, self._mix(mixed, positions, step, caches), injection)
             mixed, injection = self.mlp_hyper_connection(streams)
+            assert injection is not None
             return self.mlp_hyper_connection.inject(streams, self.mlp(mixed), injection), None
         hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
         hidden_states = self._mix(hidden_states, positions, step, caches)
@@ -127,7 +131,10 @@ class DecoderLayer(nn.Module):
             hidden_states = torch.addcmul(hidden_states, hidden_states, self.mlp_layer_scale)
         return hidden_states, residual
 
-    def _mix(self, hidden_states: Tensor, positions: Tensor, step: Any, caches: Any) -> Tensor:
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def _mix(self, hidden_states: Tensor, positions: Tensor, step: StepMetadata, caches: HybridCaches) -> Tensor:
         """Output of the token mixer."""
         place = self.place
         if self.layer_type == "linear_attention":

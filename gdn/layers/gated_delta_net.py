@@ -1,7 +1,7 @@
 """Gated DeltaNet layer: projections around the fused operators, for every kind of batch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -138,6 +138,9 @@ class GatedDeltaNet(nn.Module):
         else:
             core = projected.new_zeros(projected.shape[0], self.value_dim)
         return self.tensor_parallel.sum(linear(core, parameters["out_proj"]))
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _decode(
         self,

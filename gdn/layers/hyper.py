@@ -8,7 +8,7 @@ With S streams x_s, their zero-centred RMS norms n_s, and n = [n_1 | ... | n_S]:
 Plain torch: no kernel of this project serves it.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,9 @@ class StreamNorm(nn.Module):
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         gained: Tensor = normed.flatten(-2) * (1.0 + self.weight.float())
         return gained.to(streams.dtype)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 class HyperConnection(nn.Module):
@@ -117,6 +120,9 @@ class HyperConnection(nn.Module):
         if self.block_inject_weight is None:
             return mixed, None
         return mixed, 2 * torch.sigmoid(self.block_inject_weight(normed) / self.num_streams)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def inject(self, streams: Tensor, output: Tensor, injection: Tensor) -> Tensor:
         """Streams [tokens, S * hidden] plus the part's output [tokens, hidden], weighted by injection [tokens, S]."""

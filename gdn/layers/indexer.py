@@ -6,13 +6,14 @@ compressed   projection [q | k]; a key for every `index_ratio` tokens (the mean 
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import gdn
+from gdn.layers.attention_metadata import AttentionMetadata
 from gdn.layers.attention_runs import Run, compressed_slots, deal, token_sequences, visible_keys
 from gdn.layers.config import HybridConfig
 from gdn.layers.norm import RMSNorm
@@ -101,7 +102,7 @@ class Indexer(nn.Module):
         return self.topk + self.ratio - 1
 
     def forward(
-        self, hidden_states: Tensor, positions: Tensor, metadata: Any, cache: Tensor, ring: Tensor | None = None
+        self, hidden_states: Tensor, positions: Tensor, metadata: AttentionMetadata, cache: Tensor, ring: Tensor | None = None
     ) -> Tensor | None:
         """Writes the keys of new tokens to the cache and selects positions for their queries.
 
@@ -151,6 +152,9 @@ class Indexer(nn.Module):
             elif run.form == "ragged":
                 self._select_ragged(run, queries, cache, metadata, selected)
         return selected
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def check_caches(self, cache: Tensor | None, ring: Tensor | None) -> None:
         """Raises ValueError or TypeError where the pages or the ring are not those of this indexer."""

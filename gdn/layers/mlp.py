@@ -1,5 +1,7 @@
 """MLPs: dense with a SiLU gate, and a mixture of experts with a shared expert."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -60,6 +62,9 @@ class MLP(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Output [tokens, hidden] for hidden states [tokens, hidden]."""
         return self.tensor_parallel.sum(linear(_gated(linear(hidden_states, self.gate_up_proj)), self.down_proj))
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 class MoE(nn.Module):
@@ -123,6 +128,9 @@ class MoE(nn.Module):
         routed = (self._grouped if is_grouped else self._every_expert)(hidden_states, weights, experts)
         shared: Tensor = self.shared_expert(hidden_states)
         return self.tensor_parallel.sum(routed + torch.sigmoid(linear(hidden_states, self.shared_expert_gate)) * shared)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, in the dtype of the input, and indices [tokens, top_k] of the experts of each token."""

@@ -1,18 +1,20 @@
 """A hybrid model: embedding, decoder layers, norm and head."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
+from gdn.layers.caches import HybridCaches
 from gdn.layers.config import HybridConfig
 from gdn.layers.decoder_layer import DecoderLayer
 from gdn.layers.hyper import HyperConnection
 from gdn.layers.norm import RMSNorm
 from gdn.layers.parallel import ContextParallel, TensorParallel
 from gdn.layers.rotary import RotaryEmbedding
+from gdn.layers.step import StepMetadata
 
 
 class HybridModel(nn.Module):
@@ -89,7 +91,7 @@ class HybridModel(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = table()
 
-    def forward(self, input_ids: Tensor, positions: Tensor, step: Any, caches: Any) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepMetadata, caches: HybridCaches) -> Tensor:
         """Runs one step.
 
         Parameters
@@ -133,6 +135,9 @@ class HybridModel(nn.Module):
         else:
             output = self.norm.add(hidden_states, residual)[0]
         return self.context_parallel.whole(output, parts, input_ids.shape[0])
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits [rows, vocab] of rows of hidden states [rows, hidden] that the caller selected."""

@@ -1,5 +1,7 @@
 """RMS norm of the residual stream: `x / sqrt(mean(x * x) + eps) * (1 + weight)`, float32 inside."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +29,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Norm of x [..., dim], in its dtype."""
         return self.add(x, None)[0]
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def add(self, x: Tensor, residual: Tensor | None, layer_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Norm of residual + x * (1 + layer_scale), and that sum; of `x` itself where there is no residual yet."""

@@ -1,7 +1,7 @@
 """Rotary position embedding, neox style: dimension i is rotated with dimension i + rotary_dim / 2."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,9 @@ class RotaryEmbedding(nn.Module):
         if reads_values(positions.device):
             _values.check_rope_positions("positions", positions, self.cos_sin.shape[0])
         return apply_rotary(x, self.cos_sin[positions])
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "RotaryEmbedding":
         was = self.cos_sin

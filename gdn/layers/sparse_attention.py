@@ -3,7 +3,7 @@
 qkv_proj -> q/k norm (zero-centred) -> partial RoPE -> write K and V -> attention * sigmoid(gate) -> o_proj
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gdn
+from gdn.layers.attention_metadata import AttentionMetadata
 from gdn.layers.attention_runs import deal
 from gdn.layers.config import HybridConfig
 from gdn.layers.indexer import Indexer
@@ -93,7 +94,7 @@ class SparseAttention(nn.Module):
         self,
         hidden_states: Tensor,
         positions: Tensor,
-        metadata: Any,
+        metadata: AttentionMetadata,
         kv_cache: tuple[Tensor, Tensor],
         indexer_cache: Tensor | None = None,
         indexer_ring: Tensor | None = None,
@@ -148,6 +149,9 @@ class SparseAttention(nn.Module):
         if dealt is None or self.context_parallel.ranks is None:
             return summed
         return self.context_parallel.ranks.gather_rows(summed, dealt.counts)[dealt.order]
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _project(
         self, hidden_states: Tensor, positions: Tensor, slots: Tensor, kv_cache: tuple[Tensor, Tensor], rows: Tensor | None

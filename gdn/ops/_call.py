@@ -13,6 +13,7 @@ The wrapper is generated from the signature, like the `__init__` of a dataclass:
 cost more than everything else in a repeated call.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -145,8 +146,9 @@ class Operator:
         fakes, mode = _modes.faked(arguments)
         token = _current.set(Call(self, fakes, dict(fakes)))
         try:
-            with mode, torch.no_grad(), without_autocast():
+            with mode, torch.no_grad(), without_autocast(), contextlib.suppress(_RunReference):
                 return self.body(**fakes)
+            return None
         finally:
             _current.reset(token)
 
@@ -295,11 +297,12 @@ def choose(problem: Problem, device: torch.device, backend: str | None) -> Prepa
 def prepare(problem: Problem, device: torch.device, backend: str | None) -> Prepared:
     """The kernel of a problem, as `choose`; leaves the operator for its reference where no kernel serves the problem."""
     prepared = choose(problem, device, backend)
-    return run_reference() if prepared.launch is None else prepared
+    return run_reference(prepared.choice.decided_by) if prepared.launch is None else prepared
 
 
-def run_reference() -> NoReturn:
-    """Leaves the operator and runs its reference with the same arguments."""
+def run_reference(reason: str) -> NoReturn:
+    """Leaves the operator and runs its reference with the same arguments. reason: what an explained call is told."""
+    runtime.record_reference(reason)
     raise _RunReference
 
 

@@ -116,11 +116,19 @@ def offsets(name: str, offsets: Tensor | None, device: torch.device, otherwise: 
     return offsets.shape[0] - 1
 
 
-def indices(name: str, indices: Tensor, num_sequences: int, device: torch.device, *, ranks: tuple[int, ...]) -> None:
-    """Slots [>= N], or [>= N, columns] where ranks allow it."""
+def indices(
+    name: str, indices: Tensor, num_sequences: int, device: torch.device, *, ranks: tuple[int, ...], has_offsets: bool = True
+) -> None:
+    """Checks slots [>= N], or [>= N, columns] where ranks allow it.
+
+    has_offsets: offsets say how many sequences there are, so rows after the N-th are ignored. Without them there are N rows:
+    more would be a mistake that nothing else shows.
+    """
     tensor(name, indices, dtypes=INDEX_DTYPES, device=device)
-    wanted = " or ".join({1: "[>= N]", 2: "[>= N, columns >= 1]"}[rank] for rank in ranks)
-    if indices.dim() not in ranks or is_less(indices.shape[0], num_sequences) or is_empty(*indices.shape[1:]):
+    rows = ">= N" if has_offsets else "N"
+    wanted = " or ".join({1: f"[{rows}]", 2: f"[{rows}, columns >= 1]"}[rank] for rank in ranks)
+    is_wrong = indices.dim() not in ranks or is_less(indices.shape[0], num_sequences) or is_empty(*indices.shape[1:])
+    if is_wrong or (not has_offsets and is_less(num_sequences, indices.shape[0])):
         bad_value(name, f"shape {wanted} with N = {num_sequences}", f"shape {list(indices.shape)}")
 
 

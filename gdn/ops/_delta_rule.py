@@ -10,9 +10,10 @@ from torch import Tensor
 from gdn.ops import _check as check
 from gdn.ops import _values
 from gdn.ops._call import make, new
-from gdn.ops._check import FLOAT_DTYPES, bad_value, dtype_name
+from gdn.ops._check import FLOAT_DTYPES, bad_type, bad_value, dtype_name
+from gdn.ops._constants import even_offsets, zeros
 from gdn.ops._modes import address
-from gdn.ops._tensors import ALIGNMENT, as_int64, copied, dtypes_of, even_offsets, log_copy, zeros
+from gdn.ops._tensors import ALIGNMENT, as_int64, copied, dtypes_of, log_copy
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Packed = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -118,15 +119,19 @@ def _check_gates(tokens: Tokens, shape: tuple[int, int, int]) -> None:
             bad_value("g", "the raw gate a with use_gate_in_kernel=True", "None")
         check.tensor("A_log", tokens.A_log, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
         check.optional("dt_bias", tokens.dt_bias, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
+    elif tokens.A_log is not None or tokens.dt_bias is not None:
+        bad_type("A_log, dt_bias", "None without use_gate_in_kernel=True", "a tensor")
     if tokens.use_beta_sigmoid and tokens.beta is None:
         bad_value("beta", "the raw b with use_beta_sigmoid_in_kernel=True", "None")
 
 
-def check_states(states: States, sizes: Sizes, q: Tensor, indices_name: str = "state_indices") -> None:
-    """Checks the states of prefill. indices_name: the public name of state_indices."""
+def check_states(
+    states: States, sizes: Sizes, q: Tensor, indices_name: str = "state_indices", *, has_offsets: bool = True
+) -> None:
+    """Checks the states of prefill. indices_name: the public name of state_indices. has_offsets: cu_seqlens is given."""
     count, device = sizes.num_sequences, q.device
     if states.state_indices is not None:
-        check.indices(indices_name, states.state_indices, count, device, ranks=(1,))
+        check.indices(indices_name, states.state_indices, count, device, ranks=(1,), has_offsets=has_offsets)
         check_pool("initial_state", states.initial_state, sizes, states.state_v_first, q)
     elif states.initial_state is not None:
         check_state("initial_state", states.initial_state, sizes, states.state_v_first, q)
@@ -134,26 +139,34 @@ def check_states(states: States, sizes: Sizes, q: Tensor, indices_name: str = "s
     if states.final_state_indices is not None:
         if states.state_indices is None:
             bad_value("final_state_indices", f"None without {indices_name}", "a tensor")
-        check.indices("final_state_indices", states.final_state_indices, count, device, ranks=(1,))
+        check.indices(
+            "final_state_indices", states.final_state_indices, count, device, ranks=(1,), has_offsets=has_offsets
+        )
     pool = (indices_name, states.state_indices)
     check.checkpoints(states.checkpoint_offsets, states.checkpoint_slots, pool, count)
 
 
-def check_state_values(
-    states: States, cu_seqlens: Tensor | None, sizes: Sizes, device: torch.device, indices_name: str = "state_indices"
-) -> None:
-    """Checks the values of the offsets, slots and checkpoints of prefill."""
-    bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, device)
+def check_state_values(states: States, tokens: Tokens, sizes: Sizes, indices_name: str = "state_indices") -> None:
+    """Checks the values of the offsets, decays, slots and checkpoints of prefill."""
+    bounds = _values.token_bounds("cu_seqlens", tokens.cu_seqlens, sizes.batch, sizes.length, tokens.q.device)
     if states.state_indices is None or states.initial_state is None:
+        check_decays(tokens, bounds)
         return
     touched = _values.prefill_slots(
         indices_name, bounds, states.state_indices, states.null_slot, has_initial_state=states.has_initial_state,
         final_indices=states.final_state_indices, checkpoint_offsets=states.checkpoint_offsets,
         checkpoint_slots=states.checkpoint_slots,
     )  # fmt: skip
+    check_decays(tokens, bounds, touched.is_live)
     if states.checkpoint_offsets is not None:
         _values.check_checkpoint_offsets("checkpoint_offsets", states.checkpoint_offsets, touched.is_live, multiple=64)
     _values.check_touched(touched, states.initial_state, states.null_slot)
+
+
+def check_decays(tokens: Tokens, bounds: Tensor, is_live: Tensor | None = None) -> None:
+    """Checks that no log decay is positive, where g is one. is_live [N]: False = padding, whose g may be anything."""
+    if tokens.g is not None and not tokens.use_gate:
+        _values.check_log_decays("g", tokens.g, bounds, is_live)
 
 
 def check_state(name: str, state: Tensor, sizes: Sizes, state_v_first: bool, q: Tensor) -> None:

@@ -1,13 +1,15 @@
 """Kinds of arguments, from their annotations: the type that a value must have before an operator uses it."""
 
+import functools
 import math
+import operator
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any
+from typing import Any, Literal, Union
 
 import torch
 
@@ -58,11 +60,23 @@ class Kind:
 
 def kind_of(annotation: Any) -> Kind:
     """Kind of an annotation `X` or `X | None`."""
+    annotation = without_words(annotation)
     arguments = typing.get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     types = [tuple if one == Sequence[int] else one for one in arguments if one is not NoneType]
     if len(types) != 1 or types[0] not in (torch.Tensor, *_TYPES):
         raise TypeError(f"expected an annotation of one kind, got {annotation}")
     return Kind(types[0], NoneType in arguments)
+
+
+def without_words(annotation: Any) -> Any:
+    """The annotation with `str` for a Literal, whose words the operator itself checks: schemas and kinds know types only."""
+    origin = typing.get_origin(annotation)
+    if origin is Literal:
+        (kind,) = {type(word) for word in typing.get_args(annotation)}
+        return kind
+    if origin is Union:  # Literal[...] | None is one, and X | None of plain types is not
+        return functools.reduce(operator.or_, map(without_words, typing.get_args(annotation)))
+    return annotation
 
 
 def _finite(name: str, value: Any) -> float:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gdn.ops import _modes
+from gdn.ops._kinds import without_words
 
 Arguments = dict[str, Any]
 Condition = Callable[[Arguments], bool]
@@ -66,7 +67,7 @@ class Registered:
         self._op = getattr(torch.ops.gdn, name).default
 
     def _schema(self, signature: inspect.Signature) -> str:
-        parameters = list(signature.parameters.values())
+        parameters = [one.replace(annotation=without_words(one.annotation)) for one in signature.parameters.values()]
         doubled = [
             inspect.Parameter(argument + _WRITTEN, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Tensor | None)
             for argument in self._doubled

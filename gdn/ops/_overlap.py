@@ -17,7 +17,7 @@ def span_bytes(tensor: Tensor) -> int:
 
 
 class _Layout:
-    """Strided tensor in numpy's form: address, shape and strides. Its memory is never read."""
+    """Strided tensor in numpy's form: address (above 0), shape and strides. Its memory is never read."""
 
     def __init__(self, tensor: Tensor, address: int) -> None:
         size = tensor.element_size()
@@ -36,7 +36,8 @@ def shares_element(first: Tensor, second: Tensor, first_address: int, second_add
     if span_bytes(lower) <= abs(second_address - first_address) or 0 in (first.numel(), second.numel()):
         return False
     try:
-        a, b = np.asarray(_Layout(first, first_address)), np.asarray(_Layout(second, second_address))
+        base = min(first_address, second_address) - 1  # a tensor without memory may be at 0, which numpy takes for none
+        a, b = (np.asarray(_Layout(x, at - base)) for x, at in ((first, first_address), (second, second_address)))
         return bool(np.shares_memory(a, b, max_work=_MAX_WORK))  # type: ignore[arg-type]  # the stub knows only two values
     except np.exceptions.TooHardError:
         return True

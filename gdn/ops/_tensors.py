@@ -1,9 +1,8 @@
-"""Copies, dtypes and constants that every operator needs.
+"""Copies and dtypes that every operator needs.
 
 Copies are made after a kernel has been chosen; the reference takes the tensors of the caller.
 """
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -108,39 +107,3 @@ def constant(x: Tensor) -> Tensor:
 def target(out: Tensor) -> Tensor:
     """The tensor that a kernel writes for `out`: itself where its rows are aligned, else a new one to copy from."""
     return out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-
-
-def even_offsets(batch: int, length: int, device: torch.device) -> Tensor:
-    """[batch + 1] int32: 0, length, 2 * length, ..."""
-    return _kept(_build_offsets, batch, length, device)
-
-
-def zeros(count: int, device: torch.device) -> Tensor:
-    """[count] float32."""
-    return _kept(_build_zeros, count, device)
-
-
-def row_indices(count: int, device: torch.device) -> Tensor:
-    """[count] int32: 0, 1, 2, ..."""
-    return even_offsets(count, 1, device)[:count]
-
-
-@functools.lru_cache(maxsize=1024)
-def _build_offsets(batch: int, length: int, device: torch.device) -> Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-
-
-@functools.lru_cache(maxsize=64)
-def _build_zeros(count: int, device: torch.device) -> Tensor:
-    return torch.zeros(count, dtype=torch.float32, device=device)
-
-
-def _kept(build: Any, *arguments: Any) -> Tensor:
-    """A constant on the device that comes last in the arguments, kept between calls.
-
-    During graph capture the constant is built as part of the graph: memory that belongs to a graph, with contents that exist
-    only after a replay, must not reach other calls. The same holds for a tensor without memory.
-    """
-    if not has_memory() or (arguments[-1].type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        build = build.__wrapped__
-    return build(*arguments)  # type: ignore[no-any-return]

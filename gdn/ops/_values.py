@@ -92,6 +92,24 @@ def _sequence_of(bounds: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     return sequence.clamp(0, bounds.numel() - 2), token < bounds[-1]
 
 
+def check_log_decays(name: str, g: Tensor, bounds: Tensor, is_live: Tensor | None = None) -> None:
+    """Checks that no logarithm of a decay [B, T, heads] is positive: a state would grow from token to token.
+
+    is_live [N]: False = padding, with arbitrary values. NaN is no error here: it shows in the result.
+    """
+    if bounds.numel() < 2 or not g.numel():
+        return
+    rows = g.flatten(0, 1)
+    sequence, is_checked = _sequence_of(bounds, rows.shape[0])
+    if is_live is not None:
+        is_checked = is_checked & is_live[sequence]
+    bad = is_checked[:, None] & (rows > 0)
+    if not _is_clean(bad):
+        token, head = _first(bad)
+        place = f"[{token // g.shape[1]}, {token % g.shape[1]}, {head}]"
+        bad_value(name, "logarithms of decays, at most 0", f"{float(rows[token, head])} at {place}")
+
+
 def check_parents(name: str, parent_token: Tensor, bounds: Tensor, is_live: Tensor | None = None) -> None:
     """Checks that each parent is -1 or a node before its child, counted within the sequence.
 
@@ -353,16 +371,15 @@ def check_slot_mapping(name: str, slot_mapping: Tensor, num_rows: int, is_read: 
     _require_distinct(name, slots, beyond, slots, "distinct slots (or negative: skipped)", "as at")
 
 
-def ring_tokens(ring_slots: Tensor, null_slot: int) -> Tensor:
-    """Tokens that `compress_indexer_keys` does not skip, [tokens] bool."""
-    slots = ring_slots.long()
-    return (slots >= 0) & (slots != null_slot)
+def ring_tokens(ring_slots: Tensor, positions: Tensor, null_slot: int) -> Tensor:
+    """Tokens that `compress_indexer_keys` does not skip, [tokens] bool: those with a live slot and a position in int32."""
+    slots, position = ring_slots.long(), positions.long()
+    return (slots >= 0) & (slots != null_slot) & (position >= 0) & (position < 2**31)
 
 
 def finished_groups(positions: Tensor, ring_slots: Tensor, ratio: int, null_slot: int) -> Tensor:
     """Tokens that complete a group, so that their slot_mapping is read, [tokens] bool."""
-    position = positions.long()
-    return ring_tokens(ring_slots, null_slot) & (position >= 0) & ((position + 1) % ratio == 0)
+    return ring_tokens(ring_slots, positions, null_slot) & ((positions.long() + 1) % ratio == 0)
 
 
 def check_ring_slots(name: str, ring_slots: Tensor, positions: Tensor, num_slots: int, null_slot: int) -> None:
@@ -371,7 +388,7 @@ def check_ring_slots(name: str, ring_slots: Tensor, positions: Tensor, num_slots
     Skipped tokens do not count. Two runs in one slot are two sequences that share it, or one with tokens out of order.
     """
     slots, position = ring_slots.long(), positions.long()
-    is_kept = ring_tokens(ring_slots, null_slot)
+    is_kept = ring_tokens(ring_slots, positions, null_slot)
     beyond = (is_kept & (slots >= num_slots), f"slots below {num_slots} (or negative or {null_slot}: skipped)")
     before = torch.where(is_kept, torch.arange(slots.numel(), device=slots.device), -1).cummax(0).values.roll(1)
     before[:1] = -1  # the last token before each one that is not skipped

@@ -1,7 +1,7 @@
 """Public operator `attention`: dense causal attention on the paged cache of keys and values.
 
 Decode rows take the kernel of sparse decode, which walks all positions where it gets no indices. Prefill rows take torch's
-scaled_dot_product_attention on keys and values gathered from the pages, where the caller knows their lengths on the host.
+attention (`_torch_attention`) on keys and values gathered from the pages, where the caller knows their lengths on the host.
 """
 
 import itertools
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from gdn import runtime
 from gdn.ops import _check as check
+from gdn.ops import _torch_attention
 from gdn.ops._call import NEW, always, check_memory, operator, reads_values
 from gdn.ops._check import bad_value
 from gdn.ops._kinds import Kind
@@ -21,10 +21,10 @@ from gdn.ops._library import out_or_new
 from gdn.ops._modes import has_memory, is_tracing
 from gdn.ops._ordered import ordered
 from gdn.ops.sparse_attention import MOST_DECODE_TOKENS, attend, check_call, check_values, split_pair
-from gdn.runtime import Choice, env
+from gdn.runtime import Choice, env, registry
+from gdn.runtime.registry import Backend
 
 _GATHERED_BYTES = 2**30  # of keys and values gathered at a time, or one sequence's
-_SCORE_BYTES = 2**28  # of float32 scores at a time, for the log-sum-exp
 
 
 def attention(
@@ -42,15 +42,16 @@ def attention(
     max_seq_len: int | None = None,
     gate: Tensor | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Dense causal attention of each query token over its sequence, in a paged cache.
 
         o = softmax(scale * q k^T) v [* sigmoid(gate)], over the positions up to the query's own; float32 inside
 
-    The leading sequences of at most 8 new tokens (decode, drafts included) take the paged kernel, all from the first longer one
-    on torch's scaled_dot_product_attention, on a copy of their keys and values. That needs both lengths on the host; without
-    them, and with ``GDN_BATCH_INVARIANT=1``, all rows take the paged kernel; no call ever waits for the device.
+    The leading sequences of at most 8 new tokens (decode, drafts included) take the paged kernel. All from the first longer one
+    on take torch's flash attention on a copy of their keys and values, or matrix products in float32 where flash does not serve
+    the call (another dtype, a head dim above 256, a scale that is not above 0). That needs both lengths on the host: without
+    them, and with ``GDN_BATCH_INVARIANT=1``, all rows take the paged kernel. No call ever waits for the device.
 
     Parameters
     ----------
@@ -59,8 +60,7 @@ def attention(
     kv_cache, block_tables, query_start_loc, seq_lens : Tensor or tuple of Tensor, Tensor, Tensor, Tensor
         Keys and values, blocks [N, max_blocks], offsets [N + 1] and lengths [N] of the sequences, as for `sparse_attention`.
     scale, return_lse : float or None, bool
-        Factor of the products (None = D**-0.5); whether to return the log-sum-exp too. For prefill rows that is a second pass
-        over the keys, in float32.
+        Factor of the products (None = D**-0.5); whether to return the log-sum-exp too.
     seq_lens_host, query_lens_host : tuple or list of int, optional
         `seq_lens` and the differences of `query_start_loc` on the host. None for one of them = all rows take the paged kernel.
     max_query_len, max_seq_len : int, optional
@@ -119,11 +119,12 @@ def _dense(
     max_seq_len: int | None,
     gate: Tensor | None,
     out: Tensor | None,
-    backend: str | None,
+    backend: Backend | None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` on two caches. The log-sum-exp of prefill rows is there only where it is asked for."""
     check_call(q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, max_query_len, gate, out)
     check.at_least("max_seq_len", max_seq_len)
+    check.one_of("backend", backend, (*registry.BACKENDS, None))  # torch's part asks no kernel
     check_values(q, k_cache, None, block_tables, query_start_loc, seq_lens, None)
     _check_lengths(query_lens_host, seq_lens_host, query_start_loc, seq_lens)
     _check_bounds({"max_query_len": max_query_len, "max_seq_len": max_seq_len}, query_start_loc, seq_lens)
@@ -155,12 +156,15 @@ def _dense(
                 q[:first], k_cache, v_cache, None, block_tables[own], query_start_loc[: len(decodes) + 1], seq_lens[own], None,
                 scale, None, None if gate is None else gate[:first], o[:first], backend,
             )[1]  # fmt: skip
-    runtime.record(Choice("attention", "torch", decided_by="prefill rows: scaled_dot_product_attention"))
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    reason = _torch_attention.refusal(q, factor)
+    form = "torch's flash kernel" if reason is None else f"matrix products in torch, since its flash kernel {reason}"
+    runtime.record(Choice("attention", "torch", decided_by=f"prefill rows: {form}"))
     if has_memory():
         last = prefills[-1]
         o[last.token + last.query_len :].zero_()
         for group in _groups(prefills, k_cache):
-            _prefill(q, (k_cache, v_cache), block_tables, group, scale, gate, o, lse if return_lse else None)
+            _prefill(q, (k_cache, v_cache), block_tables, group, factor, gate, o, lse)
     return o, lse
 
 
@@ -229,50 +233,20 @@ def _groups(items: Sequence[_Sequence], cache: Tensor) -> Iterator[list[_Sequenc
 
 
 def _prefill(
-    q: Tensor, caches: tuple[Tensor, Tensor], block_tables: Tensor, group: Sequence[_Sequence], scale: float | None,
-    gate: Tensor | None, o: Tensor, lse: Tensor | None,
+    q: Tensor, caches: tuple[Tensor, Tensor], block_tables: Tensor, group: Sequence[_Sequence], scale: float,
+    gate: Tensor | None, o: Tensor, lse: Tensor,
 ) -> None:  # fmt: skip
     """Attention of sequences of equal lengths, through torch."""
     (first, token, query_len, seq_len), count, block_size = group[0], len(group), caches[0].shape[1]
     pages = block_tables[first : first + count, : -(-seq_len // block_size)]
     keys, values = (
-        cache.index_select(0, pages.flatten()).unflatten(0, pages.shape).flatten(1, 2)[:, :seq_len].transpose(1, 2)
-        for cache in caches
-    )  # [sequences, kv_heads, seq_len, D]
-    rows = slice(token, token + count * query_len)
-    queries = q[rows].unflatten(0, (count, query_len)).transpose(1, 2)
-    is_causal = query_len == seq_len
-    mask = None if is_causal else _lower_right(query_len, seq_len, q.device)
-    found = scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=keys.shape[1] != queries.shape[1]
-    )
-    target = o[rows].unflatten(0, (count, query_len))
+        cache.index_select(0, pages.flatten()).unflatten(0, pages.shape).flatten(1, 2)[:, :seq_len] for cache in caches
+    )  # [sequences, seq_len, kv_heads, D]
+    rows, shape = slice(token, token + count * query_len), (count, query_len)
+    found, found_lse = _torch_attention.attend(q[rows].unflatten(0, shape), keys, values, scale)
+    target = o[rows].unflatten(0, shape)
     if gate is None:
-        target.copy_(found.transpose(1, 2))
+        target.copy_(found)
     else:
-        both = torch.cat([found.transpose(1, 2), gate[rows].unflatten(0, (count, query_len))], dim=-1)
-        torch.ops.aten.glu.out(both, -1, out=target)
-    if lse is not None:
-        _write_lse(queries, keys, q.shape[2] ** -0.5 if scale is None else scale, lse[rows].unflatten(0, (count, query_len)))
-
-
-def _lower_right(query_len: int, seq_len: int, device: torch.device) -> Tensor:
-    """The mask of queries that are the last tokens. torch's own object reaches the fused kernels of a GPU without a matrix."""
-    if device.type == "cuda":
-        from torch.nn.attention.bias import causal_lower_right  # it loads torch's compiler, a second that only a GPU needs
-
-        return causal_lower_right(query_len, seq_len)
-    return torch.ones(query_len, seq_len, dtype=torch.bool, device=device).tril(seq_len - query_len)
-
-
-def _write_lse(queries: Tensor, keys: Tensor, scale: float, lse: Tensor) -> None:
-    """Writes the log-sum-exp [sequences, query_len, heads] of queries [sequences, heads, query_len, D], in float32."""
-    (count, heads, query_len, _), (kv_heads, seq_len) = queries.shape, keys.shape[1:3]
-    keys = keys.float().mT[:, :, None]
-    step = max(1, _SCORE_BYTES // (4 * count * heads * seq_len))
-    position = torch.arange(seq_len, device=keys.device)
-    for low in range(0, query_len, step):
-        part = queries[:, :, low : low + step].float().unflatten(1, (kv_heads, -1))
-        own = torch.arange(low, low + part.shape[3], device=keys.device) + seq_len - query_len
-        scores = (part @ keys).mul_(scale).masked_fill_(position > own[:, None], -torch.inf)
-        lse[:, low : low + step] = scores.logsumexp(-1).flatten(1, 2).mT
+        torch.ops.aten.glu.out(torch.cat([found, gate[rows].unflatten(0, shape)], dim=-1), -1, out=target)
+    lse[rows].unflatten(0, shape).copy_(found_lse)

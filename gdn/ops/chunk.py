@@ -11,6 +11,7 @@ from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import as_int32, common_dtype, constant, given_of
 from gdn.problems import ChunkParams, ChunkProblem
+from gdn.runtime.registry import Backend
 
 
 def _is_pooled(arguments: dict[str, Any]) -> bool:
@@ -50,7 +51,7 @@ def chunk_gated_delta_rule(
     checkpoint_slots: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule for prefill, with a state pool.
 
@@ -76,8 +77,8 @@ def chunk_gated_delta_rule(
         Values, as `q`. Kernels serve K = V for every multiple of 4 up to 256: 64 and 128 natively, smaller ones padded to the
         next of these two, larger ones token by token. Other sizes run on the reference.
     g : Tensor [B, T, HS], optional
-        Natural logarithm of the decay, <= 0; any float dtype and strides. None = no decay. With `use_gate_in_kernel` the raw
-        gate a: the log decay is then -exp(A_log) * softplus(a + dt_bias).
+        Natural logarithm of the decay, <= 0 (checked where values are); any float dtype and strides. None = no decay. With
+        `use_gate_in_kernel` the raw gate a: the log decay is then -exp(A_log) * softplus(a + dt_bias).
     beta : Tensor [B, T, HS], optional
         Write strength, any float dtype and strides. None = 1. With `use_beta_sigmoid_in_kernel` the raw b: beta = sigmoid(b).
     scale : float, optional
@@ -95,12 +96,13 @@ def chunk_gated_delta_rule(
         Only False is accepted: tokens come before heads (kept for the argument order of other packages); whether states are
         [V, K] per head instead of [K, V].
     use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel : bool, Tensor [HS] or None, Tensor [HS] or None, bool
-        Whether `g` is the raw gate; then the logarithm of the decay rate (required) and the bias (None = 0), any float dtype;
-        whether `beta` is the raw b.
+        Whether `g` is the raw gate; then the logarithm of the decay rate (required) and the bias (None = 0), any float dtype,
+        which are refused without it; whether `beta` is the raw b.
     state_indices : Tensor [>= N], optional
-        Slot of each sequence in the pool, int32 or int64, any stride; rows beyond N are ignored. Sequence n starts from slot
-        state_indices[n] and leaves its last state there. A slot <= `null_slot` is padding: rows of o are zero, no slot is read
-        or written. An empty sequence touches no slot. All other slots keep their bits.
+        Slot of each sequence in the pool, int32 or int64, any stride. With `cu_seqlens` rows beyond N are ignored, without it
+        there must be N. Sequence n starts from slot state_indices[n] and leaves its last state there. A slot <= `null_slot` is
+        padding: rows of o are zero, no slot is read or written. An empty sequence touches no slot. All other slots keep their
+        bits.
     has_initial_state : Tensor [>= N] of bool, optional
         False = that sequence starts from zero, whatever its slot holds. None = all True.
     final_state_indices : Tensor [>= N], optional
@@ -158,9 +160,9 @@ def chunk_gated_delta_rule(
         initial_state, state_indices, has_initial_state, final_state_indices, checkpoint_offsets, checkpoint_slots, state_v_first,
         null_slot,
     )  # fmt: skip
-    _delta_rule.check_states(states, sizes, q)
+    _delta_rule.check_states(states, sizes, q, has_offsets=cu_seqlens is not None)
     if reads_values(device):
-        _delta_rule.check_state_values(states, cu_seqlens, sizes, device)
+        _delta_rule.check_state_values(states, given, sizes)
     if initial_state is None:
         has_initial_state = None  # every sequence starts from zero anyway
 

@@ -11,6 +11,7 @@ from gdn.ops._check import dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import dtypes_of
 from gdn.problems import ChunkSummaryParams, ChunkSummaryProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(returns=lambda _: (NEW, NEW), varies=("k", "cu_seqlens"), contiguous=("q", "k", "v"))
@@ -28,7 +29,7 @@ def chunk_summary(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Summary of each sequence under the gated delta rule: the affine map from the state before it to the state after it.
 
@@ -78,7 +79,8 @@ def chunk_summary(
     given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
     sizes = _delta_rule.check_tokens(given, -1, None)
     if reads_values(q.device):
-        _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, q.device)
+        bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, q.device)
+        _delta_rule.check_decays(given, bounds)
     prepared = prepare(problem_of(sizes, given, use_qk_l2norm_in_kernel, state_v_first), q.device, backend)
     h = _delta_rule.new_state(sizes, q, state_v_first)
     P = new(h.dtype, q.device, sizes.num_sequences, sizes.num_heads, sizes.head_k_dim, sizes.head_k_dim)
@@ -104,7 +106,7 @@ def problem_of(
     )  # fmt: skip
 
 
-def serves(sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, use_k_l2norm: bool, backend: str | None) -> bool:
+def serves(sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, use_k_l2norm: bool, backend: Backend | None) -> bool:
     """Whether a call of this backend is worth it: by a kernel, or where all runs on the reference. The layout of the states does
     not matter."""
     device = given.q.device

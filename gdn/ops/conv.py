@@ -9,9 +9,11 @@ from gdn.ops import _check as check
 from gdn.ops import _values
 from gdn.ops._call import always, launch, operator, prepare, reads_values, take_contiguous, validates
 from gdn.ops._check import CONV_ACTIVATIONS, FLOAT_DTYPES, INDEX_DTYPES, bad_value, dtype_name, is_less
+from gdn.ops._constants import even_offsets
 from gdn.ops._modes import address, is_empty
-from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, even_offsets, is_aligned, optional, target
+from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional, target
 from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(writes={"out": always, "conv_states": always}, in_place={"out": "x"}, contiguous=("x",))
@@ -29,7 +31,7 @@ def causal_conv1d_fn(
     checkpoint_slots: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Causal depthwise convolution of packed prompts.
 
@@ -53,7 +55,7 @@ def causal_conv1d_fn(
         in y. None = one sequence.
     cache_indices : Tensor [>= N], optional
         Slot of each sequence, int32 or int64. A slot <= `null_slot` is padding: zero rows, no slot read or written. An empty
-        sequence touches nothing. None = 0, 1, 2, ...
+        sequence touches nothing. Without `query_start_loc` there is one. None = 0, 1, 2, ...
     has_initial_state : Tensor [>= N] of bool, optional
         False = zeros are to the left of that sequence. None = all True.
     activation : {"silu", "swish"} or None
@@ -92,7 +94,7 @@ def causal_conv1d_fn(
         if cache_indices is None and is_less(conv_states.shape[0], count):
             bad_value("conv_states", f"at least {count} slots without cache_indices", f"shape {list(conv_states.shape)}")
     if cache_indices is not None:
-        check.indices("cache_indices", cache_indices, count, device, ranks=(1,))
+        check.indices("cache_indices", cache_indices, count, device, ranks=(1,), has_offsets=query_start_loc is not None)
     check.per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
     check.checkpoints(checkpoint_offsets, checkpoint_slots, ("conv_states", conv_states), count)
     check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
@@ -146,7 +148,7 @@ def causal_conv1d_update(
     parent_token: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Causal depthwise convolution of a decode step, with its window in a pool of slots.
 
@@ -162,7 +164,8 @@ def causal_conv1d_update(
     weight, bias, activation : Tensor [dim, w], Tensor [dim] or None, str or None
         As for `causal_conv1d_fn`.
     conv_state_indices : Tensor [>= N] or [>= N, 1 + num_spec], optional
-        Slots, int32 or int64. A slot <= `null_slot` is padding: zero rows, nothing touched. None = 0, 1, 2, ...
+        Slots, int32 or int64. A slot <= `null_slot` is padding: zero rows, nothing touched. Without `query_start_loc` there must
+        be N. None = 0, 1, 2, ...
         [>= N]: the window of a sequence is columns 0..w-2 of its slot, and afterwards the last w - 1 of [window | inputs] are
         there.
         [>= N, 1 + num_spec], speculative decoding: the sequence's one slot is conv_state_indices[n, 0]. With
@@ -209,7 +212,8 @@ def causal_conv1d_update(
     count = check.offsets("query_start_loc", query_start_loc, device, otherwise=x.shape[0])
     num_spec = 0
     if conv_state_indices is not None:
-        check.indices("conv_state_indices", conv_state_indices, count, device, ranks=(1, 2))
+        has_offsets = query_start_loc is not None
+        check.indices("conv_state_indices", conv_state_indices, count, device, ranks=(1, 2), has_offsets=has_offsets)
         if conv_state_indices.dim() == 2 and parent_token is None:
             num_spec = conv_state_indices.shape[1] - 1
     check.windows("conv_state", conv_state, dim, window + num_spec, device)

@@ -11,6 +11,7 @@ from gdn.ops._modes import is_empty
 from gdn.ops._projections import Layer, check_layer, check_projections
 from gdn.ops._tensors import aligned, as_int32, constant, dtypes_of, is_aligned, optional
 from gdn.problems import GdnDecodeParams, GdnDecodeProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(
@@ -46,7 +47,7 @@ def fused_gdn_decode(
     state_v_first: bool = False,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """One decode step of a Gated DeltaNet layer between its projections.
 
@@ -88,7 +89,8 @@ def fused_gdn_decode(
     state_indices : Tensor [>= N] or [>= N, 1 + num_spec]
         Slots of each sequence in both pools, int32 or int64. With columns (speculative decoding) the state follows
         `fused_recurrent_gated_delta_rule` and the window `causal_conv1d_update`. A sequence one of whose two slots to read
-        (state, window) is <= `null_slot` is padding: zero rows, and nothing of it is read or written.
+        (state, window) is <= `null_slot` is padding: zero rows, and nothing of it is read or written. Without
+        `query_start_loc` there must be N rows.
     conv_bias : Tensor [2 * H * K + HV * V], optional
         Bias of the convolution, any float dtype.
     query_start_loc : Tensor [N + 1], optional
@@ -134,7 +136,8 @@ def fused_gdn_decode(
     check.null_slot(null_slot)
 
     count = check.offsets("query_start_loc", query_start_loc, device, otherwise=length)
-    check.indices("state_indices", state_indices, count, device, ranks=(1, 2))
+    has_offsets = query_start_loc is not None
+    check.indices("state_indices", state_indices, count, device, ranks=(1, 2), has_offsets=has_offsets)
     num_columns = state_indices.shape[1] if state_indices.dim() == 2 else 1
     check.windows("conv_state", conv_state, channels, conv_weight.shape[1] - 2 + num_columns, device)
     sizes = _delta_rule.Sizes(1, length, count, num_k_heads, num_k_heads, heads, head_k_dim, head_v_dim)

@@ -24,6 +24,7 @@ class Explanation:
     notes: tuple[str, ...]  # conflicts between switches, unmet preferences, the table entry
     problem: Problem | None  # None where the operator has no kernel
     parts: "tuple[Explanation, ...]" = ()  # choices of a composed operator's parts, in order
+    lost: tuple[tuple[str, str], ...] = ()  # (backend, reason) of every other kernel that could run, or was not asked
 
     def __str__(self) -> str:
         if self.parts:
@@ -36,6 +37,7 @@ class Explanation:
         if self.switches:
             lines.append(f"  switches: {', '.join(self.switches)}")
         lines += [f"  {backend} {reason}" for backend, reason in self.refusals]
+        lines += [f"  {backend} lost: {reason}" for backend, reason in self.lost]
         lines += [f"  note: {note}" for note in self.notes]
         if self.problem is not None:
             lines.append(f"  problem: {self.problem}")

@@ -17,13 +17,14 @@ from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, check_memory, operator, reads_values
 from gdn.ops._check import bad_value
+from gdn.ops._constants import row_indices
 from gdn.ops._delta_rule import Sizes, States, Tokens
 from gdn.ops._modes import has_memory, is_tracing
 from gdn.ops._ordered import ordered
-from gdn.ops._tensors import row_indices
 from gdn.ops.chunk import chunk_gated_delta_rule
 from gdn.ops.recurrent import fused_recurrent_gated_delta_rule
 from gdn.runtime import env
+from gdn.runtime.registry import Backend
 
 State = Tensor | None
 
@@ -74,7 +75,7 @@ def gated_delta_rule(
     rounding_seed: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule for a whole step: prefill and decode rows, packed, on one state pool.
 
@@ -196,7 +197,7 @@ def gated_delta_rule(
     if disable_state_update and indices is not None:
         states = states._replace(final_state_indices=torch.full((count,), null_slot, dtype=indices.dtype, device=device))
     if reads_values(device):
-        _delta_rule.check_state_values(states, cu_seqlens, sizes, device, indices_name)
+        _delta_rule.check_state_values(states, tokens, sizes, indices_name)
     check_memory()
 
     o = out if out is not None else torch.empty(1, sizes.length, sizes.num_heads, sizes.head_v_dim, dtype=v.dtype, device=device)
@@ -327,7 +328,7 @@ def _rows(states: States, first: int, last: int | None) -> States:
     return states._replace(**sliced)
 
 
-def _is_ordered(backend: str | None) -> bool:
+def _is_ordered(backend: Backend | None) -> bool:
     """Whether a form may have to refuse: a backend is ordered, or a missing table entry is an error."""
     switches = env.current()
     orders = (switches.backend_of.get(op, "auto") for op in ("chunk", "recurrent"))

@@ -9,6 +9,7 @@ from gdn.ops._check import FLOAT_DTYPES, bad_value
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import dtypes_of
 from gdn.problems import GatingParams, GatingProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(returns=lambda _: (NEW, NEW))
@@ -20,7 +21,7 @@ def fused_gdn_gating(
     beta: float = 1.0,
     threshold: float = 20.0,
     *,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decay and write strength from the raw gates, per value head.
 

@@ -16,6 +16,7 @@ from gdn.ops._check import FLOAT_DTYPES, FP8, INDEX_DTYPES, INPUT_DTYPES, bad_ty
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import aligned, constant, dtypes_of, is_aligned, optional
 from gdn.runtime import env
+from gdn.runtime.registry import Backend
 
 
 def _grouped(x: Tensor, group: int) -> Tensor:
@@ -28,7 +29,7 @@ def _grouped(x: Tensor, group: int) -> Tensor:
 
 
 @operator(returns=lambda _: (NEW, NEW), varies=("x",), contiguous=("x",))
-def quantize_fp8(x: Tensor, group_size: int = 128, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
+def quantize_fp8(x: Tensor, group_size: int = 128, *, backend: Backend | None = None) -> tuple[Tensor, Tensor]:
     """Quantise to e4m3 with one float32 scale per group along the last dimension.
 
         scale = max(amax, 1e-4) / 448;   x_fp8 = x / scale, rounded to nearest even, saturated
@@ -114,7 +115,7 @@ def prepare_indexer(
     fp8: bool | None = None,
     v: Tensor | None = None,
     v_cache: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Prepare one step of the indexer: norm, RoPE, quantisation, scale folding and cache write.
 
@@ -217,7 +218,7 @@ def prepare_indexer(
     )
     prepared = prepare(problem, device, backend)
     if any(pages is not None and is_empty(pages.shape[0]) for pages in (cache, v_cache)):
-        run_reference()
+        run_reference("a cache without pages")
     q_out = new(FP8 if is_fp8 else q.dtype, device, tokens, heads, dim)
     weights_out = new(torch.float32, device, tokens, heads) if folds else None
     results = (q_out, weights_out if folds else weights)
@@ -259,7 +260,7 @@ def compress_indexer_keys(
     eps: float = 1e-6,
     zero_centred: bool = True,
     null_slot: int = -1,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> None:
     """Write compressed keys: the mean of each finished group of `ratio` tokens to the cache, raw keys to a ring.
 
@@ -322,7 +323,7 @@ def compress_indexer_keys(
     check.tensor("ring_slots", ring_slots, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     check.null_slot(null_slot)
     if reads_values(device):
-        is_kept = _values.ring_tokens(ring_slots, null_slot)
+        is_kept = _values.ring_tokens(ring_slots, positions, null_slot)
         _values.check_rope_positions("positions", positions, cos_sin.shape[0], is_read=is_kept, before=ratio - 1)
         _values.check_ring_slots("ring_slots", ring_slots, positions, ring.shape[0], null_slot)
         is_whole = _values.finished_groups(positions, ring_slots, ratio, null_slot)
@@ -340,7 +341,7 @@ def compress_indexer_keys(
     )
     prepared = prepare(problem, device, backend)
     if is_empty(cache.shape[0]):
-        run_reference()
+        run_reference("a cache without pages")
     if not is_empty(tokens):
         keys, table = aligned("raw_k", _indexer.with_kv_heads(raw_k)), aligned("cos_sin", cos_sin)
         pages, gain = _indexer.flat_pages(cache), constant(k_norm)

@@ -12,10 +12,11 @@ from gdn.ops._check import FP8, INDEX_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty, last_value
 from gdn.ops._tensors import aligned, dtypes_of
 from gdn.problems import GatherIndexerCacheParams, GatherIndexerCacheProblem, WriteIndexerCacheParams, WriteIndexerCacheProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(writes={"cache": always}, returns=lambda _: (), varies=("k", "cache"), contiguous=("k",))
-def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backend: str | None = None) -> None:
+def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backend: Backend | None = None) -> None:
     """Write key rows into the indexer cache, in the form that the cache's dtype gives.
 
     Parameters
@@ -60,7 +61,7 @@ def _gathered(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 @operator(returns=_gathered, varies=("block_tables", "cu_seqlens"))
 def gather_indexer_cache(
-    cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, *, num_rows: int | None = None, backend: str | None = None
+    cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, *, num_rows: int | None = None, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Gather the cached key rows of N sequences, packed for `mqa_logits` (prefill with a cached prefix).
 
@@ -120,7 +121,7 @@ def gather_indexer_cache(
     problem = GatherIndexerCacheProblem(**dtypes_of(cache=cache, cu_seqlens=cu_seqlens), **sizes)
     prepared = prepare(problem, device, backend)
     if is_empty(rows, cache.shape[0], *block_tables.shape):
-        run_reference()
+        run_reference("nothing to gather")
     k = new(FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
     k_scale = new(torch.float32, device, rows, kv_heads) if scaled else None
     params = GatherIndexerCacheParams(_indexer.flat_pages(cache), block_tables, cu_seqlens, k, k_scale)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gdn import runtime
 from gdn.ops import _check as check
 from gdn.ops import _values
 from gdn.ops._call import always, check_memory, operator, validates
@@ -20,7 +21,8 @@ from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.ops.mqa_logits import check_operands, mqa_logits
 from gdn.ops.paged_mqa_logits import check_paged_operands, check_values, paged_mqa_logits
 from gdn.ops.topk import Rows, select_rows
-from gdn.runtime import env
+from gdn.runtime import Choice, env
+from gdn.runtime.registry import Backend
 
 
 @operator(writes={"out": always}, contiguous=("q", "k", "weights"))
@@ -40,7 +42,7 @@ def indexer_topk(
     ratio: int = 1,
     positions: Tensor | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Indexer logits and top-k of ragged prefill in bounded memory.
 
@@ -99,13 +101,15 @@ def indexer_topk(
         out = torch.empty(num_rows, columns, dtype=torch.int32, device=device)
     if is_tracing():
         return out
-    step = units_per_block(workspace_bytes, 4 * width, num_rows)
     if validates(device):  # all rows, before the first step writes
         _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
+    if _selects_nothing(columns):
+        return out
+    step = units_per_block(workspace_bytes, 4 * width, num_rows)
     with ordered(backend, "indexer_topk") as backend:
         q, k = contiguous("q", q), contiguous("k", k)  # once, not for each block of rows
         starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
-        chosen = "reference" if backend == "reference" else None  # a kernel backend is requested for the logits only
+        chosen: Backend | None = "reference" if backend == "reference" else None  # a kernel backend is for the logits only
         packed_keys = None if max_seqlen_k is None else num_keys  # the scores of a row start with its first key
 
         def logits(part: slice, buffer: Tensor | None) -> Tensor:
@@ -138,7 +142,7 @@ def paged_indexer_topk(
     ratio: int = 1,
     positions: Tensor | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Indexer logits and top-k of paged decode in bounded memory, some sequences at a time.
 
@@ -188,11 +192,13 @@ def paged_indexer_topk(
         out = torch.empty(batch * next_n, columns, dtype=torch.int32, device=device)
     if is_tracing():
         return out
-    step = units_per_block(workspace_bytes, 4 * width * next_n, batch)
     check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # all sequences, before the first step writes
+    if _selects_nothing(columns):
+        return out
+    step = units_per_block(workspace_bytes, 4 * width * next_n, batch)
     with ordered(backend, "paged_indexer_topk") as backend:
         q, context_lens = contiguous("q", q), contiguous_int32(context_lens)
-        chosen = "reference" if backend == "reference" else None  # as in `indexer_topk`
+        chosen: Backend | None = "reference" if backend == "reference" else None  # as in `indexer_topk`
         drafts = 1 if context_lens.dim() == 2 else next_n  # rows that share one length
 
         def logits(part: slice, buffer: Tensor | None) -> Tensor:
@@ -223,6 +229,14 @@ def _columns(topk: int, ratio: int, positions: Tensor | None, num_rows: int, dev
         bad_value("positions", "a tensor with a ratio above 1, else None", "None" if positions is None else "a tensor")
     check.optional("positions", positions, shape=[num_rows], dtypes=check.INDEX_DTYPES, device=device)
     return topk * ratio + ratio - 1
+
+
+def _selects_nothing(columns: int) -> bool:
+    """Whether the result has no columns: then no score is computed, and any workspace will do."""
+    if not is_empty(columns):
+        return False
+    runtime.record(Choice("topk", "reference", decided_by="topk 0: nothing to select"))
+    return True
 
 
 def _in_blocks(logits: Logits, select: Select, out: Tensor, units: int, step: int, width: int, topk: int) -> Tensor:

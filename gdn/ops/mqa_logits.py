@@ -13,6 +13,7 @@ from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.problems import MqaLogitsParams, MqaLogitsProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(writes={"out": always}, varies=("q", "k"), contiguous=("q", "k", "weights"))
@@ -31,7 +32,7 @@ def mqa_logits(
     out_dtype: torch.dtype = torch.float32,
     skip_rows_up_to: int = 0,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Scores of every query row against its range of key rows (ragged prefill of the indexer).
 

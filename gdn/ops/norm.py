@@ -9,13 +9,14 @@ from gdn.ops import _check as check
 from gdn.ops._call import NEW, launch, make, operator, prepare
 from gdn.ops._check import FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value, dtype_name
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import ALIGNMENT, aligned, constant, dtypes_of, given_of, optional
+from gdn.ops._tensors import ALIGNMENT, aligned, constant, contiguous_last, dtypes_of, given_of, optional
 from gdn.problems import AddRmsNormParams, AddRmsNormProblem, RmsNormGatedParams, RmsNormGatedProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(contiguous=("x", "z"))
 def rms_norm_gated(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu", *, backend: str | None = None
+    x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu", *, backend: Backend | None = None
 ) -> Tensor:
     """RMS norm with an output gate, over the last dimension.
 
@@ -76,7 +77,7 @@ def _sums(arguments: dict[str, Any]) -> tuple[str, ...]:
     return NEW, "x" if arguments["residual"] is None else NEW
 
 
-@operator(returns=_sums, varies=("x", "residual"), contiguous=("x", "residual"))
+@operator(returns=_sums, varies=("x", "residual"), contiguous=("residual",))  # x may be a result: the body copies what it reads
 def add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -85,7 +86,7 @@ def add_rms_norm(
     *,
     layer_scale: Tensor | None = None,
     zero_centred: bool = True,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Residual sum, and its RMS norm, over the last dimension.
 
@@ -115,7 +116,7 @@ def add_rms_norm(
     -------
     normed, s : Tensor [..., D]
         Input of the next part, and the residual stream after the sum: new contiguous tensors in the dtype of `x`. Without a
-        residual s is `x`.
+        residual s is `x` itself.
 
     Raises
     ------
@@ -145,7 +146,7 @@ def add_rms_norm(
     normed, total = make(_like, x), x if residual is None else make(_like, x)
     if not is_empty(*x.shape):
         others = None if residual is None else aligned("residual", residual.reshape(-1, dim))
-        rows, target = aligned("x", x.reshape(-1, dim)), None if residual is None else total.view(-1, dim)
+        rows, target = aligned("x", contiguous_last("x", x).reshape(-1, dim)), None if residual is None else total.view(-1, dim)
         scale = optional(constant, layer_scale)
         params = AddRmsNormParams(rows, others, constant(weight), scale, normed.view(-1, dim), target, eps)
         launch(prepared, params, (normed, total), aligned=(x, residual, weight, layer_scale))

@@ -13,6 +13,7 @@ from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(writes={"out": always}, varies=("q", "block_tables"), contiguous=("q", "weights", "block_tables"))
@@ -30,7 +31,7 @@ def paged_mqa_logits(
     out_dtype: torch.dtype = torch.float32,
     skip_rows_up_to: int = 0,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Scores of each sequence's next_n query tokens against its cached keys (paged decode of the indexer).
 

@@ -11,6 +11,7 @@ from gdn.ops._modes import is_empty
 from gdn.ops._projections import Layer, check_layer, check_projections
 from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional, target
 from gdn.problems import GdnPrefillParams, GdnPrefillProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(
@@ -47,7 +48,7 @@ def fused_gdn_prefill(
     state_v_first: bool = False,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """One prefill step of a Gated DeltaNet layer between its projections.
 

@@ -10,9 +10,11 @@ from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, launch, make, operator, prepare, reads_values, validates
 from gdn.ops._check import INDEX_DTYPES, bad_value
+from gdn.ops._constants import row_indices
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import as_int32, common_dtype, constant, given_of, row_indices
+from gdn.ops._tensors import as_int32, common_dtype, constant, given_of
 from gdn.problems import RecurrentParams, RecurrentProblem
+from gdn.runtime.registry import Backend
 
 
 def _in_place(arguments: dict[str, Any]) -> bool:
@@ -57,7 +59,7 @@ def fused_recurrent_gated_delta_rule(
     rounding_seed: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule for decode: few tokens per sequence, one after the other, with a state pool.
 
@@ -83,7 +85,7 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens : Tensor [N + 1], optional
         Token offsets of packed sequences, as for `chunk_gated_delta_rule`.
     ssm_state_indices : Tensor [>= N] or [>= N, columns], optional
-        Slots in the pool, int32 or int64, any strides; rows beyond N are ignored.
+        Slots in the pool, int32 or int64, any strides. With `cu_seqlens` rows beyond N are ignored, without it there must be N.
         [>= N]: sequence n starts from slot ssm_state_indices[n], and only the state after its last token is stored there.
         [>= N, columns], speculative decoding: the state before the first token is in slot
         ssm_state_indices[n, num_accepted_tokens[n] - 1] (column 0 without `num_accepted_tokens`), and the state after token i
@@ -146,7 +148,8 @@ def fused_recurrent_gated_delta_rule(
     sizes = _delta_rule.check_tokens(given, null_slot, out)
     count, device = sizes.num_sequences, q.device
     if ssm_state_indices is not None:
-        check.indices("ssm_state_indices", ssm_state_indices, count, device, ranks=(1, 2))
+        has_offsets = cu_seqlens is not None
+        check.indices("ssm_state_indices", ssm_state_indices, count, device, ranks=(1, 2), has_offsets=has_offsets)
         _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
         if inplace_final_state is False:
             expected = "None or True with ssm_state_indices (in place always; disable_state_update=True leaves the pool as it is)"
@@ -155,10 +158,11 @@ def fused_recurrent_gated_delta_rule(
         _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q, num_slots=count)
     elif initial_state is not None:
         _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
-    _check_optional(sizes, q, ssm_state_indices, final_state_indices, num_accepted_tokens, parent_token)
+    _check_optional(sizes, given, ssm_state_indices, final_state_indices, num_accepted_tokens, parent_token)
     check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     if reads_values(device):
         bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, device)
+        is_live = None
         if ssm_state_indices is not None and initial_state is not None:
             touched = _values.decode_slots(
                 "ssm_state_indices", bounds, ssm_state_indices, null_slot, num_accepted_tokens=num_accepted_tokens,
@@ -169,6 +173,8 @@ def fused_recurrent_gated_delta_rule(
             if parent_token is not None:
                 _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
             _values.check_touched(touched, initial_state, null_slot)
+            is_live = touched.is_live
+        _delta_rule.check_decays(given, bounds, is_live)
 
     # In place without indices: initial_state is a pool with one slot per sequence.
     index_dtype = common_dtype(ssm_state_indices, final_state_indices)
@@ -213,14 +219,16 @@ def fused_recurrent_gated_delta_rule(
 
 
 def _check_optional(
-    sizes: _delta_rule.Sizes, q: Tensor, slots: Tensor | None, last: Tensor | None, accepted: Tensor | None, parent: Tensor | None
-) -> None:
+    sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, slots: Tensor | None, last: Tensor | None, accepted: Tensor | None,
+    parent: Tensor | None,
+) -> None:  # fmt: skip
     """Checks the arguments that need indices: final_state_indices, num_accepted_tokens and parent_token."""
-    count, device, has_columns = sizes.num_sequences, q.device, slots is not None and slots.dim() == 2
+    count, device, has_columns = sizes.num_sequences, given.q.device, slots is not None and slots.dim() == 2
     if last is not None:
         if slots is None:
             bad_value("final_state_indices", "None without ssm_state_indices", "a tensor")
-        check.indices("final_state_indices", last, count, device, ranks=(slots.dim(),))
+        has_offsets = given.cu_seqlens is not None
+        check.indices("final_state_indices", last, count, device, ranks=(slots.dim(),), has_offsets=has_offsets)
         if has_columns and last.shape[1] != slots.shape[1]:
             bad_value("final_state_indices", f"{slots.shape[1]} columns", f"shape {list(last.shape)}")
     check.per_sequence("num_accepted_tokens", accepted, count, device, INDEX_DTYPES)

@@ -16,6 +16,7 @@ from gdn.ops._modes import has_memory, is_empty, is_tracing
 from gdn.ops._overlap import overlaps_itself
 from gdn.ops._tensors import aligned, contiguous, contiguous_int32, dtypes_of, given_of, is_aligned
 from gdn.problems import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
+from gdn.runtime.registry import Backend
 
 MOST_DECODE_TOKENS = 8  # tokens of a sequence in one decode step: its token and its drafts
 
@@ -34,7 +35,7 @@ def sparse_attention(
     max_query_len: int | None = None,
     gate: Tensor | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each query token over the positions that the indexer selected for it.
 
@@ -121,7 +122,7 @@ def attend(
     max_query_len: int | None,
     gate: Tensor | None,
     out: Tensor | None,
-    backend: str | None,
+    backend: Backend | None,
 ) -> tuple[Tensor, Tensor]:
     """`sparse_attention` on two caches, with its log-sum-exp; topk_indices None: all positions, by the kernel of decode."""
     check_call(q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, max_query_len, gate, out)
@@ -186,6 +187,8 @@ def check_call(
 ) -> None:  # fmt: skip
     """Checks what sparse and dense attention share."""
     check.tensor("q", q, shape=["tokens", "heads", "D"], dtypes=INPUT_DTYPES)
+    if is_empty(*q.shape[1:]):
+        bad_value("q", "at least one head and one element per head", f"shape {list(q.shape)}")
     _check_caches(q, k_cache, v_cache)
     check.tensor("seq_lens", seq_lens, shape=["N"], dtypes=INDEX_DTYPES, device=q.device)
     sequences = seq_lens.shape[0]

@@ -11,6 +11,7 @@ from gdn.ops._check import FLOAT_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import ALIGNMENT, aligned
 from gdn.problems import SplitParams, SplitProblem
+from gdn.runtime.registry import Backend
 
 
 @operator(returns=lambda _: (NEW, NEW, NEW, NEW), contiguous=("mixed_qkvz", "mixed_ba"))
@@ -22,7 +23,7 @@ def fused_qkvzba_split_reshape_cat(
     head_qk: int,
     head_v: int,
     *,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split projections that are interleaved per key-head group.
 

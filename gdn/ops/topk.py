@@ -13,6 +13,7 @@ from gdn.ops._modes import is_empty
 from gdn.ops._tensors import dtypes_of
 from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkParams, TopkProblem
 from gdn.reference.topk import column_range, list_short_rows
+from gdn.runtime.registry import Backend
 
 
 @operator(writes={"out": always}, contiguous=("logits",))
@@ -24,7 +25,7 @@ def topk_indices(
     *,
     sorted_by: str = "index",
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Indices of the k largest logits of each row's range.
 
@@ -92,7 +93,7 @@ class Rows(NamedTuple):
     positions: Tensor | None = None  # [rows] with a ratio above 1
 
 
-def select_rows(logits: Tensor, k: int, ranges: Rows, sorted_by: str, out: Tensor | None, backend: str | None) -> Tensor:
+def select_rows(logits: Tensor, k: int, ranges: Rows, sorted_by: str, out: Tensor | None, backend: Backend | None) -> Tensor:
     """`topk_indices` of checked arguments."""
     starts, ends, list_short, num_keys, drafts, ratio, positions = ranges
     rows, device = logits.shape[0], logits.device
@@ -126,7 +127,7 @@ def _own_bounds(starts: Tensor | None, ends: Tensor | None, num_keys: int | None
 
 @operator(writes={"out": always}, varies=("group_indices", "positions"))
 def expand_topk_groups(
-    group_indices: Tensor, positions: Tensor, *, ratio: int = 4, out: Tensor | None = None, backend: str | None = None
+    group_indices: Tensor, positions: Tensor, *, ratio: int = 4, out: Tensor | None = None, backend: Backend | None = None
 ) -> Tensor:
     """Token positions of selected groups of `ratio` tokens, with the causal tail.
 
@@ -173,7 +174,7 @@ def expand_topk_groups(
     problem = ExpandTopkGroupsProblem(ratio=ratio, **dtypes, num_tokens=tokens, k=k)
     prepared = prepare(problem, group_indices.device, backend)
     if is_empty(tokens, k):
-        run_reference()
+        run_reference("nothing to list")
     if out is None:
         out = new(torch.int32, group_indices.device, tokens, k * ratio + ratio - 1)
     launch(prepared, ExpandTopkGroupsParams(group_indices, positions, out), (out,))

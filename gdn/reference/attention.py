@@ -79,7 +79,10 @@ def sparse_attention(
         share = torch.exp(score - row_lse[..., None]).masked_fill(~valid[:, None, None], 0.0)
         o = torch.einsum("mgrk,mkgd->mgrd", share, values).flatten(1, 2).to(out.dtype)
         # Contiguous: on the CPU the last bit of a sigmoid depends on the strides.
-        out[part] = o if gate is None else o.to(dtype) * gate[part].to(dtype).contiguous().sigmoid()
+        if gate is not None:
+            o = o.to(dtype) * gate[part].to(dtype).contiguous().sigmoid()
+            o = o.masked_fill(~valid.any(1)[:, None, None], 0.0)  # padding may have any gate
+        out[part] = o
         lse[part] = row_lse.flatten(1, 2)
     return (out, lse.float()) if return_lse else out
 

@@ -60,7 +60,7 @@ class KernelCandidate:
         if self._import_error is None:
             try:
                 _ = self.module
-            except (ImportError, OSError) as error:  # the DSL, or a library of it, is not installed
+            except (ImportError, OSError, RuntimeError) as error:  # not installed, or no home folder
                 self._import_error = f"requires {self.module_name} to be importable, got {type(error).__name__}: {error}"
                 log.once(f"{self.op}: {self.backend} {self._import_error}", logging.WARNING)
         if self._import_error is not None:
@@ -151,6 +151,14 @@ def record(choice: Choice) -> None:
     """Records a part that no kernel of this package runs, inside `explaining()`."""
     if (asked := _explaining.get()) is not None:
         asked.answers.append((choice, None))
+
+
+def record_reference(reason: str) -> None:
+    """Replaces the last choice by the reference, inside `explaining()`: the operator leaves its kernel to it."""
+    if (asked := _explaining.get()) is not None:
+        choice, problem = asked.answers.pop()
+        own = Choice(choice.op, "reference", decided_by=reason, refusals=choice.refusals, switches=choice.switches)
+        asked.answers.append((own, problem))
 
 
 def ordering(switch: str | None) -> contextlib.AbstractContextManager[None]:

@@ -24,6 +24,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 import uuid
@@ -41,6 +42,7 @@ TARGET = "sm_90a"
 FORMAT = 1  # version of the layout on disk
 
 _DISTRIBUTIONS = {"tilelang": "tilelang", "cute": "nvidia-cutlass-dsl"}
+_MODULES = {"tilelang": "tilelang", "cute": "cutlass"}  # packages that a backend's kernels import
 
 
 class KernelModule(Protocol):
@@ -97,9 +99,37 @@ def get(op: str, backend: str, module: KernelModule, problem: Problem, config: A
         return _loaded[key]
 
 
+def kept_cache() -> Path | None:
+    """Folder in which compiled kernels outlive the process: GDN_CACHE_DIR, or the user's cache; None without a home folder."""
+    if (given := env.current().cache_dir) is not None:
+        return given
+    try:
+        found = Path(platformdirs.user_cache_dir("gdn-kernels"))
+    except (RuntimeError, KeyError):  # the user id has no entry, and HOME is not set
+        return None
+    return found if found.is_absolute() else None  # older versions of platformdirs leave a ~ in it
+
+
+def no_home() -> str:
+    """Reason why there is no user cache."""
+    return f"user {os.getuid()} has no home folder (the user id has no entry, and HOME is not set)"
+
+
 def cache_dir() -> Path:
-    """Folder of compiled kernels: GDN_CACHE_DIR, or the platform's user cache."""
-    return env.current().cache_dir or Path(platformdirs.user_cache_dir("gdn-kernels"))
+    """Folder of compiled kernels: `kept_cache()`, or where there is none this process's private folder, with a warning once."""
+    root = kept_cache()
+    if root is None:
+        _warn_of_private_folder(no_home())
+        return cache_folder.scratch()
+    return root
+
+
+def _warn_of_private_folder(reason: str) -> None:
+    log.once(
+        f"kernel cache: {reason}. Kernels are compiled into a private folder of this process instead, and again in every "
+        "process; `gdn doctor` says more, GDN_CACHE_DIR names another cache",
+        logging.WARNING,
+    )
 
 
 def installed_version(distribution: str) -> str | None:
@@ -107,6 +137,15 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def dsl_version(backend: str) -> str | None:
+    """Version of a backend's DSL: of its distribution, or of the loaded module where it is only on the path; None without it."""
+    module = _MODULES[backend]
+    if (found := installed_version(_DISTRIBUTIONS[backend])) is not None:
+        return found
+    loaded = getattr(sys.modules.get(module), "__version__", None)
+    return str(loaded or "?") if _package_folders(module) else None
 
 
 @functools.cache
@@ -144,11 +183,11 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
     about = {"op": op, "backend": backend, "problem": problem.static_key(), "config": str(config)}
     compile_once = functools.cache(lambda: _compile(op, backend, module, problem, config))
 
-    root, private = cache_dir(), cache_folder.existing_scratch()
+    root, private = kept_cache(), cache_folder.existing_scratch()
     if private is not None and cache_folder.distrust(private, private / name) is None and is_whole(private / name):
         return private / name
-    reason = cache_folder.distrust(root, root / name)
-    if reason is None:
+    reason = no_home() if root is None else cache_folder.distrust(root, root / name)
+    if root is not None and reason is None:
         if is_whole(root / name):
             log.debug(f"{op}.{backend} {name.name[:12]}: found in {root}")
             return root / name
@@ -158,15 +197,12 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
             reason = str(error)
         except OSError as error:
             reason = f"{root} cannot be written ({error.strerror or error})"
-    log.once(
-        f"kernel cache: {reason}. Kernels are compiled into a private folder of this process instead, and again in every "
-        "process; `gdn doctor` says more, GDN_CACHE_DIR names another cache",
-        logging.WARNING,
-    )
+    assert reason is not None
+    _warn_of_private_folder(reason)
     try:
         return _fill(cache_folder.scratch(), name, compile_once, about)
     except OSError as error:
-        where = f"neither into {root} ({reason}) nor into a temporary folder ({error})"
+        where = f"neither into {root or 'a user cache'} ({reason}) nor into a temporary folder ({error})"
         raise CompileError(f"{op}: the {backend} kernel can be written {where}") from error
 
 
@@ -187,7 +223,9 @@ def _fill(root: Path, name: Path, compile_once: Callable[[], Mapping[str, bytes]
 
 def has_entries(op: str, backend: str) -> bool:
     """Whether the disk cache holds a kernel of an operator: a machine without a compiler can still run these."""
-    root = cache_dir()
+    root = kept_cache()
+    if root is None:
+        return False
     entries = (manifest.parent for manifest in (root / f"{op}.{backend}").glob("*/manifest.json"))
     return any(cache_folder.distrust(root, entry) is None for entry in entries)
 

@@ -57,8 +57,15 @@ class Declaration:
         if self.kind == "choice" and word in self.values:
             return self.values[word]
         if self.kind == "path":
-            return Path(text.strip()).expanduser()
+            return self._path(text)
         raise ValueError(f"{self.name}: expected {self.accepted}, got {text!r}")
+
+    def _path(self, text: str) -> Path:
+        try:
+            return Path(text.strip()).expanduser()
+        except RuntimeError as error:  # a user without a home folder, or an unknown one in ~name
+            expected = "a path, without ~ where the user has no home folder"
+            raise ValueError(f"{self.name}: expected {expected}, got {text!r}") from error
 
 
 def _switch(name: str, kind: str, default: Any, effect: str, values: Mapping[str, str] | None = None) -> Any:

@@ -8,13 +8,14 @@ through its record. Records hold strings: nothing is imported until it is needed
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from gdn.models import ModelShape
 from gdn.problems import Problem
 
-KERNEL_BACKENDS = ("tilelang", "cute")
-BACKENDS = (*KERNEL_BACKENDS, "reference")
+Backend = Literal["tilelang", "cute", "reference"]  # of every public function's `backend`
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+KERNEL_BACKENDS = tuple(backend for backend in BACKENDS if backend != "reference")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _modules(name: str, *backends: str) -> dict[str, str]:
     return {backend: f"{packages[backend]}.{name}" for backend in backends}
 
 
-_ANY_BACKEND = {backend: backend for backend in BACKENDS}
+_ANY_BACKEND: dict[str, str] = {backend: backend for backend in BACKENDS}
 _BLADNN = Preference("VLLM_GDN_USE_BLADNN", {"true": "cute", "false": "tilelang"})
 
 

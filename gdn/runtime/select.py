@@ -19,6 +19,7 @@ from gdn.device import DeviceSpec
 from gdn.problems import Problem
 from gdn.runtime import order, registry
 from gdn.runtime.env import Switches
+from gdn.runtime.order import Statement
 
 # Sizes for which GDN_BATCH_INVARIANT chooses a configuration, whatever the batch holds.
 INVARIANT_SIZES = {
@@ -37,6 +38,7 @@ _INVARIANT_SIZES_OF = {
 DECIDES_WITHIN = 0.5
 
 
+_BUILT_IN_ORDER = "built-in order"
 # Reasons to run the reference without a request for it.
 _NO_GPU, NO_KERNEL = "no SM90 (Hopper) GPU", "no kernel serves this"  # the second can occur on a Hopper GPU
 
@@ -83,18 +85,20 @@ class Choice:
     backend: str  # tilelang | cute | reference
     config: Any = None  # None for the reference
     config_source: str = "none"  # argument | table | default; none for the reference
-    decided_by: str = "built-in order"
+    decided_by: str = _BUILT_IN_ORDER
     refusals: tuple[tuple[str, str], ...] = ()  # (backend, reason) of every backend that was asked and refused
     notes: tuple[str, ...] = ()  # conflicts, unmet preferences, the table entry
     switches: tuple[str, ...] = ()  # switches that asked for a backend, as NAME=value
     conflicts: tuple[str, ...] = ()  # notes about a switch that a stronger one contradicts
     unmet: tuple[str, ...] = ()  # notes about a preference whose backend refused
+    lost: tuple[tuple[str, str], ...] = ()  # (backend, reason) of every other kernel that did not refuse
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend}, decided by: {self.decided_by}"]
         if self.config is not None:
             lines.append(f"  tiles ({self.config_source}): {self.config}")
         lines += [f"  {backend} refused: {reason}" for backend, reason in self.refusals]
+        lines += [f"  {backend} lost: {reason}" for backend, reason in self.lost]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -131,8 +135,20 @@ def _requests(op: registry.Operator, switches: Switches, backend: str | None, or
     return found
 
 
-def _fastest(entries: Mapping[str, Sequence[Tuned]]) -> str | None:
-    """Backend with the fastest table entry, or None where the tables cannot rank the backends.
+@dataclass(frozen=True)
+class _Ranking:
+    """Times of all kernels on one problem of the tuned tables."""
+
+    times_us: Mapping[str, float]
+    sizes: str  # of that problem
+
+    @property
+    def fastest(self) -> str:
+        return min(self.times_us, key=lambda backend: self.times_us[backend])
+
+
+def _ranking(entries: Mapping[str, Sequence[Tuned]]) -> _Ranking | None:
+    """Times of all backends by their table entries, or None where the tables cannot rank the backends.
 
     Times are compared on the same problem only: the nearest of those that are near enough and on which the current version of
     every backend's kernel was timed. Its flags must be those of the call: a kernel that is faster where states are written may
@@ -144,8 +160,22 @@ def _fastest(entries: Mapping[str, Sequence[Tuned]]) -> str | None:
     for one in next(iter(entries.values())):
         measured = (one.static, one.sizes)
         if one.distance <= DECIDES_WITHIN and not one.others and all(measured in of_backend for of_backend in times.values()):
-            return min(times, key=lambda backend: times[backend][measured])
+            sizes = ", ".join(f"{name}={value}" for name, value in one.sizes)
+            return _Ranking({backend: of_backend[measured] for backend, of_backend in times.items()}, sizes)
     return None
+
+
+def _lost(chosen: str, others: Sequence[str], decided_by: str, ranking: _Ranking | None, problem: Problem) -> dict[str, str]:
+    """Reason why each kernel that did not refuse does not run. ranking: where the tuned tables decided."""
+    if decided_by == _BUILT_IN_ORDER:
+        stated = order.statement(problem)
+        measured = "not measured" if stated is None else stated.measured
+        where = "" if stated is None or stated.where == Statement.where else f" for {stated.where}"
+        return dict.fromkeys(others, f"it comes after {chosen} in the built-in order{where} ({measured})")
+    if ranking is not None:
+        times, best = ranking.times_us, f"{ranking.times_us[chosen]:g} of {chosen} at {ranking.sizes} (tuned tables)"
+        return {one: f"{times[one]:g} us against {best}" for one in others}
+    return dict.fromkeys(others, f"{decided_by} asks for {chosen}")
 
 
 class CandidateFilter:
@@ -211,7 +241,7 @@ def choose(
     def entries(name: str) -> Sequence[Tuned]:
         return () if switches.tuned == "off" or spec is None else available[name].tuned(tune_problem, spec)
 
-    chosen, decided_by = "", ""
+    chosen, decided_by, ranking = "", "", None
     for request in requests:
         source = request.text or request.source
         if candidates.accepts(request.backend, every_reason=request.required):
@@ -231,8 +261,8 @@ def choose(
             chosen = able[0]
             decided_by = "the only kernel" if len(available) == 1 else "the only kernel that serves this"
         else:
-            fastest = _fastest({name: entries(name) for name in able})
-            chosen, decided_by = (fastest, "tuned table") if fastest is not None else (able[0], "built-in order")
+            ranking = _ranking({name: entries(name) for name in able})
+            chosen, decided_by = (able[0], _BUILT_IN_ORDER) if ranking is None else (ranking.fastest, "tuned table")
 
     notes, config_source = [*conflicts, *unmet], "none"
     if chosen != "reference":
@@ -242,10 +272,13 @@ def choose(
         else:
             config, config_source, note = _configure(chosen, entries(chosen), available[chosen], tune_problem, spec, switches)
         notes += [found for found in (note, available[chosen].note(problem)) if found]
+    others = [name for name in available if name != chosen and name not in candidates.refusals]
+    lost = _lost(chosen, others, decided_by, ranking, tune_problem)
     return Choice(
         op=op.name, backend=chosen, config=config, config_source=config_source, decided_by=decided_by,
         refusals=tuple(candidates.refusals.items()), notes=tuple(notes),
         switches=tuple(request.text for request in asking), conflicts=tuple(conflicts), unmet=tuple(unmet),
+        lost=tuple(lost.items()),
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from gdn.problems import Problem
 from gdn.runtime import log
@@ -52,9 +52,9 @@ class Header(_Strict):
 
 
 class Entry(_Strict):
-    sizes: dict[str, int]
+    sizes: dict[str, NonNegativeInt]
     config: dict[str, int | bool]
-    time_us: float
+    time_us: float = Field(gt=0, allow_inf_nan=False)
     error: float | None = None  # relative error against the reference in that measurement
     date: str  # of the measurement, ISO
     kernel_source: str  # source.source_hash of the kernel that was timed, or of a later one with the same machine code

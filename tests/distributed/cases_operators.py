@@ -81,7 +81,8 @@ def tokens(total: int, heads: tuple[int, int, int] = (2, 2, 4), dims: tuple[int,
     def random(*shape: int) -> Tensor:
         return torch.randn(1, total, *shape, generator=generator)
 
-    return {"q": random(num_q, K), "k": random(num_k, K), "v": random(num_v, V), "g": random(states), "beta": random(states)}
+    gates = {"g": -random(states).abs(), "beta": random(states)}
+    return {"q": random(num_q, K), "k": random(num_k, K), "v": random(num_v, V), **gates}
 
 
 def raw_gates(heads: int) -> dict[str, Any]:

@@ -152,6 +152,18 @@ def test_a_preference_that_no_kernel_meets_is_told(device: torch.device) -> None
         assert "VLLM_QSA_DECODE_USE_TL_INDEXER=0 prefers cute" in run.stdout
 
 
+def test_it_ends_with_the_verdict_in_80_columns(device: torch.device) -> None:
+    """The last line names the GPU and the versions; times and floors are printed and explained."""
+    environment = dict(os.environ) | {"COLUMNS": "80"}
+    command = [sys.executable, "-m", "gdn", "demo", "--model", "tiny", "--steps", "4"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=True)
+    lines = run.stdout.splitlines()
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    versions = r"torch [\d.]+, TileLang [\d.]+, CuTe DSL [\d.]+"
+    assert re.fullmatch(rf"PASS on {re.escape(torch.cuda.get_device_name(device))}: {versions}", lines[-1].rstrip()), lines[-1]
+    assert sum(line.startswith("of floor  ") for line in lines) == 1
+
+
 def test_a_second_process_compiles_nothing(device: torch.device, tmp_path: Path) -> None:
     environment = dict(os.environ) | {"GDN_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", _SCRIPT, "--model", "tiny", "--steps", "4"]

@@ -160,7 +160,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "blocks": (lambda: KVCache(CONFIG, -1, 16), "num_blocks: expected at least 0, got -1"),
     "drafts": (lambda: HybridCaches(CONFIG, 4, 16, 2, num_spec=-1), "num_spec: expected at least 0, got -1"),
     "null slot": (lambda: GDNStateCache(CONFIG, 4, null_slot=-2), "null_slot: expected at least -1, got -2"),
-    "unknown": (lambda: HybridCaches(CONFIG, 4, 16, 2, kind=1), "kind: expected one of dtype, state_dtype, device"),
+    "unknown": (lambda: HybridCaches(CONFIG, 4, 16, 2, kind=1), "unexpected keyword argument 'kind'"),
 }
 
 

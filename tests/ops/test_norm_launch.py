@@ -128,3 +128,11 @@ def test_addresses_of_repeated_calls_are_looked_at(name: str, kernel: Kernel) ->
     assert shifted.data_ptr() % 16 and shifted.stride() == good.stride()
     found, wanted = gdn.add_rms_norm(**arguments | {name: shifted}), reference.add_rms_norm(**arguments)
     assert all(map(torch.equal, found, wanted)) and kernel.prepared == 2
+
+
+def test_without_a_residual_the_sum_is_x_itself() -> None:
+    """Whatever its strides are: a copy that the norm reads is no result."""
+    for x in (torch.randn(6, 4), torch.randn(4, 6).mT, torch.randn(3, 6, 8)[:, ::2, 1:5]):
+        normed, total = gdn.add_rms_norm(x, None, torch.zeros(4))
+        assert total is x
+        torch.testing.assert_close(normed, torch.nn.functional.rms_norm(x, (4,), eps=1e-6))

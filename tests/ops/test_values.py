@@ -134,6 +134,40 @@ def parents_case() -> Case:
     )
 
 
+def log_decays_case() -> Case:
+    """[B, T, heads]; bounds of the packed cases: sequences of 2 and 1 tokens, then padding."""
+    check = functools.partial(_values.check_log_decays, "g")
+    even = _values.token_bounds("cu_seqlens", None, 2, 3, DEVICE)
+    live = torch.tensor([True, False])
+
+    def g(*places: tuple[int, int, int], batch: int = 1, length: int = 4) -> torch.Tensor:
+        values = torch.full((batch, length, 2), -0.5)
+        for place in places:
+            values[place] = 0.25
+        return values
+
+    return Case(
+        {
+            "none": lambda: check(g() * 0, bounds(2, 1)),
+            "total decay and NaN": lambda: check(g() * torch.inf + torch.nan, bounds(2, 1)),
+            "padded tokens": lambda: check(g((0, 3, 1)), bounds(2, 1)),
+            "padding sequence": lambda: check(g((0, 2, 0)), bounds(2, 1), live),
+            "no sequence": lambda: check(g((0, 0, 0)), long(0)),
+            "no token": lambda: check(g(length=0), bounds(0)),
+            "strided": lambda: check(g((0, 1, 0), (0, 3, 1), length=8)[:, ::2], bounds(2, 1)),
+        },
+        {
+            "packed": (
+                lambda: check(g((0, 1, 1)), bounds(2, 1)),
+                r"^g: expected logarithms of decays, at most 0, got 0.25 at \[0, 1, 1\]$",
+            ),
+            "batch": (lambda: check(g((1, 2, 0), batch=2, length=3), even), r"^g: .* got 0.25 at \[1, 2, 0\]$"),
+            "live": (lambda: check(g((0, 1, 0)), bounds(2, 1), live), r"^g: .* got 0.25 at \[0, 1, 0\]$"),
+            "bfloat16": (lambda: check(g((0, 0, 0)).bfloat16(), bounds(2, 1)), r"^g: .* got 0.25 at \[0, 0, 0\]$"),
+        },
+    )
+
+
 def prefill_case() -> Case:
     def check(indices: torch.Tensor | None, lengths: tuple[int, ...] = (70, 0, 5), num_slots: int = 6, **others: Any) -> None:
         null_slot = others.pop("null_slot", -1)
@@ -506,6 +540,7 @@ def ring_slots_case() -> Case:
             "skipped": lambda: check(long(-1, 1, FAR_BELOW, -1)),
             "null slot": lambda: check(int32(0, 1, 0, 0), null_slot=0),
             "null slot beyond the ring": lambda: check(int32(99, 1, 99), null_slot=99),
+            "positions that skip their tokens": lambda: check(long(99, 1, 99, 1), long(-1, 4, 2**31, 5)),
             "no token": lambda: check(int32()),
         },
         {
@@ -648,7 +683,8 @@ def topk_length_case() -> Case:
 
 
 CASES = {
-    "offsets": offsets_case(), "parents": parents_case(), "prefill": prefill_case(), "prefill shared": prefill_shared_case(),
+    "offsets": offsets_case(), "parents": parents_case(), "log decays": log_decays_case(),
+    "prefill": prefill_case(), "prefill shared": prefill_shared_case(),
     "decode": decode_case(), "decode shared": decode_shared_case(), "window": window_case(),
     "window shared": window_shared_case(), "accepted": accepted_case(), "checkpoint offsets": checkpoint_offsets_case(),
     "table lengths": table_lengths_case(), "pages": pages_case(),

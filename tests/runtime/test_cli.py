@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import gdn as gdn_package
 from gdn import examples
-from gdn.cli import app, doctor, explain
+from gdn.cli import app, doctor, explain_arguments
 from gdn.models import MODELS
 from gdn.problems import ChunkProblem
 from gdn.runtime import cache_folder, compiled, env, registry, toolchain, tuned
@@ -339,11 +339,13 @@ def test_explain_refuses(arguments: list[str], word: str):
 def test_fields_are_parsed_by_type():
     problem = examples.chunk(MODELS["tiny"])
     assert isinstance(problem, ChunkProblem)
-    changed = explain.override(problem, ["gate_dtype=none", "state_v_first=0", "num_tokens=7", "state_dtype=bfloat16"])
+    (changed,), _ = explain_arguments.taken(
+        [problem], ["gate_dtype=none", "state_v_first=0", "num_tokens=7", "state_dtype=bfloat16"]
+    )
     assert isinstance(changed, ChunkProblem)
     assert (changed.gate_dtype, changed.state_v_first, changed.num_tokens, changed.state_dtype) == (None, False, 7, "bfloat16")
     with pytest.raises(ValueError, match="state_dtype: expected one of"):
-        explain.override(problem, ["state_dtype=none"])
+        explain_arguments.taken([problem], ["state_dtype=none"])
 
 
 def levels() -> dict[str, str]:
@@ -356,6 +358,25 @@ def test_doctor_on_this_machine():
     for subject in ("python", "torch", "tilelang", "cute", "tvm-ffi", "nvcc", "host compiler", "switches", "kernel cache"):
         assert subject in found and subject in result.output
     assert (result.exit_code == 0) == ("fail" not in found.values())
+
+
+def test_doctor_sums_up_and_says_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """One line for all tables in order; a stale one keeps its own."""
+    ok, stale = (doctor.Finding("tuned tables", level, f"table {n}") for n, level in enumerate(("ok", "warn")))
+    gpu, missing = doctor.Finding("GPU 0", "ok", "NVIDIA H100 80GB HBM3, SM90"), doctor.Finding("GPU", "note", "none")
+    outputs = []
+    for findings in ([gpu, ok, stale, ok], [missing, ok]):
+        monkeypatch.setattr(doctor, "diagnose", lambda findings=findings: findings)
+        outputs.append(flat(gdn("doctor").output))
+    assert "2 current ones" in outputs[0] and "table 1" in outputs[0] and outputs[0].endswith("Ready.")
+    assert "table 0" in outputs[1] and "Ready, without a Hopper GPU: every call runs on the plain-torch reference" in outputs[1]
+
+
+def test_explain_says_how_to_ask_about_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "--device h100" in gdn("explain", "chunk").output
+    for options in (("--device", "h100"), ("--device", "cpu"), ("--json",)):
+        assert "--device h100" not in gdn("explain", "chunk", *options).output
 
 
 def test_doctor_in_json(monkeypatch: pytest.MonkeyPatch):

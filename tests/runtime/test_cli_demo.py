@@ -61,7 +61,7 @@ def test_it_says_what_it_runs(switch: Callable[..., env.Switches], fp8: str) -> 
     result = run()
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
-    assert "tiny, one of 1 tensor-parallel rank, random weights, float32; hidden size 128" in text
+    assert "tiny, random weights, float32; hidden size 128" in text
     assert "4 layers: 3 of Gated DeltaNet, 1 of attention; 8 experts of width 64, 2 for a token" in text
     assert "2 q and k heads of 64, 4 v heads of 64, convolution of width 4, float32 states" in text
     assert f"top 32, cache and logits in {'FP8' if fp8 == '1' else 'float32'}" in text

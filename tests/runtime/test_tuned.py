@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,20 @@ def test_shipped_tables_are_tables():
         content = tuned.read(path)
         assert path == tuned.table_path(tuned.SHIPPED, content.header.device, content.header.op, content.header.backend)
         assert all(group.entries for group in content.groups)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"sizes": {"tokens": -1}}, "groups.0.entries.0.sizes.tokens"), ({"time_us": -1.0}, "groups.0.entries.0.time_us"),
+    ({"time_us": math.nan}, "groups.0.entries.0.time_us"), ({"sizes": {"tokens": 1.5}}, "groups.0.entries.0.sizes.tokens"),
+])  # fmt: skip
+def test_an_entry_of_impossible_numbers_is_named(
+    change: dict[str, Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The table is left out, with the place of the entry; a call goes on with the default tiles."""
+    path = store(tmp_path, table(entry(1, tokens=64)))
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["groups"][0]["entries"][0] |= change
+    path.write_text(json.dumps(content), encoding="utf-8")
+    tuned.forget()
+    assert look(tmp_path, tokens=64) == []
+    assert str(path) in caplog.text and message in caplog.text

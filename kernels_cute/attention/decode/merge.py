@@ -112,6 +112,7 @@ def write(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work,
         value = (values[e] * factor).to(spec.dtype)
         if cutlass.const_expr(spec.problem.has_gate):
             gate = ptx.unpack(spec.dtype, rGates[e // 2])[e % 2]
+            gate = cutlass.select_(total == 0.0, Float32(0.0), gate)  # without a position the gate may be NaN
             value = (value.to(Float32) * sigmoid(gate)).to(spec.dtype)
         params.out[work.token, row, d + e] = value
     if cutlass.const_expr(spec.problem.has_gate):

@@ -47,7 +47,7 @@ def finish(tiles: cutlass.Constexpr, params, lists, results, item, row0, lane):
                 i = 4 * n + 2 * side
                 word = ptx.pack(tiles.dtype, rOutputs[i] * inverse, rOutputs[i + 1] * inverse)
                 if cutlass.const_expr(tiles.has_gate):
-                    word = gated(tiles, word, gates[n])
+                    word = gated(tiles, word, gates[n], total)
                 ptx.store_pair_of_halves(address + 16 * n, word, ptx.as_int(is_aligned))
             if lane % 4 == 0:
                 store_lse(tiles, params, (first, kv_head), row, rMost[side], total)
@@ -59,8 +59,12 @@ def finish(tiles: cutlass.Constexpr, params, lists, results, item, row0, lane):
                     repeat_row(tiles, params, lists, item, row0 + 8 * side + quad, lane)
 
 
-def gated(tiles: Any, word: Any, gate: Any) -> Any:
-    """Two rounded entries of o times the sigmoid of their gates, both in a word."""
+def gated(tiles: Any, word: Any, gate: Any, total: Any) -> Any:
+    """Two rounded entries of o times the sigmoid of their gates, both in a word.
+
+    Without a position (total 0) both are zero, whatever the gates are.
+    """
+    gate = cutlass.select_(total == Float32(0.0), Int32(0), gate)
     entries, gates = ptx.unpack(tiles.dtype, word), ptx.unpack(tiles.dtype, gate)
     return ptx.pack(tiles.dtype, entries[0] * sigmoid(gates[0]), entries[1] * sigmoid(gates[1]))
 
@@ -123,7 +127,7 @@ def repeat_row(tiles: cutlass.Constexpr, params, lists, item, row, lane):
         word = ptx.pack(tiles.dtype, rSums[c] * inverse, rSums[c + 1] * inverse)
         if cutlass.const_expr(tiles.has_gate):
             gate_at = row_address(tiles, params.gate, (first, kv_head), row) + lane * (2 * width)
-            word = gated(tiles, word, ptx.load_global_word(gate_at + 2 * c))
+            word = gated(tiles, word, ptx.load_global_word(gate_at + 2 * c), total)
         ptx.store_pair_of_halves(address + 2 * c, word, is_aligned)
     if lane == 0:
         store_lse(tiles, params, (first, kv_head), row, most, total)

@@ -86,7 +86,7 @@ def configs(problem: SparseDecodeProblem, device: DeviceSpec) -> list[Config]:
 
 def _microseconds(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) -> float:
     """Expected time: rounds of blocks, each of which starts and moves its tiles at its share of the bandwidth, and the merge."""
-    blocks = problem.num_tokens * problem.num_kv_heads * config.splits
+    blocks = max(problem.num_tokens, 1) * problem.num_kv_heads * config.splits
     at_once = device.num_sms * _resident(problem, config, device)
     rounds, running = -(-blocks // at_once), min(blocks, at_once)
     tiles = ceil(ceil(problem.k / TILE) / config.splits)

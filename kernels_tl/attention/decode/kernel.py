@@ -198,9 +198,10 @@ def load_gates(spec, own, tensors, token, kv_head):
             own.gates[r, d] = tensors.gate[0, 0, (row + r * T.truncdiv(tensors.gate.strides[1], VECTOR)) * VECTOR + d]
 
 
-def gated(spec: Spec, value: Any, gate: Any) -> Any:
-    """A rounded result times the sigmoid of its gate."""
-    return T.cast(T.cast(value, "float32") * T.sigmoid(T.cast(gate, "float32")), spec.dtype)
+def gated(spec: Spec, value: Any, gate: Any, total: Any) -> Any:
+    """A rounded result times the sigmoid of its gate; zero without a position (total 0), whatever the gate is."""
+    product = T.cast(T.cast(value, "float32") * T.sigmoid(T.cast(gate, "float32")), spec.dtype)
+    return T.if_then_else(total == 0.0, T.cast(0.0, spec.dtype), product)
 
 
 @T.macro
@@ -209,17 +210,19 @@ def finish(spec, own, tensors, token, kv_head, split):
     head = kv_head * spec.group
     if spec.splits == 1:
         for r, d in T.Parallel(ROWS, spec.dim):
-            own.sums[r, d] = T.if_then_else(own.total[r] > 0.0, own.sums[r, d] / own.total[r], 0.0)
+            own.sums[r, d] = T.if_then_else(own.total[r] == 0.0, 0.0, own.sums[r, d] / own.total[r])  # NaN stays NaN
         for r, d in T.Parallel(ROWS, spec.dim):
             if r < spec.group:
                 if spec.gates_sums:
-                    tensors.out[token, head + r, d] = gated(spec, T.cast(own.sums[r, d], spec.dtype), own.gates[r, d])
+                    tensors.out[token, head + r, d] = gated(
+                        spec, T.cast(own.sums[r, d], spec.dtype), own.gates[r, d], own.total[r]
+                    )
                 else:
                     tensors.out[token, head + r, d] = T.cast(own.sums[r, d], spec.dtype)
         for r in T.Parallel(ROWS):
             if r < spec.group:
                 tensors.lse[token, head + r] = T.if_then_else(
-                    own.total[r] > 0.0, (own.best[r] + T.log2(own.total[r])) * LN_2, -T.infinity("float32")
+                    own.total[r] == 0.0, -T.infinity("float32"), (own.best[r] + T.log2(own.total[r])) * LN_2
                 )
     else:
         parts = T.cast(tensors.q.shape[0], "int64") * (spec.heads * spec.splits)

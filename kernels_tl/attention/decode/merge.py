@@ -37,11 +37,11 @@ def merge(spec: Spec) -> Any:
                 total = total + weight * tensors.workspace[stats + (first + s) * 2 + 1]
                 value = value + weight * tensors.workspace[(first + s) * spec.dim + d]
             if spec.problem.has_gate:
-                rounded = T.cast(T.if_then_else(total > 0.0, value / total, 0.0), spec.dtype)
-                tensors.out[token, head, d] = gated(spec, rounded, gate)
+                rounded = T.cast(T.if_then_else(total == 0.0, 0.0, value / total), spec.dtype)
+                tensors.out[token, head, d] = gated(spec, rounded, gate, total)
             else:
-                tensors.out[token, head, d] = T.cast(T.if_then_else(total > 0.0, value / total, 0.0), spec.dtype)
+                tensors.out[token, head, d] = T.cast(T.if_then_else(total == 0.0, 0.0, value / total), spec.dtype)
             if d == 0:
-                tensors.lse[token, head] = T.if_then_else(total > 0.0, (best + T.log2(total)) * LN_2, -T.infinity("float32"))
+                tensors.lse[token, head] = T.if_then_else(total == 0.0, -T.infinity("float32"), (best + T.log2(total)) * LN_2)
 
     return merge_parts

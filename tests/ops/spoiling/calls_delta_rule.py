@@ -184,13 +184,14 @@ def _prefill_pool(
     slots, size = slots_of(draw, call, count, columns=4)
     null_slot = call.arguments.get("null_slot", -1)
     state_of(draw, call, "initial_state", size, inner, is_pool=True)
-    extra = draw.pick(0, 2)
+    rows = "N+" if "cu_seqlens" in call.arguments else "N"
+    extra = draw.pick(0, 2) if rows == "N+" else 0
     dtype = draw.pick(torch.int32, torch.int64)
     reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
-    call.give(name, draw.indices(reads + [1] * extra, dtype), "N+")
+    call.give(name, draw.indices(reads + [1] * extra, dtype), rows)
     if draw.maybe(0.3):
         final = [null_slot if draw.maybe(0.2) else slot for slot in slots[count : 2 * count]]
-        call.give("final_state_indices", draw.indices(final), "N+")
+        call.give("final_state_indices", draw.indices(final), rows)
     if has_checkpoints:
         offsets = [[draw.pick(0, 64, 128), 0] for _ in range(count)]
         offsets[0][0] = 64
@@ -212,9 +213,10 @@ def _pooled(draw: Draw, call: Call, kind: str, inner: tuple[int, ...], num_token
         rows = [[null_slot] * columns if draw.maybe(0.15) else row for row in rows]
         return [row[0] for row in rows] if kind == "1-D" else rows
 
-    dims = "N+" if kind == "1-D" else "N+ columns"
+    has_offsets = "cu_seqlens" in call.arguments
+    dims = ("N+" if has_offsets else "N") + ("" if kind == "1-D" else " columns")
     reads = table(0)
-    extra = [reads[0]] * draw.pick(0, 1)
+    extra = [reads[0]] * draw.pick(0, 1) if has_offsets else []
     call.give("ssm_state_indices", draw.indices(reads + extra, dtype), dims)
     if draw.maybe(0.3):
         call.give("final_state_indices", draw.indices(table(count * columns), dtype), dims)

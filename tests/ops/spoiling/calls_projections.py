@@ -39,12 +39,9 @@ def decode(draw: Draw) -> Call:
     state = _parameters(draw, call, "conv_state", inner, size, width, num_spec)
     reads = [slots[n * columns :][:columns] for n in range(count)]
     reads = [[null_slot] * columns if draw.maybe(0.15) else row for row in reads]
-    extra = [reads[0]] * draw.pick(0, 1)
-    indices = reads + extra
-    call.give(
-        "state_indices", draw.indices([row[0] for row in indices] if kind == "1-D" else indices),
-        "N+" if kind == "1-D" else "N+ columns",
-    )  # fmt: skip
+    indices = reads + [reads[0]] * (draw.pick(0, 1) if is_packed else 0)
+    dims = ("N+" if is_packed else "N") + ("" if kind == "1-D" else " columns")
+    call.give("state_indices", draw.indices([row[0] for row in indices] if kind == "1-D" else indices), dims)
     if kind == "2-D accepted":
         accepted = [draw.random.randint(1, columns) for _ in range(count)]
         call.give("num_accepted_tokens", draw.indices(accepted), "N+")

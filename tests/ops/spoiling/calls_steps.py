@@ -49,7 +49,8 @@ def conv_fn(draw: Draw) -> Call:
             null_slot = _null_slot(draw, call)
             slots = draw.distinct(3 * count, size, start=null_slot + 1)
             reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
-            call.give("cache_indices", draw.indices(reads + [1] * draw.pick(0, 1)), "N+")
+            extra = [1] * (draw.pick(0, 1) if is_packed else 0)
+            call.give("cache_indices", draw.indices(reads + extra), "N+" if is_packed else "N")
             if draw.maybe(0.4):
                 saved = [list(slots[count + 2 * n :][:2]) for n in range(count)]
                 dtype_of = draw.pick(torch.int32, torch.int64)
@@ -95,9 +96,11 @@ def conv_update(draw: Draw) -> Call:
         slots = draw.distinct(count * columns, size, start=null_slot + 1)
         rows = [slots[n * columns :][:columns] for n in range(count)]
         rows = [[null_slot] * columns if draw.maybe(0.15) else row for row in rows]
-        rows += [rows[0]] * draw.pick(0, 1)
+        has_offsets = form == "packed"
+        rows += [rows[0]] * (draw.pick(0, 1) if has_offsets else 0)
         flat = columns == 1
-        call.give("conv_state_indices", draw.indices([row[0] for row in rows] if flat else rows), "N+" if flat else "N+ columns")
+        dims = ("N+" if has_offsets else "N") + ("" if flat else " columns")
+        call.give("conv_state_indices", draw.indices([row[0] for row in rows] if flat else rows), dims)
         if kind.endswith("accepted") or kind == "tree" and draw.maybe():
             most = 1 + num_spec if kind != "tree" else columns
             call.give("num_accepted_tokens", draw.indices([draw.random.randint(1, most) for _ in range(count)]), "N+")

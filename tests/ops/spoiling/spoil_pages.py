@@ -57,6 +57,22 @@ def _skipped_positions(call: Call, path: str, _: random.Random) -> Spoiled | Non
     return with_value(call, path, torch.where(skipped, -5, tensor).to(tensor.dtype)) if bool(skipped.any()) else None
 
 
+@spoiling("positions that skip their tokens")
+def _skipping_positions(call: Call, path: str, rng: random.Random) -> Spoiled | None:
+    """A negative position, or one beyond int32, of a live token: the call with a null slot at that token."""
+    tensor, live = copied(call, path), (call.get("ring_slots") != null_slot(call)).nonzero()[:, 0].tolist()
+    if tensor is None or not live:
+        return None
+    token = rng.choice(live)
+    wide, slots = tensor.long(), call.get("ring_slots").clone()
+    wide[token] = rng.choice([-1, -5, FAR + 1] if tensor.dtype == torch.int64 else [-1, -5])
+    slots[token] = null_slot(call)
+    return Spoiled(
+        call.with_values({path: wide.to(tensor.dtype)}),
+        model=call.with_values({path: wide.to(tensor.dtype), "ring_slots": slots})
+    )
+
+
 def _visible(call: Call) -> list[int]:
     """Rows (keys, positions) that each sequence of a paged call looks at."""
     if call.operator == "gather_indexer_cache":

@@ -366,7 +366,9 @@ TABLE: dict[str, dict[str, Kind]] = {
         "ring": REQUIRED | STATE_POOL | {"misaligned base": SAME, "misaligned rows": SAME, "size no multiple of ratio": VALUE},
         "cache": REQUIRED | WRITTEN_CACHE,
         "k_norm": REQUIRED | _ROPE["k_norm"],
-        "positions": _ROPE["positions"] | {"anything at skipped tokens": SAME},
+        "positions": but(_ROPE["positions"], "a negative position", "a position of 2**33 + 1") | {
+            "anything at skipped tokens": SAME, "positions that skip their tokens": SAME,
+        },
         "ring_slots": REQUIRED | INDEX | {
             "a ring beyond the ring buffer": VALUE, "a slot of 2**33 + 1": VALUE, "null as -7": SAME, "null as -2**33 + 1": SAME,
         },
