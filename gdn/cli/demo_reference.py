@@ -290,7 +290,13 @@ def _judged(phases: dict[str, list[_Rows]]) -> list[Deviation]:
         listed = zip(*(values.tolist() for values in one[:4]), strict=True)
         found.append(
             Deviation(
-                phase, len(one.error), spread(one.error, one.rerouted), own, limit, float(one.agrees.double().mean()), means,
+                phase,
+                len(one.error),
+                spread(one.error, one.rerouted),
+                own,
+                limit,
+                float(one.agrees.double().mean()),
+                means,
                 tuple(RowErrors(*row) for row in listed),
             )  # fmt: skip
         )

@@ -90,8 +90,11 @@ def _legend(dtype: str, is_timed: bool) -> Table:
         *(of_times if is_timed else []),
         ("error", "largest relative error of a row of a result, against float64; 0 where integers are equal"),
         ("same token", "positions where the most likely token is that of the reference model in float32"),
-        ("largest, median", "relative errors of the logits of a position, against the same model; in the median "
-         "positions where a rounding selects other experts are scaled to the others"),
+        (
+            "largest, median",
+            "relative errors of the logits of a position, against the same model; in the median "
+            "positions where a rounding selects other experts are scaled to the others",
+        ),
         ("ref. max, med.", f"these errors of the reference model in {dtype}: what rounding explains"),
     ]:
         made.add_row(name, meaning)

@@ -117,9 +117,7 @@ class CacheAllocator:
         """
         return self.add_prompts([prompt], None if most_cached is None else [most_cached])[0]
 
-    def add_prompts(
-        self, prompts: Sequence[Sequence[int]], most_cached: Sequence[int] | None = None
-    ) -> list[CachedSequence]:
+    def add_prompts(self, prompts: Sequence[Sequence[int]], most_cached: Sequence[int] | None = None) -> list[CachedSequence]:
         """A new sequence for each of several prompts, as by `add_prompt`: for all of them or for none.
 
         Raises
