@@ -120,9 +120,10 @@ class HybridModel(nn.Module):
         if positions.shape != input_ids.shape:
             expected = f"shape {list(input_ids.shape)}, one position per token (image positions are not served)"
             raise ValueError(f"positions: expected {expected}, got shape {list(positions.shape)}")
-        with self.context_parallel.refusing(input_ids):
-            self.rotary.check_length(step.attention.max_seq_len)
         parts = self.context_parallel.parts(step.gdn, "input_ids", input_ids, own=False)
+        if self.config.num_full_layers:
+            with self.context_parallel.refusing(input_ids):
+                self.rotary.check_length(step.attention.max_seq_len)
         hidden_states = embedding(self.context_parallel.own(input_ids, parts), self.embed_tokens)
         residual: Tensor | None = None
         is_hyper = self.config.residual == "hyper"
