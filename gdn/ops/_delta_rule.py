@@ -13,7 +13,7 @@ from gdn.ops._call import make, new
 from gdn.ops._check import FLOAT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._constants import even_offsets, zeros
 from gdn.ops._modes import address
-from gdn.ops._tensors import ALIGNMENT, as_int64, copied, dtypes_of, log_copy
+from gdn.ops._tensors import ALIGNMENT, EXPANDED, as_int64, copied, dtypes_of, is_expanded, log_copy
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Packed = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -260,8 +260,10 @@ def _one_row(x: Tensor) -> Tensor:
 
 
 def _packed_rows(name: str, x: Tensor) -> Tensor:
-    """[B, T, heads, D] -> [1, B * T, heads, D]: no copy where address and strides are multiples of 16 bytes."""
+    """[B, T, heads, D] -> [1, B * T, heads, D]: no copy where address and strides are multiples of 16 bytes, none of them 0."""
     packed = _one_row(x)
+    if is_expanded(packed):
+        return copied(name, packed, EXPANDED)
     if not (packed.shape[3] == 1 or packed.stride(3) == 1) or not _rows_are_aligned(packed):
         why = "its last dimension is not contiguous, or its address or strides are not multiples of 16 bytes"
         return copied(name, packed, why)

@@ -15,6 +15,7 @@ from gdn.ops._modes import address, has_memory
 from gdn.runtime import log
 
 ALIGNMENT = 16  # bytes: the widest load or store of a thread, and the unit of bulk copies
+EXPANDED = "it repeats the same memory (a stride of 0), which descriptors of bulk tensor copies do not take"
 
 
 def dtypes_of(**tensors: Tensor | None) -> dict[str, Any]:
@@ -52,6 +53,11 @@ def is_aligned(x: Tensor, size: int = ALIGNMENT) -> bool:
     element = x.element_size()
     # Strides of dimensions with one entry are never used.
     return all(x.shape[i] <= 1 or x.stride(i) * element % size == 0 for i in range(x.dim() - 1))
+
+
+def is_expanded(x: Tensor) -> bool:
+    """Whether several entries of a dimension are the same memory, as after `expand`."""
+    return any(size != 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def aligned(name: str, x: Tensor, size: int = ALIGNMENT) -> Tensor:

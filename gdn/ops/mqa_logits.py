@@ -57,7 +57,8 @@ def mqa_logits(
     k_scale : Tensor [Nk] or [Nk, kv_heads] of float32, optional
         Scale of each key row, for FP8 keys only. None = 1.
     scale, relu : float, bool
-        Factor of the scores (D**-0.5 goes here or into `weights`, never both); False leaves the products as they are.
+        Factor of the scores (D**-0.5 goes here or into `weights`, never both); False leaves the products as they are. A NaN in
+        a query or a key is a NaN score either way, which `topk_indices` never selects.
     max_seqlen_k : int, optional
         None: the result is [M, Nk]. A number: the result is [M, max_seqlen_k] and column 0 of row i is key cu_seqlen_ks[i];
         keys beyond the last column are left out.

@@ -158,7 +158,7 @@ def add_pair(tiles, rParts, rProducts, rWeights, place: cutlass.Constexpr, group
                 if cutlass.const_expr(tiles.relu_as_add_abs):
                     value = value + cute.math.absf(value)
                 elif cutlass.const_expr(tiles.relu):
-                    value = cute.arch.fmax(value, Float32(0.0))
+                    value = cute.arch.fmax(value, Float32(0.0), nan=True)  # NaN stays NaN, as with the other relu
                 if cutlass.const_expr(tiles.has_weights):
                     weight = rWeights[group * tiles.lane_heads + heads[odd]]
                     rParts[side, odd] = rParts[side, odd] + value * weight

@@ -268,9 +268,10 @@ def math_role(tiles, shared, tensors):
 
 def key_scale(tiles: PagedTiles, shared: Any, tensors: Any, count: Any, token: Any, group: Any) -> Any:
     """Factor of a key's scores."""
+    scale = _logits.activated_scale(tiles, tensors.scale)
     if tiles.scaled:
-        return shared.scale[count % tiles.stages, tiles.scale_column(token, group)] * tensors.scale
-    return tensors.scale
+        return shared.scale[count % tiles.stages, tiles.scale_column(token, group)] * scale
+    return scale
 
 
 @T.macro

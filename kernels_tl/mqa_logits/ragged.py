@@ -214,6 +214,7 @@ def math_role(tiles, shared, sizes, tensors, thread):
     T.set_max_nreg(tiles.math_registers, 1)
     registers = _logits.allocate_registers(tiles)
     key_scale = T.alloc_fragment((tiles.keys,), "float32")
+    scale = _logits.activated_scale(tiles, tensors.scale)
     count = T.alloc_var("int32", init=0)
     if tiles.ordered:  # the first turn is warpgroup 0's
         if thread >= tiles.math_threads - _logits.WARPGROUP:
@@ -241,9 +242,9 @@ def math_role(tiles, shared, sizes, tensors, thread):
                 # Loaded while the product runs; rows beyond the end repeat the last one and are masked below.
                 for j in T.Parallel(tiles.keys):
                     if tiles.scaled:
-                        key_scale[j] = tensors.k_scale[T.min(k0 + j, sizes.nk - 1), g] * tensors.scale
+                        key_scale[j] = tensors.k_scale[T.min(k0 + j, sizes.nk - 1), g] * scale
                     else:
-                        key_scale[j] = tensors.scale
+                        key_scale[j] = scale
                 T.wait_wgmma(0)
                 T.mbarrier_arrive(shared.k_empty[count % tiles.stages])
                 count = count + 1

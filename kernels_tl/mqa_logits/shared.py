@@ -89,6 +89,7 @@ class Tiles:
         self.keys = 64 * self.math_warpgroups  # of a tile
         self.math_threads = WARPGROUP * self.math_warpgroups
         self.clean, self.relu, self.scaled = problem.clean, problem.relu, problem.has_k_scale
+        self.doubles = self.relu and problem.dtype == "float8_e4m3fn"  # relu as x + |x|
         self.weighted, self.weights_dtype = problem.weights_dtype is not None, problem.weights_dtype or "float32"
         self.dtype, self.out_dtype = problem.dtype, problem.out_dtype
         self.value_bytes = DTYPE_BYTES[self.dtype]
@@ -160,12 +161,24 @@ def multiply(tiles: Any, shared: Any, count: Any, item: Any, group: Any, scores:
 
 
 def activated(tiles: Tiles, score: Any) -> Any:
-    return T.max(score, 0.0) if tiles.relu else score
+    """The score after the activation; NaN stays NaN, which `T.max` would make 0.
+
+    FP8 scores are finite, so twice the relu is one addition, x + |x|, and `activated_scale` makes up for the factor. A bfloat16
+    score may be -inf, which that would make NaN.
+    """
+    if not tiles.relu:
+        return score
+    return score + T.abs(score) if tiles.doubles else T.if_then_else(score < 0.0, 0.0, score)
+
+
+def activated_scale(tiles: Tiles, scale: Any) -> Any:
+    """The factor of sums of `activated` scores."""
+    return scale * 0.5 if tiles.doubles else scale
 
 
 @T.macro
 def sum_heads(tiles: Any, registers: Any):
-    """part[j, b] = the sum over heads h of weights[b, h] * act(scores[j, b, h])."""
+    """part[j, b] = the sum over heads h of weights[b, h] * activated(scores[j, b, h])."""
     # The product is a buffer of its own, so that the sum fuses to one fma.
     scores = T.reshape(registers.scores, (tiles.keys, tiles.queries, tiles.padded))
     for j, b, h in T.Parallel(tiles.keys, tiles.queries, tiles.padded):

@@ -1,0 +1,70 @@
+"""Strided inputs of every kernel: each read tensor expanded along each dimension, at odd addresses and with odd strides.
+
+The result has the bits of the call with a contiguous copy of that tensor. What a kernel cannot take by its strides is copied by
+the operator or refused by the backend, never an error of the driver and never another result.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import gdn
+from tests.gpu import test_streams
+from tests.gpu.calls import CALLS
+from tests.gpu.delta_rule import Arguments, backends
+from tests.gpu.twins import are_same, copy_of, twin, whole
+
+pytestmark = pytest.mark.gpu
+
+Tensor = torch.Tensor
+MAKERS: dict[str, tuple[str, str, Callable[[torch.device], Arguments]]] = {
+    **{name: (call.function, call.op, call.make) for name, call in CALLS.items()},
+    **test_streams.CALLS, **test_streams.MORE,
+}  # fmt: skip
+WRITTEN = {"out", "initial_state", "conv_state", "conv_states", "ssm_state", "cache", "v_cache", "ring"}
+EVERY = [(name, backend) for name, (_, op, _) in MAKERS.items() for backend in backends(op)]
+
+
+def variants(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Views of x's shape: some with other values, which repeat along a dimension."""
+    for dim, size in enumerate(x.shape):
+        if size > 1:
+            yield f"expanded along {dim}", x.narrow(dim, 0, 1).expand(x.shape)
+    yield "all one element", x[(slice(0, 1),) * x.dim()].expand(x.shape)
+    odd = [size + 1 for size in x.shape]
+    framed = x.new_empty(torch.Size(odd).numel() + 1)[1:].view(odd)[tuple(slice(size) for size in x.shape)]
+    yield "odd strides at an odd address", framed.copy_(x)
+    yield "dimensions the other way round", x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+
+
+def call(function: str, arguments: Arguments, backend: str) -> list[Tensor]:
+    found = getattr(gdn, function)(**arguments, backend=backend)
+    results = [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
+    return [*results, *[whole(x) for name, x in arguments.items() if name in WRITTEN and isinstance(x, Tensor)]]
+
+
+def read_tensors(arguments: Arguments) -> Iterator[tuple[str, Tensor]]:
+    """Float tensors that the call only reads; one entry of a pair stands for both."""
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and name not in WRITTEN and (x.is_floating_point() or x.dtype == torch.uint8) and x.numel() > 1:
+            yield name, x
+
+
+@pytest.mark.parametrize(("name", "backend"), EVERY)
+def test_strides(name: str, backend: str, device: torch.device) -> None:
+    function, _, make = MAKERS[name]
+    arguments = make(device)
+    wrong = []
+    for argument, x in read_tensors(arguments):
+        for what, variant in variants(x):
+            plain = twin(arguments) | {argument: variant.contiguous()}
+            strided = twin(arguments) | {argument: variant}
+            expected = call(function, plain, backend)
+            for repeat in range(2):  # a repeated call may take another way through the operator
+                fresh: dict[str, Any] = {n: copy_of(arguments[n]) for n in WRITTEN if isinstance(arguments.get(n), Tensor)}
+                if not are_same(call(function, strided | fresh, backend), expected):
+                    wrong.append(f"{argument}: {what}, call {repeat}")
+    torch.cuda.synchronize()
+    assert not wrong, "; ".join(wrong)
