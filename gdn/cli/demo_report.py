@@ -31,6 +31,9 @@ def print_report(console: Console, report: Report, dtype: str, seconds: float, d
         if not one.passed:
             limit = f"largest {one.limit.largest:.0e}, median {one.limit.median:.0e}"
             console.print(f"WRONG: {one.phase}: the limit is {limit}", style="red")
+            if not one.reroutes_as_often:
+                own, same = one.rerouted
+                console.print(f"WRONG: {one.phase}: other experts in {own} rows, ref. in {same}", style="red")
     memory = report.memory
     peak = "" if memory.peak is None else f"; {memory.peak / 2**30:.2f} GiB at most"
     console.print(
@@ -87,7 +90,11 @@ def _legend(dtype: str, is_timed: bool) -> Table:
         *(of_times if is_timed else []),
         ("error", "largest relative error of a row of a result, against float64; 0 where integers are equal"),
         ("same token", "positions where the most likely token is that of the reference model in float32"),
-        ("largest, median", "relative errors of the logits of a position, against the same model"),
+        (
+            "largest, median",
+            "relative errors of the logits of a position, against the same model; in the median "
+            "positions where a rounding selects other experts are scaled to the others",
+        ),
         ("ref. max, med.", f"these errors of the reference model in {dtype}: what rounding explains"),
     ]:
         made.add_row(name, meaning)

@@ -14,6 +14,7 @@ from gdn.cli.demo_drafts import ngram_drafts, random_drafts
 from gdn.cli.demo_engine import Engine, EngineSizes, Generated
 from gdn.cli.demo_ranks import divided, told_by_all
 from gdn.cli.demo_reference import Deviation, Trace, deviations
+from gdn.cli.demo_routes import Routes
 from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.loading import SafetensorsFolder, load
 from gdn.layers.random_weights import RandomTensors
@@ -166,7 +167,8 @@ def run(
         torch.cuda.reset_peak_memory_stats(plan.device)
     captured = is_cuda and not plan.eager and can_capture(checker.rows)
     engine.use_graphs = captured or not (is_cuda or plan.eager)  # on a CPU batches of fixed shape, which are not captured
-    trace = Trace()
+    routes = Routes(engine.model, sum(plan.lengths) + len(plan.lengths) * (1 + plan.drafts))
+    trace = Trace(routes)
     engine.on_logits = trace.record
     speeds = _measured(engine, trace, prompts, known, plan.steps)
     engine.on_logits = None
@@ -176,6 +178,7 @@ def run(
     peak = torch.cuda.max_memory_allocated(plan.device) if is_cuda else None
     memory = Memory(sum(weights.values()), caches.nbytes, caches.bytes_per_token, caches.bytes_per_sequence, peak)
     engine.drop_graphs()
+    routes.stop()
     report = Report(checker.rows, speeds, memory, deviations(trace, engine), captured, tokens)
     if group is None:
         return report

@@ -16,7 +16,28 @@ PAGE_MULTIPLE = 4  # rows: what the operators that write a cache take as the siz
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
-class GDNStateCache:
+class _Buffers:
+    """A cache whose attributes for the layers are views of its buffers.
+
+    Pickled, or copied, one by one, every view gets a memory of its own, and a copied slot or block is then missing in the views.
+    So the buffers alone are pickled and copied, and the views made of them. A shallow copy is another name of the same memory.
+    """
+
+    _VIEWS: tuple[str, ...]
+
+    def _make_views(self) -> None:
+        """Sets the attributes that are named in `_VIEWS`."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in self._VIEWS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._make_views()
+
+
+class GDNStateCache(_Buffers):
     """States of the Gated DeltaNet layers: a pool of slots, 1 + num_spec of them for a sequence.
 
     Parameters
@@ -41,6 +62,8 @@ class GDNStateCache:
         Recurrent states of each layer, V first.
     """
 
+    _VIEWS = ("conv_states", "ssm_states")
+
     def __init__(
         self,
         config: HybridConfig,
@@ -62,6 +85,9 @@ class GDNStateCache:
         heads = (config.linear_num_value_heads, config.linear_value_head_dim, config.linear_key_head_dim)
         self._conv = torch.zeros(layers, num_slots, columns, config.conv_dim, dtype=dtype, device=device)
         self._ssm = torch.zeros(layers, num_slots, *heads, dtype=state_dtype, device=device)
+        self._make_views()
+
+    def _make_views(self) -> None:
         self.conv_states = tuple(layer.mT for layer in self._conv)
         self.ssm_states = tuple(self._ssm)
 
@@ -92,7 +118,7 @@ class GDNStateCache:
                 buffer[:, target].copy_(buffer[:, source])
 
 
-class KVCache:
+class KVCache(_Buffers):
     """Keys and values of the full attention layers, in blocks of tokens.
 
     Parameters
@@ -110,6 +136,8 @@ class KVCache:
         k_cache and v_cache of each layer, each [num_blocks, block_size, kv_heads, D].
     """
 
+    _VIEWS = ("kv",)
+
     def __init__(
         self,
         config: HybridConfig,
@@ -126,6 +154,9 @@ class KVCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (config.num_full_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         self._buffer = torch.zeros(shape, dtype=dtype, device=device)
+        self._make_views()
+
+    def _make_views(self) -> None:
         self.kv = tuple((layer[0], layer[1]) for layer in self._buffer)
 
     @property
@@ -143,7 +174,7 @@ class KVCache:
         self._buffer[:, :, target].copy_(self._buffer[:, :, source])
 
 
-class IndexerCache:
+class IndexerCache(_Buffers):
     """Keys of the indexers in pages, one page for a block of tokens, and the rings of raw keys of compressed indexers.
 
     Parameters
@@ -170,6 +201,8 @@ class IndexerCache:
         Raw keys of unfinished groups of each layer, None where keys are token-wise; size = index_ratio + num_spec, rounded up
         to a multiple of the ratio.
     """
+
+    _VIEWS = ("keys", "rings")
 
     def __init__(
         self,
@@ -201,14 +234,25 @@ class IndexerCache:
             width, key_dtype = config.index_head_dim + 4, torch.uint8
         placed: dict[str, Any] = {"device": device}
         shape = (layers, num_blocks, self.page_size, config.index_kv_heads, width)
+        self._key_dtype = key_dtype
         self._pages = torch.zeros(shape, dtype=key_dtype, **placed)
         self._rings: Tensor | None = None
         if self.ratio > 1:
             size = -(-(self.ratio + num_spec) // self.ratio) * self.ratio
             shape = (layers, num_sequences, size, config.index_kv_heads, config.index_head_dim)
             self._rings = torch.zeros(shape, dtype=dtype, **placed)
+        self._make_views()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._pages.dtype == torch.float8_e4m3fn:  # which `pickle` cannot load
+            state["_pages"] = self._pages.view(torch.uint8)
+        return state
+
+    def _make_views(self) -> None:
+        self._pages = self._pages.view(self._key_dtype)
         self.keys = tuple(self._pages)
-        self.rings: tuple[Tensor | None, ...] = (None,) * layers if self._rings is None else tuple(self._rings)
+        self.rings: tuple[Tensor | None, ...] = (None,) * len(self.keys) if self._rings is None else tuple(self._rings)
 
     @property
     def bytes_per_token(self) -> float:
@@ -239,6 +283,8 @@ class IndexerCache:
 class HybridCaches:
     """All caches of a hybrid model, with one block table for those of attention.
 
+    A deep copy, and a pickle, hold memory of their own in the same layout.
+
     Parameters
     ----------
     config : HybridConfig
@@ -259,6 +305,8 @@ class HybridCaches:
     Attributes
     ----------
     gdn, kv, indexer : GDNStateCache, KVCache, IndexerCache
+    max_seq_len : int
+        Most tokens of a sequence: the positions that the model's rotary embedding has. The allocator takes no longer one.
     """
 
     def __init__(
@@ -279,6 +327,7 @@ class HybridCaches:
         at_least("max_num_sequences", max_num_sequences, 0)
         at_least("num_checkpoints", num_checkpoints, 0)
         self.max_num_sequences, self.num_spec = max_num_sequences, num_spec
+        self.max_seq_len = config.max_position_embeddings
         slots = null_slot + 1 + max_num_sequences * (1 + num_spec) + num_checkpoints
         placed: dict[str, Any] = {"dtype": dtype, "device": device}
         self.gdn = GDNStateCache(config, slots, num_spec=num_spec, null_slot=null_slot, state_dtype=state_dtype, **placed)

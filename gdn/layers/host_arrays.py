@@ -1,5 +1,6 @@
 """Arrays of the host: checked inputs of the metadata builders, and their way to the device without a wait."""
 
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -74,6 +75,54 @@ def as_lengths(name: str, values: Any, rows: int | None = None, *, summed: bool 
     if summed and (total := int(found.sum())) > np.iinfo(np.int32).max:
         refuse(name, "a sum that fits int32", total)
     return found
+
+
+def as_tokens(name: str, values: Any, vocab_size: int | None = None) -> list[int]:
+    """Token ids of one sequence as Python ints.
+
+    Parameters
+    ----------
+    name : str
+        Argument that an error is named after.
+    values : iterable of int, or array or CPU tensor [tokens] of an integer dtype
+        Tokens; integers of NumPy, and CPU tensors of one integer, count as ints. Flags and other numbers do not.
+    vocab_size : int, optional
+        Number of tokens of the model; None = any int64.
+
+    Raises
+    ------
+    TypeError
+        A token is no integer, or lies on another device: reading it would wait.
+    ValueError
+        A token is outside of the vocabulary, or the array has not one dimension.
+    """
+    if isinstance(values, Tensor | np.ndarray):
+        if str(values.dtype) in ("torch.bool", "bool"):
+            raise TypeError(f"{name}: expected integers, got {values.dtype}")
+        tokens: list[int] = as_array(name, values).tolist()
+    else:
+        if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+            raise TypeError(f"{name}: expected integers, got {type(values).__name__}")
+        tokens = list(values)
+        if set(map(type, tokens)) - {int}:
+            tokens = [_as_token(f"{name}[{place}]", token) for place, token in enumerate(tokens)]
+    lowest, highest = (-(2**63), 2**63 - 1) if vocab_size is None else (0, vocab_size - 1)
+    if tokens and not (lowest <= min(tokens) and max(tokens) <= highest):
+        place = next(place for place, token in enumerate(tokens) if not lowest <= token <= highest)
+        expected = "a number that fits int64" if vocab_size is None else f"a token of 0 to {highest} (vocab_size - 1)"
+        refuse(f"{name}[{place}]", expected, tokens[place])
+    return tokens
+
+
+def _as_token(name: str, token: Any) -> int:
+    if isinstance(token, Tensor):
+        is_integer = token.dim() == 0 and token.dtype != torch.bool and not (token.is_floating_point() or token.is_complex())
+        if not is_integer or token.device.type != "cpu":
+            got = f"a tensor of {token.dtype}, shape {list(token.shape)}, on {token.device}"
+            raise TypeError(f"{name}: expected an int, got {got}")
+        return int(token)
+    at_least(name, token, -(2**63))
+    return int(token)
 
 
 def are_beyond(values: Array) -> bool:

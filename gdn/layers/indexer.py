@@ -131,6 +131,7 @@ class Indexer(nn.Module):
             Named after the argument. Wrong caches are refused before anything is written.
         """
         self.check_caches(cache, ring)
+        self.rotary.check_length(metadata.max_seq_len)
         dealt = getattr(metadata, "dealt", None)
         if dealt is None:
             queries = self._prepare(hidden_states, positions, metadata, cache, ring)

@@ -109,9 +109,9 @@ class HybridModel(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            Named after the argument: input_ids that are not packed, positions that are not one per token. The three rows of
-            mrope that images need are not served. (For text, mrope is the plain rotary embedding, since its three positions are
-            equal.)
+            Named after the argument: input_ids that are not packed, positions that are not one per token, sequences that may be
+            longer than the rotary table (`max_seq_len` of the metadata). Nothing is written then. The three rows of mrope that
+            images need are not served. (For text, mrope is the plain rotary embedding, since its three positions are equal.)
         """
         if input_ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"input_ids: expected dtype int32 or int64, got {input_ids.dtype}")
@@ -121,6 +121,9 @@ class HybridModel(nn.Module):
             expected = f"shape {list(input_ids.shape)}, one position per token (image positions are not served)"
             raise ValueError(f"positions: expected {expected}, got shape {list(positions.shape)}")
         parts = self.context_parallel.parts(step.gdn, "input_ids", input_ids, own=False)
+        if self.config.num_full_layers:
+            with self.context_parallel.refusing(input_ids):
+                self.rotary.check_length(step.attention.max_seq_len)
         hidden_states = embedding(self.context_parallel.own(input_ids, parts), self.embed_tokens)
         residual: Tensor | None = None
         is_hyper = self.config.residual == "hyper"

@@ -19,6 +19,10 @@ class CacheFullError(RuntimeError):
         super().__init__(f"the cache is full: {needed} {resource} needed, {free} free")
         self.resource, self.needed, self.free = resource, needed, free
 
+    def __reduce__(self) -> tuple[type["CacheFullError"], tuple[str, int, int]]:
+        """What it is pickled as, on its way from one process to another."""
+        return type(self), (self.resource, self.needed, self.free)
+
 
 class Pool:
     """Ids from `first` up to `stop`, each free or with a number of owners. The smallest free ids are taken first.
@@ -35,6 +39,17 @@ class Pool:
     def num_free(self) -> int:
         """Number of free ids."""
         return len(self._free)
+
+    def saved(self) -> tuple[list[int], dict[int, int]]:
+        """What `restore` takes."""
+        return list(self._free), dict(self._owners)
+
+    def restore(self, saved: tuple[list[int], dict[int, int]]) -> None:
+        """Makes the pool what it was when it was saved."""
+        free, owners = saved
+        self._free[:] = free
+        self._owners.clear()
+        self._owners.update(owners)
 
     def owners(self, one: int) -> int:
         """Number of owners of an id."""

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from gdn.layers.config import HybridConfig
+from gdn.layers.host_arrays import refuse
+from gdn.ops import _values
+from gdn.ops._call import reads_values
 
 
 def cos_sin_table(rotary_dim: int, theta: float, positions: int, device: torch.device | str | None = None) -> Tensor:
@@ -63,8 +66,22 @@ class RotaryEmbedding(nn.Module):
         self._shape = (config.rotary_dim, config.rope_theta, config.max_position_embeddings)
         self.register_buffer("cos_sin", cos_sin_table(*self._shape, device), persistent=False)
 
+    def check_length(self, max_seq_len: int) -> None:
+        """Raises ValueError where sequences may be longer than the table, whose last row the kernels take for later positions.
+
+        max_seq_len: `AttentionMetadata.max_seq_len`, known on the host.
+        """
+        rows = self.cos_sin.shape[0]
+        if max_seq_len > rows:
+            refuse("max_seq_len", f"at most {rows} tokens of a sequence (max_position_embeddings)", max_seq_len)
+
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotates heads [tokens, heads, D] to their positions [tokens]."""
+        """Rotates heads [tokens, heads, D] to their positions [tokens].
+
+        Positions without a row in the table are refused on the CPU, by value; on a GPU with ``GDN_VALIDATE=1``.
+        """
+        if reads_values(positions.device):
+            _values.check_rope_positions("positions", positions, self.cos_sin.shape[0])
         return apply_rotary(x, self.cos_sin[positions])
 
     if TYPE_CHECKING:

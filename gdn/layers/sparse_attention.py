@@ -122,11 +122,12 @@ class SparseAttention(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            Named after the argument. Wrong caches of the indexer, and metadata of another context-parallel rank, are refused
-            before anything is written.
+            Named after the argument. Wrong caches of the indexer, sequences that may be longer than the rotary table, and
+            metadata of another context-parallel rank are refused before anything is written.
         """
-        if self.indexer is not None:
-            with self.context_parallel.refusing(hidden_states):
+        with self.context_parallel.refusing(hidden_states):
+            self.rotary.check_length(metadata.max_seq_len)
+            if self.indexer is not None:
                 self.indexer.check_caches(indexer_cache, indexer_ring)
         dealt: DealtRows | None = self.context_parallel.dealt(metadata, hidden_states)
         heads, q = self._project(hidden_states, positions, metadata.slot_mapping, kv_cache, None if dealt is None else dealt.rows)

@@ -134,7 +134,9 @@ def prepare_indexer(
     weights : Tensor [tokens, H] or None
         Raw weight of each head, any float dtype and row stride.
     positions, cos_sin : Tensor [tokens], Tensor [max_positions, rotary_dim]
-        Position of each token, int32 or int64; rows of cosines (first half) and sines, bfloat16, float16 or float32.
+        Position of each token, int32 or int64, 0 to max_positions - 1, of padding too; rows of cosines (first half) and sines,
+        bfloat16, float16 or float32. Other positions are refused on the CPU and with ``GDN_VALIDATE=1``. Without, on a GPU, the
+        kernels take the nearest row of the table: the last one for all later positions, the first one for negative ones.
     q_norm, k_norm : Tensor [D], Tensor [D] or None
         Weights of the RMS norms of queries and keys, bfloat16, float16 or float32.
     cache, slot_mapping : Tensor or None
@@ -279,7 +281,9 @@ def compress_indexer_keys(
     positions : Tensor [tokens]
         Position of each token, int32 or int64; a token whose position is negative, or larger than int32 holds, is skipped.
     cos_sin, k_norm : Tensor [max_positions, rotary_dim], Tensor [D]
-        Cosines and sines, and weight of the RMS norm, as for `prepare_indexer`.
+        Cosines and sines, and weight of the RMS norm, as for `prepare_indexer`. Positions from max_positions + ratio - 1 on,
+        whose group begins after the table, are refused on the CPU and with ``GDN_VALIDATE=1``. Without, on a GPU, the kernel
+        takes the last row of the table for the key of such a group.
     ring_slots : Tensor [tokens]
         Slot of each token's sequence in the ring, int32 or int64; a token with a negative slot or `null_slot` is skipped.
     slot_mapping : Tensor [tokens]

@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from gdn.cli.demo_reference import RowErrors, levelled
+from gdn.cli.demo_routes import reroutings
+from tests.gpu.rank_rows import described
+
 pytestmark = pytest.mark.gpu
 
 RATIO = 2.0  # largest accepted error, as a multiple of one GPU's, both against float32
 
 
-def torchrun(size: int, *command: str) -> str:
-    """Standard output of a command on this number of ranks."""
+def torchrun(size: int, *command: str, may_fail: bool = False) -> str:
+    """Standard output of a command on this number of ranks. may_fail: the caller reads why."""
     count = torch.cuda.device_count()
     if count < size:
         pytest.skip(f"needs {size} GPUs: torch sees {count}")
@@ -24,7 +28,7 @@ def torchrun(size: int, *command: str) -> str:
     # NVLink multicast is off: other programs of the host may not survive it.
     without = {"NCCL_NVLS_ENABLE": "0"} | dict(os.environ)
     done = subprocess.run(line, capture_output=True, text=True, timeout=560, check=False, env=without)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.returncode == 0 or (may_fail and done.stdout), done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout
 
 
@@ -40,15 +44,19 @@ def alone(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.mark.parametrize("size", [2, 4])
 def test_prefill_and_captured_decode(size: int, alone: Path, tmp_path: Path) -> None:
     torchrun(size, "tests.gpu.rank_decode", str(size), str(tmp_path))
-    exact = torch.load(alone / "exact.pt").double()
+    exact = torch.load(alone / "exact.pt")
+    wide = exact["logits"].double()
 
-    def errors(folder: Path) -> torch.Tensor:
+    def errors(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row, and whether a rounding selected another expert."""
         found = torch.load(folder / "0.pt")
-        assert found["repeats"] and found["logits"].shape == exact.shape
-        return (found["logits"].double() - exact).norm(dim=1) / exact.norm(dim=1)
+        assert found["repeats"] and found["logits"].shape == wide.shape
+        is_rerouted = reroutings(found["experts"], exact["experts"]) > 0
+        return (found["logits"].double() - wide).norm(dim=1) / wide.norm(dim=1), is_rerouted
 
     found, one = errors(tmp_path), errors(alone)
-    assert float(found.max()) <= RATIO * float(one.max()) and float(found.median()) <= RATIO * float(one.median()), (found, one)
+    medians = [float(levelled(*rows, *one).median()) for rows in (found, one)]
+    assert float(found[0].max()) <= RATIO * float(one[0].max()) and medians[0] <= RATIO * medians[1], (medians, found, one)
     first = torch.load(tmp_path / "0.pt")["logits"]
     assert all(torch.equal(torch.load(tmp_path / f"{rank}.pt")["logits"], first) for rank in range(1, size))
 
@@ -56,7 +64,13 @@ def test_prefill_and_captured_decode(size: int, alone: Path, tmp_path: Path) -> 
 @pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_demo(device: torch.device, size: int) -> None:
-    """Every call and the logits of every rank are right; steps are captured with the sums over ranks in them."""
-    data = json.loads(torchrun(size, "gdn", "demo", "--tp", str(size), "--steps", "8", "--json"))
-    assert data["passed"] and data["captured"] and data["wrong_on_other_ranks"] == 0
+    """Every call and the logits of every rank are right; steps are captured with the sums over ranks in them.
+
+    `tests.gpu.rank_rows` says where the errors come from.
+    """
+    data = json.loads(torchrun(size, "gdn", "demo", "--tp", str(size), "--steps", "8", "--json", may_fail=True))
+    rows = {one["phase"]: described(tuple(RowErrors(*row) for row in one["rows"])) for one in data["deviations"]}
+    told = "\n".join(f"{phase}\n{lines}" for phase, lines in rows.items())
+    print(told)
+    assert data["passed"] and data["captured"] and data["wrong_on_other_ranks"] == 0, told
     assert (data["ranks"], data["tensor_parallel"], data["model"]) == (size, size, "qwen3-next-80b")

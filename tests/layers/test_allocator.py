@@ -1,8 +1,11 @@
 """The allocator gives out everything once, takes everything back, and changes nothing where it fails."""
 
+import copy
+import pickle
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -34,15 +37,13 @@ class Contents:
     def __init__(self, caches: HybridCaches) -> None:
         self.caches = caches
 
-    def write(self, sequence: CachedSequence, tokens: list[float], first: int) -> None:
-        rows = rows_of(sequence, first)
+    def write(self, sequence: CachedSequence, tokens: list[int], first: int) -> None:
+        rows, values = rows_of(sequence, first), torch.tensor(tokens, dtype=torch.float32)
         for cache in self.caches.kv.kv[0]:
-            cache.view(BLOCKS * BLOCK, -1)[rows] = torch.tensor(tokens)[first:, None]
+            cache.view(BLOCKS * BLOCK, -1)[rows] = values[first:, None]
         positions = torch.arange(first, sequence.num_tokens)
         whole = positions % RATIO == RATIO - 1
-        self.caches.indexer.keys[0].view(BLOCKS * BLOCK // RATIO, -1)[rows[whole] // RATIO] = torch.tensor(tokens)[first:][
-            whole, None
-        ]
+        self.caches.indexer.keys[0].view(BLOCKS * BLOCK // RATIO, -1)[rows[whole] // RATIO] = values[first:][whole, None]
 
     def read(self, sequence: CachedSequence) -> list[list[float]]:
         rows = rows_of(sequence)
@@ -50,7 +51,7 @@ class Contents:
         groups = rows[RATIO - 1 :: RATIO] // RATIO
         return [*found, self.caches.indexer.keys[0].view(BLOCKS * BLOCK // RATIO, -1)[groups, -1].tolist()]
 
-    def write_states(self, sequence: CachedSequence, values: list[float], ring: float) -> None:
+    def write_states(self, sequence: CachedSequence, values: list[int], ring: int) -> None:
         for slot, value in zip(sequence.state_slots, values, strict=True):
             self.caches.gdn.conv_states[0][slot] = value
             self.caches.gdn.ssm_states[0][slot] = value
@@ -74,10 +75,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator = CacheAllocator(self.caches)
         self.contents = Contents(self.caches)
         self.live: list[tuple[CachedSequence, dict[str, Any]]] = []
-        self.checkpoints: list[tuple[Checkpoint, list[float], float]] = []  # reserved or kept, prefix, state
-        self.counter = 1.0
+        self.checkpoints: list[tuple[Checkpoint, list[int], int]] = []  # reserved or kept, prefix, state
+        self.counter = 1
 
-    def fresh(self) -> float:
+    def fresh(self) -> int:
         self.counter += 1
         return self.counter
 
@@ -98,7 +99,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> tuple[CachedSequence, dict[str, Any]]:
         return self.live[data.draw(st.integers(0, len(self.live) - 1))]
 
-    def start(self, sequence: CachedSequence, tokens: list[float]) -> None:
+    def start(self, sequence: CachedSequence, tokens: list[int]) -> None:
         """Prefill of what is not cached."""
         states, ring = [self.fresh() for _ in sequence.state_slots], self.fresh()
         self.contents.write(sequence, tokens, sequence.num_cached_tokens)
@@ -130,6 +131,13 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert state == window == [kept[tuple(tokens[:cached])]]
         self.start(sequence, tokens)
 
+    @rule(prompts=st.lists(st.tuples(st.integers(0, 1), st.sampled_from([1, 65, 100, 129])), max_size=3))
+    def add_prompts(self, prompts: list[tuple[int, int]]) -> None:
+        tokens = [prompt_tokens(*prompt) for prompt in prompts]
+        sequences = self.attempt(self.allocator.add_prompts, tokens)
+        for sequence, prompt in zip(sequences, tokens, strict=True) if sequences != "full" else ():
+            self.start(sequence, prompt)
+
     @precondition(lambda self: self.live)
     @rule(data=st.data(), count=st.integers(0, 2 * BLOCK))
     def extend(self, data: st.DataObject, count: int) -> None:
@@ -146,8 +154,14 @@ class AllocatorMachine(RuleBasedStateMachine):
     def truncate(self, data: st.DataObject, count: int) -> None:
         sequence, model = self.pick(data)
         left = max(0, sequence.num_tokens - count)
+        cut = sequence.blocks[left // BLOCK] if left % BLOCK else None
         if self.attempt(self.allocator.truncate, sequence, left) != "full":
             model["tokens"] = model["tokens"][:left]
+            return
+        kept = [one for one, _, _ in self.checkpoints if one.is_live and self.is_kept(one)]
+        others = [one for one, _ in self.live if one is not sequence]
+        others += [one for one, _, _ in self.checkpoints if one.is_live and one.num_tokens > left and one not in kept]
+        assert any(cut in one.blocks for one in others), "a prefix was in the way, and not dropped"
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -167,7 +181,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.allocator.free(sequence)
 
     def is_kept(self, checkpoint: Checkpoint) -> bool:
-        return any(checkpoint is one for one in self.allocator._kept.values())
+        return any(checkpoint is one for one in self.allocator._owned.kept.values())
 
     @precondition(lambda self: any(sequence.num_tokens >= 64 for sequence, _ in self.live))
     @rule(data=st.data(), keep=st.booleans())
@@ -202,7 +216,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert len(set(rings)) == len(rings) and len(rings) + self.allocator.num_free_sequences == SEQUENCES
         blocks = Counter(block for one in [*sequences, *held] for block in one.blocks)
         assert len(blocks) + self.allocator.num_free_blocks == BLOCKS
-        assert all(self.allocator._blocks.owners(block) == count for block, count in blocks.items())
+        assert all(self.allocator._owned.blocks.owners(block) == count for block, count in blocks.items())
 
     @invariant()
     def everybody_reads_what_was_written(self) -> None:
@@ -227,9 +241,9 @@ AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_cou
 TestAllocator = AllocatorMachine.TestCase
 
 
-def prompt_tokens(prompt: int, length: int) -> list[float]:
+def prompt_tokens(prompt: int, length: int) -> list[int]:
     """Two prompts that share their first 64 tokens."""
-    return [-1.0 - position - (1000 * prompt if position >= 64 else 0) for position in range(length)]
+    return [-1 - position - (1000 * prompt if position >= 64 else 0) for position in range(length)]
 
 
 def enumerate_reads(reads: list[list[float]]) -> list[tuple[bool, list[float]]]:
@@ -266,6 +280,8 @@ def test_the_last_block_and_the_last_slot_are_given_out(allocator: CacheAllocato
     with pytest.raises(CacheFullError, match="the cache is full: 1 blocks needed, 0 free") as caught:
         allocator.extend(sequence, 1)
     assert (caught.value.resource, caught.value.needed, caught.value.free) == ("blocks", 1, 0)
+    told = pickle.loads(pickle.dumps(caught.value))
+    assert (str(told), told.resource, told.needed, told.free) == (str(caught.value), "blocks", 1, 0)
     assert sequence.num_tokens == BLOCKS * BLOCK
     others = [allocator.add(0) for _ in range(SEQUENCES - 1)]
     assert {slot for one in [sequence, *others] for slot in one.state_slots} == set(range(1, 1 + 2 * SEQUENCES))
@@ -293,7 +309,7 @@ def test_a_failed_copy_gives_back_what_was_taken(allocator: CacheAllocator, monk
 
 
 def test_kept_prefixes_make_room_the_longest_unused_first(allocator: CacheAllocator) -> None:
-    prompts = [prompt_tokens(0, 70), [5.0] * 70]
+    prompts = [prompt_tokens(0, 70), [5] * 70]
     for prompt in prompts:
         sequence = allocator.add_prompt(prompt)
         allocator.keep(allocator.checkpoint(sequence, 64), prompt[:64])
@@ -347,20 +363,20 @@ def test_checkpoints_are_at_multiples_of_64_within_the_sequence(allocator: Cache
 @pytest.mark.parametrize("holder", ["fork", "checkpoint"])
 def test_truncating_into_a_shared_block_copies_it(allocator: CacheAllocator, holder: str) -> None:
     """Rejected drafts whose rows a fork, or a kept prefix, needs stay as they are when new tokens come in their place."""
-    contents, tokens = Contents(allocator.caches), [float(token) for token in range(192)]  # 192: whole blocks
+    contents, tokens = Contents(allocator.caches), list(range(192))  # 192: whole blocks
     sequence = allocator.add(192)
     contents.write(sequence, tokens, 0)
     other = allocator.fork(sequence) if holder == "fork" else allocator.checkpoint(sequence, 192)
     allocator.truncate(sequence, 190)
     allocator.extend(sequence, 2)
-    contents.write(sequence, [*tokens[:190], -1.0, -2.0], 190)
+    contents.write(sequence, [*tokens[:190], -1, -2], 190)
     if holder == "checkpoint":
         allocator.keep(other, tokens)
-        other = allocator.add_prompt([*tokens, 0.0])
+        other = allocator.add_prompt([*tokens, 0])
         assert other.num_cached_tokens == 192
         allocator.truncate(other, 192)
     assert contents.read(other)[0] == tokens
-    assert contents.read(sequence)[0] == [*tokens[:190], -1.0, -2.0]
+    assert contents.read(sequence)[0] == [*tokens[:190], -1, -2]
     assert sequence.blocks[:-1] == list(other.blocks[:-1]) and sequence.blocks[-1] != other.blocks[-1]
 
 
@@ -383,6 +399,152 @@ def test_no_prefix_is_dropped_where_that_would_not_make_room() -> None:
     allocator.drop(last)
     allocator.drop(reserved)
     assert allocator.num_free_state_slots == 2
+
+
+@pytest.mark.parametrize("num_prefixes", [1, 2])
+def test_a_prefix_that_alone_needs_a_cut_block_is_dropped(num_prefixes: int) -> None:
+    """Full caches: the copy of the cut block has no room, and without the prefixes that need it there is no need for one."""
+    caches = HybridCaches(small_config(), 8, BLOCK, 2, num_checkpoints=2, dtype=torch.float32)
+    allocator = CacheAllocator(caches)
+    prompt = list(range(192))  # 8 blocks
+    sequence = allocator.add_prompt(prompt)
+    for length in (64, 192)[-num_prefixes:]:
+        allocator.keep(allocator.checkpoint(sequence, length), prompt[:length])
+    assert allocator.num_free_blocks == 0
+    allocator.truncate(sequence, 190)
+    assert (allocator.num_kept, sequence.num_tokens, len(sequence.blocks)) == (0, 190, 8)
+    allocator.extend(sequence, 2)
+
+
+def test_a_checkpoint_does_not_need_the_rows_after_its_own() -> None:
+    """A prompt that goes on in the block where its prefix ends gives up drafts there: without a copy, though nothing is free."""
+    allocator = CacheAllocator(HybridCaches(small_config(), 3, BLOCK, 1, num_checkpoints=1, dtype=torch.float32))
+    prompt = list(range(65))
+    sequence = allocator.add_prompt(prompt)
+    allocator.keep(allocator.checkpoint(sequence, 64), prompt[:64])
+    blocks = list(sequence.blocks)
+    allocator.extend(sequence, 4)
+    allocator.truncate(sequence, 66)
+    assert (sequence.blocks, allocator.num_kept, allocator.num_free_blocks) == (blocks, 1, 0)
+
+
+@pytest.mark.parametrize("holder", ["fork", "reserved"])
+def test_a_cut_block_that_others_need_is_refused_and_nothing_dropped(holder: str) -> None:
+    """No prefix goes where that would not help: a fork, or a checkpoint that is not offered yet, needs the block too."""
+    allocator = CacheAllocator(HybridCaches(small_config(), 8, BLOCK, 2, num_checkpoints=2, dtype=torch.float32))
+    prompt = list(range(192))
+    sequence = allocator.add_prompt(prompt)
+    allocator.keep(allocator.checkpoint(sequence, 192), prompt)
+    _ = allocator.fork(sequence) if holder == "fork" else allocator.checkpoint(sequence, 192)
+    with pytest.raises(CacheFullError):
+        allocator.truncate(sequence, 190)
+    assert (allocator.num_kept, sequence.num_tokens, len(sequence.blocks)) == (1, 192, 8)
+
+
+def test_all_prompts_or_none(allocator: CacheAllocator) -> None:
+    """A kept prefix that one prompt takes the place of stays where the next prompt finds no room."""
+    prompt = prompt_tokens(0, 65)
+    sequence = allocator.add_prompt(prompt)
+    allocator.keep(allocator.checkpoint(sequence, 64), prompt[:64])
+    allocator.free(sequence)
+    before = (allocator.num_free_blocks, allocator.num_free_state_slots, allocator.num_free_sequences)
+    with pytest.raises(CacheFullError):
+        allocator.add_prompts([[1] * (BLOCK * (BLOCKS - 1)), [2] * (2 * BLOCK)])
+    assert (allocator.num_free_blocks, allocator.num_free_state_slots, allocator.num_free_sequences) == before
+    assert allocator.add_prompt(prompt).num_cached_tokens == 64
+    assert allocator.add_prompts([]) == []
+
+
+def test_a_prefix_may_be_too_long(allocator: CacheAllocator) -> None:
+    """Of the prefixes of a prompt, the longest that is not longer than asked for is taken."""
+    prompt = prompt_tokens(0, 130)
+    sequence = allocator.add_prompt(prompt)
+    for length in (64, 128):
+        allocator.keep(allocator.checkpoint(sequence, length), prompt[:length])
+    allocator.free(sequence)
+    for most, cached in ((None, 128), (128, 128), (127, 64), (63, 0), (0, 0)):
+        again = allocator.add_prompt(prompt, most)
+        assert again.num_cached_tokens == cached
+        allocator.free(again)
+    with pytest.raises(ValueError, match="most_cached: expected 1 numbers, one for each prompt, got 2"):
+        allocator.add_prompts([prompt], [1, 2])
+
+
+def test_no_sequence_is_longer_than_the_positions_of_the_model() -> None:
+    config = small_config(max_position_embeddings=30)
+    allocator = CacheAllocator(HybridCaches(config, BLOCKS, BLOCK, 2, num_checkpoints=1, dtype=torch.float32))
+    sequence = allocator.add(30)
+    for name, call in {
+        "num_tokens": lambda: allocator.add(31), "prompt": lambda: allocator.add_prompt([1] * 31),
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=rf"{name}: expected at most 30 tokens of a sequence .*, got 31"):
+            call()
+    other = allocator.add(1)
+    with pytest.raises(ValueError, match=r"num_tokens: expected at most 30 tokens .* got 31"):
+        allocator.extend_all([other, sequence], [1, 1])
+    assert (sequence.num_tokens, other.num_tokens, allocator.num_free_blocks) == (30, 1, BLOCKS - 3)
+
+
+@pytest.mark.parametrize("token", [1.0, True, "1", None, torch.tensor(1.0), torch.tensor([1]), 2**70])
+def test_tokens_are_integers(allocator: CacheAllocator, token: Any) -> None:
+    sequence = allocator.add(64)
+    reserved = allocator.checkpoint(sequence, 64)
+    for name, call in {
+        "prompt": lambda: allocator.add_prompt([0, token]),
+        "prefix": lambda: allocator.keep(reserved, [0] * 63 + [token]),
+    }.items():  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=rf"^{name}\[\d+\]: expected"):
+            call()
+    assert (allocator.num_free_sequences, allocator.num_kept) == (SEQUENCES - 1, 0)
+
+
+def test_integers_of_numpy_and_torch_are_tokens(allocator: CacheAllocator) -> None:
+    """The same prefix, however its tokens are given."""
+    tokens = list(range(64))
+    sequence = allocator.add_prompt(torch.arange(65))
+    allocator.keep(allocator.checkpoint(sequence, 64), np.arange(64, dtype=np.uint8))
+    for given in (tokens, np.arange(64), torch.arange(64, dtype=torch.int16), list(np.arange(64)), list(torch.arange(64))):
+        again = allocator.add_prompt([*given, 7])
+        assert again.num_cached_tokens == 64
+        allocator.free(again)
+    for flags in (np.ones(65, bool), torch.ones(65, dtype=torch.bool)):
+        with pytest.raises(TypeError, match=r"prompt: expected integers, got (torch\.)?bool"):
+            allocator.add_prompt(flags)
+
+
+def test_sequences_of_another_allocator_are_refused(allocator: CacheAllocator) -> None:
+    other = CacheAllocator(make_caches())
+    sequence = other.add(70)
+    reserved = other.checkpoint(sequence, 64)
+    before = (allocator.num_free_blocks, other.num_free_blocks)
+    for call in (
+        lambda: allocator.fork(sequence), lambda: allocator.free(sequence), lambda: allocator.extend(sequence, 1),
+        lambda: allocator.truncate(sequence, 1), lambda: allocator.checkpoint(sequence, 64), lambda: allocator.drop(reserved),
+        lambda: other.free(copy.deepcopy(sequence)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="(sequence|checkpoint): expected one of this allocator"):
+            call()
+    assert (allocator.num_free_blocks, other.num_free_blocks) == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["deepcopy", "pickle"])
+def test_a_copy_goes_on_by_itself(allocator: CacheAllocator, copied: Any) -> None:
+    """The copy's sequences hold what the original's hold; a fork and a kept prefix of it read the copy's memory."""
+    contents, tokens = Contents(allocator.caches), prompt_tokens(0, 70)
+    sequence = allocator.add_prompt(tokens)
+    contents.write(sequence, tokens, 0)
+    contents.write_states(sequence, [3, 4], 5)
+    reserved = allocator.checkpoint(sequence, 64)
+    allocator.keep(reserved, tokens[:64])
+    twin, own = copied((allocator, sequence))
+    fork, of_twin = twin.fork(own), Contents(twin.caches)
+    of_twin.write(own, [9] * 70, 0)
+    of_twin.write_states(own, [6, 7], 8)
+    assert of_twin.read(fork)[:2] == [[9] * 48 + tokens[48:]] * 2  # 48 rows are in shared blocks
+    assert of_twin.read_states(fork) == ([3, 4], 5) and of_twin.read_states(own) == ([6, 7], 8)
+    assert contents.read(sequence)[0] == tokens and contents.read_states(sequence) == ([3, 4], 5)
+    assert twin.add_prompt(tokens).num_cached_tokens == 64
+    assert (twin.num_free_sequences, allocator.num_free_sequences) == (SEQUENCES - 3, SEQUENCES - 1)
 
 
 @pytest.mark.parametrize("count", ["1", 1.5, None, True])

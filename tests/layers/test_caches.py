@@ -1,5 +1,9 @@
 """Caches: shapes and layouts that the operators take, bytes per token and per sequence, and copies of all layers."""
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,6 +88,56 @@ def test_copies_are_of_all_layers_and_nothing_else(use_fp8: bool, ratio: int) ->
         now, was = buffer.view(torch.uint8), before[buffer]
         assert torch.equal(now.select(dim, 0), was.select(dim, 3))
         assert torch.equal(now.narrow(dim, 1, 3), was.narrow(dim, 1, 3))
+
+
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)), "deepcopy": copy.deepcopy, "torch.save": saved_and_loaded,
+}  # fmt: skip
+
+
+def views(caches: HybridCaches) -> list[torch.Tensor]:
+    """What the layers get."""
+    rings = [ring for ring in caches.indexer.rings if ring is not None]
+    pairs = [tensor for layer in caches.kv.kv for tensor in layer]
+    return [*caches.gdn.conv_states, *caches.gdn.ssm_states, *pairs, *caches.indexer.keys, *rings]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_has_its_own_memory_in_the_same_layout(way: str, form: str) -> None:
+    """A slot or block that is copied in the copy is seen by its layers, and by no other's."""
+    changes, options, *_ = FORMS[form]
+    config = small_config(num_hidden_layers=5, layer_types=LAYERS, **changes)
+    caches = HybridCaches(config, 4, 16, 2, num_spec=1, use_fp8_indexer=options.get("use_fp8", False))
+    for place, view in enumerate(views(caches)):
+        view.copy_(torch.randint(0, 99, view.shape, generator=torch.Generator().manual_seed(place)).to(view.dtype))
+    before = [view.clone() for view in views(caches)]
+    made = COPIES[way](caches)
+    assert [(one.shape, one.stride(), one.dtype) for one in views(made)] == [
+        (one.shape, one.stride(), one.dtype) for one in views(caches)
+    ]
+    assert all(torch.equal(new.float(), old.float()) for new, old in zip(views(made), before, strict=True))
+    made.copy_block(3, 0)
+    made.gdn.copy_slot(3, 0)
+    made.indexer.copy_ring(1, 0)
+    for new, old in zip(views(made), before, strict=True):
+        assert torch.equal(new[0].float(), old[1 if len(old) == 2 else 3].float())
+    assert all(torch.equal(now.float(), old.float()) for now, old in zip(views(caches), before, strict=True))
+
+
+def test_a_shallow_copy_is_the_same_memory() -> None:
+    cache = GDNStateCache(CONFIG, 4)
+    other = copy.copy(cache)
+    other.ssm_states[0][2] = 1.0
+    cache.copy_slot(2, 3)
+    assert other.ssm_states[0][3].unique().tolist() == [1.0]
 
 
 def test_all_caches_report_their_bytes() -> None:

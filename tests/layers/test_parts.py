@@ -58,6 +58,16 @@ def test_rotary_embedding_turns_pairs_by_the_distance() -> None:
     assert torch.equal(turned[..., 8:], q[..., 8:]) and not torch.allclose(turned[..., :8], q[..., :8])
 
 
+def test_rotary_positions_are_in_the_table() -> None:
+    """A negative position is not the last row's, and one after the table is named."""
+    rotary, q = RotaryEmbedding(config_of()), torch.zeros(2, 1, 32)
+    rows = rotary.cos_sin.shape[0]
+    for position, expected in ((-1, "positions >= 0"), (rows, f"positions below {rows} .cos_sin has {rows} rows.")):
+        with pytest.raises(ValueError, match=rf"positions: expected {expected}, got {position} at \[1\]"):
+            rotary(q, torch.tensor([0, position]))
+    rotary(q, torch.tensor([0, rows - 1]))
+
+
 def test_rotary_table_stays_float32() -> None:
     rotary = RotaryEmbedding(config_of())
     table = rotary.cos_sin.clone()

@@ -16,11 +16,16 @@ Tensor = torch.Tensor
 register_entry("a row beyond the cache", lambda call, path: call.get("cache").shape[0] * call.get("cache").shape[1])
 register_entry("a row of 2**33 + 1", lambda call, path: FAR + 1)
 register_entry("a ring beyond the ring buffer", lambda call, path: call.get("ring").shape[0])
-register_entry("a position beyond cos_sin", lambda call, path: call.get("cos_sin").shape[0] + call.arguments.get("ratio", 4) - 1)
+register_entry("a position beyond cos_sin", lambda call, path: call.get("cos_sin").shape[0] + _rows_before(call))
 register_entry("a position of 2**33 + 1", lambda call, path: FAR + 1)
 register_entry("a negative position", lambda call, path: -1)
 register_entry("a negative count", lambda call, path: -1)
 register_entry("more than k", lambda call, path: call.get("topk_indices").shape[1] + 1)
+
+
+def _rows_before(call: Call) -> int:
+    """Rows of cos_sin between that of a key and its position: compressed keys are rotated to where their group begins."""
+    return call.arguments.get("ratio", 4) - 1 if call.operator == "compress_indexer_keys" else 0
 
 
 @spoiling("one row twice")
