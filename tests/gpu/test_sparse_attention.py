@@ -104,7 +104,9 @@ def test_rows_without_a_position_are_zero(backend: str) -> None:
 def test_gate_is_torchs_glu(backend: str, sequences: int) -> None:
     """The gate of the same attention, at the limits of sigmoid too; o may take the place next to it."""
     inputs = make_inputs(VARIANTS["16/2-gate"], [300] * sequences, [1] * sequences, 256)
-    inputs.arguments["topk_indices"][:1, 1:] = -1  # one position at most
+    indices = inputs.arguments["topk_indices"]
+    indices[0] = -1
+    indices[0, 1] = inputs.positions[0][0]  # one position
     gate = inputs.arguments["gate"]
     plain, lse = run(inputs, backend, gate=None)
     gate[:, 0], gate[:, 1], gate[:, 2] = torch.nan, torch.inf, -torch.inf

@@ -61,6 +61,12 @@ def test_strides(name: str, backend: str, device: torch.device) -> None:
         for what, variant in variants(x):
             plain = twin(arguments) | {argument: variant.contiguous()}
             strided = twin(arguments) | {argument: variant}
+            try:
+                call(function, strided, backend)
+            except ValueError as error:  # refused by name: a cache whose rows overlap, say
+                if not str(error).startswith(argument):
+                    wrong.append(f"{argument}: {what}, {error}")
+                continue
             expected = call(function, plain, backend)
             for repeat in range(2):  # a repeated call may take another way through the operator
                 fresh: dict[str, Any] = {n: copy_of(arguments[n]) for n in WRITTEN if isinstance(arguments.get(n), Tensor)}
