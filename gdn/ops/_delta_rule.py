@@ -140,9 +140,7 @@ def check_states(
     if states.final_state_indices is not None:
         if states.state_indices is None:
             bad_value("final_state_indices", f"None without {indices_name}", "a tensor")
-        check.indices(
-            "final_state_indices", states.final_state_indices, count, device, ranks=(1,), has_offsets=has_offsets
-        )
+        check.indices("final_state_indices", states.final_state_indices, count, device, ranks=(1,), has_offsets=has_offsets)
     pool = (indices_name, states.state_indices)
     check.checkpoints(states.checkpoint_offsets, states.checkpoint_slots, pool, count)
 

@@ -49,9 +49,7 @@ def fused_gdn_prefill(
     return normed if out is None else out.copy_(normed)
 
 
-def split_heads(
-    x: Tensor, num_k_heads: int, head_k_dim: int, num_v_heads: int, head_v_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(x: Tensor, num_k_heads: int, head_k_dim: int, num_v_heads: int, head_v_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k [1, L, H, K] and v [1, L, HV, V] of the convolution's rows [L, 2 * H * K + HV * V]."""
     keys = num_k_heads * head_k_dim
     parts = x.split([keys, keys, num_v_heads * head_v_dim], dim=1)

@@ -51,9 +51,7 @@ def test_padding_may_have_any_decay(function: str) -> None:
     g = tokens()["g"]
     g[0, 1:] = 5.0
     pool, name = torch.zeros(3, H, D, D), "state_indices" if function.startswith("chunk") else "ssm_state_indices"
-    o, _ = call(
-        function, g=g, cu_seqlens=torch.tensor([0, 1, 3]), initial_state=pool, **{name: torch.tensor([2, -1])}
-    )
+    o, _ = call(function, g=g, cu_seqlens=torch.tensor([0, 1, 3]), initial_state=pool, **{name: torch.tensor([2, -1])})
     assert bool(o[0, 0].any()) and not o[0, 1:].any()
 
 

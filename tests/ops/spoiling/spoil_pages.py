@@ -69,7 +69,7 @@ def _skipping_positions(call: Call, path: str, rng: random.Random) -> Spoiled | 
     slots[token] = null_slot(call)
     return Spoiled(
         call.with_values({path: wide.to(tensor.dtype)}),
-        model=call.with_values({path: wide.to(tensor.dtype), "ring_slots": slots})
+        model=call.with_values({path: wide.to(tensor.dtype), "ring_slots": slots}),
     )
 
 
