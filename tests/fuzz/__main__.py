@@ -1,7 +1,7 @@
 """`python -m tests.fuzz`: drawn calls of every operator on several streams at once, in a process of their own.
 
-A call is drawn from the seed and its number alone. A process that is lost, by an error of the device or by a hang, costs one batch:
-it is reported with the command that repeats it, and another process goes on after it.
+A call is drawn from the seed and its number alone. A process that is lost, by an error of the device or by a hang, costs one
+batch: it is reported with the command that repeats it, and another process goes on after it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Whole models as calls: an engine of a small hybrid model prefills, decodes and verifies drafts; the result is all its logits."""
+"""Whole models as calls: an engine of a small hybrid model prefills, decodes and verifies drafts. The result is all logits."""
 
 import functools
 import os
