@@ -109,7 +109,7 @@ def _update(**fields: Any) -> Draw:
     spec = fields.pop("spec", None)
 
     def draw(rng: random.Random, device: torch.device) -> Arguments:
-        own = tuple(rng.randint(0, 1 + (spec or 0)) for _ in range(rng.randint(1, 12)))
+        own = tuple(rng.randint(0, 1 + (spec or 0)) for _ in range(rng.randint(6, 12)))
         case = test_steps.Case(lengths=own, padding=rng.choice([0, 3]), **fields)
         return test_steps.decode(case, device, spec=spec, accepted=spec is not None)
 
@@ -211,7 +211,9 @@ def _attention(dense: bool, longest: int, variant: attention.Variant) -> Draw:
 
 def _prepare(**fields: Any) -> Draw:
     def draw(rng: random.Random, device: torch.device) -> Arguments:
-        return test_indexer_steps.call_of(test_indexer_steps.Case(tokens=rng.choice([1, 2, 37, 130]), **fields))
+        arguments = test_indexer_steps.call_of(test_indexer_steps.Case(tokens=rng.choice([1, 2, 37, 130]), **fields))
+        arguments["positions"].clamp_(max=arguments["cos_sin"].shape[0] - 1)
+        return arguments
 
     return draw
 

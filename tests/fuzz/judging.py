@@ -61,7 +61,8 @@ def _fault(family: Family, a: Tensor, b: Tensor) -> str | None:
     if not a.numel():
         return None
     if family.is_selection:
-        rows = [(set(one) - {-1}, set(other) - {-1}) for one, other in zip(a.tolist(), b.tolist(), strict=True)]
+        pairs = zip(a.flatten(0, -2).tolist(), b.flatten(0, -2).tolist(), strict=True)
+        rows = [(set(one) - {-1}, set(other) - {-1}) for one, other in pairs]
         same, every = sum(len(one & other) for one, other in rows), sum(len(other) for _, other in rows)
         sizes = all(len(one) == len(other) for one, other in rows)
         return None if sizes and same >= SAME_PICKS * every else f"{same} of {every} selected indices are the reference's"
