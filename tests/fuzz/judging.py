@@ -60,7 +60,7 @@ def fault(family: Family, arguments: Arguments, found: Sequence[Tensor]) -> str 
 def _fault(family: Family, a: Tensor, b: Tensor) -> str | None:
     if not a.numel():
         return None
-    if family.is_selection:
+    if family.is_selection and a.dtype == torch.int32:
         pairs = zip(a.flatten(0, -2).tolist(), b.flatten(0, -2).tolist(), strict=True)
         rows = [(set(one) - {-1}, set(other) - {-1}) for one, other in pairs]
         same, every = sum(len(one & other) for one, other in rows), sum(len(other) for _, other in rows)
