@@ -1,6 +1,7 @@
 """Arrays of the host: checked inputs of the metadata builders, and their way to the device without a wait."""
 
-from numbers import Integral
+import math
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,12 +17,26 @@ def refuse(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError, named after the argument, where the value is not one of the allowed ones."""
+    if value not in allowed:
+        refuse(name, f"one of {', '.join(map(repr, allowed))}", repr(value))
+
+
 def at_least(name: str, value: Any, least: int) -> None:
     """Raises TypeError or ValueError, named after the argument, unless the value is an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < least:
         refuse(name, f"at least {least}", value)
+
+
+def positive(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError, named after the argument, unless the value is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if not 0 < float(value) < math.inf:
+        refuse(name, "a finite number above 0", value)
 
 
 def check_rank(cp_rank: int, cp_size: int) -> None:
