@@ -47,7 +47,8 @@ def test_without_an_index_every_file_counts_and_duplicates_are_refused(tmp_path:
     shards(tmp_path, index=False)
     assert sorted(SafetensorsFolder(tmp_path)) == ["a", "b", "c"]
     save_file({"b": torch.zeros(3)}, tmp_path / "z.safetensors")
-    with pytest.raises(ValueError, match=rf"z\.safetensors: expected no b, which {SECOND} has, or an index .*{INDEX}.*, got both"):
+    message = rf"z\.safetensors: expected no b, which {SECOND} has, or an index .*{INDEX}.*, got both"
+    with pytest.raises(ValueError, match=message):
         SafetensorsFolder(tmp_path)
 
 
