@@ -1,6 +1,7 @@
 """Arrays of the host: checked inputs of the metadata builders, and their way to the device without a wait."""
 
 import math
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -94,6 +95,21 @@ def as_lengths(name: str, values: Any, rows: int | None = None, *, summed: bool 
 def are_beyond(values: Array) -> bool:
     """Whether one of the values [int64] is negative or does not fit int32. One reduction: a negative one is large unsigned."""
     return bool(values.view(np.uint64).max(initial=0) > np.iinfo(np.int32).max)
+
+
+def check_own_slots(names: Sequence[str], slots: Sequence[Array], rows: Sequence[Array]) -> None:
+    """Raises ValueError where two live sequences, or two columns of one, have the same slot.
+
+    names, slots, rows: of each argument its name, the slots of it that are in use [n], and the row of each [n].
+    """
+    every = np.concatenate(slots)
+    order = np.argsort(every, kind="stable")
+    same = np.flatnonzero(every[order][1:] == every[order][:-1])
+    if same.size:
+        pair = order[same[0] : same[0] + 2]
+        name = np.repeat(np.array(names), [len(one) for one in slots])[pair[1]]
+        where = " and ".join(map(str, np.concatenate(rows)[pair].tolist()))
+        refuse(str(name), "a slot of its own for each state of the live sequences", f"slot {every[pair[0]]} in rows {where}")
 
 
 def to_device(values: Array, device: torch.device) -> Tensor:
