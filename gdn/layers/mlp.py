@@ -149,7 +149,7 @@ class MoE(nn.Module):
     def _every_expert(self, hidden_states: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """All experts on all tokens, of which each token takes those that it selected; in parts of bounded memory.
 
-        Taken, not weighted with zero: what overflows in another expert would be infinite, and NaN as a share of zero in every token's sum.
+        Taken, not weighted with zero: where another expert overflows, zero times infinity would make the sum NaN.
         """
         widest = self.num_experts * max(self.gate_up_proj.shape[1], self.gate_up_proj.shape[2])
         size, parts = max(1, _MOST_ELEMENTS // widest), []
