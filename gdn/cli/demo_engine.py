@@ -464,7 +464,7 @@ class Engine:
 
     def _to_device(self, values: Any) -> Tensor:
         """int64 tensor of host values; on a GPU from pinned memory, without a wait."""
-        host = torch.tensor(values, dtype=torch.int64)
+        host = torch.tensor(values, dtype=torch.int64, device="cpu")
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
     def _now(self) -> float:
