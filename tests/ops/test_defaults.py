@@ -6,7 +6,6 @@ The device is "meta" here, on which a tensor has no values: one that is made wit
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +17,9 @@ from autotune import cases, shapes
 from gdn.cli import demo_run
 from gdn.device import H100
 from gdn.layers.named import NAMED, first_layers
-from gdn.runtime import env
 from gdn.testing import inputs, timing
 from gdn.testing.compare import same_bits
+from tests.ops.defaults import defaults
 from tests.ops.spoiling.calls import OPERATORS, good_call
 from tests.reference.calls import CALLS
 
@@ -35,21 +34,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@contextmanager
-def defaults(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """Calls seen before, and constants kept, are forgotten: what a first call makes is made under these defaults."""
-    before = torch.get_default_dtype()
-    env.reload()
-    torch.set_default_device(device)
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)  # type: ignore[no-untyped-call]
-        torch.set_default_dtype(before)
-        env.reload()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
