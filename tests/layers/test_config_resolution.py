@@ -67,13 +67,13 @@ def least(kind: str) -> dict[str, Any]:
 
 
 def full(kind: str) -> dict[str, Any]:
-    """Every field of the class, each with another value than its default."""
+    """Every field of the class, with other values than its defaults where others are served."""
     dense = {"mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": False}
     other = {"norm_topk_prob": False, "output_gate_type": "sigmoid"}
     return {
         **least(kind), **hf.SMALL, **({} if kind == "qwen3_5" else hf.EXPERTS), **(hf.HYPER if kind == "qwen4_exp" else {}),
         **(dense if kind == "qwen3_next" else other if kind == "qwen4_exp" else {}), "rms_norm_eps": 1e-5,
-        "linear_conv_kernel_dim": 3, "tie_word_embeddings": True, **FITTING,
+        "linear_conv_kernel_dim": 3, "tie_word_embeddings": True, "hidden_act": "silu", **FITTING,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
     }  # fmt: skip
 
@@ -196,7 +196,7 @@ SCALED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("scaled", SCALED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_scaled_frequencies_are_refused_wherever_they_are_stated(kind: str, scaled: dict[str, Any]) -> None:
-    raw = least(kind) | scaled
+    raw = full(kind) | scaled
     assert theirs(kind, raw).rope_parameters["rope_type"] in ("yarn", "linear")
     for config in (raw, theirs(kind, raw)):
         with pytest.raises(ValueError, match="^rope_(scaling|parameters): expected rope_type 'default'"):
