@@ -59,7 +59,7 @@ def test_the_version_is_that_of_the_files_that_are_imported(path: Callable[..., 
     assert of_tilelang() == "not installed"
 
 
-def test_files_without_metadata_or_with_several_are_told_apart_by_what_they_are(path: Callable[..., None], tmp_path: Path) -> None:
+def test_files_without_metadata_or_with_several_are_told_apart(path: Callable[..., None], tmp_path: Path) -> None:
     """Both ends unpacked over each other: the metadata of both lies there. The texts are of equal length."""
     put(tmp_path / "a", "tilelang", "tilelang", text='__version__ = "0.1.12"')
     put(tmp_path / "b", "tilelang", "tilelang", text='__version__ = "0.1.15"')
@@ -117,7 +117,8 @@ def test_the_other_dsl_runs() -> None:
 @pytest.mark.usefixtures("old_tilelang")
 def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {finding.subject: finding for finding in doctor.diagnose()}
-    assert (found["tilelang"].level, found["tilelang"].text) == ("warn", f"{REFUSED}: its kernels refuse, and the other DSL's run")
+    expected = doctor.Finding("tilelang", "warn", f"{REFUSED}: its kernels refuse, and the other DSL's run")
+    assert found["tilelang"] == expected
     assert found["cute"].level == found["tvm-ffi"].level == "ok"
     monkeypatch.setattr(packages, "version", lambda package: "0.1.13" if package is packages.TVM_FFI else package.least)
     assert [finding.level for finding in doctor.diagnose() if finding.subject == "tvm-ffi"] == ["warn"]
