@@ -130,7 +130,9 @@ def without_pages(call: Call) -> Emptied | None:
     if not paths:
         return None
     place = {"kv_cache": 1}
-    return Emptied(_set(_unread(call), {path: lambda x, at=place.get(path, 0): x.narrow(at, 0, 0) for path in paths}), frozenset())
+    return Emptied(
+        _set(_unread(call), {path: lambda x, at=place.get(path, 0): x.narrow(at, 0, 0) for path in paths}), frozenset()
+    )
 
 
 def without_blocks(call: Call) -> Emptied | None:

@@ -7,19 +7,23 @@ here, and named in the error.
 import inspect
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import gdn
+from gdn import runtime
+from gdn.device import H100
+from tests.compile.variants.base import example
 from tests.ops.emptied import FORMS, Emptied
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.calls import OPERATORS, good_call
 from tests.ops.spoiling.memory import Snapshot
 
 Tensor = torch.Tensor
-SEEDS = 6
+SEEDS, KERNEL_SEEDS = 6, 4
 
 REFUSED = {
     ("paged_mqa_logits", "no drafts"): "q",
@@ -61,7 +65,8 @@ RESULTS: dict[str, tuple[tuple[str, Any], ...]] = {
     "attention": (("T ~ ~", 0.0), ("T ~", -math.inf)),
     "sparse_attention": (("T ~ ~", 0.0), ("T ~", -math.inf)),
 }
-# Inputs of rows that belong to no sequence may hold anything.
+# Rows that belong to no sequence, no slot and no page may hold anything.
+WITHOUT_WORK = ("no sequences", "no slots", "no pages", "no blocks", "no choice")
 PADDING = ("q", "k", "v", "g", "beta", "gate", "x", "mixed_qkv", "z", "b", "a")
 
 
@@ -128,13 +133,13 @@ def spoil_padding(call: Call) -> None:
             x.fill_(math.nan)
 
 
-def check(operator: str, seed: int, form: str, given: Call, wanted: Sequence[Any]) -> bool:
+def check(operator: str, seed: int, form: str, given: Call, wanted: Sequence[Any], kernels: "Kernels | None" = None) -> bool:
     """One form of one call; False where the call has no such form. given, wanted: the good call, and its results."""
     emptied = FORMS[form](good_call(operator, seed))
     if emptied is None:
         return False
     call = emptied.call
-    if form == "no sequences" and RESULTS[operator] and RESULTS[operator][0][1] == 0.0:
+    if form in WITHOUT_WORK and RESULTS[operator] and RESULTS[operator][0][1] == 0.0:
         spoil_padding(call)
     snapshot = Snapshot(call.tensors().values())
     if (operator, form) in REFUSED:
@@ -142,7 +147,9 @@ def check(operator: str, seed: int, form: str, given: Call, wanted: Sequence[Any
             call.run()
         assert snapshot.is_kept()
         return True
-    check_results(emptied, form, listed(call.run()), wanted, given)
+    found = listed(call.run())
+    if kernels is None or not kernels.launches:
+        check_results(emptied, form, found, wanted, given)
     if isinstance(call.get("out"), Tensor):
         snapshot.is_kept_but(call.get("out"), torch.ones_like(call.get("out"), dtype=torch.bool))
     assert snapshot.is_kept(), "something was written"
@@ -154,17 +161,60 @@ def test_every_operator_has_a_row() -> None:
     assert set(RESULTS) == set(OPERATORS) == public
 
 
+def check_forms(operator: str, seed: int, given: Call, wanted: Sequence[Any], kernels: "Kernels | None" = None) -> set[str]:
+    """The forms that the call of a seed has."""
+    seen = set()
+    for form in FORMS:
+        try:
+            if kernels is not None:
+                kernels.launches = 0
+            if check(operator, seed, form, given, wanted, kernels):
+                seen.add(form)
+        except Exception as error:
+            error.add_note(f"{operator}, {form}, seed {seed}")
+            raise
+    return seen
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_empty_batch_has_empty_results(operator: str) -> None:
-    seen = set()
+    seen: set[str] = set()
     for seed in range(SEEDS):
         given = good_call(operator, seed)
-        wanted = listed(given.run())
-        for form in FORMS:
-            try:
-                if check(operator, seed, form, given, wanted):
-                    seen.add(form)
-            except Exception as error:
-                error.add_note(f"{operator}, {form}, seed {seed}")
-                raise
-    assert "no tokens" in seen or "no sequences" in seen
+        seen |= check_forms(operator, seed, given, listed(given.run()))
+    assert seen & {"no tokens", "no sequences"}
+
+
+class Kernels:
+    """Takes the place of runtime.prepare: chooses the tiles of a kernel as on an H100, and launches nothing."""
+
+    def __init__(self) -> None:
+        self.prepare_really = runtime.prepare
+        self.launches = 0
+        self.chosen: set[str] = set()
+
+    def prepare(self, problem: Any, device: torch.device, backend: str | None = None, **options: Any) -> runtime.Prepared:
+        wide = replace(example(problem.op), **problem.sizes())  # the drawn calls are too narrow for some kernels
+        for name, candidate in runtime.candidates(problem.op).items():
+            if backend == "reference" or candidate.module.refusal(wide) is not None:
+                continue
+            config = candidate.module.default_config(wide, H100)
+            self.chosen.add(problem.op)
+            size = candidate.module.workspace_bytes(wide, config)
+            return runtime.Prepared(name, config, size, self.launch, runtime.Choice(problem.op, name))
+        return self.prepare_really(problem, device, backend, **options)
+
+    def launch(self, _: Any) -> None:
+        self.launches += 1
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_kernels_get_no_empty_batch(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's part of the kernels: tiles are chosen for nothing, and where nothing is launched the results are right."""
+    calls = [good_call(operator, seed) for seed in range(KERNEL_SEEDS)]
+    wanted = [listed(call.run()) for call in calls]
+    kernels = Kernels()
+    monkeypatch.setattr(runtime, "prepare", kernels.prepare)
+    for seed, (given, results) in enumerate(zip(calls, wanted, strict=True)):
+        check_forms(operator, seed, given, results, kernels)
+    assert kernels.chosen
