@@ -129,10 +129,8 @@ def without_pages(call: Call) -> Emptied | None:
     paths = [path for path in PAGES if isinstance(call.get(path), Tensor)]
     if not paths:
         return None
-    place = {"kv_cache": 1}
-    return Emptied(
-        _set(_unread(call), {path: lambda x, at=place.get(path, 0): x.narrow(at, 0, 0) for path in paths}), frozenset()
-    )
+    cut = {path: (lambda x: x[:, :0]) if path == "kv_cache" else (lambda x: x[:0]) for path in paths}  # after K and V
+    return Emptied(_set(_unread(call), cut), frozenset())
 
 
 def without_blocks(call: Call) -> Emptied | None:
