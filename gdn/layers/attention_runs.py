@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn.ops._modes import is_empty
 from gdn.ops.sparse_attention import MOST_DECODE_TOKENS as MOST_DECODE_TOKENS
 
 
@@ -50,11 +51,14 @@ def deal(metadata: Any, num_tokens: int, dense_below: int) -> tuple[Run, ...]:
     metadata : AttentionMetadata
         Without lengths on the host, and in decode, all rows are one paged run: nothing is read back from the device.
     num_tokens : int
-        Rows of the step, padding included. Padding after the last sequence belongs to a paged run alone.
+        Rows of the step, padding included. Padding after the last sequence belongs to a paged run alone. Without any sequence
+        there is no run.
     dense_below : int
         Sequences shorter than this (cached and new tokens) attend densely, unless they are decoded.
     """
     lengths, queries = metadata.seq_lens_host, metadata.query_lens_host
+    if is_empty(metadata.block_tables.shape[0]):
+        return ()
     if lengths is None or queries is None or metadata.max_query_len <= MOST_DECODE_TOKENS:
         sequences = slice(0, metadata.block_tables.shape[0])
         bounds = metadata.max_query_len, metadata.max_seq_len
@@ -110,5 +114,7 @@ def compressed_slots(metadata: Any, ratio: int) -> tuple[Tensor, Tensor]:
     if ring_slots is not None and group_slots is not None and metadata.index_ratio == ratio:
         return ring_slots, group_slots
     slots = metadata.slot_mapping
+    if is_empty(metadata.sequence_slots.shape[0]):  # all rows are padding
+        return torch.full_like(slots, -1, dtype=metadata.sequence_slots.dtype), torch.full_like(slots, -1)
     sequences = token_sequences(metadata, slots.shape[0])
     return torch.where(slots < 0, -1, metadata.sequence_slots[sequences]), slots.div(ratio, rounding_mode="floor")

@@ -123,7 +123,8 @@ class Indexer(nn.Module):
         Returns
         -------
         Tensor [tokens (of this rank, where they are dealt), num_selected] of int32 or None
-            Selected positions, -1 after the last; -1 in rows that attend densely. None where all rows do.
+            Selected positions, -1 after the last; -1 in rows that attend densely. None where all rows do, and where there is no
+            sequence.
 
         Raises
         ------
