@@ -51,14 +51,11 @@ def deal(metadata: Any, num_tokens: int, dense_below: int) -> tuple[Run, ...]:
     metadata : AttentionMetadata
         Without lengths on the host, and in decode, all rows are one paged run: nothing is read back from the device.
     num_tokens : int
-        Rows of the step, padding included. Padding after the last sequence belongs to a paged run alone. Without any sequence
-        there is no run.
+        Rows of the step, padding included. Padding after the last sequence belongs to a paged run alone.
     dense_below : int
         Sequences shorter than this (cached and new tokens) attend densely, unless they are decoded.
     """
     lengths, queries = metadata.seq_lens_host, metadata.query_lens_host
-    if is_empty(metadata.block_tables.shape[0]):
-        return ()
     if lengths is None or queries is None or metadata.max_query_len <= MOST_DECODE_TOKENS:
         sequences = slice(0, metadata.block_tables.shape[0])
         bounds = metadata.max_query_len, metadata.max_seq_len
