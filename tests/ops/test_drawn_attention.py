@@ -15,7 +15,7 @@ def test_drawn_calls(operator: str, first: int) -> None:
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("first", range(CALLS, 2000, PART))
+@pytest.mark.parametrize("first", range(CALLS, 1000, PART))
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_many_drawn_calls(operator: str, first: int) -> None:
     for seed in range(first, first + PART):
