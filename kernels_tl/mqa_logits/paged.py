@@ -25,6 +25,7 @@ from typing import Any
 
 import tilelang.language as T
 import torch
+from tilelang.layout import make_linear_layout
 
 from gdn.device import DeviceSpec
 from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
@@ -176,6 +177,7 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
                 length=T.alloc_shared((2, tiles.queries), "int32"),
             )
             thread = T.get_thread_binding()
+            T.annotate_layout({shared.scale: make_linear_layout(shared.scale)})  # else 0.1.12 may choose one that it cannot copy to
             if thread < tiles.math_threads:
                 math_role(tiles, shared, tensors)
             else:
