@@ -22,15 +22,17 @@ KERNELS = [
     for op in registry.every()
     for backend, module in op.modules.items()
 ]
-# What decides which kernels of a module are launched, where it has several.
+# What tells apart the forms of a module's kernels, where it has several.
 _FORMS: dict[str, Callable[[Any, Any], Any]] = {
     "kernels_tl.chunk": lambda problem, config: (problem.head_k_dim, config.split_chunks > 0),
     "kernels_cute.chunk": lambda problem, config: (problem.dtype, config.split_chunks > 0),
+    # Scales of three key heads are copied by rows of another width than a power of two.
+    "kernels_tl.mqa_logits.paged": lambda problem, config: (problem.dtype, problem.has_k_scale and problem.num_kv_heads == 3),
 }
 
 
 def smaller_cover(op: str, module: Any) -> list[Variant]:
-    """The first variant of each dtype; of the chunk kernels one of each form."""
+    """The first variant of each dtype, and of each form."""
     form = _FORMS.get(module.__name__, lambda problem, config: getattr(problem, "dtype", None))
     found: dict[Any, Variant] = {}
     for problem, config in variants.cover(op, module):
