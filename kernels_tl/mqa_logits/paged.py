@@ -177,7 +177,8 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
                 length=T.alloc_shared((2, tiles.queries), "int32"),
             )
             thread = T.get_thread_binding()
-            T.annotate_layout({shared.scale: make_linear_layout(shared.scale)})  # else 0.1.12 may choose one that it cannot copy to
+            # TileLang 0.1.12 may else choose a layout for it that its bulk copies do not take.
+            T.annotate_layout({shared.scale: make_linear_layout(shared.scale)})
             if thread < tiles.math_threads:
                 math_role(tiles, shared, tensors)
             else:
