@@ -13,7 +13,7 @@ from gdn.ops._call import make, new
 from gdn.ops._check import FLOAT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._constants import even_offsets, zeros
 from gdn.ops._modes import address
-from gdn.ops._tensors import ALIGNMENT, EXPANDED, as_int64, copied, dtypes_of, is_expanded, log_copy
+from gdn.ops._tensors import ALIGNMENT, as_int64, copied, described, dtypes_of, log_copy
 from gdn.reference.delta_rule import largest_chunk_operand
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -240,11 +240,11 @@ def static_fields(
     }
 
 
-def pack(sizes: Sizes, tokens: Tokens) -> tuple[Packed, Tensor]:
+def pack(sizes: Sizes, tokens: Tokens, *, by_descriptor: bool) -> tuple[Packed, Tensor]:
     """First seven Params of a launch, and the offsets [N + 1] of the sequences.
 
     q, k, v [1, L, heads, D]; g, beta [1, L, HS]; A_log and dt_bias (zeros where the caller gave none) in float32, None without
-    the raw gate.
+    the raw gate. by_descriptor: kernels read q, k and v by bulk tensor copies, see `described`.
     """
     device = tokens.q.device
     A_log = dt_bias = None
@@ -256,6 +256,8 @@ def pack(sizes: Sizes, tokens: Tokens) -> tuple[Packed, Tensor]:
     if cu_seqlens is None:
         cu_seqlens = make(functools.partial(even_offsets, sizes.batch, sizes.length, device))
     q, k, v = (_packed_rows(name, x) for name, x in (("q", tokens.q), ("k", tokens.k), ("v", tokens.v)))
+    if by_descriptor:
+        q, k, v = described("q", q), described("k", k), described("v", v)
     g, beta = (None if x is None else _one_row(x) for x in (tokens.g, tokens.beta))
     return (q, k, v, g, beta, A_log, dt_bias), cu_seqlens.contiguous()
 
@@ -281,10 +283,8 @@ def _one_row(x: Tensor) -> Tensor:
 
 
 def _packed_rows(name: str, x: Tensor) -> Tensor:
-    """[B, T, heads, D] -> [1, B * T, heads, D]: no copy where address and strides are multiples of 16 bytes, none of them 0."""
+    """[B, T, heads, D] -> [1, B * T, heads, D]: no copy where address and strides are multiples of 16 bytes."""
     packed = _one_row(x)
-    if is_expanded(packed):
-        return copied(name, packed, EXPANDED)
     if not (packed.shape[3] == 1 or packed.stride(3) == 1) or not _rows_are_aligned(packed):
         why = "its last dimension is not contiguous, or its address or strides are not multiples of 16 bytes"
         return copied(name, packed, why)
@@ -297,10 +297,13 @@ def _rows_are_aligned(x: Tensor, is_written: bool = False) -> bool:
     """Whether the address, and the token and head strides of x [1, L, heads, D], are multiples of 16 bytes.
 
     Strides need only 8 where the head size itself is not a multiple of 16. Reads never use strides of dimensions with one entry.
+    Those of writes are not 0 either: they go into descriptors of bulk tensor copies.
     """
     size = x.element_size()
     access = ALIGNMENT if x.shape[-1] * size % ALIGNMENT == 0 else ALIGNMENT // 2
     strides = [x.stride(dim) for dim in (1, 2) if is_written or x.shape[dim] != 1]
+    if is_written and 0 in strides:
+        return False
     return address(x) % ALIGNMENT == 0 and all(stride * size % access == 0 for stride in strides)
 
 

@@ -73,7 +73,7 @@ def chunk_gated_delta_rule(
     ----------
     q : Tensor [B, T, Hq, K]
         Queries, bfloat16 or float16 (float32 and float64: reference only). Any strides; copied, and logged once, where the last
-        dimension is not contiguous or the address or the strides are not multiples of 16 bytes.
+        dimension is not contiguous, the address or the strides are not multiples of 16 bytes, or a stride is 0 (`expand`).
     k : Tensor [B, T, Hk, K]
         Keys, as `q`. Either Hq = Hk and HV is a multiple of Hk (GVA), or Hk = HV and Hq is a multiple of Hk (GQA).
     v : Tensor [B, T, HV, V]
@@ -183,7 +183,7 @@ def chunk_gated_delta_rule(
             _delta_rule.pass_through(initial_state, has_initial_state, final_state)
         return o, returned
 
-    tokens, cu_seqlens = _delta_rule.pack(sizes, given)
+    tokens, cu_seqlens = _delta_rule.pack(sizes, given, by_descriptor=True)
     if is_pooled:
         state_indices, final_state_indices, checkpoint_slots = (
             _delta_rule.widened(x, index_dtype) for x in (state_indices, final_state_indices, checkpoint_slots)

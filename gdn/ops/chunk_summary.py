@@ -92,7 +92,7 @@ def chunk_summary(
         h.zero_()
         P.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
         return h, P
-    packed, offsets = _delta_rule.pack(sizes, given)
+    packed, offsets = _delta_rule.pack(sizes, given, by_descriptor=True)
     launch(prepared, ChunkSummaryParams(*packed[1:], offsets, h, P), (h, P), aligned=(k, v))
     return h, P
 

@@ -11,7 +11,7 @@ from gdn.ops._call import always, launch, make, new, operator, prepare, reads_va
 from gdn.ops._check import FLOAT_DTYPES, INDEX_DTYPES, bad_value
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import EXPANDED, contiguous, contiguous_int32, copied, is_expanded
+from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
 from gdn.runtime.registry import Backend
 
@@ -105,8 +105,7 @@ def paged_mqa_logits(
     if nothing_cached or is_empty(batch, max_context_len):
         return out
     row_weights = None if weights is None else make(_indexer.kernel_weights, weights)
-    pages = _indexer.flat_pages(copied("cache", cache, EXPANDED) if is_expanded(cache) else cache)
-    rows, lengths = contiguous("q", q), make(contiguous_int32, context_lens)
+    rows, pages, lengths = contiguous("q", q), _indexer.flat_pages(cache), make(contiguous_int32, context_lens)
     params = PagedMqaLogitsParams(rows, pages, row_weights, lengths, block_tables, out, scale, skip_rows_up_to)
     launch(prepared, params, (out,), aligned=(q, cache))
     return out

@@ -201,7 +201,7 @@ def fused_recurrent_gated_delta_rule(
             _delta_rule.pass_through(initial_state, None, final_state)
         return o, returned
 
-    tokens, cu_seqlens = _delta_rule.pack(sizes, given)
+    tokens, cu_seqlens = _delta_rule.pack(sizes, given, by_descriptor=False)
     indices, final_state_indices = (_delta_rule.widened(x, index_dtype) for x in (ssm_state_indices, final_state_indices))
     if is_inplace and indices is None:
         indices, null_slot = make(functools.partial(row_indices, count, device)), -1
