@@ -12,7 +12,7 @@ from gdn.distributed.group import Ranks, without_modes
 from gdn.distributed.known import Known
 from gdn.distributed.slots import live
 from gdn.ops import _delta_rule
-from gdn.ops._call import operator_of, reads_values
+from gdn.ops._call import operator_of, reads_values, validates
 from gdn.ops._check import bad_value
 from gdn.runtime.registry import Backend
 
@@ -162,6 +162,10 @@ def _checked(arguments: dict[str, Any], ranks: Ranks, final: int | None) -> Part
     _delta_rule.check_states(states, sizes, tokens.q, has_offsets=tokens.cu_seqlens is not None)
     if reads_values(tokens.q.device):
         _delta_rule.check_state_values(states, tokens, sizes)
+        if tokens.q.dtype == torch.float16 and validates(tokens.q.device):
+            # Of this rank's tokens alone: the others' part of a state comes later, and this rank then refuses it alone.
+            own = states if ranks.rank == 0 else states._replace(initial_state=None)
+            _delta_rule.check_float16_range(own, tokens, given["scale"], given["use_qk_l2norm_in_kernel"])
     operator.check_places(arguments, given)
     ends = Ends(ranks.rank, ranks.size, final, given["output_final_state"])
     part = Part(sizes, tokens, states, {name: given[name] for name in _OF_A_PASS}, ends)

@@ -168,26 +168,32 @@ def check_decays(tokens: Tokens, bounds: Tensor, is_live: Tensor | None = None) 
         _values.check_log_decays("g", tokens.g, bounds, is_live)
 
 
-def check_float16_range(states: States, tokens: Tokens, use_qk_l2norm: bool) -> None:
+def check_float16_range(states: States, tokens: Tokens, scale: float | None, use_qk_l2norm: bool, names: str = "q, k, v") -> None:
     """Checks that what the chunk form rounds to float16 inside of a chunk fits it: kernels would go on with infinities.
 
-    Called with GDN_VALIDATE=1 only: it computes the whole call in float32.
+    Called with GDN_VALIDATE=1 only: it computes the whole call in float32. names: of the arguments, for the message. Head dims
+    above 128 go token by token in float32.
     """
+    if max(tokens.k.shape[3], tokens.v.shape[3]) > 128:
+        return
     largest = largest_chunk_operand(
-        tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, states.initial_state, use_qk_l2norm, tokens.cu_seqlens,
+        tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, scale, states.initial_state, use_qk_l2norm, tokens.cu_seqlens,
         state_v_first=states.state_v_first, use_gate_in_kernel=tokens.use_gate, A_log=tokens.A_log, dt_bias=tokens.dt_bias,
         use_beta_sigmoid_in_kernel=tokens.use_beta_sigmoid, state_indices=states.state_indices,
         has_initial_state=states.has_initial_state, null_slot=states.null_slot,
     )  # fmt: skip
-    refuse_beyond_float16("v", largest)
+    refuse_beyond_float16(names, largest)
 
 
-def refuse_beyond_float16(name: str, largest: float) -> None:
-    """Raises ValueError where the largest operand of the chunk form does not fit float16. name: of the values' argument."""
-    most = torch.finfo(torch.float16).max
-    if largest > most:
-        expected = f"float16 values whose states and updates stay within {most:.0f} (bfloat16 has the range)"
-        bad_value(name, expected, f"a state or an update of {largest:.6g}")
+def refuse_beyond_float16(names: str, largest: tuple[float, str]) -> None:
+    """Raises ValueError where the largest operand of the chunk form, a size and its name, does not fit float16.
+
+    names: of the arguments.
+    """
+    most, (size, what) = torch.finfo(torch.float16).max, largest
+    if size > most:
+        expected = f"float16 values that stay within {most:.0f} inside of a chunk (bfloat16 has the range)"
+        bad_value(names, expected, f"{what} of {size:.6g}")
 
 
 def check_state(name: str, state: Tensor, sizes: Sizes, state_v_first: bool, q: Tensor) -> None:

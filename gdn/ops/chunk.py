@@ -63,8 +63,10 @@ def chunk_gated_delta_rule(
     only what is stored in a bfloat16 pool is rounded. Inference only: no gradient is recorded, whatever requires one, and
     autocast has no influence.
 
-    Kernels round the state, v - S^T k and u to the dtype of q inside of a chunk. In float16 they must stay within 65504, or the
-    result is infinite, even where o and the final state would fit; ``GDN_VALIDATE=1`` finds it. bfloat16 has the range.
+    Kernels round to the dtype of q, inside of a chunk: the state, v - S^T k, u (over |k| = sqrt(sum of squares + 1e-6) with
+    `use_qk_l2norm_in_kernel`), the products of keys with keys and queries, and the inverse of the former. In float16 each must
+    stay within 65504, or the result is not finite, even where o and the final state would fit; ``GDN_VALIDATE=1`` finds it.
+    bfloat16 has the range.
 
     Symbols: B rows of T tokens each, or B = 1 and packed sequences with `cu_seqlens`. N sequences (B without `cu_seqlens`).
     HS = max(Hq, HV) state heads; state head s reads q head s // (HS // Hq), k head s // (HS // Hk) and v head s // (HS // HV).
@@ -167,7 +169,7 @@ def chunk_gated_delta_rule(
     if reads_values(device):
         _delta_rule.check_state_values(states, given, sizes)
         if q.dtype == torch.float16 and validates(device):
-            _delta_rule.check_float16_range(states, given, use_qk_l2norm_in_kernel)
+            _delta_rule.check_float16_range(states, given, scale, use_qk_l2norm_in_kernel)
     if initial_state is None:
         has_initial_state = None  # every sequence starts from zero anyway
 

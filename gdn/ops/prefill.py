@@ -157,7 +157,7 @@ def fused_gdn_prefill(
         _values.check_touched(touched, conv_states, null_slot)
         if mixed_qkv.dtype == torch.float16 and validates(device):
             largest = largest_prefill_operand(
-                mixed_qkv, b, a, conv_states, conv_weight, A_log, dt_bias, ssm_state, state_indices,
+                mixed_qkv, b, a, scale, conv_states, conv_weight, A_log, dt_bias, ssm_state, state_indices,
                 query_start_loc=query_start_loc, has_initial_state=has_initial_state, conv_bias=conv_bias, dims=dims,
                 activation=activation, projection_layout=projection_layout, state_v_first=state_v_first, null_slot=null_slot,
             )  # fmt: skip
