@@ -105,21 +105,20 @@ def largest_chunk_operand(
         for first in range(start, end, CHUNK_SIZE):
             last = min(first + CHUNK_SIZE, end)
             rows = tokens.rows(b, first, last)
-            operands = [*_operands(state, *rows, tokens.key_factors(b, first, last), use_qk_l2norm_in_kernel)]
-            _, state = _chunk(state, *rows)
-            for what, x in (*operands, ("a state", state)):
+            operands = [*_operands(state, rows, tokens.key_factors(b, first, last), use_qk_l2norm_in_kernel)]
+            o, state = _chunk(state, *rows)
+            for what, x in (*operands, ("a state", state), ("o", o)):  # o: the prefill step's norm reads it
                 size = float(x.abs().nan_to_num(0.0, posinf=torch.inf).max())
                 largest = max(largest, (size, what), key=lambda found: found[0])
     return largest
 
 
-def _operands(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, key_factors: Tensor, use_qk_l2norm: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """What kernels round to 16 bits in a chunk, in one form or another of either DSL. The first six arguments are `_chunk`'s.
+def _operands(state: Tensor, rows: tuple[Tensor, ...], key_factors: Tensor, use_qk_l2norm: bool) -> Iterator[tuple[str, Tensor]]:
+    """What kernels round to 16 bits in a chunk, in one form or another of either DSL. state, rows: the arguments of `_chunk`.
 
     key_factors [HS, C]: 1 / |k|. Kernels multiply raw keys, and other operands by these factors.
     """
+    q, k, v, g, beta = rows
     decay, keys, queries = _decay_between(g), k @ k.mT, (q @ k.mT).tril()
     from_start, to_end = g.cumsum(-1).exp()[:, :, None], decay[:, -1, :, None]
     column, row, factor = beta[:, None, :], beta[:, :, None], key_factors[:, :, None]
@@ -276,9 +275,10 @@ def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
 def _inverse(strict_lower: Tensor) -> Tensor:
     """(I + L)^-1 of a strictly lower triangular L [HS, C, C]."""
     identity = torch.eye(strict_lower.shape[-1], dtype=strict_lower.dtype, device=strict_lower.device)
-    return torch.linalg.solve_triangular(
+    inverse: Tensor = torch.linalg.solve_triangular(
         identity + strict_lower, identity.expand_as(strict_lower), upper=False, unitriangular=True
     )
+    return inverse
 
 
 def _decay_between(g: Tensor) -> Tensor:

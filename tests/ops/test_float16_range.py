@@ -97,3 +97,12 @@ def test_ordinary_calls_are_served(switch: Switch) -> None:
         gdn.chunk_summary(q.half(), k.half(), v.half(), g, beta, use_qk_l2norm_in_kernel=True)
     wide = {name: x.expand(1, 2, 1, 256) for name, x in (("q", q[:, :2, :1, :1]), ("k", k[:, :2, :1, :1]))}
     gdn.chunk_gated_delta_rule(wide["q"].half(), wide["k"].half(), torch.full((1, 2, 1, 256), 6e4, dtype=F16))
+
+
+def test_outputs_before_the_norm(switch: Switch) -> None:
+    """The prefill step's norm would divide infinities by each other."""
+    arguments = prefill_arguments(70) | {"scale": 1e6}
+    arguments |= {name: x.to(F16) for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16}
+    switch(GDN_VALIDATE="1")
+    with pytest.raises(ValueError, match="^mixed_qkv: expected float16 values .*, got "):
+        gdn.fused_gdn_prefill(**arguments)
