@@ -136,13 +136,14 @@ def check_states(
         check_pool("initial_state", states.initial_state, sizes, states.state_v_first, q)
     elif states.initial_state is not None:
         check_state("initial_state", states.initial_state, sizes, states.state_v_first, q)
-    check.per_sequence("has_initial_state", states.has_initial_state, count, device, (torch.bool,))
+    mask = states.has_initial_state
+    check.per_sequence("has_initial_state", mask, count, device, (torch.bool,), has_offsets=has_offsets)
     if states.final_state_indices is not None:
         if states.state_indices is None:
             bad_value("final_state_indices", f"None without {indices_name}", "a tensor")
         check.indices("final_state_indices", states.final_state_indices, count, device, ranks=(1,), has_offsets=has_offsets)
     pool = (indices_name, states.state_indices)
-    check.checkpoints(states.checkpoint_offsets, states.checkpoint_slots, pool, count)
+    check.checkpoints(states.checkpoint_offsets, states.checkpoint_slots, pool, count, has_offsets=has_offsets)
 
 
 def check_state_values(states: States, tokens: Tokens, sizes: Sizes, indices_name: str = "state_indices") -> None:

@@ -68,7 +68,8 @@ def chunk_gated_delta_rule(
     stay within 65504, or the result is not finite, even where o and the final state would fit; ``GDN_VALIDATE=1`` finds it.
     bfloat16 has the range.
 
-    Symbols: B rows of T tokens each, or B = 1 and packed sequences with `cu_seqlens`. N sequences (B without `cu_seqlens`).
+    Symbols: B rows of T tokens each, or B = 1 and packed sequences with `cu_seqlens`. N sequences; without `cu_seqlens` N is B,
+    and what is [>= N] here has exactly N rows, else those beyond N are ignored.
     HS = max(Hq, HV) state heads; state head s reads q head s // (HS // Hq), k head s // (HS // Hk) and v head s // (HS // HV).
 
     Parameters
@@ -104,10 +105,9 @@ def chunk_gated_delta_rule(
         Whether `g` is the raw gate; then the logarithm of the decay rate (required) and the bias (None = 0), any float dtype,
         which are refused without it; whether `beta` is the raw b.
     state_indices : Tensor [>= N], optional
-        Slot of each sequence in the pool, int32 or int64, any stride. With `cu_seqlens` rows beyond N are ignored, without it
-        there must be N. Sequence n starts from slot state_indices[n] and leaves its last state there. A slot <= `null_slot` is
-        padding: rows of o are zero, no slot is read or written. An empty sequence touches no slot. All other slots keep their
-        bits.
+        Slot of each sequence in the pool, int32 or int64, any stride. Sequence n starts from slot state_indices[n] and leaves its
+        last state there. A slot <= `null_slot` is padding: rows of o are zero, no slot is read or written. An empty sequence
+        touches no slot. All other slots keep their bits.
     has_initial_state : Tensor [>= N] of bool, optional
         False = that sequence starts from zero, whatever its slot holds. None = all True.
     final_state_indices : Tensor [>= N], optional
