@@ -64,7 +64,8 @@ def paged_mqa_logits(
     max_context_len : int
         Columns of the result.
     scale, relu, clean_logits, out_dtype, skip_rows_up_to : float, bool, bool, torch.dtype, int
-        See `mqa_logits`. The range of a row is the columns from 0 to its number of visible keys.
+        See `mqa_logits`. The range of a row is the columns from 0 to its number of visible keys. A NaN in a query or a key is a
+        NaN score, with `relu` too.
     out : Tensor [B * next_n, max_context_len], optional
         Tensor of `out_dtype` to write the scores into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
