@@ -93,7 +93,8 @@ use_beta_sigmoid_in_kernel, null_slot, out, backend
     TypeError, ValueError
         Named after the argument, before any part is exchanged or anything written. Where values are checked (on the CPU, and with
         ``GDN_VALIDATE=1``, on all ranks or on none) also where the ranks' calls do not fit together, and on all ranks where one
-        refuses its own. Elsewhere the others wait for such a rank.
+        refuses its own. Elsewhere the others wait for such a rank. A state that leaves float16's range with the part of other
+        ranks is found after the exchange, by its rank alone, when states may be written.
     RuntimeError
         From torch.distributed, where another rank does not make the exchange within the group's time-out. With NCCL, for which
         the host does not wait, torch's watchdog ends the process then.
