@@ -12,7 +12,7 @@ from gdn.distributed.group import Ranks, without_modes
 from gdn.distributed.known import Known
 from gdn.distributed.slots import live
 from gdn.ops import _delta_rule
-from gdn.ops._call import operator_of, reads_values
+from gdn.ops._call import operator_of, reads_values, validates
 from gdn.ops._check import bad_value
 from gdn.runtime.registry import Backend
 
@@ -93,7 +93,8 @@ use_beta_sigmoid_in_kernel, null_slot, out, backend
     TypeError, ValueError
         Named after the argument, before any part is exchanged or anything written. Where values are checked (on the CPU, and with
         ``GDN_VALIDATE=1``, on all ranks or on none) also where the ranks' calls do not fit together, and on all ranks where one
-        refuses its own. Elsewhere the others wait for such a rank.
+        refuses its own. Elsewhere the others wait for such a rank. A state that leaves float16's range with the part of other
+        ranks is found after the exchange, by its rank alone, when states may be written.
     RuntimeError
         From torch.distributed, where another rank does not make the exchange within the group's time-out. With NCCL, for which
         the host does not wait, torch's watchdog ends the process then.
@@ -162,6 +163,10 @@ def _checked(arguments: dict[str, Any], ranks: Ranks, final: int | None) -> Part
     _delta_rule.check_states(states, sizes, tokens.q, has_offsets=tokens.cu_seqlens is not None)
     if reads_values(tokens.q.device):
         _delta_rule.check_state_values(states, tokens, sizes)
+        if tokens.q.dtype == torch.float16 and validates(tokens.q.device):
+            # Of this rank's tokens alone: the others' part of a state comes later, and this rank then refuses it alone.
+            own = states if ranks.rank == 0 else states._replace(initial_state=None)
+            _delta_rule.check_float16_range(own, tokens, given["scale"], given["use_qk_l2norm_in_kernel"])
     operator.check_places(arguments, given)
     ends = Ends(ranks.rank, ranks.size, final, given["output_final_state"])
     part = Part(sizes, tokens, states, {name: given[name] for name in _OF_A_PASS}, ends)

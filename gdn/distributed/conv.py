@@ -131,9 +131,10 @@ def _checked(arguments: dict[str, Any], rank: int) -> tuple[Tensor, Tensor, Slot
         check.windows("conv_states", conv_states, dim, width, device)
         if cache_indices is None and conv_states.shape[0] < count:
             bad_value("conv_states", f"at least {count} slots without cache_indices", f"shape {list(conv_states.shape)}")
+    has_offsets = query_start_loc is not None
     if cache_indices is not None:
-        check.indices("cache_indices", cache_indices, count, device, ranks=(1,), has_offsets=query_start_loc is not None)
-    check.per_sequence("has_initial_state", given["has_initial_state"], count, device, (torch.bool,))
+        check.indices("cache_indices", cache_indices, count, device, ranks=(1,), has_offsets=has_offsets)
+    check.per_sequence("has_initial_state", given["has_initial_state"], count, device, (torch.bool,), has_offsets=has_offsets)
     check.optional("out", given["out"], shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=True)
     if reads_values(device):
         bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, x.shape[0], device)

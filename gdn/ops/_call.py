@@ -307,10 +307,16 @@ def run_reference(reason: str) -> NoReturn:
 
 
 def make(maker: Callable[..., Tensor], *sources: Tensor) -> Tensor:
-    """Returns maker(*sources), recorded for the memo where it is a new tensor. sources: arguments of the call."""
-    tensor = maker(*sources)
-    if all(tensor is not source for source in sources):
-        _current.get().created.append((tensor, maker, sources))
+    """Returns maker(*sources), recorded for the memo where it is a new tensor.
+
+    sources: arguments of the call. Where one is a copy of an argument instead, the memo does not know the new tensor either, so
+    the call is not recorded.
+    """
+    tensor, call = maker(*sources), _current.get()
+    if any(tensor is source for source in sources):
+        return tensor
+    if all(any(source is given for given in call.given.values()) for source in sources):
+        call.created.append((tensor, maker, sources))
     return tensor
 
 

@@ -133,14 +133,16 @@ def indices(
 
 
 def per_sequence(
-    name: str, value: Tensor | None, num_sequences: int, device: torch.device, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    """One value per sequence, [>= N], or None."""
+    name: str, value: Tensor | None, num_sequences: int, device: torch.device, dtypes: tuple[torch.dtype, ...], *,
+    has_offsets: bool = True,
+) -> None:  # fmt: skip
+    """One value per sequence, [>= N], or None. has_offsets: as for `indices`."""
     if value is None:
         return
-    tensor(name, value, shape=(">= N",), dtypes=dtypes, device=device)
-    if is_less(value.shape[0], num_sequences):
-        bad_value(name, f"shape [>= N] with N = {num_sequences}", f"shape {list(value.shape)}")
+    rows = ">= N" if has_offsets else "N"
+    tensor(name, value, shape=(rows,), dtypes=dtypes, device=device)
+    if is_less(value.shape[0], num_sequences) or (not has_offsets and is_less(num_sequences, value.shape[0])):
+        bad_value(name, f"shape [{rows}] with N = {num_sequences}", f"shape {list(value.shape)}")
 
 
 def windows(name: str, pool: Tensor, dim: int, columns: int, device: torch.device) -> None:
@@ -150,8 +152,14 @@ def windows(name: str, pool: Tensor, dim: int, columns: int, device: torch.devic
         bad_value(name, f"shape [slots, {dim}, columns >= {columns}]", f"shape {list(pool.shape)}")
 
 
-def checkpoints(offsets: Tensor | None, slots: Tensor | None, pool: tuple[str, Tensor | None], num_sequences: int) -> None:
-    """Checks checkpoint_offsets and checkpoint_slots [>= N, C]. pool: name and value of the argument that they require."""
+def checkpoints(
+    offsets: Tensor | None, slots: Tensor | None, pool: tuple[str, Tensor | None], num_sequences: int, *,
+    has_offsets: bool = True,
+) -> None:  # fmt: skip
+    """Checks checkpoint_offsets and checkpoint_slots [>= N, C]. pool: name and value of the argument that they require.
+
+    has_offsets: token offsets are given, as for `indices`.
+    """
     if (offsets is None) != (slots is None):
         missing = "checkpoint_offsets" if offsets is None else "checkpoint_slots"
         bad_value(missing, "checkpoint_offsets and checkpoint_slots together", "None")
@@ -160,7 +168,7 @@ def checkpoints(offsets: Tensor | None, slots: Tensor | None, pool: tuple[str, T
     name, required = pool
     if required is None:
         bad_value("checkpoint_offsets", f"None without {name}", "a tensor")
-    indices("checkpoint_offsets", offsets, num_sequences, required.device, ranks=(2,))
+    indices("checkpoint_offsets", offsets, num_sequences, required.device, ranks=(2,), has_offsets=has_offsets)
     tensor("checkpoint_slots", slots, shape=offsets.shape, dtypes=INDEX_DTYPES, device=required.device)
 
 

@@ -13,7 +13,7 @@ from gdn.ops._call import make, new
 from gdn.ops._check import FLOAT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._constants import even_offsets, zeros
 from gdn.ops._modes import address
-from gdn.ops._tensors import ALIGNMENT, EXPANDED, as_int64, copied, dtypes_of, is_expanded, log_copy
+from gdn.ops._tensors import ALIGNMENT, as_int64, copied, described, dtypes_of, log_copy
 from gdn.reference.delta_rule import largest_chunk_operand
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -136,13 +136,14 @@ def check_states(
         check_pool("initial_state", states.initial_state, sizes, states.state_v_first, q)
     elif states.initial_state is not None:
         check_state("initial_state", states.initial_state, sizes, states.state_v_first, q)
-    check.per_sequence("has_initial_state", states.has_initial_state, count, device, (torch.bool,))
+    mask = states.has_initial_state
+    check.per_sequence("has_initial_state", mask, count, device, (torch.bool,), has_offsets=has_offsets)
     if states.final_state_indices is not None:
         if states.state_indices is None:
             bad_value("final_state_indices", f"None without {indices_name}", "a tensor")
         check.indices("final_state_indices", states.final_state_indices, count, device, ranks=(1,), has_offsets=has_offsets)
     pool = (indices_name, states.state_indices)
-    check.checkpoints(states.checkpoint_offsets, states.checkpoint_slots, pool, count)
+    check.checkpoints(states.checkpoint_offsets, states.checkpoint_slots, pool, count, has_offsets=has_offsets)
 
 
 def check_state_values(states: States, tokens: Tokens, sizes: Sizes, indices_name: str = "state_indices") -> None:
@@ -168,26 +169,32 @@ def check_decays(tokens: Tokens, bounds: Tensor, is_live: Tensor | None = None) 
         _values.check_log_decays("g", tokens.g, bounds, is_live)
 
 
-def check_float16_range(states: States, tokens: Tokens, use_qk_l2norm: bool) -> None:
+def check_float16_range(states: States, tokens: Tokens, scale: float | None, use_qk_l2norm: bool, names: str = "q, k, v") -> None:
     """Checks that what the chunk form rounds to float16 inside of a chunk fits it: kernels would go on with infinities.
 
-    Called with GDN_VALIDATE=1 only: it computes the whole call in float32.
+    Called with GDN_VALIDATE=1 only: it computes the whole call in float32. names: of the arguments, for the message. Head dims
+    above 128 go token by token in float32.
     """
+    if max(tokens.k.shape[3], tokens.v.shape[3]) > 128:
+        return
     largest = largest_chunk_operand(
-        tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, states.initial_state, use_qk_l2norm, tokens.cu_seqlens,
+        tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, scale, states.initial_state, use_qk_l2norm, tokens.cu_seqlens,
         state_v_first=states.state_v_first, use_gate_in_kernel=tokens.use_gate, A_log=tokens.A_log, dt_bias=tokens.dt_bias,
         use_beta_sigmoid_in_kernel=tokens.use_beta_sigmoid, state_indices=states.state_indices,
         has_initial_state=states.has_initial_state, null_slot=states.null_slot,
     )  # fmt: skip
-    refuse_beyond_float16("v", largest)
+    refuse_beyond_float16(names, largest)
 
 
-def refuse_beyond_float16(name: str, largest: float) -> None:
-    """Raises ValueError where the largest operand of the chunk form does not fit float16. name: of the values' argument."""
-    most = torch.finfo(torch.float16).max
-    if largest > most:
-        expected = f"float16 values whose states and updates stay within {most:.0f} (bfloat16 has the range)"
-        bad_value(name, expected, f"a state or an update of {largest:.6g}")
+def refuse_beyond_float16(names: str, largest: tuple[float, str]) -> None:
+    """Raises ValueError where the largest operand of the chunk form, a size and its name, does not fit float16.
+
+    names: of the arguments.
+    """
+    most, (size, what) = torch.finfo(torch.float16).max, largest
+    if size > most:
+        expected = f"float16 values that stay within {most:.0f} inside of a chunk (bfloat16 has the range)"
+        bad_value(names, expected, f"{what} of {size:.6g}")
 
 
 def check_state(name: str, state: Tensor, sizes: Sizes, state_v_first: bool, q: Tensor) -> None:
@@ -240,11 +247,11 @@ def static_fields(
     }
 
 
-def pack(sizes: Sizes, tokens: Tokens) -> tuple[Packed, Tensor]:
+def pack(sizes: Sizes, tokens: Tokens, *, by_descriptor: bool) -> tuple[Packed, Tensor]:
     """First seven Params of a launch, and the offsets [N + 1] of the sequences.
 
     q, k, v [1, L, heads, D]; g, beta [1, L, HS]; A_log and dt_bias (zeros where the caller gave none) in float32, None without
-    the raw gate.
+    the raw gate. by_descriptor: kernels read q, k and v by bulk tensor copies, see `described`.
     """
     device = tokens.q.device
     A_log = dt_bias = None
@@ -256,6 +263,8 @@ def pack(sizes: Sizes, tokens: Tokens) -> tuple[Packed, Tensor]:
     if cu_seqlens is None:
         cu_seqlens = make(functools.partial(even_offsets, sizes.batch, sizes.length, device))
     q, k, v = (_packed_rows(name, x) for name, x in (("q", tokens.q), ("k", tokens.k), ("v", tokens.v)))
+    if by_descriptor:
+        q, k, v = described("q", q), described("k", k), described("v", v)
     g, beta = (None if x is None else _one_row(x) for x in (tokens.g, tokens.beta))
     return (q, k, v, g, beta, A_log, dt_bias), cu_seqlens.contiguous()
 
@@ -281,10 +290,8 @@ def _one_row(x: Tensor) -> Tensor:
 
 
 def _packed_rows(name: str, x: Tensor) -> Tensor:
-    """[B, T, heads, D] -> [1, B * T, heads, D]: no copy where address and strides are multiples of 16 bytes, none of them 0."""
+    """[B, T, heads, D] -> [1, B * T, heads, D]: no copy where address and strides are multiples of 16 bytes."""
     packed = _one_row(x)
-    if is_expanded(packed):
-        return copied(name, packed, EXPANDED)
     if not (packed.shape[3] == 1 or packed.stride(3) == 1) or not _rows_are_aligned(packed):
         why = "its last dimension is not contiguous, or its address or strides are not multiples of 16 bytes"
         return copied(name, packed, why)
@@ -297,10 +304,13 @@ def _rows_are_aligned(x: Tensor, is_written: bool = False) -> bool:
     """Whether the address, and the token and head strides of x [1, L, heads, D], are multiples of 16 bytes.
 
     Strides need only 8 where the head size itself is not a multiple of 16. Reads never use strides of dimensions with one entry.
+    Those of writes are not 0 either: they go into descriptors of bulk tensor copies.
     """
     size = x.element_size()
     access = ALIGNMENT if x.shape[-1] * size % ALIGNMENT == 0 else ALIGNMENT // 2
     strides = [x.stride(dim) for dim in (1, 2) if is_written or x.shape[dim] != 1]
+    if is_written and 0 in strides:
+        return False
     return address(x) % ALIGNMENT == 0 and all(stride * size % access == 0 for stride in strides)
 
 

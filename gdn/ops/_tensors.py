@@ -55,11 +55,6 @@ def is_aligned(x: Tensor, size: int = ALIGNMENT) -> bool:
     return all(x.shape[i] <= 1 or x.stride(i) * element % size == 0 for i in range(x.dim() - 1))
 
 
-def is_expanded(x: Tensor) -> bool:
-    """Whether several entries of a dimension are the same memory, as after `expand`."""
-    return any(size != 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
 def aligned(name: str, x: Tensor, size: int = ALIGNMENT) -> Tensor:
     """x, or a copy whose rows are aligned, logged once, where its rows do not start at multiples of `size` bytes."""
     if is_aligned(x, size):
@@ -67,6 +62,26 @@ def aligned(name: str, x: Tensor, size: int = ALIGNMENT) -> Tensor:
     log_copy(name, x, f"its rows are not contiguous or do not start at multiples of {size} bytes")
     gap = -x.shape[-1] % (size // x.element_size())  # after a row that has no multiple of `size` bytes
     return x.new_empty((*x.shape[:-1], x.shape[-1] + gap))[..., : x.shape[-1]].copy_(x)
+
+
+def described(name: str, x: Tensor) -> Tensor:
+    """x as the descriptor of a bulk tensor copy takes it, which has the strides of all dimensions but the last.
+
+    x: with rows aligned as by `aligned`. A copy, logged once, where entries of a dimension share memory, as after `expand`. A
+    view where a dimension of one entry has a stride of 0 or of no multiple of 16 bytes: nothing uses it, but descriptors refuse
+    it. Rows of no multiple of 16 bytes are read in other ways.
+    """
+    unit = ALIGNMENT // x.element_size()
+    if not has_memory() or x.shape[-1] % unit:
+        return x
+    sizes, strides = x.shape[:-1], x.stride()[:-1]
+    if any(stride == 0 and size > 1 for size, stride in zip(sizes, strides, strict=True)):
+        return copied(name, x, EXPANDED)
+    fitting = [
+        x.shape[-1] if size == 1 and (stride == 0 or stride % unit) else stride
+        for size, stride in zip(sizes, strides, strict=True)
+    ]
+    return x if fitting == [*strides] else x.as_strided(x.shape, (*fitting, x.stride(-1)))
 
 
 def contiguous_last(name: str, x: Tensor) -> Tensor:

@@ -63,17 +63,20 @@ def chunk_gated_delta_rule(
     only what is stored in a bfloat16 pool is rounded. Inference only: no gradient is recorded, whatever requires one, and
     autocast has no influence.
 
-    Kernels round the state, v - S^T k and u to the dtype of q inside of a chunk. In float16 they must stay within 65504, or the
-    result is infinite, even where o and the final state would fit; ``GDN_VALIDATE=1`` finds it. bfloat16 has the range.
+    Kernels round to the dtype of q, inside of a chunk: the state, v - S^T k, u (over |k| = sqrt(sum of squares + 1e-6) with
+    `use_qk_l2norm_in_kernel`), the products of keys with keys and queries, and the inverse of the former. In float16 each must
+    stay within 65504, or the result is not finite, even where o and the final state would fit; ``GDN_VALIDATE=1`` finds it.
+    bfloat16 has the range.
 
-    Symbols: B rows of T tokens each, or B = 1 and packed sequences with `cu_seqlens`. N sequences (B without `cu_seqlens`).
+    Symbols: B rows of T tokens each, or B = 1 and packed sequences with `cu_seqlens`. N sequences; without `cu_seqlens` N is B,
+    and what is [>= N] here has exactly N rows, else those beyond N are ignored.
     HS = max(Hq, HV) state heads; state head s reads q head s // (HS // Hq), k head s // (HS // Hk) and v head s // (HS // HV).
 
     Parameters
     ----------
     q : Tensor [B, T, Hq, K]
         Queries, bfloat16 or float16 (float32 and float64: reference only). Any strides; copied, and logged once, where the last
-        dimension is not contiguous or the address or the strides are not multiples of 16 bytes.
+        dimension is not contiguous, the address or the strides are not multiples of 16 bytes, or a stride is 0 (`expand`).
     k : Tensor [B, T, Hk, K]
         Keys, as `q`. Either Hq = Hk and HV is a multiple of Hk (GVA), or Hk = HV and Hq is a multiple of Hk (GQA).
     v : Tensor [B, T, HV, V]
@@ -102,10 +105,9 @@ def chunk_gated_delta_rule(
         Whether `g` is the raw gate; then the logarithm of the decay rate (required) and the bias (None = 0), any float dtype,
         which are refused without it; whether `beta` is the raw b.
     state_indices : Tensor [>= N], optional
-        Slot of each sequence in the pool, int32 or int64, any stride. With `cu_seqlens` rows beyond N are ignored, without it
-        there must be N. Sequence n starts from slot state_indices[n] and leaves its last state there. A slot <= `null_slot` is
-        padding: rows of o are zero, no slot is read or written. An empty sequence touches no slot. All other slots keep their
-        bits.
+        Slot of each sequence in the pool, int32 or int64, any stride. Sequence n starts from slot state_indices[n] and leaves its
+        last state there. A slot <= `null_slot` is padding: rows of o are zero, no slot is read or written. An empty sequence
+        touches no slot. All other slots keep their bits.
     has_initial_state : Tensor [>= N] of bool, optional
         False = that sequence starts from zero, whatever its slot holds. None = all True.
     final_state_indices : Tensor [>= N], optional
@@ -167,7 +169,7 @@ def chunk_gated_delta_rule(
     if reads_values(device):
         _delta_rule.check_state_values(states, given, sizes)
         if q.dtype == torch.float16 and validates(device):
-            _delta_rule.check_float16_range(states, given, use_qk_l2norm_in_kernel)
+            _delta_rule.check_float16_range(states, given, scale, use_qk_l2norm_in_kernel)
     if initial_state is None:
         has_initial_state = None  # every sequence starts from zero anyway
 
@@ -183,7 +185,7 @@ def chunk_gated_delta_rule(
             _delta_rule.pass_through(initial_state, has_initial_state, final_state)
         return o, returned
 
-    tokens, cu_seqlens = _delta_rule.pack(sizes, given)
+    tokens, cu_seqlens = _delta_rule.pack(sizes, given, by_descriptor=True)
     if is_pooled:
         state_indices, final_state_indices, checkpoint_slots = (
             _delta_rule.widened(x, index_dtype) for x in (state_indices, final_state_indices, checkpoint_slots)

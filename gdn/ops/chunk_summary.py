@@ -37,7 +37,8 @@ def chunk_summary(
         S_after = P S_before + h
 
     h is the final state from zeros, and P the final state from the identity with v = 0. So sequences compose without their
-    tokens: ranks that hold the parts of a sequence exchange summaries and know the state that each part starts from.
+    tokens: ranks that hold the parts of a sequence exchange summaries and know the state that each part starts from. The range
+    of float16 is that of `chunk_gated_delta_rule`.
 
     Parameters
     ----------
@@ -83,8 +84,7 @@ def chunk_summary(
         bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, q.device)
         _delta_rule.check_decays(given, bounds)
         if q.dtype == torch.float16 and validates(q.device):
-            nothing = _delta_rule.States(None, None, None, None, None, None, state_v_first, -1)
-            _delta_rule.check_float16_range(nothing, given, use_qk_l2norm_in_kernel)
+            _check_float16_range(sizes, given, use_qk_l2norm_in_kernel)
     prepared = prepare(problem_of(sizes, given, use_qk_l2norm_in_kernel, state_v_first), q.device, backend)
     h = _delta_rule.new_state(sizes, q, state_v_first)
     P = new(h.dtype, q.device, sizes.num_sequences, sizes.num_heads, sizes.head_k_dim, sizes.head_k_dim)
@@ -92,9 +92,19 @@ def chunk_summary(
         h.zero_()
         P.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
         return h, P
-    packed, offsets = _delta_rule.pack(sizes, given)
+    packed, offsets = _delta_rule.pack(sizes, given, by_descriptor=True)
     launch(prepared, ChunkSummaryParams(*packed[1:], offsets, h, P), (h, P), aligned=(k, v))
     return h, P
+
+
+def _check_float16_range(sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, use_k_l2norm: bool) -> None:
+    """Checks both runs: from zeros, and from the identity without values. Queries do not count."""
+    from_zeros = _delta_rule.States(None, None, None, None, None, None, False, -1)
+    identity = torch.eye(sizes.head_k_dim, device=given.q.device).expand(sizes.num_sequences, sizes.num_heads, -1, -1)
+    no_queries = given._replace(q=torch.zeros_like(given.q))
+    no_values = no_queries._replace(v=given.v.new_zeros(*given.v.shape[:3], sizes.head_k_dim))
+    for states, tokens in ((from_zeros, no_queries), (from_zeros._replace(initial_state=identity), no_values)):
+        _delta_rule.check_float16_range(states, tokens, None, use_k_l2norm, "k, v")
 
 
 def problem_of(

@@ -52,10 +52,10 @@ def causal_conv1d_fn(
         than w - 1 leaves its inputs after the newest of the old window (or of zeros). None = start from zeros, keep nothing.
     query_start_loc : Tensor [N + 1], optional
         Token offsets of the sequences, int32 or int64, starting at 0. Rows at or beyond query_start_loc[-1] are padding: zero
-        in y. None = one sequence.
+        in y. None = one sequence, and what is [>= N] here has exactly one row; else rows beyond N are ignored.
     cache_indices : Tensor [>= N], optional
         Slot of each sequence, int32 or int64. A slot <= `null_slot` is padding: zero rows, no slot read or written. An empty
-        sequence touches nothing. Without `query_start_loc` there is one. None = 0, 1, 2, ...
+        sequence touches nothing. None = 0, 1, 2, ...
     has_initial_state : Tensor [>= N] of bool, optional
         False = zeros are to the left of that sequence. None = all True.
     activation : {"silu", "swish"} or None
@@ -93,10 +93,11 @@ def causal_conv1d_fn(
         check.windows("conv_states", conv_states, x.shape[1], weight.shape[1] - 1, device)
         if cache_indices is None and is_less(conv_states.shape[0], count):
             bad_value("conv_states", f"at least {count} slots without cache_indices", f"shape {list(conv_states.shape)}")
+    has_offsets, pool = query_start_loc is not None, ("conv_states", conv_states)
     if cache_indices is not None:
-        check.indices("cache_indices", cache_indices, count, device, ranks=(1,), has_offsets=query_start_loc is not None)
-    check.per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
-    check.checkpoints(checkpoint_offsets, checkpoint_slots, ("conv_states", conv_states), count)
+        check.indices("cache_indices", cache_indices, count, device, ranks=(1,), has_offsets=has_offsets)
+    check.per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,), has_offsets=has_offsets)
+    check.checkpoints(checkpoint_offsets, checkpoint_slots, pool, count, has_offsets=has_offsets)
     check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
         bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, x.shape[0], device)
@@ -164,8 +165,7 @@ def causal_conv1d_update(
     weight, bias, activation : Tensor [dim, w], Tensor [dim] or None, str or None
         As for `causal_conv1d_fn`.
     conv_state_indices : Tensor [>= N] or [>= N, 1 + num_spec], optional
-        Slots, int32 or int64. A slot <= `null_slot` is padding: zero rows, nothing touched. Without `query_start_loc` there must
-        be N. None = 0, 1, 2, ...
+        Slots, int32 or int64. A slot <= `null_slot` is padding: zero rows, nothing touched. None = 0, 1, 2, ...
         [>= N]: the window of a sequence is columns 0..w-2 of its slot, and afterwards the last w - 1 of [window | inputs] are
         there.
         [>= N, 1 + num_spec], speculative decoding: the sequence's one slot is conv_state_indices[n, 0]. With
@@ -174,7 +174,8 @@ def causal_conv1d_update(
     num_accepted_tokens : Tensor [>= N], optional
         Accepted tokens of the previous step, int32 (or int64), 1..1 + num_spec; outside, the sequence is padding.
     query_start_loc : Tensor [N + 1], optional
-        Token offsets of packed sequences, int32 or int64, starting at 0.
+        Token offsets of packed sequences, int32 or int64, starting at 0. None = N is B, and what is [>= N] here has exactly N
+        rows; else rows beyond N are ignored.
     parent_token : Tensor [tokens] of int32, optional
         Draft tree, with 2-D indices. Node i follows the window of its parent (-1: the window in slot
         conv_state_indices[n, num_accepted_tokens[n] - 1]), and its own window goes to columns 0..w-2 of slot
@@ -211,15 +212,15 @@ def causal_conv1d_update(
     num_tokens = x.shape[0] * (x.shape[2] if x.dim() == 3 else 1)
     count = check.offsets("query_start_loc", query_start_loc, device, otherwise=x.shape[0])
     num_spec = 0
+    has_offsets = query_start_loc is not None
     if conv_state_indices is not None:
-        has_offsets = query_start_loc is not None
         check.indices("conv_state_indices", conv_state_indices, count, device, ranks=(1, 2), has_offsets=has_offsets)
         if conv_state_indices.dim() == 2 and parent_token is None:
             num_spec = conv_state_indices.shape[1] - 1
     check.windows("conv_state", conv_state, dim, window + num_spec, device)
     if conv_state_indices is None and is_less(conv_state.shape[0], count):
         bad_value("conv_state", f"at least {count} slots without conv_state_indices", f"shape {list(conv_state.shape)}")
-    check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
+    check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES, has_offsets=has_offsets)
     if parent_token is not None:
         check.tensor("parent_token", parent_token, shape=(num_tokens,), dtypes=(torch.int32,), device=device)
         if conv_state_indices is None or conv_state_indices.dim() != 2:

@@ -89,12 +89,12 @@ def fused_gdn_decode(
     state_indices : Tensor [>= N] or [>= N, 1 + num_spec]
         Slots of each sequence in both pools, int32 or int64. With columns (speculative decoding) the state follows
         `fused_recurrent_gated_delta_rule` and the window `causal_conv1d_update`. A sequence one of whose two slots to read
-        (state, window) is <= `null_slot` is padding: zero rows, and nothing of it is read or written. Without
-        `query_start_loc` there must be N rows.
+        (state, window) is <= `null_slot` is padding: zero rows, and nothing of it is read or written.
     conv_bias : Tensor [2 * H * K + HV * V], optional
         Bias of the convolution, any float dtype.
     query_start_loc : Tensor [N + 1], optional
-        Token offsets of the sequences, int32 or int64, starting at 0. None = one token per sequence.
+        Token offsets of the sequences, int32 or int64, starting at 0. None = one token per sequence, and what is [>= N] here has
+        exactly N rows; else rows beyond N are ignored.
     num_accepted_tokens : Tensor [>= N], optional
         Accepted tokens of the previous step, with 2-D `state_indices`, as for `fused_recurrent_gated_delta_rule`.
     num_k_heads, head_k_dim, head_v_dim : int
@@ -143,7 +143,7 @@ def fused_gdn_decode(
     sizes = _delta_rule.Sizes(1, length, count, num_k_heads, num_k_heads, heads, head_k_dim, head_v_dim)
     _delta_rule.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
     if num_accepted_tokens is not None:
-        check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES)
+        check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES, has_offsets=has_offsets)
         if state_indices.dim() != 2:
             bad_value("num_accepted_tokens", "None without 2-D state_indices", "a tensor")
     check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)

@@ -82,7 +82,8 @@ def gated_delta_rule(
     The leading sequences of at most `gdn.crossing.RECURRENT_TOKENS` tokens take the recurrent form (decode), all from the first
     longer one on the chunk form. So decode rows come first, as engines order them; any other order gives the same results, with
     short rows after a long one in the chunk form, which is slower for them. Nothing is copied but where `has_initial_state` says
-    so, and no value is read back to the host. With ``GDN_BATCH_INVARIANT=1`` all rows take the chunk form.
+    so, and no value is read back to the host. With ``GDN_BATCH_INVARIANT=1`` all rows take the chunk form, whose range of float16
+    is that of `chunk_gated_delta_rule`.
 
     Parameters
     ----------

@@ -47,7 +47,8 @@ def indexer_topk(
     """Indexer logits and top-k of ragged prefill in bounded memory.
 
     The result is that of ``topk_indices(mqa_logits(...))`` without the whole score matrix, except that a row with at most
-    `topk` visible keys lists all of them, whatever their scores.
+    `topk` visible keys lists all of them, whatever their scores. In longer rows a key is not selected whose score is NaN, as
+    that of a NaN in the key or the query is.
 
     Parameters
     ----------

@@ -138,7 +138,7 @@ def add_rms_norm(
             bad_value("layer_scale", "None without a residual", "a tensor")
         check.tensor("layer_scale", layer_scale, shape=x.shape[-1:], dtypes=FLOAT_DTYPES, device=x.device)
     check.not_negative("eps", eps)
-    dim = x.shape[-1]
+    dim, read = x.shape[-1], contiguous_last("x", x)
     fields: dict[str, Any] = {"dtype": dtype_name(x.dtype), **dtypes_of(weight=weight, layer_scale=layer_scale)}
     fields |= given_of(residual=residual)
     problem = AddRmsNormProblem(dim, **fields, zero_centred=zero_centred, num_tokens=x.numel() // max(dim, 1))
@@ -146,7 +146,7 @@ def add_rms_norm(
     normed, total = make(_like, x), x if residual is None else make(_like, x)
     if not is_empty(*x.shape):
         others = None if residual is None else aligned("residual", residual.reshape(-1, dim))
-        rows, target = aligned("x", contiguous_last("x", x).reshape(-1, dim)), None if residual is None else total.view(-1, dim)
+        rows, target = aligned("x", read.reshape(-1, dim)), None if residual is None else total.view(-1, dim)
         scale = optional(constant, layer_scale)
         params = AddRmsNormParams(rows, others, constant(weight), scale, normed.view(-1, dim), target, eps)
         launch(prepared, params, (normed, total), aligned=(x, residual, weight, layer_scale))

@@ -11,7 +11,7 @@ from gdn.ops._call import always, launch, make, new, operator, prepare, reads_va
 from gdn.ops._check import FLOAT_DTYPES, INDEX_DTYPES, bad_value
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import EXPANDED, contiguous, contiguous_int32, copied, is_expanded
+from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
 from gdn.runtime.registry import Backend
 
@@ -64,7 +64,8 @@ def paged_mqa_logits(
     max_context_len : int
         Columns of the result.
     scale, relu, clean_logits, out_dtype, skip_rows_up_to : float, bool, bool, torch.dtype, int
-        See `mqa_logits`. The range of a row is the columns from 0 to its number of visible keys.
+        See `mqa_logits`. The range of a row is the columns from 0 to its number of visible keys. A NaN in a query or a key is a
+        NaN score, with `relu` too.
     out : Tensor [B * next_n, max_context_len], optional
         Tensor of `out_dtype` to write the scores into, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -105,8 +106,7 @@ def paged_mqa_logits(
     if nothing_cached or is_empty(batch, max_context_len):
         return out
     row_weights = None if weights is None else make(_indexer.kernel_weights, weights)
-    pages = _indexer.flat_pages(copied("cache", cache, EXPANDED) if is_expanded(cache) else cache)
-    rows, lengths = contiguous("q", q), make(contiguous_int32, context_lens)
+    rows, pages, lengths = contiguous("q", q), _indexer.flat_pages(cache), make(contiguous_int32, context_lens)
     params = PagedMqaLogitsParams(rows, pages, row_weights, lengths, block_tables, out, scale, skip_rows_up_to)
     launch(prepared, params, (out,), aligned=(q, cache))
     return out

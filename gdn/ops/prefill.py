@@ -9,7 +9,7 @@ from gdn.ops._call import always, launch, make, new, operator, prepare, reads_va
 from gdn.ops._check import dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._projections import Layer, check_layer, check_projections
-from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional, target
+from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, described, dtypes_of, is_aligned, optional, target
 from gdn.problems import GdnPrefillParams, GdnPrefillProblem
 from gdn.reference.prefill import largest_prefill_operand
 from gdn.runtime.registry import Backend
@@ -71,7 +71,8 @@ def fused_gdn_prefill(
         dimension that is not contiguous is copied, logged once. With the interleaved layout the whole in_proj_qkvz output
         [tokens, H * (2 * K + 2 * r * V)], per key-head group as in `fused_qkvzba_split_reshape_cat`.
     z : Tensor [tokens, HV, V] or None
-        Input of the output gate, any float dtype and row stride; None with the interleaved layout.
+        Input of the output gate, any float dtype and row stride; copied, and logged once, where rows are not contiguous or do not
+        start at multiples of 16 bytes, or a stride is 0 (`expand`). None with the interleaved layout.
     b : Tensor [tokens, HV]
         Raw write strength, any float dtype and row stride. With the interleaved layout the whole in_proj_ba output
         [tokens, 2 * HV], per key-head group.
@@ -156,7 +157,7 @@ def fused_gdn_prefill(
         _values.check_touched(touched, conv_states, null_slot)
         if mixed_qkv.dtype == torch.float16 and validates(device):
             largest = largest_prefill_operand(
-                mixed_qkv, b, a, conv_states, conv_weight, A_log, dt_bias, ssm_state, state_indices,
+                mixed_qkv, b, a, scale, conv_states, conv_weight, A_log, dt_bias, ssm_state, state_indices,
                 query_start_loc=query_start_loc, has_initial_state=has_initial_state, conv_bias=conv_bias, dims=dims,
                 activation=activation, projection_layout=projection_layout, state_v_first=state_v_first, null_slot=null_slot,
             )  # fmt: skip
@@ -186,11 +187,14 @@ def fused_gdn_prefill(
     slots, checkpoint_slots = (_delta_rule.widened(x, index_dtype) for x in (state_indices, checkpoint_slots))
     if checkpoint_offsets is not None and checkpoint_slots is not None:
         checkpoint_offsets, checkpoint_slots = make(as_int32, checkpoint_offsets).contiguous(), checkpoint_slots.contiguous()
+    rows = aligned("mixed_qkv", mixed_qkv)
+    if problem.interleaved:
+        rows = described("mixed_qkv", rows)  # z is part of it
     params = GdnPrefillParams(
-        aligned("mixed_qkv", mixed_qkv), None if z is None else aligned("z", z), b, a, conv_states, constant(conv_weight),
+        rows, None if z is None else described("z", aligned("z", z)), b, a, conv_states, constant(conv_weight),
         optional(constant, conv_bias), make(_float32, A_log), make(_float32, dt_bias), constant(norm_weight), ssm_state, slots,
         optional(Tensor.contiguous, has_initial_state), query_start_loc.contiguous(), checkpoint_offsets, checkpoint_slots,
-        written.view(length, heads, head_v_dim), new(torch.uint8, device, prepared.workspace_bytes),
+        described("out", written.view(length, heads, head_v_dim)), new(torch.uint8, device, prepared.workspace_bytes),
         head_k_dim**-0.5 if scale is None else scale, eps, null_slot,
     )  # fmt: skip
     channels_last = conv_states if problem.conv_channels_contiguous else None

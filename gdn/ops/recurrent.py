@@ -68,6 +68,7 @@ def fused_recurrent_gated_delta_rule(
         S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q * scale
 
     State, modes and symbols as in `chunk_gated_delta_rule`: B rows of T tokens, or B = 1 and N packed sequences; HS state heads.
+    Without `cu_seqlens` N is B, and what is [>= N] here has exactly N rows, else those beyond N are ignored.
 
     Parameters
     ----------
@@ -85,7 +86,7 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens : Tensor [N + 1], optional
         Token offsets of packed sequences, as for `chunk_gated_delta_rule`.
     ssm_state_indices : Tensor [>= N] or [>= N, columns], optional
-        Slots in the pool, int32 or int64, any strides. With `cu_seqlens` rows beyond N are ignored, without it there must be N.
+        Slots in the pool, int32 or int64, any strides.
         [>= N]: sequence n starts from slot ssm_state_indices[n], and only the state after its last token is stored there.
         [>= N, columns], speculative decoding: the state before the first token is in slot
         ssm_state_indices[n, num_accepted_tokens[n] - 1] (column 0 without `num_accepted_tokens`), and the state after token i
@@ -201,7 +202,7 @@ def fused_recurrent_gated_delta_rule(
             _delta_rule.pass_through(initial_state, None, final_state)
         return o, returned
 
-    tokens, cu_seqlens = _delta_rule.pack(sizes, given)
+    tokens, cu_seqlens = _delta_rule.pack(sizes, given, by_descriptor=False)
     indices, final_state_indices = (_delta_rule.widened(x, index_dtype) for x in (ssm_state_indices, final_state_indices))
     if is_inplace and indices is None:
         indices, null_slot = make(functools.partial(row_indices, count, device)), -1
@@ -224,14 +225,14 @@ def _check_optional(
 ) -> None:  # fmt: skip
     """Checks the arguments that need indices: final_state_indices, num_accepted_tokens and parent_token."""
     count, device, has_columns = sizes.num_sequences, given.q.device, slots is not None and slots.dim() == 2
+    has_offsets = given.cu_seqlens is not None
     if last is not None:
         if slots is None:
             bad_value("final_state_indices", "None without ssm_state_indices", "a tensor")
-        has_offsets = given.cu_seqlens is not None
         check.indices("final_state_indices", last, count, device, ranks=(slots.dim(),), has_offsets=has_offsets)
         if has_columns and last.shape[1] != slots.shape[1]:
             bad_value("final_state_indices", f"{slots.shape[1]} columns", f"shape {list(last.shape)}")
-    check.per_sequence("num_accepted_tokens", accepted, count, device, INDEX_DTYPES)
+    check.per_sequence("num_accepted_tokens", accepted, count, device, INDEX_DTYPES, has_offsets=has_offsets)
     if parent is not None:
         shape = (sizes.num_tokens,) if parent.dim() == 1 else (sizes.batch, sizes.length)
         check.tensor("parent_token", parent, shape=shape, dtypes=(torch.int32,), device=device)

@@ -8,6 +8,7 @@ The recurrence is that of Gated DeltaNet (Yang et al., arXiv:2412.06464), where 
 form of the delta rule (Yang et al., arXiv:2406.06484).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from gdn.reference.rounding import stochastic_bfloat16
 
 CHUNK_SIZE = 64  # tokens
 L2_NORM_EPS = 1e-6  # added to the sum of squares
+_INVERSE_SCALE = 32.0  # by which a kernel multiplies the inverse in float16 with normalised keys
 
 
 @inference_only
@@ -78,20 +80,20 @@ def chunk_gated_delta_rule(
 
 @inference_only
 def largest_chunk_operand(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, initial_state: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, *, state_v_first: bool = False,
-    use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, *,
+    state_v_first: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False, state_indices: Tensor | None = None, has_initial_state: Tensor | None = None,
     null_slot: int = -1,
-) -> float:  # fmt: skip
-    """The largest magnitude that a kernel of the chunk form rounds to the dtype of q: of S, A * G * beta, W and Vn of any chunk.
+) -> tuple[float, str]:  # fmt: skip
+    """The largest magnitude of all that a kernel of the chunk form rounds to the dtype of q, and what it belongs to.
 
-    Nothing is written. 0 without tokens; infinite where a value is not finite.
+    Nothing is written. (0, "") without tokens. NaN does not count: it comes from an argument, or from an infinity, which does.
     """
     tokens = _Tokens(
-        q, k, v, g, beta, None, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
+        q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
     )
-    sequences, is_continued, largest = _sequences(q, cu_seqlens), listed(has_initial_state), 0.0
+    sequences, is_continued, largest = _sequences(q, cu_seqlens), listed(has_initial_state), (0.0, "")
     slots = list(range(len(sequences))) if state_indices is None else state_indices.tolist()
     for n, (b, start, end) in enumerate(sequences):
         if start == end or (state_indices is not None and slots[n] <= null_slot):
@@ -101,14 +103,44 @@ def largest_chunk_operand(
         else:
             state = _load(initial_state, slots[n], state_v_first, tokens.dtype)
         for first in range(start, end, CHUNK_SIZE):
-            rows = tokens.rows(b, first, min(first + CHUNK_SIZE, end))
-            _, k_rows, v_rows, g_rows, beta_rows = rows
-            decay_from_start = g_rows.cumsum(-1).exp()[:, :, None]
-            operands = state, *_updates(state, k_rows, v_rows, _decay_between(g_rows), decay_from_start, beta_rows)
-            largest = max(largest, *(float(x.abs().max().nan_to_num(torch.inf)) for x in operands))
-            _, state = _chunk(state, *rows)
-        largest = max(largest, float(state.abs().max().nan_to_num(torch.inf)))
+            last = min(first + CHUNK_SIZE, end)
+            rows = tokens.rows(b, first, last)
+            operands = [*_operands(state, rows, tokens.key_factors(b, first, last), use_qk_l2norm_in_kernel)]
+            o, state = _chunk(state, *rows)
+            for what, x in (*operands, ("a state", state), ("o", o)):  # o: the prefill step's norm reads it
+                size = float(x.abs().nan_to_num(0.0, posinf=torch.inf).max())
+                largest = max(largest, (size, what), key=lambda found: found[0])
     return largest
+
+
+def _operands(state: Tensor, rows: tuple[Tensor, ...], key_factors: Tensor, use_qk_l2norm: bool) -> Iterator[tuple[str, Tensor]]:
+    """What kernels round to 16 bits in a chunk, in one form or another of either DSL. state, rows: the arguments of `_chunk`.
+
+    key_factors [HS, C]: 1 / |k|. Kernels multiply raw keys, and other operands by these factors.
+    """
+    q, k, v, g, beta = rows
+    decay, keys, queries = _decay_between(g), k @ k.mT, (q @ k.mT).tril()
+    from_start, to_end = g.cumsum(-1).exp()[:, :, None], decay[:, -1, :, None]
+    column, row, factor = beta[:, None, :], beta[:, :, None], key_factors[:, :, None]
+    difference = v - from_start * (k @ state)
+    yield "a state", state
+    yield "v - S^T k", difference
+    by_column, by_row = (column * keys).tril(-1), (row * keys).tril(-1)  # L with beta in its columns, and in its rows
+    inverse, inverse_by_row = _inverse(by_column), _inverse(by_row)
+    for x in (by_column, by_row, queries / key_factors[:, None, :], column * decay * queries):
+        yield "a product of keys or queries", x
+    gated = inverse * decay
+    strength = to_end * factor * row
+    scaled = (_INVERSE_SCALE if use_qk_l2norm else 1.0) * factor * inverse_by_row
+    for x in (inverse, scaled, strength * gated):
+        yield "an inverse of products of keys", x
+    for x in ((column * decay * queries) @ gated, column * decay * (queries @ inverse_by_row)):
+        yield "an inverse of products of keys, times queries", x
+    for x in ((strength / factor * gated).mT @ k, to_end * row * (inverse_by_row.mT @ k)):
+        yield "an inverse of products of keys, times keys", x
+    updates = gated @ difference
+    yield "v - S^T k", updates
+    yield "u / |k|" if use_qk_l2norm else "u", strength * updates
 
 
 @inference_only
@@ -232,24 +264,21 @@ def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
     decay = _decay_between(g)
     decay_from_start = g.cumsum(-1).exp()[:, :, None]
     decay_to_end = decay[:, -1, :, None]
-    _, w, v_new = _updates(state, k, v, decay, decay_from_start, beta)
+    inverse = _inverse((beta[:, :, None] * (k @ k.mT)).tril(-1))
+    w = v - decay_from_start * (k @ state)
+    v_new = (inverse * decay * beta[:, None, :]) @ w
     o = decay_from_start * (q @ state) + (decay * (q @ k.mT)) @ v_new
     state = decay_from_start[:, -1:] * state + k.mT @ (decay_to_end * v_new)
     return o, state
 
 
-def _updates(
-    state: Tensor, k: Tensor, v: Tensor, decay: Tensor, decay_from_start: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A * G * beta_column [HS, C, C], W and Vn [HS, C, V] of a chunk; decay: G; decay_from_start: exp(c) [HS, C, 1]."""
-    identity = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)
-    strict_lower = (beta[:, :, None] * (k @ k.mT)).tril(-1)
-    inverse = torch.linalg.solve_triangular(
+def _inverse(strict_lower: Tensor) -> Tensor:
+    """(I + L)^-1 of a strictly lower triangular L [HS, C, C]."""
+    identity = torch.eye(strict_lower.shape[-1], dtype=strict_lower.dtype, device=strict_lower.device)
+    inverse: Tensor = torch.linalg.solve_triangular(
         identity + strict_lower, identity.expand_as(strict_lower), upper=False, unitriangular=True
     )
-    w = v - decay_from_start * (k @ state)
-    gated = inverse * decay * beta[:, None, :]
-    return gated, w, gated @ w
+    return inverse
 
 
 def _decay_between(g: Tensor) -> Tensor:
@@ -297,6 +326,11 @@ class _Tokens:
             beta = self.beta[b, start:end].to(self.dtype).t()
             beta = beta.sigmoid() if self.use_beta_sigmoid else beta
         return q * scale, k, v, g, beta
+
+    def key_factors(self, b: int, start: int, end: int) -> Tensor:
+        """1 / |k| [HS, T] of tokens start..end, 1 without the norm."""
+        squares = self._expanded(self.k[b, start:end]).square().sum(-1)
+        return (squares + L2_NORM_EPS).rsqrt() if self.use_qk_l2norm else torch.ones_like(squares)
 
     def _expanded(self, x: Tensor) -> Tensor:
         """[T, heads, D] -> [HS, T, D]: state head s reads head s // (HS // heads)."""

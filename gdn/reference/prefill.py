@@ -60,11 +60,11 @@ def split_heads(x: Tensor, num_k_heads: int, head_k_dim: int, num_v_heads: int, 
 
 @inference_only
 def largest_prefill_operand(
-    mixed_qkv: Tensor, b: Tensor, a: Tensor | None, conv_states: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor,
-    ssm_state: Tensor, state_indices: Tensor, *, query_start_loc: Tensor, has_initial_state: Tensor | None,
-    conv_bias: Tensor | None, dims: tuple[int, int, int], activation: str | None, projection_layout: str, state_v_first: bool,
-    null_slot: int,
-) -> float:  # fmt: skip
+    mixed_qkv: Tensor, b: Tensor, a: Tensor | None, scale: float | None, conv_states: Tensor, conv_weight: Tensor,
+    A_log: Tensor, dt_bias: Tensor, ssm_state: Tensor, state_indices: Tensor, *, query_start_loc: Tensor,
+    has_initial_state: Tensor | None, conv_bias: Tensor | None, dims: tuple[int, int, int], activation: str | None,
+    projection_layout: str, state_v_first: bool, null_slot: int,
+) -> tuple[float, str]:  # fmt: skip
     """`largest_chunk_operand` of a prefill step's delta rule. Nothing is written. dims: H, K and V."""
     (num_k_heads, head_k_dim, head_v_dim), num_v_heads = dims, A_log.shape[0]
     if projection_layout == "interleaved":
@@ -77,6 +77,6 @@ def largest_prefill_operand(
     q, k, v = split_heads(x, num_k_heads, head_k_dim, num_v_heads, head_v_dim)
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     return largest_chunk_operand(
-        q, k, v, g[None], beta[None], ssm_state, True, query_start_loc, state_v_first=state_v_first,
+        q, k, v, g[None], beta[None], scale, ssm_state, True, query_start_loc, state_v_first=state_v_first,
         state_indices=state_indices, has_initial_state=has_initial_state, null_slot=null_slot,
     )  # fmt: skip

@@ -61,10 +61,17 @@ class MachineCode:
     instructions: Counter[str]  # full opcode ("LDG.E.128.CONSTANT") -> occurrences
 
     def count(self, pattern: str) -> int:
-        """Instructions of a mnemonic and, after dots, modifiers in any place: "LDG.128" counts "LDG.E.128.CONSTANT"."""
+        """Instructions of a mnemonic and, after dots, modifiers in any place: "LDG.128" counts "LDG.E.128.CONSTANT".
+
+        A modifier after an exclamation mark must be absent: "FMNMX.!NAN" leaves out "FMNMX.NAN".
+        """
         mnemonic, *modifiers = pattern.split(".")
+        absent = {modifier[1:] for modifier in modifiers if modifier.startswith("!")}
+        present = {modifier for modifier in modifiers if not modifier.startswith("!")}
         split = ((opcode.split("."), occurrences) for opcode, occurrences in self.instructions.items())
-        return sum(occurrences for (head, *parts), occurrences in split if head == mnemonic and {*modifiers} <= {*parts})
+        return sum(
+            count for (head, *parts), count in split if head == mnemonic and present <= {*parts} and absent.isdisjoint(parts)
+        )
 
     @property
     def spills(self) -> int:

@@ -144,13 +144,19 @@ def head_sums(tiles, rProducts, rWeights, group: cutlass.Constexpr, first_kv: cu
     for pair in cutlass.range_constexpr(tiles.order.pairs):
         place = group * tiles.order.pairs + pair + nth * (tiles.product_columns // 8)
         heads = [tiles.order.head(first_kv + nth, odd, pair) for odd in range(2)]
-        add_pair(tiles, rParts, rProducts, rWeights, place, group, heads)
+        add_pair(tiles, rParts, rProducts, rWeights, place, group, heads, pair == 0)
     return rParts[0, 0] + rParts[0, 1], rParts[1, 0] + rParts[1, 1]
 
 
 @cute.jit
-def add_pair(tiles, rParts, rProducts, rWeights, place: cutlass.Constexpr, group: cutlass.Constexpr, heads: cutlass.Constexpr):
-    """Adds two heads of a query, the place-th eight columns of the products, to its sums; None is no head."""
+def add_pair(
+    tiles, rParts, rProducts, rWeights, place: cutlass.Constexpr, group: cutlass.Constexpr, heads: cutlass.Constexpr,
+    is_first: cutlass.Constexpr,
+):  # fmt: skip
+    """Adds two heads of a query, the place-th eight columns of the products, to its sums; None is no head.
+
+    is_first: the sums are 0. A relu is never -0, so 0 + relu is the relu: the compiler keeps that addition where NaN stays NaN.
+    """
     for side in cutlass.range_constexpr(2):
         for odd in cutlass.range_constexpr(2):
             if cutlass.const_expr(heads[odd] is not None):
@@ -162,6 +168,8 @@ def add_pair(tiles, rParts, rProducts, rWeights, place: cutlass.Constexpr, group
                 if cutlass.const_expr(tiles.has_weights):
                     weight = rWeights[group * tiles.lane_heads + heads[odd]]
                     rParts[side, odd] = rParts[side, odd] + value * weight
+                elif cutlass.const_expr(is_first and tiles.relu):
+                    rParts[side, odd] = value
                 else:
                     rParts[side, odd] = rParts[side, odd] + value
 

@@ -149,7 +149,7 @@ def half_sums(tiles, storage, registers, column_half: cutlass.Constexpr, rFactor
         group, pair = (column_half * blocks + block) // pairs, (column_half * blocks + block) % pairs
         if cutlass.const_expr(pair == 0):
             rParts.fill(0.0)
-        products.add_pair(tiles, rParts, rProducts, rWeights, block, group, [2 * pair, 2 * pair + 1])
+        products.add_pair(tiles, rParts, rProducts, rWeights, block, group, [2 * pair, 2 * pair + 1], pair == 0)
         if cutlass.const_expr(pair == pairs - 1):
             low = (rParts[0, 0] + rParts[0, 1]) * (rFactors[0] * scale)
             high = (rParts[1, 0] + rParts[1, 1]) * (rFactors[1] * scale)

@@ -170,7 +170,8 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
             out=T.StridedTensor((rows, width), (out_stride, 1), tiles.out_dtype),
             scale=T.float32(),
         )
-        with T.Kernel(tiles.blocks, threads=tiles.math_threads + _logits.WARPGROUP) as block:
+        threads = tiles.math_threads + _logits.WARPGROUP
+        with T.Kernel(tiles.blocks, threads=threads, prelude=_logits.prelude(tiles)) as block:
             shared = _logits.allocate_shared(
                 tiles,  # item: job, first token, tiles, keys that every draft sees
                 scale=T.alloc_shared((tiles.stages, tiles.pieces * tiles.copies * tiles.pitch), "float32"),

@@ -134,7 +134,8 @@ def program(problem: MqaLogitsProblem, config: Config) -> Any:
             scale=T.float32(),
             chunk_tiles=T.int32(),
         )
-        with T.Kernel(tiles.blocks, threads=tiles.math_threads + _logits.WARPGROUP) as block:
+        threads = tiles.math_threads + _logits.WARPGROUP
+        with T.Kernel(tiles.blocks, threads=threads, prelude=_logits.prelude(tiles)) as block:
             shared = _logits.allocate_shared(
                 tiles,  # item: first tile, end tile, origin, keys every row sees: from, to
                 first=T.alloc_shared((2, tiles.queries), "int32"),

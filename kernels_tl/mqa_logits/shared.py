@@ -13,6 +13,7 @@ from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, LogitsProblem
 from kernels_tl.common import build
 from kernels_tl.common.copies import bulk_load
+from kernels_tl.common.ptx import MAXIMUM, maximum
 
 WARPGROUP = 128
 MAX_COLUMNS = 256  # of one wgmma
@@ -160,6 +161,11 @@ def multiply(tiles: Any, shared: Any, count: Any, item: Any, group: Any, scores:
     )
 
 
+def prelude(tiles: Tiles) -> str | None:
+    """Source that `activated` needs."""
+    return MAXIMUM if tiles.relu and not tiles.doubles else None
+
+
 def activated(tiles: Tiles, score: Any) -> Any:
     """The score after the activation; NaN stays NaN, which `T.max` would make 0.
 
@@ -168,7 +174,7 @@ def activated(tiles: Tiles, score: Any) -> Any:
     """
     if not tiles.relu:
         return score
-    return score + T.abs(score) if tiles.doubles else T.if_then_else(score < 0.0, 0.0, score)
+    return score + T.abs(score) if tiles.doubles else maximum(score, T.float32(0.0))
 
 
 def activated_scale(tiles: Tiles, scale: Any) -> Any:

@@ -107,7 +107,10 @@ def test_a_cubin_that_is_cut_off_raises() -> None:
         machine_code.kernels(bytes(header))
 
 
-@pytest.mark.parametrize(("pattern", "count"), [("LDG", 5), ("LDG.128", 3), ("LDG.E.128", 3), ("LDG.CONSTANT.128", 2), ("LD", 0)])
+@pytest.mark.parametrize(("pattern", "count"), [
+    ("LDG", 5), ("LDG.128", 3), ("LDG.E.128", 3), ("LDG.CONSTANT.128", 2), ("LD", 0),
+    ("LDG.!128", 2), ("LDG.128.!CONSTANT", 1),
+])  # fmt: skip
 def test_count(pattern: str, count: int) -> None:
     opcodes = machine_code.Counter({"LDG.E.128.CONSTANT": 2, "LDG.E.128": 1, "LDG.E": 2, "STG.E.128": 7})
     kernel = machine_code.MachineCode("k", "sm_90a", 8, 128, 0, 0, opcodes)

@@ -1,5 +1,6 @@
 """Cases of the operators. Every rank computes the whole call by itself, from the same seed, and compares its own part."""
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from gdn.distributed import composition
 from gdn.distributed import group as groups
 from gdn.distributed.composition import LEAST_SEGMENT
 from gdn.distributed.group import Ranks
+from gdn.runtime import env
 
 SLOTS = 9
 # Tokens of each sequence on each of four ranks; smaller groups take the first ones, and the last of these has the rest.
@@ -275,6 +277,7 @@ def refused_calls() -> list[tuple[type[Exception], str, Callable[..., Any]]]:
         (TypeError, "null_slot: expected an int", {"null_slot": 0.5}),
         (TypeError, "initial_state: expected", {"initial_state": 3}),
         (ValueError, overlaps + " with v", {"out": own["v"]}),
+        (TypeError, "A_log, dt_bias: expected None without use_gate_in_kernel=True", {"A_log": torch.ones(4)}),
         (ValueError, "A_log: expected", {"use_gate_in_kernel": True, "A_log": torch.ones(3)}),
         (ValueError, "heads whose states", {name: torch.ones(1, 4, 1, 3) for name in "qkv"} | {"g": None, "beta": None}),
     ]  # fmt: skip
@@ -317,6 +320,21 @@ def one_rank_refuses(group: Any) -> None:
             raises(ValueError, "group: expected ranks that all accept their arguments, got an error on rank 1",
                    gdn.distributed.chunk_gated_delta_rule, **tokens(8), group=group)  # fmt: skip
     assert time.monotonic() - begin < 20
+
+
+def one_rank_leaves_float16(group: Any) -> None:
+    """With GDN_VALIDATE=1: found before the exchange, so that no rank waits for the one that refuses."""
+    k = torch.zeros(1, 2, 1, 16, dtype=torch.float16)  # 1 / |k| is 1000, by which kernels multiply v
+    call = partial(gdn.distributed.chunk_gated_delta_rule, k, k, use_qk_l2norm_in_kernel=True, group=group)
+    with mock.patch.dict(os.environ, GDN_VALIDATE="1"):
+        env.reload()
+        call(torch.ones_like(k))
+        if dist.get_rank(group) == 1:
+            raises(ValueError, "q, k, v: expected float16 values", call, torch.full_like(k, 100.0))
+        else:
+            refusal = "group: expected ranks that all accept their arguments, got an error on rank 1"
+            raises(ValueError, refusal, call, torch.ones_like(k))
+    env.reload()
 
 
 def rows_of_all(group: Any) -> None:
@@ -484,6 +502,7 @@ CASES: dict[str, Callable[[Any], None]] = {
     "conv, refusals": conv_refuses,
     "refusals are alike on all ranks": refusals_are_alike,
     "one rank refuses": one_rank_refuses,
+    "one rank leaves float16": one_rank_leaves_float16,
     "calls differ": calls_differ,
     "rows of all ranks": rows_of_all,
     "chunk, one sequence": partial(chunk, lengths=ONE),

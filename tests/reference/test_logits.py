@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+import gdn
 from gdn import reference
 from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.reference import logits as reference_logits
@@ -179,6 +180,21 @@ def test_paged_equals_ragged_over_the_same_rows():
         max_seqlen_k=70,
     )
     assert torch.allclose(got, ragged_out, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_nan_is_kept_and_not_selected(dtype, relu):
+    source = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(*shape, generator=source) for shape in ((3, 4, 16), (9, 16)))
+    q[1, 2, 5], k[6, 0] = torch.nan, torch.nan
+    starts, ends = torch.zeros(3, dtype=torch.int32), torch.full((3,), 9, dtype=torch.int32)
+    arguments = (q.to(dtype), k.to(dtype), torch.rand(3, 4, generator=source), starts, ends)
+    scores = gdn.mqa_logits(*arguments, relu=relu)
+    assert scores.isnan().tolist() == [[row == 1 or key == 6 for key in range(9)] for row in range(3)]
+    chosen = gdn.indexer_topk(*arguments, 8, relu=relu)
+    every = [key for key in range(9) if key != 6]
+    assert chosen.tolist() == [every, [-1] * 8, every]
 
 
 def test_a_wrong_result_is_noticed():

@@ -61,6 +61,11 @@ def _shape(draw: Draw, call: Call, lengths: list[int], most_padding: int = 2) ->
     return batch, max(lengths), batch
 
 
+def _rows(call: Call) -> str:
+    """Dimension of what has a row a sequence: more than N with offsets alone."""
+    return "N+" if "cu_seqlens" in call.arguments else "N"
+
+
 def state_of(draw: Draw, call: Call, name: str, slots: int, inner: tuple[int, ...], *, is_pool: bool) -> torch.Tensor:
     heads, k_dim, v_dim = inner
     v_first = draw.maybe()
@@ -98,7 +103,7 @@ def chunk(draw: Draw) -> Call:
     if kind == "pool":
         _prefill_pool(draw, call, inner, count, has_checkpoints)
     if kind != "none" and draw.maybe(0.4):
-        call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), "N+")
+        call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), _rows(call))
     return call
 
 
@@ -168,7 +173,7 @@ def step(draw: Draw) -> Call:
     if kind == "pool":
         _prefill_pool(draw, call, inner, count, has_checkpoints, draw.pick("state_indices", "ssm_state_indices"))
     if kind in ("states", "in place", "pool") and draw.maybe(0.4):
-        call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), "N+")
+        call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), _rows(call))
     if kind in ("in place", "pool") and draw.maybe(0.3):
         call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
         call.ties["one"] = ("rounding_seed",)
@@ -184,7 +189,7 @@ def _prefill_pool(
     slots, size = slots_of(draw, call, count, columns=4)
     null_slot = call.arguments.get("null_slot", -1)
     state_of(draw, call, "initial_state", size, inner, is_pool=True)
-    rows = "N+" if "cu_seqlens" in call.arguments else "N"
+    rows = _rows(call)
     extra = draw.pick(0, 2) if rows == "N+" else 0
     dtype = draw.pick(torch.int32, torch.int64)
     reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
@@ -196,8 +201,8 @@ def _prefill_pool(
         offsets = [[draw.pick(0, 64, 128), 0] for _ in range(count)]
         offsets[0][0] = 64
         saved = [list(slots[2 * count + 2 * n :][:2]) for n in range(count)]
-        call.give("checkpoint_offsets", draw.indices(offsets), "N+ C")
-        call.give("checkpoint_slots", draw.indices(saved), "N+ C")
+        call.give("checkpoint_offsets", draw.indices(offsets), f"{rows} C")
+        call.give("checkpoint_slots", draw.indices(saved), f"{rows} C")
 
 
 def _pooled(draw: Draw, call: Call, kind: str, inner: tuple[int, ...], num_tokens: int, count: int, length: int) -> None:
@@ -213,16 +218,15 @@ def _pooled(draw: Draw, call: Call, kind: str, inner: tuple[int, ...], num_token
         rows = [[null_slot] * columns if draw.maybe(0.15) else row for row in rows]
         return [row[0] for row in rows] if kind == "1-D" else rows
 
-    has_offsets = "cu_seqlens" in call.arguments
-    dims = ("N+" if has_offsets else "N") + ("" if kind == "1-D" else " columns")
+    dims = _rows(call) + ("" if kind == "1-D" else " columns")
     reads = table(0)
-    extra = [reads[0]] * draw.pick(0, 1) if has_offsets else []
+    extra = [reads[0]] * draw.pick(0, 1) if _rows(call) == "N+" else []
     call.give("ssm_state_indices", draw.indices(reads + extra, dtype), dims)
     if draw.maybe(0.3):
         call.give("final_state_indices", draw.indices(table(count * columns), dtype), dims)
     if kind != "1-D" and draw.maybe(0.6):
         accepted = [draw.random.randint(1, columns) for _ in range(count)]
-        call.give("num_accepted_tokens", draw.indices(accepted), "N+")
+        call.give("num_accepted_tokens", draw.indices(accepted), _rows(call))
     if kind == "tree":
         call.give("parent_token", torch.tensor(_parents(draw, call, num_tokens, length), dtype=torch.int32), "T")
         call.ties.setdefault("T", ())

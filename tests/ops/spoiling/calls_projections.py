@@ -44,7 +44,7 @@ def decode(draw: Draw) -> Call:
     call.give("state_indices", draw.indices([row[0] for row in indices] if kind == "1-D" else indices), dims)
     if kind == "2-D accepted":
         accepted = [draw.random.randint(1, columns) for _ in range(count)]
-        call.give("num_accepted_tokens", draw.indices(accepted), "N+")
+        call.give("num_accepted_tokens", draw.indices(accepted), "N+" if is_packed else "N")
     if state.dtype == torch.bfloat16 and draw.maybe():
         call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
         call.ties["one"] = ("rounding_seed",)

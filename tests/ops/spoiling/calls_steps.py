@@ -45,20 +45,21 @@ def conv_fn(draw: Draw) -> Call:
         has_slots = draw.maybe(0.7)
         size = 4 * count + 2
         call.give("conv_states", _windows(draw, size if has_slots else count + 1, dim, width - 1 + draw.pick(0, 2)), "~ C ~")
+        sequences = "N+" if is_packed else "N"
         if has_slots:
             null_slot = _null_slot(draw, call)
             slots = draw.distinct(3 * count, size, start=null_slot + 1)
             reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
             extra = [1] * (draw.pick(0, 1) if is_packed else 0)
-            call.give("cache_indices", draw.indices(reads + extra), "N+" if is_packed else "N")
+            call.give("cache_indices", draw.indices(reads + extra), sequences)
             if draw.maybe(0.4):
                 saved = [list(slots[count + 2 * n :][:2]) for n in range(count)]
                 dtype_of = draw.pick(torch.int32, torch.int64)
                 lasts = [[draw.random.randint(0, length), 0] for length in lengths]
-                call.give("checkpoint_offsets", draw.indices(lasts, dtype_of), "N+ columns")
-                call.give("checkpoint_slots", draw.indices(saved), "N+ columns")
+                call.give("checkpoint_offsets", draw.indices(lasts, dtype_of), f"{sequences} columns")
+                call.give("checkpoint_slots", draw.indices(saved), f"{sequences} columns")
         if draw.maybe(0.5):
-            call.give("has_initial_state", torch.tensor([draw.maybe() for _ in range(count)]), "N+")
+            call.give("has_initial_state", torch.tensor([draw.maybe() for _ in range(count)]), sequences)
     if draw.maybe(0.4):
         call.give("out", draw.rows(draw.floats(tokens, dim, dtype=dtype), lead=1), "T C")
     return call
@@ -103,7 +104,8 @@ def conv_update(draw: Draw) -> Call:
         call.give("conv_state_indices", draw.indices([row[0] for row in rows] if flat else rows), dims)
         if kind.endswith("accepted") or kind == "tree" and draw.maybe():
             most = 1 + num_spec if kind != "tree" else columns
-            call.give("num_accepted_tokens", draw.indices([draw.random.randint(1, most) for _ in range(count)]), "N+")
+            accepted = [draw.random.randint(1, most) for _ in range(count)]
+            call.give("num_accepted_tokens", draw.indices(accepted), "N+" if has_offsets else "N")
     if kind == "tree":
         total = tokens if form == "packed" else sum(lengths)
         parents = [-1] * total

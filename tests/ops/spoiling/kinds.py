@@ -76,13 +76,17 @@ _INDEX: Kind = _TENSOR | {
 INDEX: Kind = _INDEX | {"the other index dtype": SAME, "one longer": VALUE}
 # int32 alone.
 INT32: Kind = _INDEX | {"dtype int64": TYPE, "one longer": VALUE}
-# One entry per sequence, or more, which are not looked at.
-PER_SEQUENCE: Kind = _INDEX | {"the other index dtype": SAME, "extra rows of anything": SAME}
-MASK: Kind = but(_INDEX, "dtype bool", "dtype uint8") | {
-    "dtype uint8": TYPE,
-    "dtype int32": TYPE,
-    "extra rows of anything": SAME,
-}
+# One entry per sequence; with offsets also more, which are not looked at.
+_EXTRA: Kind = {"extra rows of anything": SAME, "extra rows without offsets": VALUE}
+PER_SEQUENCE: Kind = _INDEX | {"the other index dtype": SAME} | _EXTRA
+MASK: Kind = (
+    but(_INDEX, "dtype bool", "dtype uint8")
+    | {
+        "dtype uint8": TYPE,
+        "dtype int32": TYPE,
+    }
+    | _EXTRA
+)
 OFFSETS: Kind = but(_INDEX, "one shorter") | {
     "the other index dtype": SAME,
     "starts at 1": VALUE,

@@ -174,10 +174,21 @@ def _extra_rows(call: Call, path: str, _: random.Random) -> Spoiled | None:
     return with_value(call, path, torch.cat([tensor, extra, extra]))
 
 
+@spoiling("extra rows without offsets")
+def _rows_of_nothing(call: Call, path: str, _: random.Random) -> Spoiled | None:
+    """A row more than there are sequences, in both tensors where two belong together."""
+    tensor = copied(call, path)
+    if tensor is None or call.dims[path][0] != "N":
+        return None
+    pair = ("checkpoint_offsets", "checkpoint_slots") if path.startswith("checkpoint_") else (path,)
+    rows = {name: call.get(name) for name in pair}
+    return Spoiled(call.with_values({name: torch.cat([x, x[:1]]) for name, x in rows.items()}), names=set(pair))
+
+
 @spoiling("one row too many of checkpoint offsets")
 def _extra_offsets(call: Call, path: str, _: random.Random) -> Spoiled | None:
     """Extra rows in checkpoint_offsets and checkpoint_slots together."""
-    if not isinstance(call.get("checkpoint_offsets"), Tensor):
+    if not isinstance(call.get("checkpoint_offsets"), Tensor) or call.dims[path][0] != "N+":
         return None
     offsets, slots = call.get("checkpoint_offsets"), call.get("checkpoint_slots")
     extra = {

@@ -5,7 +5,7 @@ import random
 import torch
 
 from tests.ops.spoiling.call import Call
-from tests.ops.spoiling.live import indices_of
+from tests.ops.spoiling.live import indices_of, lengths, live_sequences
 from tests.ops.spoiling.spoiling import SPOILINGS, Spoiled, spoiling
 
 Tensor = torch.Tensor
@@ -59,6 +59,38 @@ def _absent(call: Call, path: str, _: random.Random) -> Spoiled | None:
         call.with_values({path: None}),
         names={"k", "k_norm", "cache", "slot_mapping", "v", "v_cache"} if path in call.dims else set(),
     )
+
+
+@spoiling("given without the gate")
+def _without_gate(call: Call, path: str, _: random.Random) -> Spoiled | None:
+    """A parameter of the raw gate, where g is the log decay or left out."""
+    if call.arguments.get("use_gate_in_kernel"):
+        return None
+    heads = max(call.get("q").shape[2], call.get("v").shape[2])
+    return Spoiled(call.with_values({path: torch.zeros(heads)}), names={"A_log", "dt_bias"})
+
+
+def _log_decays(name: str, *, of_padding: bool) -> None:
+    """Registers: positive log decays, of a live token, or of all tokens that belong to no live sequence."""
+
+    def spoil(call: Call, path: str, rng: random.Random) -> Spoiled | None:
+        g, counts = call.get(path), lengths(call)
+        if not isinstance(g, Tensor) or call.arguments.get("use_gate_in_kernel"):
+            return None
+        starts = [sum(counts[:n]) for n in range(len(counts))]
+        live = [token for n in live_sequences(call) for token in range(starts[n], starts[n] + counts[n])]
+        rows = g.clone(memory_format=torch.contiguous_format).flatten(0, 1)
+        chosen = [token for token in range(rows.shape[0]) if token not in live] if of_padding else live and [rng.choice(live)]
+        if not chosen:
+            return None
+        rows[chosen, rng.randrange(rows.shape[1])] = 0.25
+        return Spoiled(call.with_values({path: rows.view(g.shape)}), is_exact=False)
+
+    SPOILINGS[name] = spoil
+
+
+_log_decays("a positive log decay", of_padding=False)
+_log_decays("positive log decays of padding", of_padding=True)
 
 
 @spoiling("given with interleaved projections")

@@ -69,6 +69,12 @@ from tests.ops.spoiling.kinds import (
 )  # fmt: skip
 from tests.ops.spoiling.verdict import ERROR, SAME, TYPE, VALUE, Verdict
 
+
+def _with_offsets(kind: Kind) -> Kind:
+    """The kind of an operator that always has offsets."""
+    return but(kind, "extra rows without offsets")
+
+
 _SHARED_INPUTS: Kind = {
     "one tensor for two read-only arguments": SAME,
     "overlaps a read-only argument": SAME,
@@ -112,10 +118,16 @@ _CHECKPOINT_SLOTS: Kind = but(PER_SEQUENCE, "extra rows of anything") | {
 _DELTA_RULE: dict[str, Kind] = {
     "q, k": REQUIRED | ROWS | {"another 16-bit dtype": TYPE} | _SHARED_INPUTS,
     "v": REQUIRED | ROWS | {"another 16-bit dtype": TYPE, "overlaps a read-only argument": SAME},
-    "g": INPUT | {"left out where it must be": ERROR, "without A_log": ERROR},
+    "g": INPUT
+    | {
+        "left out where it must be": ERROR,
+        "without A_log": ERROR,
+        "a positive log decay": VALUE,
+        "positive log decays of padding": SAME,
+    },
     "beta": INPUT | {"left out where it must be": ERROR},
-    "A_log": PARAMETER,
-    "dt_bias": PARAMETER,
+    "A_log": PARAMETER | {"given without the gate": TYPE},
+    "dt_bias": PARAMETER | {"given without the gate": TYPE},
     "scale": OPTIONAL_NUMBER,
     "initial_state as a pool": STATE_POOL | {"left out where it must be": ERROR},
     "initial_state to read": STATES,
@@ -221,13 +233,13 @@ TABLE: dict[str, dict[str, Kind]] = {
         **{names: but(_DELTA_RULE[names], "rows of one element each") for names in ("q, k", "v", "g", "beta")},  # always B = 1
         "cu_seqlens": REQUIRED | OFFSETS,
         "lengths_host": LENGTHS,
-        "state_indices": SLOTS | _SHARED_SLOTS,
-        "ssm_state_indices": SLOTS | _SHARED_SLOTS,
-        "final_state_indices": SLOTS | _FINAL_SLOTS,
-        "has_initial_state": MASK,
-        "checkpoint_offsets": _CHECKPOINT_OFFSETS | {"no multiple of 64": VALUE},
-        "checkpoint_slots": _CHECKPOINT_SLOTS,
-        "num_accepted_tokens": _ACCEPTED | {"the indices 1-D": VALUE},
+        "state_indices": _with_offsets(SLOTS) | _SHARED_SLOTS,
+        "ssm_state_indices": _with_offsets(SLOTS) | _SHARED_SLOTS,
+        "final_state_indices": _with_offsets(SLOTS) | _FINAL_SLOTS,
+        "has_initial_state": _with_offsets(MASK),
+        "checkpoint_offsets": _with_offsets(_CHECKPOINT_OFFSETS) | {"no multiple of 64": VALUE},
+        "checkpoint_slots": _with_offsets(_CHECKPOINT_SLOTS),
+        "num_accepted_tokens": _with_offsets(_ACCEPTED) | {"the indices 1-D": VALUE},
         "parent_token": _PARENTS,
         "rounding_seed": _SEED,
         "inplace_final_state": OPTIONAL_FLAG | {"False with indices": VALUE},
@@ -269,11 +281,11 @@ TABLE: dict[str, dict[str, Kind]] = {
         "conv_weight": REQUIRED | FILTER,
         "conv_bias": PARAMETER,
         "A_log, dt_bias, norm_weight": REQUIRED | PARAMETER,
-        "state_indices": REQUIRED | SLOTS | _SHARED_SLOTS,
+        "state_indices": REQUIRED | _with_offsets(SLOTS) | _SHARED_SLOTS,
         "query_start_loc": REQUIRED | OFFSETS,
-        "has_initial_state": MASK,
-        "checkpoint_offsets": _CHECKPOINT_OFFSETS | {"no multiple of 64": VALUE},
-        "checkpoint_slots": _CHECKPOINT_SLOTS,
+        "has_initial_state": _with_offsets(MASK),
+        "checkpoint_offsets": _with_offsets(_CHECKPOINT_OFFSETS) | {"no multiple of 64": VALUE},
+        "checkpoint_slots": _with_offsets(_CHECKPOINT_SLOTS),
         "num_k_heads, head_k_dim, head_v_dim": AT_LEAST_ONE,
         "scale": OPTIONAL_NUMBER,
         "eps": EPS,
