@@ -41,6 +41,8 @@ def _place(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
 
     Raises ValueError, naming the argument, where a view cannot be written by compiled code.
     """
+    if torch.compiler.is_exporting():  # a program that torch runs, or compiles later
+        return
     storages: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in zip(names, tensors, strict=True):
         if isinstance(tensor, FunctionalTensor):  # a compiler is about to replace the operator
@@ -72,16 +74,10 @@ def _fix_place(name: str, view: Tensor, base: Tensor) -> None:
     if not statically_known_true(base.storage_offset() == 0):
         expected = "in a compiled call an argument of the compiled function, or a view of one at storage offset 0"
         bad_value(name, f"{expected} ({OUTSIDE})", f"a view of one at storage offset {base.storage_offset()}")
-    if _is_known(view.storage_offset()) or _is_slice(view, base):
-        return
-    for number in (*view.shape, *view.stride(), view.storage_offset()):
-        int(number)  # a guard: with another value the function is compiled again
-    if not _is_known(view.storage_offset()):
-        bad_value(name, f"in a compiled call a view at a known storage offset ({OUTSIDE})", str(view.storage_offset()))
-
-
-def _is_known(number: int | torch.SymInt) -> bool:
-    return not isinstance(number, torch.SymInt) or number.node.maybe_as_int() is not None
+    offset = view.storage_offset()
+    if isinstance(offset, torch.SymInt) and not _is_slice(view, base):
+        for symbol in offset.node.expr.free_symbols:
+            offset.node.shape_env.evaluate_expr(symbol)  # a guard: with another value the function is compiled again
 
 
 def _is_slice(view: Tensor, base: Tensor) -> bool:
