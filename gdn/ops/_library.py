@@ -94,7 +94,7 @@ class Registered:
                 given[name + _WRITTEN], given[name] = given[name], None
         has_gradient = any(arguments[name] is not None and arguments[name].requires_grad for name in self._writes)
         with torch.no_grad() if has_gradient else contextlib.nullcontext():  # writes belong to no autograd graph
-            if written:
+            if written and torch.compiler.is_compiling():
                 place_written([arguments[name] for name in written], written)
             results = self._op(**given)
         kinds = self._returns(arguments)

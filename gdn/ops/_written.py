@@ -10,7 +10,7 @@ compiled function is its own base. Inductor then writes in place again. In torch
 
 `place_written`, which a traced call passes on its way to the operator, makes the first and the last of these right and refuses
 the second. It is an operator of torch.library that decomposes: it runs with the tensors that the compiler replaces, which know
-their bases, and leaves nothing in the graph of a call without such views. Export keeps it, for a compiler of the program.
+their bases, and leaves nothing in the graph of a call without such views. Export keeps it, for torch.compile of the program.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ OUTSIDE = "take views outside of the compiled function"
 def _place(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
     """Prepares the written arguments of one traced call for a compiler. Does nothing to tensors with memory.
 
-    Sizes that the place of a view depends on become constants of the compiled function. Arguments that share a storage are told
-    apart by an operator that writes nothing: to a compiler its result is a new tensor.
+    Sizes that the place of a view depends on become constants of the compiled function. Of arguments that share a storage, all
+    but the first pass an operator that writes nothing: to a compiler its result is a new tensor, which it can write in place.
 
     Raises ValueError, naming the argument, where a view cannot be written by compiled code.
     """
