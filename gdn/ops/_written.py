@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from gdn.ops._check import bad_value
 
@@ -69,9 +68,17 @@ def _base(tensor: FunctionalTensor) -> Any:
     return tensor._inference_mode_base if torch.is_inference_mode_enabled() else tensor._base
 
 
+def _is_true(condition: Any) -> bool:
+    """Whether a condition on sizes holds for all calls of the compiled function."""
+    # Here, because it loads sympy, which takes longer than all of `import gdn`; a compiler has loaded it.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def _fix_place(name: str, view: Tensor, base: Tensor) -> None:
     """Makes the place of a view in its base a constant, unless it is a slice, whose bounds compilers know."""
-    if not statically_known_true(base.storage_offset() == 0):
+    if not _is_true(base.storage_offset() == 0):
         expected = "in a compiled call an argument of the compiled function, or a view of one at storage offset 0"
         bad_value(name, f"{expected} ({OUTSIDE})", f"a view of one at storage offset {base.storage_offset()}")
     offset = view.storage_offset()
@@ -86,6 +93,6 @@ def _is_slice(view: Tensor, base: Tensor) -> bool:
         return False
     strides = zip(view.stride(), base.stride(), strict=True)
     sizes = zip(view.shape, base.shape, strict=True)
-    return all(statically_known_true(one == other) for one, other in strides) and (
-        sum(not statically_known_true(one == other) for one, other in sizes) == 1
+    return all(_is_true(one == other) for one, other in strides) and (
+        sum(not _is_true(one == other) for one, other in sizes) == 1
     )
