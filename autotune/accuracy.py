@@ -73,7 +73,7 @@ def _slow_decay(device: torch.device) -> dict[str, Any]:
     """Decay between 1e-3 and 1e-1 per token, one rate per head, over a long prompt."""
     arguments = inputs.chunk_inputs(_problem(_LONG), device, 1)
     rates = torch.logspace(-3, -1, arguments["g"].shape[-1], device=device)
-    noise = torch.rand(arguments["g"].shape, device=device, generator=torch.Generator(device).manual_seed(2))
+    noise = torch.rand(arguments["g"].shape, dtype=torch.float32, device=device, generator=torch.Generator(device).manual_seed(2))
     return arguments | {"g": -rates * (0.5 + noise)}
 
 

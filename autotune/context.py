@@ -166,9 +166,10 @@ def operator_call(config: HybridConfig, tokens: int, group: Any, device: torch.d
 
     q, k, v, a, b = random(heads, K), random(heads, K), random(states, V), random(states), random(states)
     options: dict[str, Any] = {
-        "g": a - 4, "beta": b, "A_log": torch.linspace(0, 2.7, states, device=device), "use_gate_in_kernel": True,
+        "g": a - 4, "beta": b, "use_gate_in_kernel": True,
+        "A_log": torch.linspace(0, 2.7, states, dtype=torch.float32, device=device),
         "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True, "state_v_first": True,
-        "initial_state": torch.zeros(2, states, V, K, device=device),
+        "initial_state": torch.zeros(2, states, V, K, dtype=torch.float32, device=device),
         "state_indices": torch.ones(1, dtype=torch.int32, device=device),
         "has_initial_state": torch.zeros(1, dtype=torch.bool, device=device),
     }  # fmt: skip
@@ -187,7 +188,7 @@ def layer_call(config: HybridConfig, tokens: int, group: Any, device: torch.devi
         first, stop = metadata.parts.bounds(rank, tokens)
         tokens = stop - first
     windows = torch.zeros(2, config.linear_conv_kernel_dim - 1, config.conv_dim, device=device, dtype=dtype).mT
-    states = torch.zeros(2, layer.num_v_heads, layer.head_v_dim, layer.head_k_dim, device=device)
+    states = torch.zeros(2, layer.num_v_heads, layer.head_v_dim, layer.head_k_dim, dtype=torch.float32, device=device)
     hidden = torch.randn(tokens, config.hidden_size, device=device, dtype=dtype)
     return lambda: layer(hidden, metadata, windows, states)
 

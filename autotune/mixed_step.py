@@ -78,9 +78,9 @@ def make_step(
     pools = caches.conv_states[0], caches.ssm_states[0]
     layer.norm_weight.fill_(1.0)
     for target in (projected, layer.conv_weight, layer.A_log, layer.dt_bias, *pools):
-        target.copy_(0.5 * torch.randn(target.shape, generator=generator, device=device))
+        target.copy_(0.5 * torch.randn(target.shape, generator=generator, dtype=torch.float32, device=device))
     build = GDNMetadataBuilder(device, max_num_sequences=decodes + 1).build
-    slots, queries = torch.randperm(decodes + 1, generator=source).tolist(), [1] * decodes + [prompt]
+    slots, queries = torch.randperm(decodes + 1, generator=source, device="cpu").tolist(), [1] * decodes + [prompt]
     whole, alone = (build(queries[n:], [CONTEXT + new for new in queries[n:]], slots[n:]) for n in (0, decodes))
     return MixedStep(layer, projected, whole, alone, pools, decodes)
 

@@ -84,13 +84,14 @@ class _Layer:
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int, factor: float = 1.0) -> Tensor:
-            return (torch.randn(*shape, device=device, generator=generator) * factor).to(torch.bfloat16)
+            return (torch.randn(*shape, dtype=torch.float32, device=device, generator=generator) * factor).to(torch.bfloat16)
 
         self._keys, self._device = keys, device
         self._q, self._k, self._weights = normal(rows, _HEADS, _DIM), normal(keys, 1, _DIM), normal(rows, _HEADS)
         self._q_norm, self._k_norm = normal(_DIM, factor=0.1), normal(_DIM, factor=0.1)
         self._key_positions = torch.arange(keys, device=device)
-        angle = self._key_positions[:, None] / 10000.0 ** (torch.arange(_ROTARY // 2, device=device) / (_ROTARY // 2))
+        power = torch.arange(_ROTARY // 2, dtype=torch.float32, device=device) / (_ROTARY // 2)
+        angle = self._key_positions[:, None] / 10000.0**power
         self._table = torch.cat([angle.cos(), angle.sin()], dim=1)
         self._q_positions = torch.full((rows,), keys - 1, device=device)
 

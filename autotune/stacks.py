@@ -72,7 +72,7 @@ def make_stack(
     fill(caches, generator)
 
     def rows() -> Tensor:
-        return torch.randn(batch, config.hidden_size, generator=generator, device=device).to(dtype)
+        return torch.randn(batch, config.hidden_size, generator=generator, dtype=torch.float32, device=device).to(dtype)
 
     positions = torch.full((batch,), context - 1, dtype=torch.int64, device=device)
     return Stack(layers, caches, decode_step(config, batch, context, device, seed), rows(), rows(), positions)
@@ -86,7 +86,7 @@ def decode_step(config: HybridConfig, batch: int, context: int, device: torch.de
         device, block_size=BLOCK_SIZE, max_seq_len=context, index_ratio=config.index_ratio, max_num_sequences=batch
     )
     blocks = -(-context // BLOCK_SIZE)
-    order = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(batch * blocks, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     return StepMetadata(states, builder.build(ones, lengths, order.view(batch, blocks), slots, pad_to=batch))
 
 
@@ -103,7 +103,7 @@ def fill(caches: HybridCaches, generator: torch.Generator) -> None:
         count = pages.shape[0] * pages.shape[1]
         for first in range(0, count, _ROWS_AT_ONCE):
             slots = torch.arange(first, min(count, first + _ROWS_AT_ONCE), device=pages.device)
-            keys = torch.randn(len(slots), pages.shape[2], width, generator=generator, device=pages.device)
+            keys = torch.randn(len(slots), pages.shape[2], width, generator=generator, dtype=torch.float32, device=pages.device)
             gdn.write_indexer_cache(keys.bfloat16(), pages, slots)
         if ring is not None:
             ring.normal_(generator=generator)

@@ -22,7 +22,7 @@ import gdn
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PACKAGES = ("gdn", "kernels_tl", "kernels_cute", "autotune")
-FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
+FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt")
 APACHE_2 = "3b83ef96387f14655fc854ddc3c6bd57"  # MD5 of the licence's text as apache.org serves it
 
 
@@ -64,7 +64,7 @@ def test_the_source_distribution(tree: Path) -> None:
     with tarfile.open(made) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     assert made.name == f"gdn_kernels-{gdn.__version__}.tar.gz"
-    assert names.issuperset({"LICENSE", "CHANGELOG.md", "README.md", "gdn/py.typed", "autotune/cli.py"})
+    assert names.issuperset({"LICENSE", "CHANGELOG.md", "README.md", "constraints.txt", "gdn/py.typed", "autotune/cli.py"})
 
 
 def test_the_wheel(tree: Path) -> None:

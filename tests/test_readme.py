@@ -21,6 +21,7 @@ def test_the_first_blocks_are_the_demo_and_the_tests() -> None:
     assert first_language == second_language == "bash"
     assert demo.rstrip().endswith("python3 -m gdn demo")
     assert tests.rstrip().endswith("python3 -m pytest -q -n 2")
+    assert all("pip install -q -c constraints.txt -e " in block for block in (demo, tests))
 
 
 def test_the_examples_run() -> None:

@@ -109,7 +109,7 @@ def test_files_are_short() -> None:
 def test_functions_are_short() -> None:
     others, kernels = {}, {}
     for name, node in _functions():
-        is_kernel = bool({"cute.kernel", "T.prim_func"} & _decorators(node))
+        is_kernel = bool({"cute.kernel", "prim_func"} & _decorators(node))
         (kernels if is_kernel else others)[name] = _own_lines(node)
     assert _over(others, MOST_LINES) + _over(kernels, MOST_KERNEL_LINES) == []
 

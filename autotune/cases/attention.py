@@ -21,7 +21,7 @@ def _operands(make: Maker, problem: problems.AttentionProblem, context: int, seq
         "gate": make.normal(*heads, dtype=problem.dtype) if problem.has_gate else None,
         "kv_cache": tuple(make.normal(*shape, dtype=problem.dtype) for _ in range(2)),
         "block_tables": make.order(sequences * blocks, sequences * blocks, "int32").view(sequences, blocks),
-        "query_start_loc": make.integers(torch.arange(sequences + 1) * (tokens // sequences), "int32"),
+        "query_start_loc": make.integers(torch.arange(sequences + 1, device=make.device) * (tokens // sequences), "int32"),
         "seq_lens": make.integers([context] * sequences, "int32"),
     }
 

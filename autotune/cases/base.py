@@ -176,7 +176,8 @@ class Maker:
         self.device, self.generator = device, torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: str | None) -> Tensor:
-        return torch.randn(*shape, device=self.device, generator=self.generator).to(getattr(torch, str(dtype)))
+        drawn = torch.randn(*shape, dtype=torch.float32, device=self.device, generator=self.generator)
+        return drawn.to(getattr(torch, str(dtype)))
 
     def poisoned(self, *shape: int, dtype: str) -> Tensor:
         """NaN, so that an element that is never written shows."""

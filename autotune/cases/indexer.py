@@ -29,7 +29,8 @@ def _cache(make: Maker, problem: problems.IndexerCacheProblem, rows: int) -> tup
 
 def _rotation(make: Maker, problem: Any, most: int) -> Tensor:
     half = problem.rotary_dim // 2
-    angle = torch.arange(most, device=make.device)[:, None] / 10000.0 ** (torch.arange(half, device=make.device) / half)
+    place, power = (torch.arange(count, dtype=torch.float32, device=make.device) for count in (most, half))
+    angle = place[:, None] / 10000.0 ** (power / half)
     return torch.cat([angle.cos(), angle.sin()], dim=1).to(getattr(torch, problem.cos_sin_dtype))
 
 
@@ -116,7 +117,7 @@ def _gather(make: Maker, problem: problems.GatherIndexerCacheProblem, lengths: S
 
 def _expand(make: Maker, problem: problems.ExpandTopkGroupsProblem, lengths: Sequence[int]) -> Work:
     tokens, k, ratio = problem.num_tokens, problem.k, problem.ratio
-    groups = make.integers(torch.arange(k).expand(tokens, k), problem.group_dtype).contiguous()
+    groups = make.integers(torch.arange(k, device=make.device).expand(tokens, k), problem.group_dtype).contiguous()
     short = torch.randint(0, k + 1, (tokens,), device=make.device, generator=make.generator)
     short[::2] = k  # rows with fewer groups end in -1
     groups.masked_fill_(torch.arange(k, device=make.device) >= short[:, None], -1)

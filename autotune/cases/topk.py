@@ -13,9 +13,9 @@ from gdn.problems import TopkParams, TopkProblem
 def _topk(make: Maker, problem: TopkProblem, lengths: Sequence[int]) -> Work:
     """The range of every row is the whole row."""
     shape = (problem.num_rows, problem.num_columns)
-    logits = torch.zeros(shape, device=make.device)
+    logits = torch.zeros(shape, dtype=torch.float32, device=make.device)
     for _ in range(4):
-        logits += torch.randn(shape, device=make.device, generator=make.generator).relu_()
+        logits += torch.randn(shape, dtype=torch.float32, device=make.device, generator=make.generator).relu_()
     ends = torch.full((problem.num_rows,), problem.num_columns, dtype=torch.int32, device=make.device)
     starts = None if problem.starts_dtype is None else torch.zeros_like(ends)
     arguments: dict[str, Any] = {"logits": logits.to(getattr(torch, problem.dtype)), "row_starts": starts, "row_ends": ends}

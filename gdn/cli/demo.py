@@ -15,7 +15,7 @@ from gdn.cli.demo_report import device_name, print_report, versions
 from gdn.cli.demo_run import VERIFIED, Plan, Report, run
 from gdn.cli.plain import print_json, warn, wrapped
 from gdn.layers import HybridModel
-from gdn.layers.loading import read_config
+from gdn.layers.loading import SafetensorsFolder, from_transformers, read_config
 from gdn.layers.named import NAMED, first_layers
 from gdn.runtime import env
 from gdn.testing.timing import Limits, measure_limits
@@ -111,6 +111,8 @@ def _plan(
         config.per_rank(tp)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--tp" if tp > 1 else "--layers") from error
+    if checkpoint is not None:  # its files and the names of its tensors are checked before anything is printed
+        from_transformers(SafetensorsFolder(checkpoint), config, only_first_layers=True)
     is_long = on_gpu and max(LONG_LENGTHS) < config.max_position_embeddings
     plan = Plan(
         name, config, LONG_LENGTHS if is_long else SHORT_LENGTHS, steps or (GPU_STEPS if on_gpu else CPU_STEPS), drafts,

@@ -152,7 +152,7 @@ def _summary(call: Call, before: Arguments) -> Pairs:
     """The token recurrence from zeros, and from the identity without values; judged by what they make of a random state."""
     h, P = call.result
     identity = torch.eye(P.shape[-1], device=P.device, dtype=torch.float64).expand(P.shape).contiguous()
-    zeros = torch.zeros(*before["v"].shape[:-1], P.shape[-1], device=P.device)
+    zeros = torch.zeros(*before["v"].shape[:-1], P.shape[-1], dtype=torch.float32, device=P.device)
     runs = (oracle_delta_rule(**before), oracle_delta_rule(**before | {"v": zeros, "initial_state": identity}))
     exact = [one.state for one in runs]
     assert exact[0] is not None and exact[1] is not None
@@ -309,7 +309,7 @@ def _groups(call: Call, before: Arguments) -> tuple[Tensor, Pairs]:
         tokens = [group * ratio + i for group in groups for i in range(ratio)] + [*tail]
         columns.append(groups + [-1] * (k - count))
         rows.append(tokens + [-1] * (width - len(tokens)))
-    groups_of, expected = (torch.tensor(one, device=call.result.device) for one in (columns, rows))
+    groups_of, expected = (torch.tensor(one, dtype=torch.int64, device=call.result.device) for one in (columns, rows))
     return groups_of, [Pair(call.result, expected.int(), 0.0)]
 
 

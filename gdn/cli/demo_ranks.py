@@ -72,7 +72,7 @@ def divided(
         return group, None
     if tensor_parallel == 1:
         return None, group
-    ranks = torch.arange(group.size()).view(context_parallel, tensor_parallel)
+    ranks = torch.arange(group.size(), device="cpu").view(context_parallel, tensor_parallel)
     found = []
     for rows in (ranks, ranks.t()):
         made = [dist.new_group(row, timeout=TIMEOUT) for row in rows.tolist()]  # every rank makes all of them

@@ -10,7 +10,7 @@ from rich.table import Table
 from gdn.cli.demo_calls import Row
 from gdn.cli.demo_run import PHASES, Report
 from gdn.cli.plain import section, table
-from gdn.runtime import compiled, devices
+from gdn.runtime import devices, packages
 
 WIDTH = 80  # columns: of the last line at most
 
@@ -73,8 +73,8 @@ def versions() -> dict[str, str]:
     torch_version = str(torch.__version__).partition("+")[0]
     return {
         "torch": torch_version,
-        "TileLang": compiled.dsl_version("tilelang") or "-",
-        "CuTe DSL": compiled.dsl_version("cute") or "-",
+        "TileLang": packages.shown(packages.DSLS["tilelang"]) or "-",
+        "CuTe DSL": packages.shown(packages.DSLS["cute"]) or "-",
     }
 
 

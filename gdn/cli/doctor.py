@@ -13,7 +13,7 @@ from rich.text import Text
 
 from gdn.cli.plain import print_json
 from gdn.cli.tune import tuner_folder
-from gdn.runtime import cache_folder, compiled, env, registry, source, toolchain, tuned
+from gdn.runtime import cache_folder, compiled, env, packages, registry, source, toolchain, tuned
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,12 @@ def _text(value: str | bytes) -> str:
 
 def _dsls() -> list[Finding]:
     findings = []
-    for backend, module, distribution in (("tilelang", "tilelang", "tilelang"), ("cute", "cutlass.cute", "nvidia-cutlass-dsl")):
+    for backend, module in (("tilelang", "tilelang"), ("cute", "cutlass.cute")):
+        package = packages.DSLS[backend]
+        distribution, unserved = package.distribution, packages.unserved(package)
+        if unserved is not None:
+            findings.append(Finding(backend, "warn", f"{unserved}: its kernels refuse, and the other DSL's run"))
+            continue
         try:
             importlib.import_module(module)
         except Exception as error:  # an import of a large package may raise anything
@@ -129,17 +134,19 @@ def _dsls() -> list[Finding]:
             findings.append(Finding(backend, "fail", f"{module} is not importable: {type(error).__name__}: {error}{mend}"))
             continue
         library, lacking = compiled.runtime_library(backend), "is installed without the library that its kernels need"
-        text = lacking if library is None else f"{_version(distribution)}, {library}"
+        text = lacking if library is None else f"{packages.version(package)}, {library}"
         findings.append(Finding(backend, "fail" if library is None else "ok", f"{distribution} {text}"))
+    return [*findings, _tvm_ffi()]
+
+
+def _tvm_ffi() -> Finding:
+    if (unserved := packages.unserved(packages.TVM_FFI)) is not None:
+        return Finding("tvm-ffi", "warn", f"{unserved}: kernels may not load")
     try:
         importlib.import_module("tvm_ffi")
     except (ImportError, OSError) as error:
-        return [*findings, Finding("tvm-ffi", "fail", f"not importable: {error}; install apache-tvm-ffi")]
-    return [*findings, Finding("tvm-ffi", "ok", _version("apache-tvm-ffi"))]
-
-
-def _version(distribution: str) -> str:
-    return compiled.installed_version(distribution) or "unknown version"
+        return Finding("tvm-ffi", "fail", f"not importable: {error}; install {packages.TVM_FFI.distribution}")
+    return Finding("tvm-ffi", "ok", str(packages.version(packages.TVM_FFI)))
 
 
 def _compilers() -> list[Finding]:

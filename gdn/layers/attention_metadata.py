@@ -18,6 +18,7 @@ from gdn.layers.host_arrays import (
     as_indices,
     as_lengths,
     at_least,
+    check_own_slots,
     check_rank,
     refuse,
     to_device,
@@ -152,7 +153,8 @@ class AttentionMetadataBuilder:
             Blocks of each sequence, in order, enough for all its tokens; what comes after these is not read. An array is much
             faster than lists.
         sequence_slots : [N]
-            Slot of each sequence, from the allocator.
+            Slot of each sequence, from the allocator. With `index_ratio` > 1, where it is a ring of keys, no two rows with tokens
+            have the same; negative ones do not count.
         pad_to, pad_query_len : int, optional
             Rows of the captured graph's batch, and its tokens per row (None = the builder's max_query_len): the batch has
             pad_to * pad_query_len token rows. Rows without tokens are left out.
@@ -174,6 +176,9 @@ class AttentionMetadataBuilder:
         if (lengths > self.max_seq_len).any():
             refuse("seq_lens", f"at most {self.max_seq_len} tokens (max_seq_len)", int(lengths.max()))
         slots = as_indices("sequence_slots", sequence_slots, count)
+        if self.index_ratio > 1:
+            in_use = np.flatnonzero((queries > 0) & (slots >= 0))
+            check_own_slots(["sequence_slots"], [slots[in_use]], [in_use])
         needed = -(-lengths // self.block_size)
         tables = _tables(block_tables, needed)
         if pad_to is not None:  # rows without tokens are padding: token i of a decode step is then that of row i

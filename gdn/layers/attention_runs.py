@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn.ops._modes import is_empty
 from gdn.ops.sparse_attention import MOST_DECODE_TOKENS as MOST_DECODE_TOKENS
 
 
@@ -110,5 +111,7 @@ def compressed_slots(metadata: Any, ratio: int) -> tuple[Tensor, Tensor]:
     if ring_slots is not None and group_slots is not None and metadata.index_ratio == ratio:
         return ring_slots, group_slots
     slots = metadata.slot_mapping
+    if is_empty(metadata.sequence_slots.shape[0]):  # all rows are padding
+        return torch.full_like(slots, -1, dtype=metadata.sequence_slots.dtype), torch.full_like(slots, -1)
     sequences = token_sequences(metadata, slots.shape[0])
     return torch.where(slots < 0, -1, metadata.sequence_slots[sequences]), slots.div(ratio, rounding_mode="floor")

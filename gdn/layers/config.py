@@ -1,14 +1,12 @@
 """Configuration of a hybrid model: what its layers are, and the sizes of one tensor-parallel rank."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gdn.layers.host_arrays import at_least
+from gdn.layers.host_arrays import at_least, one_of, positive, refuse
+from gdn.layers.transformers_fields import read_fields
 
 LAYER_TYPES = ("linear_attention", "full_attention")
-MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
-COMPOSITE_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")  # a text model next to a vision model
 # Numbers that every model has, and those that are 0 where a model has no such part.
 _COUNTS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "linear_key_head_dim", "linear_value_head_dim",
@@ -19,7 +17,8 @@ _OPTIONAL_COUNTS = (
     "index_kv_heads", "intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "shared_expert_intermediate_size", "hc_lowrank",
 )  # fmt: skip
-_MISSING: Any = object()
+_POSITIVE = ("rope_theta", "partial_rotary_factor", "rms_norm_eps")
+_FLAGS = ("attn_output_gate", "norm_topk_prob", "layer_scale", "tie_word_embeddings")
 
 
 @dataclass(frozen=True)
@@ -119,27 +118,32 @@ class HybridConfig:
         for least, names in ((1, _COUNTS), (0, _OPTIONAL_COUNTS)):
             for name in names:
                 at_least(name, getattr(self, name), least)
-        _one_of("projection_layout", self.projection_layout, ("interleaved", "flat"))
-        _one_of("gdn_gate_activation", self.gdn_gate_activation, ("silu", "sigmoid"))
-        _one_of("hidden_act", self.hidden_act, ("silu",))
-        _one_of("residual", self.residual, ("plain", "hyper"))
+        for name in _POSITIVE:
+            positive(name, getattr(self, name))
+        for name in _FLAGS:
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+        one_of("hidden_act", self.hidden_act, ("silu",))
+        one_of("projection_layout", self.projection_layout, ("interleaved", "flat"))
+        one_of("gdn_gate_activation", self.gdn_gate_activation, ("silu", "sigmoid"))
+        one_of("residual", self.residual, ("plain", "hyper"))
         for layer_type in self.layer_types:
-            _one_of("layer_types", layer_type, LAYER_TYPES)
+            one_of("layer_types", layer_type, LAYER_TYPES)
         if len(self.layer_types) != self.num_hidden_layers:
-            _refuse("layer_types", f"{self.num_hidden_layers} entries (num_hidden_layers)", len(self.layer_types))
+            refuse("layer_types", f"{self.num_hidden_layers} entries (num_hidden_layers)", len(self.layer_types))
         _divides("linear_num_value_heads", self.linear_num_value_heads, "linear_num_key_heads", self.linear_num_key_heads)
         _divides("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         if self.rotary_dim < 2 or self.rotary_dim > self.head_dim or self.rotary_dim % 2:
-            _refuse("partial_rotary_factor", f"an even number of 2 to {self.head_dim} rotated dimensions", self.rotary_dim)
+            refuse("partial_rotary_factor", f"an even number of 2 to {self.head_dim} rotated dimensions", self.rotary_dim)
         if self.index_topk:
             _divides("index_n_heads", self.index_n_heads, "index_kv_heads", self.index_kv_heads)
             _divides("index_topk", self.index_topk, "index_ratio", self.index_ratio)
         if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
-            _refuse("num_experts_per_tok", f"1 to {self.num_experts} (num_experts)", self.num_experts_per_tok)
+            refuse("num_experts_per_tok", f"1 to {self.num_experts} (num_experts)", self.num_experts_per_tok)
         if self.residual == "hyper" and (self.hc_count < 2 or self.hc_lowrank < 1):
-            _refuse("hc_count, hc_lowrank", "at least 2 and 1 with residual='hyper'", (self.hc_count, self.hc_lowrank))
+            refuse("hc_count, hc_lowrank", "at least 2 and 1 with residual='hyper'", (self.hc_count, self.hc_lowrank))
         if self.residual == "hyper" and self.layer_scale:
-            _refuse("layer_scale", "False with residual='hyper'", True)
+            refuse("layer_scale", "False with residual='hyper'", True)
 
     @property
     def conv_dim(self) -> int:
@@ -198,10 +202,10 @@ class HybridConfig:
         divided |= {name: getattr(self, name) for name in widths}
         for name, value in divided.items():
             if value % size:
-                _refuse(name, f"a multiple of {size} ranks", value)
+                refuse(name, f"a multiple of {size} ranks", value)
         heads = self.num_key_value_heads
         if heads % size and size % heads:
-            _refuse("num_key_value_heads", f"a multiple or a divisor of {size} ranks", heads)
+            refuse("num_key_value_heads", f"a multiple or a divisor of {size} ranks", heads)
         changes: dict[str, Any] = {name: value // size for name, value in divided.items()}
         return replace(self, **changes, num_key_value_heads=max(1, heads // size))
 
@@ -214,7 +218,8 @@ class HybridConfig:
         config : PreTrainedConfig or dict
             Configuration of Qwen3-Next (``qwen3_next``), Qwen3.5 (``qwen3_5_text``, ``qwen3_5_moe_text``) or ``qwen4_exp_text``,
             or the contents of a ``config.json``. The composite types ``qwen3_5``, ``qwen3_5_moe`` and ``qwen4_exp`` give
-            their text model.
+            their text model. Absent fields, and fields that are stated twice, are resolved as Transformers 5 does
+            (`gdn.layers.transformers_fields`).
 
         Returns
         -------
@@ -222,118 +227,15 @@ class HybridConfig:
 
         Raises
         ------
-        ValueError
+        TypeError, ValueError
             Named after the field, for what is not served: another model type (a vision model's, for example), layers with
-            per-layer embeddings (`ple_layer_ids`), scaled rotary frequencies, biases in attention, another activation than
-            SiLU; and for a field that is missing.
+            per-layer embeddings (`ple_layer_ids`) or fields of their own (`per_layer_config`), scaled rotary frequencies, biases
+            in attention, another activation than SiLU; for a value that Transformers refuses; for a field of the text model that
+            a composite configuration states with another value outside of it; and for a missing field without a default.
         """
-        read = _Reader(config)
-        outer, model_type = read, read("model_type", None)
-        if model_type in COMPOSITE_TYPES:
-            read = _Reader(read("text_config"))
-            model_type = read("model_type", f"{model_type}_text")
-        _one_of("model_type", model_type, (*MODEL_TYPES, *COMPOSITE_TYPES))
-        if read("ple_layer_ids", None):
-            _refuse("ple_layer_ids", "none: per-layer embeddings are not served", read("ple_layer_ids"))
-        if read("attention_bias", False):
-            _refuse("attention_bias", "False: biases in attention are not served", True)
-        fields = {name: read(name) for name in _SAME_NAMES}
-        fields |= {name: value for name in _OPTIONAL_NAMES if (value := read(name, None)) is not None}
-        tied = outer("tie_word_embeddings", read("tie_word_embeddings", False))
-        return cls(
-            **fields,
-            **_layers(read, model_type),
-            **_rotary(read),
-            **_indexer(read, model_type),
-            tie_word_embeddings=bool(tied),
-        )
-
-
-# Fields with the same name and meaning there: required, and those that some models leave out.
-_SAME_NAMES = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-    "max_position_embeddings", "rms_norm_eps", "hidden_act",
-)  # fmt: skip
-_OPTIONAL_NAMES = (
-    "attn_output_gate", "layer_scale", "intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
-)  # fmt: skip
-
-
-class _Reader:
-    """Fields of a configuration object or dict."""
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-
-    def __call__(self, name: str, default: Any = _MISSING) -> Any:
-        is_mapping = isinstance(self._config, Mapping)
-        value = self._config.get(name, default) if is_mapping else getattr(self._config, name, default)
-        if value is _MISSING:
-            _refuse(name, "a value", "no such field")
-        return value
-
-
-def _layers(read: _Reader, model_type: str) -> dict[str, Any]:
-    """Fields that say what each layer is."""
-    count, is_hyper = read("num_hidden_layers"), model_type == "qwen4_exp_text"
-    period = read("full_attention_interval", None) or 4
-    given = read("layer_types", None) or ["linear_attention" if (i + 1) % period else "full_attention" for i in range(count)]
-    types = tuple("full_attention" if one == "indexed_attention" else one for one in given)
-    gate = (read("output_gate_type", None) or read("hidden_act")) if is_hyper else read("hidden_act")
-    fields: dict[str, Any] = {"layer_types": types, "mlp_only_layers": tuple(read("mlp_only_layers", None) or ())}
-    fields["projection_layout"] = "interleaved" if model_type == "qwen3_next" else "flat"
-    fields["gdn_gate_activation"] = gate
-    if is_hyper:
-        fields |= {"residual": "hyper", "hc_count": read("hc_count"), "hc_lowrank": read("hc_lowrank")}
-    return fields
-
-
-def _rotary(read: _Reader) -> dict[str, Any]:
-    """Fields of the rotary embedding. The sections of mrope matter for image positions alone, which are not served."""
-    parameters = read("rope_parameters", None) or read("rope_scaling", None) or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in ("default", "mrope"):
-        _refuse("rope_parameters", "rope_type 'default': scaled frequencies are not served", f"rope_type {kind!r}")
-    theta = parameters.get("rope_theta") or read("rope_theta")
-    factor = parameters.get("partial_rotary_factor")
-    if factor is None:
-        factor = read("partial_rotary_factor", 0.25)
-    return {"rope_theta": float(theta), "partial_rotary_factor": float(factor)}
-
-
-def _indexer(read: _Reader, model_type: str) -> dict[str, Any]:
-    """Fields of the indexer. Token-wise ones, which Transformers lacks, have vLLM's names."""
-    if model_type == "qwen4_exp_text":
-        names = {
-            "index_n_heads": "indexer_n_heads", "index_kv_heads": "indexer_kv_heads", "index_head_dim": "indexer_head_dim",
-            "index_topk": "indexer_budget", "index_ratio": "indexer_compress_ratio",
-        }  # fmt: skip
-        found = {ours: read(theirs, None) for ours, theirs in names.items()}
-        for ours, value in found.items():
-            if not value:
-                _refuse(names[ours], "a positive number: qwen4_exp without an indexer is not served", value)
-        return found
-    if not read("index_topk", None):
-        return {}
-    return {
-        "index_topk": read("index_topk"),
-        "index_n_heads": read("index_n_heads"),
-        "index_kv_heads": read("index_kv_heads", None) or 1,
-        "index_head_dim": read("index_head_dim"),
-    }
-
-
-def _refuse(name: str, expected: object, got: object) -> None:
-    raise ValueError(f"{name}: expected {expected}, got {got}")
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        _refuse(name, f"one of {', '.join(map(repr, allowed))}", repr(value))
+        return cls(**read_fields(config))
 
 
 def _divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
     if divisor < 1 or value < 1 or value % divisor:
-        _refuse(name, f"a positive multiple of {divisor_name} = {divisor}", value)
+        refuse(name, f"a positive multiple of {divisor_name} = {divisor}", value)

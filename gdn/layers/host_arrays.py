@@ -1,7 +1,8 @@
 """Arrays of the host: checked inputs of the metadata builders, and their way to the device without a wait."""
 
-from collections.abc import Iterable
-from numbers import Integral
+import math
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,12 +18,26 @@ def refuse(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError, named after the argument, where the value is not one of the allowed ones."""
+    if value not in allowed:
+        refuse(name, f"one of {', '.join(map(repr, allowed))}", repr(value))
+
+
 def at_least(name: str, value: Any, least: int) -> None:
     """Raises TypeError or ValueError, named after the argument, unless the value is an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < least:
         refuse(name, f"at least {least}", value)
+
+
+def positive(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError, named after the argument, unless the value is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if not 0 < float(value) < math.inf:
+        refuse(name, "a finite number above 0", value)
 
 
 def check_rank(cp_rank: int, cp_size: int) -> None:
@@ -128,6 +143,21 @@ def _as_token(name: str, token: Any) -> int:
 def are_beyond(values: Array) -> bool:
     """Whether one of the values [int64] is negative or does not fit int32. One reduction: a negative one is large unsigned."""
     return bool(values.view(np.uint64).max(initial=0) > np.iinfo(np.int32).max)
+
+
+def check_own_slots(names: Sequence[str], slots: Sequence[Array], rows: Sequence[Array]) -> None:
+    """Raises ValueError where two live sequences, or two columns of one, have the same slot.
+
+    names, slots, rows: of each argument its name, the slots of it that are in use [n], and the row of each [n].
+    """
+    every = np.concatenate(slots)
+    order = np.argsort(every, kind="stable")
+    same = np.flatnonzero(every[order][1:] == every[order][:-1])
+    if same.size:
+        pair = order[same[0] : same[0] + 2]
+        name = np.repeat(np.array(names), [len(one) for one in slots])[pair[1]]
+        where = " and ".join(map(str, np.concatenate(rows)[pair].tolist()))
+        refuse(str(name), "a slot of its own for each state of the live sequences", f"slot {every[pair[0]]} in rows {where}")
 
 
 def to_device(values: Array, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from gdn.layers.attention_runs import Run, compressed_slots, deal, token_sequenc
 from gdn.layers.config import HybridConfig
 from gdn.layers.norm import RMSNorm
 from gdn.layers.rotary import RotaryEmbedding
+from gdn.ops._modes import is_empty
 from gdn.runtime import env
 
 # Parameter -> its parts in the checkpoint and how a rank takes each, as in `sparse_attention.TENSORS`. Compressed: Transformers'
@@ -123,7 +124,8 @@ class Indexer(nn.Module):
         Returns
         -------
         Tensor [tokens (of this rank, where they are dealt), num_selected] of int32 or None
-            Selected positions, -1 after the last; -1 in rows that attend densely. None where all rows do.
+            Selected positions, -1 after the last; -1 in rows that attend densely. None where all rows do, and where there is no
+            sequence.
 
         Raises
         ------
@@ -141,7 +143,8 @@ class Indexer(nn.Module):
             queries = self._make_queries(hidden_states, positions, metadata)
         tokens = hidden_states.shape[0]
         runs = deal(metadata, tokens, self.dense_below())
-        if all(run.form == "dense" for run in runs):
+        # Rows of nobody select nothing, and have no block table to look into.
+        if is_empty(metadata.block_tables.shape[0]) or all(run.form == "dense" for run in runs):
             return None
         selected = torch.empty(tokens, self.num_selected, dtype=torch.int32, device=hidden_states.device)
         if not (len(runs) == 1 and runs[0].tokens == slice(0, tokens)):

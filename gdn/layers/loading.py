@@ -5,7 +5,7 @@ concatenation along dimension 0, in this order.
 
     parameter                              Transformers' tensors                                     cut
     embed_tokens                           embed_tokens.weight                                       whole
-    lm_head                                lm_head.weight (none with tied embeddings)                whole
+    lm_head                                lm_head.weight (with tied embeddings see below)           whole
     norm.weight                            norm.weight                                               whole
     L.input_layernorm.weight, L.post_attention_layernorm.weight    the same                          whole
     L.attn_layer_scale, L.mlp_layer_scale  L.attn_layer_scale, L.ffn_layer_scale                     vector
@@ -27,18 +27,22 @@ concatenation along dimension 0, in this order.
     L.mlp.shared_expert_gate               mlp.shared_expert_gate.weight                             whole
     L.{attn, mlp}_hyper_connection.*, hyper_connection_mixer.*     `gdn.layers.hyper.TENSORS`
 
+With tied embeddings the checkpoint decides, as in Transformers 5: where it has a head that is not equal to the embedding, the
+model gets a head of its own, whatever the configuration says; where it has the head alone, this is the embedding too.
+
 `mtp.*` and `visual.*` are skipped. `gdn.layers.cuts` says what a rank takes of each tensor.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gdn.layers import hyper, indexer, sparse_attention
+from gdn.layers.checkpoint import SafetensorsFolder as SafetensorsFolder
+from gdn.layers.checkpoint import read_config as read_config
 from gdn.layers.config import HybridConfig
 from gdn.layers.cuts import CUTS, Rank
 from gdn.layers.gated_delta_net import ROW_MULTIPLE
@@ -46,6 +50,7 @@ from gdn.layers.gated_delta_net import ROW_MULTIPLE
 Parts = tuple[tuple[str, str], ...]  # (tensor of the checkpoint, cut) of a parameter
 _PREFIXES = ("model.language_model.", "language_model.", "model.")
 _SKIPPED = ("mtp", "visual")
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _MOST_NAMED = 8  # names that a message lists
 
 
@@ -62,7 +67,7 @@ def table(config: HybridConfig) -> dict[str, Parts]:
     dict of str to tuple
         Parameter -> pairs (tensor, cut).
     """
-    found: dict[str, Parts] = {"embed_tokens": (("embed_tokens.weight", "whole"),)}
+    found: dict[str, Parts] = {"embed_tokens": ((_EMBEDDING, "whole"),)}
     is_hyper = config.residual == "hyper"
     for layer in range(config.num_hidden_layers):
         start = f"layers.{layer}"
@@ -86,7 +91,7 @@ def table(config: HybridConfig) -> dict[str, Parts]:
     else:
         found["norm.weight"] = (("norm.weight", "whole"),)
     if not config.tie_word_embeddings:
-        found["lm_head"] = (("lm_head.weight", "whole"),)
+        found["lm_head"] = _HEAD_PARTS
     return found
 
 
@@ -111,7 +116,8 @@ def from_transformers(
     Returns
     -------
     iterator of (str, Tensor)
-        Names and values for `HybridModel(config.per_rank(size))`.
+        Names and values for `HybridModel(config.per_rank(size))`. The last is an `lm_head` where embeddings are tied and the
+        checkpoint has another head: both are kept, as Transformers 5 does.
 
     Raises
     ------
@@ -125,12 +131,15 @@ def from_transformers(
     wanted = table(config)
     names = _names(tensors, config, only_first_layers)
     experts = _experts(wanted, names, config)
+    if config.tie_word_embeddings and _HEAD in names:
+        names.setdefault(_EMBEDDING, names[_HEAD])
     needed = {tensor for parts in wanted.values() for tensor, _ in parts}
     needed = {one for tensor in needed for one in experts.get(tensor, (tensor,))}
-    unused = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    unused = {_HEAD} if config.tie_word_embeddings else set()
     _refuse("tensors without a place in the model", sorted(set(names) - needed - unused))
     _refuse("missing tensors", sorted(needed - set(names)))
-    return _made(wanted, lambda tensor: _read(tensors, names, experts, tensor), Rank(config, rank, size))
+    made = _made(wanted, lambda tensor: _read(tensors, names, experts, tensor), Rank(config, rank, size))
+    return chain(made, _other_head(tensors, names)) if config.tie_word_embeddings else made
 
 
 def to_transformers(parameters: Mapping[str, Tensor], config: HybridConfig) -> dict[str, Tensor]:
@@ -146,10 +155,12 @@ def to_transformers(parameters: Mapping[str, Tensor], config: HybridConfig) -> d
     Returns
     -------
     dict of str to Tensor
-        Names with the prefix `model.`, `lm_head.weight` without it; experts fused. Tied embeddings have no head.
+        Names with the prefix `model.`, `lm_head.weight` without it; experts fused. Tied embeddings have no head, but one that
+        the parameters have all the same.
     """
     whole, found = Rank(config, 0, 1), {}
-    for name, parts in table(config).items():
+    every = table(config) | ({"lm_head": _HEAD_PARTS} if "lm_head" in parameters else {})
+    for name, parts in every.items():
         value = parameters[name]
         pieces: Sequence[Tensor] = (value,)
         if len(parts) > 1 or name.endswith(".in_proj"):  # the rows of zeros after the last one are ours
@@ -170,67 +181,26 @@ def load(
     *,
     only_first_layers: bool = False,
 ) -> None:
-    """Fills a `HybridModel` of one rank; arguments and errors as for `from_transformers`."""
+    """Fills a `HybridModel` of one rank; with tied embeddings it gets an `lm_head` where the checkpoint has another head.
+
+    Arguments and errors are those of `from_transformers`.
+    """
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in from_transformers(tensors, config, rank, size, only_first_layers=only_first_layers):
+            if name == "lm_head" and name not in parameters:
+                like = torch.empty_like(model.get_parameter("embed_tokens"))
+                model.lm_head = parameters[name] = nn.Parameter(like, requires_grad=False)
             target = parameters.pop(name)
             if target.shape != value.shape:
                 raise ValueError(f"{name}: expected shape {list(target.shape)}, got {list(value.shape)} from the checkpoint")
             target.copy_(value)
+    if config.tie_word_embeddings and parameters.pop("lm_head", None) is not None:
+        del model.lm_head  # of another checkpoint
     _refuse("parameters without a tensor", sorted(parameters))
 
 
-def read_config(folder: Path | str) -> HybridConfig:
-    """Configuration of a local checkpoint of Transformers: its config.json. ValueError, with the file, where it is no JSON."""
-    path = Path(folder) / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: expected JSON, got {error}") from error
-    return HybridConfig.from_transformers(content)
-
-
-class SafetensorsFolder(Mapping[str, Tensor]):
-    """Tensors of every `*.safetensors` file of a folder, each read when it is looked up.
-
-    Parameters
-    ----------
-    folder : Path or str
-        Folder of a checkpoint.
-
-    Raises
-    ------
-    FileNotFoundError
-        Where the folder has no such file.
-    ModuleNotFoundError
-        Where the package safetensors is not installed (the extra `layers`).
-    """
-
-    def __init__(self, folder: Path | str) -> None:
-        try:
-            from safetensors import safe_open  # an extra: nothing else needs it
-        except ModuleNotFoundError as error:
-            message = "checkpoints: expected the package safetensors, got none (pip install 'gdn-kernels[layers]')"
-            raise ModuleNotFoundError(message, name="safetensors") from error
-
-        paths = sorted(Path(folder).glob("*.safetensors"))
-        if not paths:
-            raise FileNotFoundError(f"no *.safetensors in {folder}")
-        files: list[Any] = [safe_open(path, framework="pt") for path in paths]
-        self._file_of: dict[str, Any] = {name: file for file in files for name in file.keys()}
-
-    def __getitem__(self, name: str) -> Tensor:
-        value: Tensor = self._file_of[name].get_tensor(name)
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
-
-
+_HEAD_PARTS: Parts = ((_HEAD, "whole"),)
 _NORMS: dict[str, Parts] = {name: ((name, "whole"),) for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}
 _SCALES: dict[str, Parts] = {
     "attn_layer_scale": (("attn_layer_scale", "vector"),),
@@ -319,6 +289,17 @@ def _made(wanted: Mapping[str, Parts], read: Any, rank: Rank) -> Iterator[tuple[
         if name.endswith(".in_proj") and value.shape[0] % ROW_MULTIPLE:
             value = torch.cat([value, value.new_zeros(-value.shape[0] % ROW_MULTIPLE, value.shape[1])])
         yield name, value
+
+
+def _other_head(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """The head of a checkpoint with tied embeddings, where it has one with other values than the embedding."""
+    if _HEAD not in names or names[_HEAD] == names[_EMBEDDING]:
+        return
+    head, embedding = tensors[names[_HEAD]], tensors[names[_EMBEDDING]]
+    if head.is_meta or embedding.is_meta:  # no values: as the configuration says
+        return
+    if head.dtype != embedding.dtype or not torch.equal(head, embedding.to(head.device)):
+        yield "lm_head", head
 
 
 def _checked(tensor: str, cut: str, value: Tensor, rank: Rank) -> Tensor:

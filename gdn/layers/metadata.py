@@ -10,7 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gdn.distributed import split_tokens
-from gdn.layers.host_arrays import PersistentBuffers, as_array, as_indices, as_lengths, at_least, check_rank, refuse, to_device
+from gdn.layers.host_arrays import (
+    PersistentBuffers,
+    as_array,
+    as_indices,
+    as_lengths,
+    at_least,
+    check_own_slots,
+    check_rank,
+    refuse,
+    to_device,
+)
 from gdn.layers.parallel import ContextParts
 
 Ints = Sequence[int] | Tensor | NDArray[Any]
@@ -166,10 +176,13 @@ class GDNMetadataBuilder:
             New tokens of each row, and all its tokens, the new ones included. Decode rows come first where no row is
             speculative.
         slots : sequence or CPU tensor [N] or [N, >= 1 + num_spec]
-            State slots of each row. Rows that are not speculative use column 0.
+            State slots of each row. Rows that are not speculative use column 0, speculative ones 1 + num_spec columns. No two
+            of those in use are the same, of one row or of two; slots up to `null_slot`, and rows without tokens, do not count.
+            Slots are values of the host, so that this is checked in every step, without a sync.
         num_draft_tokens : [N], optional
             Drafts of each row; -1 = not speculative (a prompt chunk). With speculation on, a decode row without drafts has 0:
-            the speculative path alone starts from the accepted state. None = no row is speculative.
+            the speculative path alone starts from the accepted state. None = no row is speculative; not with
+            num_accepted_tokens or parent_token.
         num_accepted_tokens : [N], optional
             Accepted tokens of each row's previous step, 1..1 + num_spec; read for speculative rows. None = 1.
         is_prefilling : [N] of bool, optional
@@ -180,7 +193,8 @@ class GDNMetadataBuilder:
             Draft trees: parent of each token of the step within its row, before it there, or -1; entries of rows that are not
             speculative are ignored.
         checkpoint_offsets, checkpoint_slots : [N, C], optional
-            Token counts of this step, multiples of 64, and slots, for the rows that are not speculative; 0 keeps nothing.
+            Token counts of this step, multiples of 64, and slots, for the rows that are not speculative; 0 keeps nothing. A
+            slot that is written is no other row's and no state slot.
         pad_to : int, optional
             Rows of the captured graph's batch: decode rows alone or speculative rows alone, the rest is padding (null slot,
             mask False, an empty range, 1 accepted token).
@@ -216,8 +230,12 @@ class GDNMetadataBuilder:
         if is_prefilling is not None:
             prefilling = as_array("is_prefilling", is_prefilling, count).astype(bool)
         parents = None if parent_token is None else _parents(parent_token, queries, drafts >= 0)
+        if num_draft_tokens is None and (num_accepted_tokens is not None or parent_token is not None):
+            name = "parent_token" if num_accepted_tokens is None else "num_accepted_tokens"
+            refuse("num_draft_tokens", f"the drafts of each row next to {name}, which speculative rows alone read", None)
         checkpoints = _checkpoints(checkpoint_offsets, checkpoint_slots, count)
         rows = _Rows(queries, lengths, self._slots(slots, count), drafts, accepted, prefilling, parents, checkpoints)
+        self._check_slots(rows)
         if (rows.is_spec & (queries > 0)).any():
             return self._with_spec(rows, pad_to)
         return self._without_spec(rows, pad_to)
@@ -229,6 +247,19 @@ class GDNMetadataBuilder:
         if found.shape[1] < 1 + self.num_spec and count:
             refuse("slots", f"at least {1 + self.num_spec} columns (1 + num_spec)", f"shape {list(found.shape)}")
         return found[:, : 1 + self.num_spec]
+
+    def _check_slots(self, rows: _Rows) -> None:
+        """Two sequences in one slot would read and write each other's states."""
+        has_tokens = (rows.queries > 0)[:, None]
+        in_use = has_tokens & (rows.slots > self.null_slot)
+        in_use[:, 1:] &= rows.is_spec[:, None]
+        names, slots, places = ["slots"], [rows.slots[in_use]], [np.nonzero(in_use)[0]]
+        if rows.checkpoints is not None:
+            offsets, kept = rows.checkpoints
+            is_kept = in_use[:, :1] & ~rows.is_spec[:, None] & (offsets > 0) & (offsets <= rows.queries[:, None])
+            is_kept &= kept > self.null_slot
+            names, slots, places = [*names, "checkpoint_slots"], [*slots, kept[is_kept]], [*places, np.nonzero(is_kept)[0]]
+        check_own_slots(names, slots, places)
 
     def _without_spec(self, rows: _Rows, pad_to: int | None) -> GDNMetadata:
         queries, has_tokens = rows.queries, rows.queries > 0

@@ -155,13 +155,17 @@ class MoE(nn.Module):
         return (unsorted.view(tokens, self.top_k, hidden) * weights[..., None]).sum(dim=1)
 
     def _every_expert(self, hidden_states: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """All experts on all tokens, weighted with zero where an expert was not selected; in parts of bounded memory."""
-        shares = weights.new_zeros(weights.shape[0], self.num_experts).scatter_(1, experts, weights)
+        """All experts on all tokens, of which each token takes those that it selected; in parts of bounded memory.
+
+        Taken, not weighted with zero: where another expert overflows, zero times infinity would make the sum NaN.
+        """
         widest = self.num_experts * max(self.gate_up_proj.shape[1], self.gate_up_proj.shape[2])
-        parts = []
-        for tokens, share in zip(*(x.split(max(1, _MOST_ELEMENTS // widest)) for x in (hidden_states, shares)), strict=True):
+        size, parts = max(1, _MOST_ELEMENTS // widest), []
+        for tokens, weight, chosen in zip(*(x.split(size) for x in (hidden_states, weights, experts)), strict=True):
             inner = _gated(torch.einsum("th,eih->tei", tokens, self.gate_up_proj))
-            parts.append((torch.einsum("tei,ehi->teh", inner, self.down_proj) * share[..., None]).sum(dim=1))
+            outputs = torch.einsum("tei,ehi->teh", inner, self.down_proj)
+            selected = outputs[torch.arange(chosen.shape[0], device=chosen.device)[:, None], chosen]  # [tokens, top_k, hidden]
+            parts.append((selected * weight[..., None]).sum(dim=1))
         return torch.cat(parts)
 
 

@@ -43,7 +43,8 @@ class HybridModel(nn.Module):
     config : HybridConfig
         Sizes of this rank, which its caches take.
     embed_tokens, lm_head : Parameter [vocab, hidden]
-        Embedding and head, whole on every rank; with `tie_word_embeddings` the embedding is the head, and there is no `lm_head`.
+        Embedding and head, whole on every rank; with `tie_word_embeddings` the embedding is the head, and there is no `lm_head`,
+        until `gdn.layers.loading.load` finds another head in a checkpoint.
     layers : ModuleList of DecoderLayer
     norm or hyper_connection_mixer : RMSNorm or HyperConnection
         What is before the head, with residual "plain" or "hyper".
@@ -142,7 +143,7 @@ class HybridModel(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits [rows, vocab] of rows of hidden states [rows, hidden] that the caller selected."""
-        return linear(hidden_states, self.embed_tokens if self.config.tie_word_embeddings else self.lm_head)
+        return linear(hidden_states, self.lm_head if hasattr(self, "lm_head") else self.embed_tokens)
 
     def greedy_tokens(self, logits: Tensor) -> Tensor:
         """Most likely tokens [rows] of logits [rows, vocab], the first rank's on every rank.

@@ -129,7 +129,7 @@ def _dense(
     _check_lengths(query_lens_host, seq_lens_host, query_start_loc, seq_lens)
     _check_bounds({"max_query_len": max_query_len, "max_seq_len": max_seq_len}, query_start_loc, seq_lens)
     block_size = k_cache.shape[1]
-    items = _sequences(q, block_tables.shape[1] * block_size, seq_lens_host, query_lens_host)
+    items = _sequences(q, block_tables.shape[1] * block_size, max_seq_len, seq_lens_host, query_lens_host)
     check_memory()
     if is_tracing():
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -205,15 +205,23 @@ def _check_bounds(bounds: dict[str, int | None], query_start_loc: Tensor, seq_le
             bad_value(name, f"at least {most}, the longest of the sequences", bound)
 
 
-def _sequences(q: Tensor, most: int, seq_lens: Sequence[int] | None, query_lens: Sequence[int] | None) -> list[_Sequence]:
-    """The sequences, checked against each other; none without both lengths. most: positions that a block table addresses."""
+def _sequences(
+    q: Tensor, addressed: int, max_seq_len: int | None, seq_lens: Sequence[int] | None, query_lens: Sequence[int] | None
+) -> list[_Sequence]:
+    """The sequences, checked against each other and the bound; none without both lengths.
+
+    addressed: positions that a block table addresses.
+    """
     if seq_lens is None or query_lens is None:
         return []
+    most = addressed if max_seq_len is None else min(addressed, max_seq_len)
     for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
         if query_len < 0 or query_len > max(seq_len, 0):
             bad_value("query_lens_host", f"numbers >= 0, none above the sequence's {seq_len} tokens", query_len)
         if query_len and seq_len > most:
-            bad_value("seq_lens_host", f"at most {most} tokens, which block_tables address", seq_len)
+            if seq_len > addressed:
+                bad_value("seq_lens_host", f"at most {addressed} tokens, which block_tables address", seq_len)
+            bad_value("max_seq_len", f"at least {seq_len}, a sequence of seq_lens_host", max_seq_len)
     if sum(query_lens) > q.shape[0]:
         bad_value("query_lens_host", f"numbers that sum to at most the {q.shape[0]} rows of q", sum(query_lens))
     starts = itertools.accumulate(query_lens, initial=0)

@@ -248,7 +248,7 @@ def _in_blocks(logits: Logits, select: Select, out: Tensor, units: int, step: in
     num_rows = out.shape[0]
     if is_empty(num_rows) or width <= topk:  # all columns are listed, without scores
         logits(slice(0, 0), None)  # for its checks
-        select(torch.empty(1, width, device=out.device).expand(num_rows, width), slice(0, units), out)
+        select(torch.empty(1, width, dtype=torch.float32, device=out.device).expand(num_rows, width), slice(0, units), out)
         return out
     buffer, each = None, num_rows // units
     for low in range(0, units, step):

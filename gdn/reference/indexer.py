@@ -162,7 +162,7 @@ def gather_indexer_cache(
     row = torch.arange(total, device=cache.device)
     used = row < bounds[-1]
     if total == 0 or block_tables.numel() == 0 or values.shape[0] == 0:
-        k = torch.zeros((total, *values.shape[2:]), device=cache.device).to(values.dtype)
+        k = torch.zeros((total, *values.shape[2:]), dtype=torch.float32, device=cache.device).to(values.dtype)
         k_scale = torch.zeros(total, values.shape[2], dtype=torch.float32, device=cache.device) if scales is not None else None
     else:
         sequence = torch.searchsorted(bounds, row, right=True).clamp(max=bounds.numel() - 1) - 1

@@ -40,12 +40,12 @@ def fused_gdn_prefill(
         q, k, v, g[None], beta[None], scale, ssm_state, use_qk_l2norm_in_kernel=True, cu_seqlens=query_start_loc,
         state_v_first=state_v_first, state_indices=state_indices, **both,
     )  # fmt: skip
-    is_live = torch.zeros(length, dtype=torch.bool)
+    is_live = torch.zeros(length, dtype=torch.bool, device=mixed_qkv.device)
     for (start, end), slot in zip(ranges(query_start_loc), state_indices.tolist(), strict=False):
         is_live[start:end] = slot > null_slot
     # Rows of padding: z may hold anything there.
     normed = rms_norm_gated(o[0], z, norm_weight, eps, gate_activation).flatten(1)
-    normed[~is_live.to(normed.device)] = 0
+    normed[~is_live] = 0
     return normed if out is None else out.copy_(normed)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
-from gdn.runtime import compiled, devices, env, log, registry, select, source, toolchain, tuned
+from gdn.runtime import compiled, devices, env, log, packages, registry, select, source, toolchain, tuned
 from gdn.runtime.select import Choice
 from gdn.runtime.tuned import Entry, Found
 
@@ -57,6 +57,8 @@ class KernelCandidate:
         return self._module
 
     def refusal(self, problem: Problem) -> str | None:
+        if (unserved := packages.unserved(packages.DSLS[self.backend])) is not None:  # its module may not even be importable
+            return unserved
         if self._import_error is None:
             try:
                 _ = self.module

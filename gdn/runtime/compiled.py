@@ -18,13 +18,10 @@ import dataclasses
 import errno
 import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
 import shutil
-import sys
 import threading
 import time
 import uuid
@@ -36,13 +33,10 @@ import filelock
 import platformdirs
 
 from gdn.problems import Problem
-from gdn.runtime import cache_folder, env, log, source, toolchain
+from gdn.runtime import cache_folder, env, log, packages, source, toolchain
 
 TARGET = "sm_90a"
 FORMAT = 1  # version of the layout on disk
-
-_DISTRIBUTIONS = {"tilelang": "tilelang", "cute": "nvidia-cutlass-dsl"}
-_MODULES = {"tilelang": "tilelang", "cute": "cutlass"}  # packages that a backend's kernels import
 
 
 class KernelModule(Protocol):
@@ -132,30 +126,10 @@ def _warn_of_private_folder(reason: str) -> None:
     )
 
 
-def installed_version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def dsl_version(backend: str) -> str | None:
-    """Version of a backend's DSL: of its distribution, or of the loaded module where it is only on the path; None without it."""
-    module = _MODULES[backend]
-    if (found := installed_version(_DISTRIBUTIONS[backend])) is not None:
-        return found
-    loaded = getattr(sys.modules.get(module), "__version__", None)
-    return str(loaded or "?") if _package_folders(module) else None
-
-
-@functools.cache
 def versions(backend: str) -> dict[str, str]:
     """Versions of the packages that compile and load a kernel."""
-    dsl = _DISTRIBUTIONS.get(backend, backend)
-    found = {name: installed_version(name) or "unknown" for name in ("apache-tvm-ffi", dsl)}
-    if found[dsl] == "unknown" and (library := runtime_library(backend)) is not None:
-        found[dsl] = f"library of {library.stat().st_size} bytes"  # a DSL on PYTHONPATH has no metadata
-    return found
+    dsl = packages.DSLS[backend]
+    return {one.distribution: packages.version(one) or "not installed" for one in (packages.TVM_FFI, dsl)}
 
 
 def compiled_fields(config: Any) -> dict[str, Any]:
@@ -296,28 +270,20 @@ def is_whole(place: Path) -> bool:
 def runtime_library(backend: str) -> Path | None:
     """Shared library that a backend's kernels link against, found without importing the DSL; None where there is none."""
     # TileLang: not libtvm_runtime.so, on which it depends: the function that creates tensor maps for bulk copies is in this one.
-    candidates = [folder / "lib" / "libtilelang.so" for folder in _package_folders("tilelang")]
+    candidates = [folder / "lib" / "libtilelang.so" for folder in packages.folders("tilelang")]
     if backend != "tilelang":
-        roots = _package_folders("nvidia_cutlass_dsl")
+        roots = packages.folders("nvidia_cutlass_dsl")
         # With the DSL only on PYTHONPATH, its inner folder may be all that is visible: <root>/dsl_packages/cutlass.
-        roots += [folder.parent.parent for folder in _package_folders("cutlass")]
+        roots += [folder.parent.parent for folder in packages.folders("cutlass")]
         candidates = [root / cuda / "lib" / "libcute_dsl_runtime.so" for root in roots for cuda in ("cu13", "cu12")]
     return next((path for path in candidates if path.is_file()), None)
-
-
-def _package_folders(name: str) -> list[Path]:
-    try:
-        spec = importlib.util.find_spec(name)  # a top-level package: imports nothing
-    except (ImportError, ValueError):
-        return []
-    return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
 
 
 @functools.cache
 def _preload(backend: str) -> None:
     path = runtime_library(backend)
     if path is None:
-        raise ImportError(f"{backend}: its runtime library was not found; install {_DISTRIBUTIONS[backend]}")
+        raise ImportError(f"{backend}: its runtime library was not found; install {packages.DSLS[backend].distribution}")
     ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)  # the kernel's undefined symbols resolve against it
 
 
@@ -325,7 +291,7 @@ def load(backend: str, place: Path) -> dict[str, Callable[..., Any]]:
     """Loads the functions of an entry, by entry name."""
     import tvm_ffi
 
-    if backend in _DISTRIBUTIONS:
+    if backend in packages.DSLS:
         _preload(backend)
     libraries = libraries_of(place)
     modules = {path: tvm_ffi.load_module(str(path)) for path in set(libraries.values())}  # tvm-ffi keeps them open

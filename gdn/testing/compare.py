@@ -31,7 +31,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor, groups: int) -> Error:
     l2 = row_errors(actual, expected, groups)
     peak = row_errors(actual, expected, groups, ord=torch.inf)
     worst = int(l2.argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), lead)) if lead else ()
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst, device="cpu"), lead)) if lead else ()
     return Error(float(l2.max()), float(peak.max()), f"index {index}")
 
 
@@ -60,7 +60,8 @@ def token_error(actual: torch.Tensor, expected: torch.Tensor, offsets: Sequence[
 
 def after_summary(h: torch.Tensor, P: torch.Tensor, state_v_first: bool, seed: int = 0) -> torch.Tensor:
     """States [N, HS, ...] in float64 that summaries make of random ones, the same for a seed."""
-    start = 0.3 * torch.randn(h.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(h.device)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    start = 0.3 * torch.randn(h.shape, generator=generator, dtype=torch.float64, device="cpu").to(h.device)
     return (start @ P.double() if state_v_first else P.double() @ start) + h.double()
 
 

@@ -114,7 +114,7 @@ def summary_tensors(problem: ChunkSummaryProblem, arguments: Mapping[str, Any]) 
     k_dim, v_dim = problem.head_k_dim, problem.head_v_dim
     shape = (arguments["cu_seqlens"].shape[0] - 1, problem.num_state_heads)
     inner = (v_dim, k_dim) if problem.state_v_first else (k_dim, v_dim)
-    h, P = (torch.full((*shape, *dims), torch.nan, device=arguments["k"].device) for dims in (inner, (k_dim, k_dim)))
+    h, P = (arguments["k"].new_full((*shape, *dims), torch.nan, dtype=torch.float32) for dims in (inner, (k_dim, k_dim)))
     return params_of(ChunkSummaryParams, arguments, h=h, P=P)
 
 
@@ -208,10 +208,11 @@ class _Generator:
         self.lengths = list(even if options.lengths is None else options.lengths)
 
     def normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator, device=self.device)
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float32, device=self.device)
 
     def uniform(self, low: float, high: float, *shape: int) -> torch.Tensor:
-        return torch.rand(*shape, generator=self.generator, device=self.device) * (high - low) + low
+        drawn = torch.rand(*shape, generator=self.generator, dtype=torch.float32, device=self.device)
+        return drawn * (high - low) + low
 
     def tokens(self) -> dict[str, Any]:
         """Arguments with a row per token, and the flags of the call."""
@@ -229,9 +230,10 @@ class _Generator:
         q, k, v = (self._padded(x, total).to(getattr(torch, p.dtype)) for x in (q, k, v))
         if strided:
             q, k, v = _slices_of_one_buffer(q, k, v)
+        offset_dtype: torch.dtype = getattr(torch, p.cu_seqlens_dtype)
         arguments: dict[str, Any] = {
             "q": q[None], "k": k[None], "v": v[None],
-            "cu_seqlens": torch.tensor([0, *accumulate(self.lengths)]).to(self.device, getattr(torch, p.cu_seqlens_dtype)),
+            "cu_seqlens": torch.tensor([0, *accumulate(self.lengths)], dtype=offset_dtype, device=self.device),
             "state_v_first": p.state_v_first, "use_qk_l2norm_in_kernel": p.use_qk_l2norm,
             "use_gate_in_kernel": p.use_gate, "use_beta_sigmoid_in_kernel": p.use_beta_sigmoid,
         }  # fmt: skip
@@ -261,14 +263,14 @@ class _Generator:
             arguments["A_log"] = self.uniform(0.5, 8.0, heads).log()
             arguments["dt_bias"] = self.uniform(-5.0, -1.0, heads)
             if case in ("total_decay", "no_decay"):
-                arguments["A_log"] = torch.zeros(heads, device=self.device)
+                arguments["A_log"] = torch.zeros_like(arguments["A_log"])
                 a = torch.full_like(a, 52.0 if case == "total_decay" else -40.0)
             return a
         if case in ("no_decay", "total_decay"):
             return torch.full_like(a, 0.0 if case == "no_decay" else -50.0)
         if case == "mixed_decay":
             forgets = (torch.arange(live, device=self.device) % 3 == 0)[:, None]
-            return torch.where(forgets, -50.0, 0.0).expand_as(a).clone()
+            return torch.where(forgets, torch.full_like(a, -50.0), 0.0)
         return -self.uniform(0.1, 2.0, heads) * torch.nn.functional.softplus(a - 2.0)
 
     def _beta(self, live: int, case: Case) -> torch.Tensor:
@@ -278,7 +280,7 @@ class _Generator:
         return b if self.problem.use_beta_sigmoid else b.sigmoid()
 
     def _padded(self, x: torch.Tensor, total: int) -> torch.Tensor:
-        rest = torch.full((total - x.shape[0], *x.shape[1:]), torch.nan, device=self.device)
+        rest = torch.full((total - x.shape[0], *x.shape[1:]), torch.nan, dtype=x.dtype, device=self.device)
         return torch.cat([x, rest])
 
     def states(self, count: int) -> torch.Tensor:

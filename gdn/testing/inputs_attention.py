@@ -25,7 +25,7 @@ def random_positions(ends: Tensor, k: int, run: int, generator: torch.Generator)
     rows = []
     for low in range(0, len(ends), _ROWS):
         groups = ends[low : low + _ROWS, None] // run
-        score = torch.rand(len(groups), most, device=device, generator=generator)
+        score = torch.rand(len(groups), most, dtype=torch.float32, device=device, generator=generator)
         score = score.masked_fill(torch.arange(most, device=device) >= groups, -1.0)
         found = score.topk(count, dim=1)
         chosen = torch.where(found.values < 0, most, found.indices).sort(dim=1).values
@@ -42,7 +42,7 @@ def kept_positions(ends: Tensor, k: int, share: float, generator: torch.Generato
     for row, end in enumerate(limits):
         count = min(k, end)
         kept = last[torch.randperm(len(last), device=device, generator=generator)[: min(count, round(share * len(last)))]]
-        score = torch.rand(max(end, 0), device=device, generator=generator)
+        score = torch.rand(max(end, 0), dtype=torch.float32, device=device, generator=generator)
         score[kept] = -1.0
         drawn = score.topk(count - len(kept)).indices
         last = torch.cat([kept, drawn]).sort().values

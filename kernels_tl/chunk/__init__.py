@@ -215,7 +215,7 @@ def _parts(problem: ChunkProblem, config: Config) -> list[tuple[str, int, tuple[
 
 
 # The kernels set every barrier themselves: the compiler's own would be in each chunk of the chain.
-_OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.enable_fast_math": True}
+_OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.disable_data_race_check": True, "tl.enable_fast_math": True}
 _MOST_SPLIT_CHUNKS = 1 << 20  # its tokens fit an int32
 
 

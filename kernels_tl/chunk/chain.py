@@ -25,6 +25,7 @@ from kernels_tl.chunk.constants import CHUNK, HALF
 from kernels_tl.chunk.state_chain import PANEL, STAGES
 from kernels_tl.chunk.types import MOST_RANKED, declare, exit_unless_chosen, find_ranked, find_segment, load_state
 from kernels_tl.common import build
+from kernels_tl.common.versions import prim_func
 
 MATH_THREADS = 128  # one warpgroup: a block has one panel of V columns
 PRODUCER_THREADS = 128  # one warpgroup: register counts change by whole warpgroups
@@ -114,7 +115,7 @@ def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> 
     names += " checkpoint_offsets checkpoint_slots null_slot split_chunks split_if_longest_exceeds"
     has_checkpoints, pooled = problem.has_checkpoints, problem.pooled
 
-    @T.prim_func
+    @prim_func
     def chunk_chain():
         tensors = declare(problem, names)
         cu_seqlens, split_chunks, null_slot = tensors.cu_seqlens, tensors.split_chunks, tensors.null_slot

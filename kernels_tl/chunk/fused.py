@@ -51,6 +51,7 @@ from kernels_tl.chunk.product import product_role
 from kernels_tl.chunk.state_chain import PANEL, ROWS, halves_of, load_halves
 from kernels_tl.chunk.types import MOST_RANKED, declare, exit_unless_chosen, find_ranked
 from kernels_tl.common import build
+from kernels_tl.common.versions import prim_func
 
 THREADS = 512
 CHAIN_REGISTERS = 224
@@ -189,14 +190,14 @@ def fused(problem: ChunkProblem, makers: int = CHAINS, decides: bool = False) ->
     names = "q k v g beta A_log dt_bias initial_state state_indices has_initial_state final_state final_state_indices cu_seqlens"
     names += " out checkpoint_offsets checkpoint_slots scale null_slot split_if_longest_exceeds"
 
-    @T.prim_func
+    @prim_func
     def chunk_fused():
         tensors = declare(problem, names)
         cu_seqlens, out, null_slot = tensors.cu_seqlens, tensors.out, tensors.null_slot
         num_sequences = cu_seqlens.shape[0] - 1
         grid = (makers, problem.num_state_heads, num_sequences)
         # Sequences are the slowest index: blocks start in this order, those of the longest sequence first.
-        with T.Kernel(*grid, threads=THREADS, cluster_dims=(makers, 1, 1)) as (rank, head, place):
+        with T.ClusterKernel(*grid, threads=THREADS, cluster_dims=(makers, 1, 1)) as (rank, head, place):
             shared = _allocate_shared(problem)
             ring = allocate_ring(problem)
             maker_shared = allocate_makers(problem)

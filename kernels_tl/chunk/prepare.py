@@ -44,6 +44,7 @@ from kernels_tl.chunk.tile_math import (
 from kernels_tl.chunk.types import declare, exit_unless_chosen
 from kernels_tl.common import build
 from kernels_tl.common.copies import bulk_store
+from kernels_tl.common.versions import prim_func, select
 
 PREPARE_THREADS = 128
 
@@ -196,7 +197,7 @@ def make_query(shared, registers):
     for i, j in T.Parallel(CHUNK, CHUNK):
         registers.qk[i, j] *= registers.row_factor[i]
     for i, j in T.Parallel(CHUNK, CHUNK):
-        registers.query_operand[i, j] = T.Select(i >= j, registers.qk[i, j], 0.0)
+        registers.query_operand[i, j] = select(i >= j, registers.qk[i, j], 0.0)
     # It takes the place of a half of Q: its registers are needed. The barriers before its product are enough.
     T.copy(registers.query_operand, shared.query)
 
@@ -219,7 +220,7 @@ def split_lower(problem, shared, registers):
         if i // BLOCK == j // BLOCK:
             shared.diagonal[j, i % BLOCK] = registers.kk[i, j]
     for i, j in T.Parallel(CHUNK, CHUNK):
-        registers.below[i, j] = T.Select(i // BLOCK > j // BLOCK, registers.kk[i, j], 0.0)
+        registers.below[i, j] = select(i // BLOCK > j // BLOCK, registers.kk[i, j], 0.0)
     T.copy(registers.below, shared.below)
     T.sync_threads()
 
@@ -304,7 +305,7 @@ def make_tiles(shared, registers, total):
     for i, j in T.Parallel(CHUNK, CHUNK):
         registers.column_factor[i, j] = shared.beta[j]
     for i, j in T.Parallel(CHUNK, CHUNK):
-        registers.r[i, j] = T.Select(i >= j, registers.qk[i, j] * registers.column_factor[i, j], 0.0)
+        registers.r[i, j] = select(i >= j, registers.qk[i, j] * registers.column_factor[i, j], 0.0)
     T.copy(registers.r, shared.r)
     if halves > 1:
         T.wgmma_gemm(shared.x, shared.k[1], registers.qk, transpose_A=True, clear_accum=True)
@@ -345,7 +346,7 @@ def prepare(problem: ChunkProblem, decides: bool = False) -> Any:
     """
     names = "q k g beta A_log dt_bias state_indices cu_seqlens out tiles vectors scale null_slot split_if_longest_exceeds"
 
-    @T.prim_func
+    @prim_func
     def chunk_prepare():
         tensors = declare(problem, names)
         cu_seqlens, out = tensors.cu_seqlens, tensors.out

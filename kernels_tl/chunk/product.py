@@ -11,6 +11,7 @@ from kernels_tl.chunk.makers import CHAINS, KEY_BUFFERS, ring_slot
 from kernels_tl.chunk.state_chain import halves_of
 from kernels_tl.chunk.tile_math import BLOCK, read_squares, right_operands, square_rows
 from kernels_tl.common import build
+from kernels_tl.common.versions import select
 
 
 def _allocate(problem: ChunkProblem) -> Any:
@@ -77,7 +78,7 @@ def make_query(problem, thread, turn, scale, shared, registers):
     for i, j in T.Parallel(CHUNK, CHUNK):
         qk[i, j] *= row_factor[i]
     for i, j in T.Parallel(CHUNK, CHUNK):
-        registers.query_operand[i, j] = T.Select(registers.row_index[i] >= j, qk[i, j], 0.0)
+        registers.query_operand[i, j] = select(registers.row_index[i] >= j, qk[i, j], 0.0)
 
 
 @T.macro

@@ -32,6 +32,7 @@ from kernels_tl.chunk.state_chain import ACCUMULATOR, PANEL, ROWS, STAGES, halve
 from kernels_tl.chunk.types import declare, exit_unless_chosen, find_segment, load_state
 from kernels_tl.common import build
 from kernels_tl.common.copies import bulk_load
+from kernels_tl.common.versions import prim_func
 
 START_STAGES = 3
 START_THREADS = 128  # of the math warpgroup
@@ -93,7 +94,7 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
     columns = problem.head_v_dim  # V columns for h, or as many columns of the identity: both halves of a head share the copies
     math_threads = columns * 2
 
-    @T.prim_func
+    @prim_func
     def chunk_summaries():
         tensors = declare(problem, names)
         cu_seqlens, split_chunks, segment_starts = tensors.cu_seqlens, tensors.split_chunks, tensors.segment_starts
@@ -210,7 +211,7 @@ def starts(problem: ChunkProblem, decides: bool = False) -> Any:
     """The prim_func `chunk_starts`; decides: as for `prepare`."""
     names = "state_indices cu_seqlens segment_starts transitions null_slot split_chunks split_if_longest_exceeds"
 
-    @T.prim_func
+    @prim_func
     def chunk_starts():
         tensors = declare(problem, names)
         cu_seqlens, split_chunks, segment_starts = tensors.cu_seqlens, tensors.split_chunks, tensors.segment_starts

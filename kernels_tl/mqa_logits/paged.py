@@ -30,6 +30,7 @@ from gdn.device import DeviceSpec
 from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
 from kernels_tl.common import build
 from kernels_tl.common.copies import bulk_load
+from kernels_tl.common.versions import prim_func
 from kernels_tl.mqa_logits import shared as _logits
 
 ENTRY = "paged_mqa_logits"
@@ -156,7 +157,7 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
     scales_type = T.StridedTensor((pages, page_size * kv_heads * (dim + 4) // 4), (scale_stride, 1), "float32")
     weights_type = T.StridedTensor((rows, tiles.num_heads), (weights_stride, 1), tiles.weights_dtype)
 
-    @T.prim_func
+    @prim_func
     def paged_mqa_logits():
         tensors = build.parameters(
             q=T.Tensor(_logits.q_shape(problem, T.dynamic("q_rows")), tiles.dtype),
@@ -379,8 +380,8 @@ def loader_role(tiles, shared, sizes, tensors, block, lane):
             T.mbarrier_wait_parity(shared.q_empty[item % 2], ((item // 2) % 2) ^ 1)
             publish_lengths(tiles, sizes, shared, tensors, job, item, lane, length, common)
             if lane == 0:
-                for e, value in enumerate((job, first_tile * tiles.keys, num_tiles, common)):
-                    shared.item[item % 2, e] = value
+                for place, value in enumerate((job, first_tile * tiles.keys, num_tiles, common)):
+                    shared.item[item % 2, place] = value
             if tiles.weighted:
                 _logits.publish_weights(tiles, shared, tensors.weights, row0, sizes.rows, item, lane)
             _logits.copy_queries(tiles, shared, tensors.q, row0, item)

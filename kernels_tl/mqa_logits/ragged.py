@@ -26,6 +26,7 @@ from gdn.device import DeviceSpec
 from gdn.problems import MqaLogitsParams, MqaLogitsProblem
 from kernels_tl.common import build
 from kernels_tl.common.copies import bulk_load
+from kernels_tl.common.versions import prim_func
 from kernels_tl.mqa_logits import shared as _logits
 
 ENTRY = "mqa_logits"
@@ -120,7 +121,7 @@ def program(problem: MqaLogitsProblem, config: Config) -> Any:
     m, nk, width = T.dynamic("m"), T.dynamic("nk"), T.dynamic("width")
     weights_stride, out_stride = T.dynamic("weights_stride", "int64"), T.dynamic("out_stride", "int64")
 
-    @T.prim_func
+    @prim_func
     def mqa_logits():
         tensors = build.parameters(
             q=T.Tensor(_logits.q_shape(problem, T.dynamic("q_rows")), tiles.dtype),
@@ -304,8 +305,8 @@ def loader_role(tiles, shared, sizes, tensors, lane):
         if tiles.weighted and item.end[0] > item.begin[0]:
             _logits.publish_weights(tiles, shared, tensors.weights, q0, sizes.m, i, lane)
         if lane == 0:
-            for e, value in enumerate((item.begin[0], item.end[0], item.origin[0], inner_low, inner_high)):
-                shared.item[i % 2, e] = value
+            for place, value in enumerate((item.begin[0], item.end[0], item.origin[0], inner_low, inner_high)):
+                shared.item[i % 2, place] = value
         if item.end[0] > item.begin[0]:
             _logits.copy_queries(tiles, shared, tensors.q, q0, i)
         T.mbarrier_arrive(shared.q_full[i % 2])

@@ -6,6 +6,7 @@ import tilelang.language as T
 
 from kernels_tl.common import build
 from kernels_tl.common.rounding import mix_seed
+from kernels_tl.common.versions import prim_func
 from kernels_tl.recurrent.draft_tree import ancestor, start_path
 from kernels_tl.recurrent.spec import Place, Spec, v_exists
 from kernels_tl.recurrent.state import load_state, store_into_pool, store_state
@@ -62,7 +63,7 @@ def kernel(spec: Spec) -> Any:
     lanes, groups_per_warp, k_warps, threads = spec.lanes, spec.groups_per_warp, spec.k_warps, spec.tiles.threads
     every_token, has_parent = problem.write_every_token, problem.has_parent
 
-    @T.prim_func
+    @prim_func
     def recurrent():
         tensors = build.parameters(**parameter_types(spec))
         cu_seqlens, out, pool, null_slot = tensors.cu_seqlens, tensors.out, tensors.initial_state, tensors.null_slot

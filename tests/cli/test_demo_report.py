@@ -5,7 +5,6 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from gdn.cli.demo_calls import Row
 from gdn.cli.demo_reference import Deviation, Spread
 from gdn.cli.demo_run import Memory, Plan, Report, Speed
 from gdn.layers.named import NAMED, first_layers
-from gdn.runtime import compiled, devices
+from gdn.runtime import devices, packages
 
 GPU = "NVIDIA H100 80GB HBM3"
 OPERATORS = ("fused_gdn_prefill", "paged_indexer_topk", "gather_indexer_cache", "compress_indexer_keys", "sparse_attention")
@@ -50,7 +49,7 @@ def printed(found: Report, device: torch.device) -> list[str]:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    monkeypatch.setattr(compiled, "dsl_version", {"tilelang": "0.1.15", "cute": "4.8.1"}.get)
+    monkeypatch.setattr(packages, "version", lambda package: {"tilelang": "0.1.15", "cutlass": "4.8.1"}[package.module])
 
 
 @pytest.mark.usefixtures("gpu")
@@ -101,10 +100,9 @@ def test_a_cpu_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_versions_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     """DSLs that are only on the path: the loaded module says its version; one that is missing is a dash."""
-    monkeypatch.setattr(compiled, "installed_version", lambda distribution: None)
+    monkeypatch.setattr(packages, "version", lambda package: "files 12ab" if package.module == "tilelang" else None)
     monkeypatch.setitem(sys.modules, "tilelang", type(sys)("tilelang"))
     monkeypatch.setattr(sys.modules["tilelang"], "__version__", "0.1.14", raising=False)
-    monkeypatch.setattr(compiled, "_package_folders", lambda name: [Path(name)] if name == "tilelang" else [])
     assert demo_report.versions() == {"torch": torch.__version__.partition("+")[0], "TileLang": "0.1.14", "CuTe DSL": "-"}
     monkeypatch.delitem(sys.modules, "tilelang")
     assert demo_report.versions()["TileLang"] == "?"

@@ -199,6 +199,30 @@ def test_experts(tokens: int, device: torch.device) -> None:
     assert row_error(found.double(), exact) <= 2 * row_error(of_torch.double(), exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_expert_that_overflows_reaches_the_tokens_that_select_it_alone(
+    captured: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    moe = MoE(CONFIG, device=device, dtype=dtype)
+    fill_randomly(moe)
+    hidden = torch.randn(53, CONFIG.hidden_size, generator=torch.Generator().manual_seed(4)).to(device, dtype)
+    with torch.inference_mode():
+        selects = (moe.route(hidden)[1] == 3).any(dim=-1)
+        wanted = moe(hidden)
+        moe.gate_up_proj[3] = torch.finfo(dtype).max / 2
+        found = moe(hidden)
+        if captured:
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = moe(hidden)
+            graph.replay()
+    assert 0 < int(selects.sum()) < 53 and not found[selects].isfinite().all()
+    assert found[~selects].isfinite().all()
+    torch.testing.assert_close(found[~selects], wanted[~selects], rtol=3e-2, atol=3e-2)
+
+
 def test_timing_of_an_eager_decode_step_on_the_host(device: torch.device, record_property: Any) -> None:
     found = on_host(make_stack(shaped(NAMED["qwen3-next-80b"], FORMS[0].kind, 1), 32, 4096, device))
     record_property("host_us", found.found)

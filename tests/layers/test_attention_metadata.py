@@ -150,3 +150,12 @@ def test_bad_input_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=message):
         builder().build(**{**good, **changes})
     builder().build(**good)
+
+
+def test_rings_of_keys_are_one_sequences_alone() -> None:
+    steps: dict[str, Any] = {"query_lens": [1, 3, 0], "seq_lens": [5, 5, 5], "block_tables": [[0], [1], [2]]}
+    with pytest.raises(ValueError, match="^sequence_slots: expected a slot of its own .* got slot 2 in rows 0 and 1"):
+        builder(index_ratio=4).build(**steps, sequence_slots=[2, 2, 1])
+    for slots in ([2, 1, 2], [-1, 1, 1], [-1, -1, 0]):
+        builder(index_ratio=4).build(**steps, sequence_slots=slots)
+    builder().build(**steps, sequence_slots=[2, 2, 2])  # without a ring nothing is there

@@ -149,8 +149,18 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_a_missing_field_is_named() -> None:
-    raw = Qwen3NextConfig().to_dict()
-    del raw["linear_num_key_heads"]
-    with pytest.raises(ValueError, match="^linear_num_key_heads: expected a value"):
+def test_a_field_without_a_default_is_named() -> None:
+    """An indexer of vLLM's names needs all of them; Transformers has no defaults for it."""
+    raw = Qwen3NextConfig().to_dict() | {"index_topk": 2048, "index_head_dim": 128}
+    with pytest.raises(ValueError, match="^index_n_heads: expected a value, got no such field"):
         HybridConfig.from_transformers(raw)
+
+
+def test_numbers_and_flags_of_another_kind_are_refused() -> None:
+    config = NAMED["tiny"]
+    for field, value in (("rms_norm_eps", "1e-6"), ("rope_theta", None), ("tie_word_embeddings", 1), ("layer_scale", "no")):
+        with pytest.raises(TypeError, match=f"^{field}: expected a (number|bool), got {type(value).__name__}"):
+            dataclasses.replace(config, **{field: value})
+    for field, number in (("rms_norm_eps", 0.0), ("rope_theta", float("nan")), ("partial_rotary_factor", -0.5)):
+        with pytest.raises(ValueError, match=f"^{field}: expected a finite number above 0"):
+            dataclasses.replace(config, **{field: number})

@@ -1,6 +1,7 @@
 """Metadata of the Gated DeltaNet layers: every kind of batch, padding for capture, and the rules as a property."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ def slots(row: int) -> tuple[int, ...]:
 
 PREFILL, CHUNK, ONE = Row(5, 0, slots(1)), Row(4, 64, slots(2)), Row(1, 0, slots(3))
 DECODE, OTHER_DECODE = Row(1, 9, slots(4), on_prompt=False), Row(1, 70, slots(5), on_prompt=False)
+OTHER_PREFILL, OTHER_SPEC = Row(5, 0, slots(8)), Row(3, 20, slots(9), 2, 3, False)
 SPEC, NO_DRAFTS = Row(3, 20, slots(6), 2, 3, False), Row(1, 30, slots(7), 0, 2, False)
 
 # Everything written out by hand; fields that are absent are None.
@@ -58,10 +60,10 @@ BATCHES: dict[str, tuple[list[Row], dict[str, Any]]] = {
         },
     ),
     "pure prefill": (
-        [PREFILL, PREFILL],
+        [PREFILL, OTHER_PREFILL],
         {
             "num_prefills": 2, "num_prefill_tokens": 10, "num_actual_tokens": 10, "non_spec_query_start_loc": [0, 5, 10],
-            "non_spec_state_indices_tensor": [10, 10], "non_spec_lengths_host": (5, 5), "has_initial_state": [False, False],
+            "non_spec_state_indices_tensor": [10, 80], "non_spec_lengths_host": (5, 5), "has_initial_state": [False, False],
         },
     ),
     "first chunk of length 1": (
@@ -88,10 +90,10 @@ BATCHES: dict[str, tuple[list[Row], dict[str, Any]]] = {
         },
     ),
     "spec only": (
-        [SPEC, SPEC],
+        [SPEC, OTHER_SPEC],
         {
             "num_spec_decodes": 2, "num_spec_decode_tokens": 6, "num_actual_tokens": 6, "spec_query_start_loc": [0, 3, 6],
-            "spec_state_indices_tensor": [[60, 61, 62], [60, 61, 62]], "spec_sequence_masks": [True, True],
+            "spec_state_indices_tensor": [[60, 61, 62], [90, 91, 92]], "spec_sequence_masks": [True, True],
             "spec_token_indx": [0, 1, 2, 3, 4, 5], "non_spec_token_indx": [], "num_accepted_tokens": [3, 3],
         },
     ),
@@ -172,18 +174,23 @@ def test_dtypes_are_those_of_the_operators() -> None:
             assert value.dtype == (torch.bool if is_flag else torch.int32), field.name
 
 
+def with_slots(rows: list[Row], order: list[int]) -> list[Row]:
+    """The rows with slots of their own, in any order."""
+    return [dataclasses.replace(row, slots=tuple(order[3 * n : 3 * n + 3])) for n, row in enumerate(rows)]
+
+
 ROWS = st.lists(
     st.builds(
         Row,
         new=st.sampled_from([0, 1, 1, 2, 3, 7]),
         before=st.sampled_from([0, 1, 64, 200]),
-        slots=st.tuples(*[st.integers(0, 99)] * (1 + NUM_SPEC)),
+        slots=st.just(()),
         drafts=st.integers(-1, NUM_SPEC),
         accepted=st.integers(1, 1 + NUM_SPEC),
         on_prompt=st.booleans(),
     ).map(lambda row: dataclasses.replace(row, new=min(row.new, row.drafts + 1)) if row.drafts >= 0 else row),
     max_size=7,
-)
+).flatmap(lambda rows: st.permutations(range(40)).map(functools.partial(with_slots, rows)))
 
 
 @given(rows=ROWS, with_spec=st.booleans())
@@ -293,6 +300,33 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "checkpoint shapes": (
         {"checkpoint_offsets": [[64], [0]], "checkpoint_slots": [[1, 2], [3, 4]]}, "checkpoint_slots: expected shape"
     ),
+    "accepted tokens without drafts": (
+        {"num_accepted_tokens": [2, 1]}, "num_draft_tokens: expected the drafts .* next to num_accepted_tokens.* got None"
+    ),
+    "a tree without drafts": (
+        {"parent_token": [-1, -1]}, "num_draft_tokens: expected the drafts of each row next to parent_token.* got None"
+    ),
+    "a slot of two decode rows": ({"slots": [[4, 1, 2], [4, 5, 6]]}, "slots: expected a slot .* slot 4 in rows 0 and 1"),
+    "a slot of two prompts": (
+        {"query_lens": [5, 3], "slots": [[4, 1, 2], [4, 5, 6]]}, "slots: expected a slot of its own .* slot 4 in rows 0 and 1"
+    ),
+    "a column of another speculative row": (
+        {"num_draft_tokens": [1, 0], "slots": [[0, 1, 2], [3, 4, 1]]}, "slots: expected .* got slot 1 in rows 0 and 1"
+    ),
+    "a column of a prompt": (
+        {"query_lens": [1, 3], "num_draft_tokens": [1, -1], "slots": [[0, 1, 2], [2, 4, 5]]},
+        "slots: expected .* got slot 2 in rows 0 and 1",
+    ),
+    "two columns of a row": ({"num_draft_tokens": [1, 0], "slots": [[0, 1, 1], [3, 4, 5]]}, "slots: .* slot 1 in rows 0 and 0"),
+    "a checkpoint in a slot of another row": (
+        {"query_lens": [64, 1], "seq_lens": [64, 5], "checkpoint_offsets": [[64], [0]], "checkpoint_slots": [[3], [-1]]},
+        "checkpoint_slots: expected .* got slot 3 in rows 1 and 0",
+    ),
+    "two checkpoints in a slot": (
+        {"query_lens": [130, 1], "seq_lens": [130, 5], "checkpoint_offsets": [[64, 128], [0, 0]],
+         "checkpoint_slots": [[9, 9], [-1, -1]]},
+        "checkpoint_slots: expected .* got slot 9 in rows 0 and 0",
+    ),
     "padding": ({"pad_to": 1}, "pad_to: expected 2 .rows. to 8"),
     "padding beyond the buffers": ({"pad_to": 9}, "pad_to: expected 2 .rows. to 8"),
 }  # fmt: skip
@@ -306,6 +340,17 @@ def test_bad_input_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=message):
         builder.build(**{**good, **changes})
     builder.build(**good)
+
+
+def test_slots_that_no_live_row_uses_may_be_equal() -> None:
+    """Those of rows without tokens, null slots, further columns of rows that are not speculative, unreached checkpoints."""
+    builder = GDNMetadataBuilder("cpu", num_spec=2, max_num_sequences=8, null_slot=0)
+    builder.build([1, 0, 1, 1], [5, 5, 5, 5], [[3, 7, 7], [3, 3, 3], [0, 7, 7], [0, 3, 3]])
+    builder.build([2, 0, 5], [5, 5, 5], [[3, 4, 5], [4, 4, 4], [6, 4, 4]], num_draft_tokens=[1, 0, -1])
+    builder.build([1] * 4, [1] * 4, [[0] * 3] * 4, num_draft_tokens=[0] * 4, pad_to=4)
+    offsets, kept = [[64, 128, 0], [0, 0, 0]], [[8, 4, 4], [3, 8, 4]]
+    builder.build([70, 1], [70, 9], [[3, 3, 3], [4, 4, 4]], checkpoint_offsets=offsets, checkpoint_slots=kept)
+    builder.build([], [], [])
 
 
 def test_floats_are_refused_and_tensors_taken() -> None:

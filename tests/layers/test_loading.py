@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gdn.layers import loading
@@ -95,6 +96,54 @@ def test_tied_embeddings() -> None:
     untied = replace(config, tie_word_embeddings=False)
     with pytest.raises(ValueError, match=r"missing tensors: lm_head\.weight"):
         parameters(tensors, untied)
+
+
+# What the checkpoint has -> whether Transformers' model, and ours, has a head of its own.
+HEADS = {"another head": True, "the embedding twice": False, "a head alone": False, "an embedding alone": False}
+
+
+@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen4_exp"])
+def test_tied_embeddings_and_a_head_in_the_checkpoint(kind: str, case: str, tmp_path: Path) -> None:
+    """As Transformers reads it, whatever `tie_word_embeddings` says."""
+    hf.build(kind, 2, tie_word_embeddings=True).save_pretrained(tmp_path)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert embedding in tensors and head not in tensors
+    if case == "another head":
+        tensors[head] = torch.randn(tensors[embedding].shape, generator=torch.Generator().manual_seed(3))
+    elif case == "the embedding twice":
+        tensors[head] = tensors[embedding].clone()
+    elif case == "a head alone":
+        tensors[head] = tensors.pop(embedding)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    theirs = hf.MODELS[kind][1].from_pretrained(tmp_path, dtype=torch.float32)
+    config, found = loading.read_config(tmp_path), loading.SafetensorsFolder(tmp_path)
+    assert config.tie_word_embeddings
+    model = HybridModel(config, dtype=torch.float32)
+    loading.load(model, found, config)
+    has_own = theirs.lm_head.weight is not theirs.get_input_embeddings().weight
+    assert has_own == hasattr(model, "lm_head") == HEADS[case]
+    rows = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(4))
+    torch.testing.assert_close(model.compute_logits(rows), theirs.lm_head(rows))
+    assert torch.equal(model.embed_tokens, theirs.get_input_embeddings().weight)
+    again = loading.to_transformers(model.state_dict(), config)
+    assert (head in again) == has_own
+    assert_same(dict(loading.from_transformers(again, config)), dict(model.named_parameters()))
+
+    loading.load(model, {name: one for name, one in again.items() if name != head}, config)
+    assert not hasattr(model, "lm_head"), "the head of another checkpoint"
+    assert torch.equal(model.compute_logits(rows), rows @ model.embed_tokens.T)
+
+
+def test_a_head_of_another_dtype_is_another_head() -> None:
+    reference = hf.build("qwen3_5", 2, tie_word_embeddings=True)
+    config, tensors = HybridConfig.from_transformers(reference.config), dict(reference.state_dict())
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].double()
+    assert "lm_head" in parameters(tensors, config)
+    short = tensors | {"lm_head.weight": torch.ones(5, config.hidden_size)}
+    with pytest.raises(ValueError, match=r"lm_head: expected shape \[131, 64\], got \[5, 64\]"):
+        loading.load(HybridModel(config, dtype=torch.float32), short, config)
 
 
 def test_what_does_not_match_is_refused() -> None:

@@ -93,6 +93,23 @@ def test_experts_grouped_and_plain_are_the_same(tokens: int, monkeypatch: pytest
     torch.testing.assert_close(moe._every_expert(hidden, weights, experts), plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_an_expert_that_overflows_reaches_the_tokens_that_select_it_alone(dtype: torch.dtype) -> None:
+    config = config_of(num_experts=8, num_experts_per_tok=2)
+    moe = MoE(config, dtype=dtype)
+    fill_randomly(moe)
+    hidden = torch.randn(40, config.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    _, experts = moe.route(hidden)
+    wanted, forms = moe(hidden), [moe] if dtype != torch.bfloat16 else [moe, lambda one: moe._grouped(one, *moe.route(one))]
+    moe.gate_up_proj[3] = torch.finfo(dtype).max / 2
+    selects = (experts == 3).any(dim=-1)
+    assert 0 < int(selects.sum()) < 40
+    for form in forms:
+        found = form(hidden)
+        assert found[~selects].isfinite().all() and not found[selects].isfinite().any(dim=-1).all()
+    assert torch.equal(moe(hidden)[~selects], wanted[~selects])
+
+
 def test_image_positions_are_refused() -> None:
     model = HybridModel(config_of("qwen3_5"), dtype=torch.float32)
     ids = torch.zeros(4, dtype=torch.int64)

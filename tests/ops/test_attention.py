@@ -248,6 +248,21 @@ def test_errors_come_before_anything_is_written(change: Arguments, message: str)
     assert bool((out == 7).all())
 
 
+@pytest.mark.parametrize("max_seq_len", [0, 5, 11])
+def test_a_bound_below_the_lengths_on_the_host_is_refused_without_a_look_at_the_device(max_seq_len: int) -> None:
+    """The bound cuts the block table: keys would be missing in the prefill rows, silently."""
+    arguments = step(*STEPS["mixed"])
+    out = arguments["out"] = torch.full_like(arguments["q"], 7.0)
+    with (
+        mock.patch.multiple(module, check_values=mock.Mock(), reads_values=lambda device: False),
+        pytest.raises(ValueError, match=rf"max_seq_len: expected at least \d+, a sequence of seq_lens_host, got {max_seq_len}"),
+    ):
+        gdn.attention(**arguments, max_seq_len=max_seq_len)
+    assert bool((out == 7).all())
+    empty = step([0, 0], [5, 0])
+    assert not gdn.attention(**empty, max_seq_len=0).any()  # nothing is read of sequences without a query
+
+
 def test_host_lengths_of_another_library_are_numbers() -> None:
     """numpy's integers are what an engine has, and what torch does not take for its flags."""
     arguments = step(*STEPS["mixed"])

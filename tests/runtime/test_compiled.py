@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gdn.runtime import compiled, env, source, toolchain
+from gdn.runtime import compiled, env, packages, source, toolchain
 from tests.runtime import fake_kernel
 from tests.runtime.fake_kernel import Config, FakeProblem
 
@@ -177,22 +177,14 @@ def test_what_changes_the_key(problem: FakeProblem, tmp_path: Path, monkeypatch:
     helper.write_text("b = 2")
     source.forget()
     keys.add(key(module=module))
-    compiled.versions.cache_clear()
-    monkeypatch.setattr(compiled, "installed_version", lambda distribution: "99")
-    keys.add(key(module=module))
-    compiled.versions.cache_clear()
-    monkeypatch.setattr(compiled, "installed_version", lambda distribution: "unknown")
-    for count in (1, 2):  # no metadata: the runtime library's size tells versions apart
-        compiled.versions.cache_clear()
-        (tmp_path / "library.so").write_bytes(b"x" * count)
-        monkeypatch.setattr(compiled, "runtime_library", lambda backend: tmp_path / "library.so")
+    for package in ("tilelang", "apache-tvm-ffi"):
+        monkeypatch.setattr(packages, "version", lambda one, other=package: "99" if one.distribution == other else "1")
         keys.add(key(module=module))
     monkeypatch.setattr(compiled, "TARGET", "sm_90b")
     keys.add(key(module=module))
-    assert len(keys) == 14
+    assert len(keys) == 13
     assert key(problem=problem.sizes_only(5)) == key()
     source.forget()
-    compiled.versions.cache_clear()
 
 
 def test_a_kernel_that_does_not_compile_leaves_no_entry(problem: FakeProblem):

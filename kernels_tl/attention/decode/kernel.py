@@ -6,6 +6,7 @@ import tilelang.language as T
 
 from kernels_tl.attention.decode.spec import ROWS, THREADS, TILE, VECTOR, Spec, allocate, parameter_types
 from kernels_tl.common import build
+from kernels_tl.common.versions import prim_func
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -18,7 +19,7 @@ _ASYNC = {"parallel_prefer_async": True, "parallel_async_without_async_commit_wa
 def kernel(spec: Spec) -> Any:
     """The prim_func."""
 
-    @T.prim_func
+    @prim_func
     def sparse_decode():
         types = parameter_types(spec)
         tensors = build.parameters(**types | {"gate": types["gate"] if spec.gates_sums else None})

@@ -7,6 +7,7 @@ import tilelang.language as T
 from kernels_tl.attention.decode.kernel import LN_2, LOWEST, gated
 from kernels_tl.attention.decode.spec import Spec, parameter_types
 from kernels_tl.common import build
+from kernels_tl.common.versions import prim_func
 
 
 def merge(spec: Spec) -> Any:
@@ -14,7 +15,7 @@ def merge(spec: Spec) -> Any:
     types = parameter_types(spec)
     threads = spec.dim
 
-    @T.prim_func
+    @prim_func
     def merge_parts():
         tensors = build.parameters(**{name: types[name] for name in ("workspace", "gate", "out", "lse")})
         with T.Kernel(tensors.out.shape[0] * spec.heads, threads=threads) as block:

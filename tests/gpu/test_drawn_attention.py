@@ -1,0 +1,19 @@
+"""Drawn calls of dense and of sparse attention against a float64 oracle, on a Hopper GPU."""
+
+import pytest
+import torch
+
+from tests.gpu.delta_rule import poisoned_memory
+from tests.ops.drawn_attention import OPERATORS, check
+
+pytestmark = pytest.mark.gpu
+
+CALLS, PART = 300, 50  # of each operator, and of a test
+
+
+@pytest.mark.parametrize("first", range(0, CALLS, PART))
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_drawn_calls(operator: str, first: int, device: torch.device) -> None:
+    with poisoned_memory():
+        for seed in range(first, first + PART):
+            check(seed, device, operator, few_variants=True)
