@@ -1,6 +1,7 @@
 """Caches of a hybrid model: recurrent states per slot, keys and values per block of tokens, and the indexer's keys.
 
-Each cache is one buffer for all its layers, of which every layer has a view; a copy of a block or slot is then one copy.
+Each kind of tensor is one buffer for all layers of its cache, of which every layer has a view; a copy of a block or slot is then
+one copy. Two kinds never share a buffer: an operator writes several of them, and compilers copy arguments that share memory.
 """
 
 from typing import Any
@@ -152,26 +153,28 @@ class KVCache(_Buffers):
         if block_size % PAGE_MULTIPLE:
             refuse("block_size", f"a multiple of {PAGE_MULTIPLE}", block_size)
         self.num_blocks, self.block_size = num_blocks, block_size
-        shape = (config.num_full_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-        self._buffer = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (config.num_full_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros_like(self._keys)
         self._make_views()
 
     def _make_views(self) -> None:
-        self.kv = tuple((layer[0], layer[1]) for layer in self._buffer)
+        self.kv = tuple(zip(self._keys, self._values, strict=True))
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in all layers."""
-        return _row_bytes(self._buffer, 2, 3)
+        return 2 * _row_bytes(self._keys, 1, 2)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole cache."""
-        return self._buffer.nbytes
+        return self._keys.nbytes + self._values.nbytes
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block to another in all layers."""
-        self._buffer[:, :, target].copy_(self._buffer[:, :, source])
+        for buffer in (self._keys, self._values):
+            buffer[:, target].copy_(buffer[:, source])
 
 
 class IndexerCache(_Buffers):

@@ -10,6 +10,7 @@ one. Therefore
     in an argument of the name `out`
     a result that is an argument (`out`, a pool) or None comes back as an empty tensor, and the public function replaces it by
     the argument or None: `Returns` says which
+    views among the written arguments are prepared for compilers first (gdn.ops._written)
 
 Shapes come from the operator itself: it runs unchanged on FakeTensors, checks included, and launches nothing.
 """
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from gdn.ops import _modes
 from gdn.ops._kinds import without_words
+from gdn.ops._written import place_written
 
 Arguments = dict[str, Any]
 Condition = Callable[[Arguments], bool]
@@ -86,11 +88,14 @@ class Registered:
     def call(self, arguments: Arguments) -> Any:
         """Adds the operator to the graph that is traced."""
         given = dict(arguments)
+        written = [name for name in self._writes if arguments[name] is not None and self._writes[name](arguments)]
         for name in self._doubled:
             if self._writes[name](arguments):
                 given[name + _WRITTEN], given[name] = given[name], None
         has_gradient = any(arguments[name] is not None and arguments[name].requires_grad for name in self._writes)
         with torch.no_grad() if has_gradient else contextlib.nullcontext():  # writes belong to no autograd graph
+            if written and torch.compiler.is_compiling():
+                place_written([arguments[name] for name in written], written)
             results = self._op(**given)
         kinds = self._returns(arguments)
         if self._num_results == 0:
