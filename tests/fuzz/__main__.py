@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tests.fuzz.worker import BATCH, Options, command, main
+from tests.fuzz.worker import BATCH, Options, command
 
 HANGS_AFTER = 600  # seconds without a new batch: the first ones compile kernels
 
@@ -30,12 +30,8 @@ def fuzz(
     cases: Annotated[int, typer.Option(help="Different inputs of a family and backend.")] = 24,
     seconds: Annotated[float, typer.Option(help="No new batch after so long.")] = 1e9,
     replay: Annotated[str | None, typer.Option(help="FIRST:LAST, the numbers of the calls to repeat.")] = None,
-    worker: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Make drawn calls; exit status 1 where one is wrong or a process is lost."""
-    if worker is not None:
-        main(worker)
-        return
     options = Options(seed, device, streams, tuple(backend or ()), tuple(only or ()), cases, seconds)
     if not options.rows():
         raise typer.BadParameter(
@@ -45,10 +41,10 @@ def fuzz(
     started, counts, wrong = time.monotonic(), Counter[str](), []
     while first < last and time.monotonic() - started < seconds:
         options.seconds = seconds - (time.monotonic() - started)
-        done, report, fault = _run(command(options, first, last))
-        if report is not None:
-            counts.update(report["calls"])
-            wrong += report["wrong"]
+        done, told, fault = _run(command(options, first, last))
+        counts.update(told["calls"])
+        wrong += told["wrong"]
+        if not fault:
             break
         again = f"python -m tests.fuzz --seed {seed} --streams {streams} --cases {cases} --replay {done[0]}:{done[1]}"
         wrong.append(f"a process was lost in calls {done[0]} to {done[1] - 1}: {fault}; repeat: {again}")
@@ -61,22 +57,22 @@ def fuzz(
     raise typer.Exit(1 if wrong else 0)
 
 
-def _run(text: str) -> tuple[list[int], dict[str, Any] | None, str]:
-    """The last batch that a worker began, its report (None where it was lost), and the end of what it said."""
+def _run(text: str) -> tuple[list[int], dict[str, Any], str]:
+    """The last batch that a worker began, what it last told, and why it was lost (empty where it was not)."""
     errors = tempfile.TemporaryFile("w+")  # not a pipe, which may be full while nobody reads
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.fuzz", "--worker", text], stdout=subprocess.PIPE, stderr=errors, text=True
+        [sys.executable, "-m", "tests.fuzz.worker", text], stdout=subprocess.PIPE, stderr=errors, text=True
     )
     assert process.stdout is not None
     first = json.loads(text)["range"][0]
-    batch = [first, first + BATCH]
+    batch, told = [first, first + BATCH], {"calls": {}, "wrong": []}
     waiting = selectors.DefaultSelector()
     waiting.register(process.stdout, selectors.EVENT_READ)
     while True:
         if not waiting.select(HANGS_AFTER):
             process.kill()
             process.wait()
-            return batch, None, f"no batch for {HANGS_AFTER} s"
+            return batch, told, f"no batch for {HANGS_AFTER} s"
         line = process.stdout.readline()
         if not line:
             break
@@ -84,14 +80,21 @@ def _run(text: str) -> tuple[list[int], dict[str, Any] | None, str]:
             told = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if "report" in told:
+        if told.get("is_done"):
             process.wait()
-            return batch, told["report"], ""
+            return batch, told, ""
         batch = told["batch"]
     process.wait()
     errors.seek(0)
     said = errors.read().strip().splitlines()
-    return batch, None, f"exit status {process.returncode}: {said[-1] if said else 'nothing said'}"
+    return batch, told, f"exit status {process.returncode}: {_gist(said)}"
+
+
+def _gist(said: list[str]) -> str:
+    """The exception of a traceback and the last line of this project in it."""
+    errors = [line for line in said if "Error: " in line] or said[-1:] or ["nothing said"]
+    places = [line.strip() for line in said if line.startswith("  File") and ("/gdn/" in line or "/tests/" in line)]
+    return " at ".join([errors[-1], *places[-1:]])
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ def test_a_run_without_faults(capsys: pytest.CaptureFixture[str]) -> None:
     Worker(QUICK).run(0, 100)
     batches = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["batch"] for one in batches[:-1]] == [[0, 64], [64, 100]]
-    report = batches[-1]["report"]
+    report = batches[-1]
+    assert report["is_done"]
     assert report["wrong"] == [] and sum(report["calls"].values()) == 100 and len(report["calls"]) == 3
 
 
@@ -44,7 +45,7 @@ def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(gdn, "fused_gdn_gating", gating)
     only = Options(device="cpu", only=("gating",), cases=2)
     Worker(only).run(0, 64)
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])["report"]
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["wrong"] and all("other bits than the first time" in line for line in report["wrong"])
     assert report["wrong"][0].startswith("call ")
     monkeypatch.setattr(module, "fault", lambda *_: "planted")
@@ -53,8 +54,9 @@ def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_a_lost_process_is_named() -> None:
-    batch, report, fault = fuzz._run(command(Options(device="nonsense", only=("gating",)), 128, 300))
-    assert report is None and batch == [128, 192] and "exit status 1" in fault
+    batch, told, fault = fuzz._run(command(Options(device="nonsense", only=("gating",)), 128, 300))
+    assert told["calls"] == {} and batch == [128, 192]
+    assert "exit status 1: RuntimeError: " in fault and "worker.py" in fault
 
 
 def test_bits() -> None:

@@ -71,8 +71,8 @@ def test_strides(name: str, backend: str, device: torch.device) -> None:
             strided = twin(arguments) | {argument: variant}
             try:
                 call(function, strided, backend)
-            except ValueError as error:  # refused by name: a cache whose rows overlap, say
-                if not str(error).startswith(argument):
+            except ValueError as error:  # refused by name: a cache whose rows overlap, say, or rows that this kernel cannot copy
+                if not str(error).startswith((argument, "backend: expected a backend that can run")):
                     wrong.append(f"{argument}: {what}, {error}")
                 continue
             expected = call(function, plain, backend)
