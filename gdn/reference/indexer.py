@@ -42,13 +42,13 @@ def _write_flat(view: Tensor, slots: Tensor, values: Tensor, keep: Tensor) -> No
     """view[slot // page_size, slot % page_size] = values where keep; kept slots are distinct. No host read.
 
     view [pages, page_size, ...], any page stride; slots [tokens]. A skipped token repeats the write of a kept one (the same bytes
-    to the same row), or of row 0's old content where nothing is kept.
+    to the same row), or of row 0's old content where nothing is kept. Integers are moved: a copy of floats may change a NaN's bits.
     """
     page_size = view.shape[1]
     if slots.numel() == 0 or view.shape[0] == 0:
         return
-    if view.dtype == FP8:
-        view, values = view.view(torch.uint8), values.view(torch.uint8)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[view.element_size()]
+    view, values = view.view(bits), values.view(bits)
     entry = torch.arange(slots.numel(), device=slots.device)
     last = torch.where(keep, entry, -1).cummax(0).values
     source = torch.where(last >= 0, last, keep.to(torch.uint8).argmax())

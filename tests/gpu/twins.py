@@ -24,7 +24,13 @@ def copy_of(x: Tensor) -> Tensor:
 
 def twin(arguments: Arguments) -> Arguments:
     """The arguments with tensors of their own, their strides and what surrounds them kept."""
-    return {name: copy_of(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    return {name: _twin(x) for name, x in arguments.items()}
+
+
+def _twin(x: Any) -> Any:
+    if isinstance(x, tuple):  # keys and values
+        return tuple(_twin(one) for one in x)
+    return copy_of(x) if isinstance(x, Tensor) else x
 
 
 def outcome(function: Callable[..., Any], arguments: Arguments, **options: Any) -> list[Tensor]:

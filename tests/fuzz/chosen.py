@@ -1,4 +1,8 @@
-"""Whole models as calls: an engine of a small hybrid model prefills, decodes and verifies drafts. The result is all logits."""
+"""Calls whose kernels are chosen by the call: attention in any form, and whole models.
+
+A model is an engine of a small hybrid model that prefills, decodes and verifies drafts. Its results are all logits.
+Backends are "reference", or anything else for the kernels that are chosen.
+"""
 
 import functools
 import os
@@ -9,6 +13,7 @@ from typing import Any
 
 import torch
 
+import gdn
 from gdn.cli.demo_engine import Engine, EngineSizes
 from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.random_weights import fill_randomly
@@ -18,6 +23,16 @@ Tensor = torch.Tensor
 _FORMS: dict[str, dict[str, Any]] = {
     "token-wise": {"index_n_heads": 16}, "compressed": {"index_n_heads": 4, "index_ratio": 4}, "dense": {"index_topk": 0},
 }  # fmt: skip
+
+
+def attention(backend: str, **arguments: Any) -> Any:
+    with _backend(backend):
+        return gdn.attention(**arguments)
+
+
+def sparse_attention(backend: str, **arguments: Any) -> Any:
+    with _backend(backend):
+        return gdn.sparse_attention(**arguments)
 
 
 @functools.cache
@@ -55,7 +70,7 @@ def _backend(name: str) -> Iterator[None]:
 def engine(
     form: str, device: torch.device, prompts: list[list[int]], drafts: list[list[int]], backend: str
 ) -> tuple[Tensor, ...]:
-    """Logits of every step. backend: "reference", or anything else for the kernels that are chosen."""
+    """Logits of every step."""
     with _backend(backend):
         sizes = EngineSizes(max_num_sequences=len(prompts), max_seq_len=512, num_spec=3)
         own = Engine(_model(form, device), sizes, use_graphs=False)
@@ -69,7 +84,7 @@ def engine(
         return tuple(found)
 
 
-def draw(form: str, rng: random.Random, device: torch.device) -> dict[str, Any]:
+def draw_engine(form: str, rng: random.Random, device: torch.device) -> dict[str, Any]:
     """Arguments of `engine`, without the backend."""
     lengths = [rng.choice([1, 3, 64, rng.randint(1, 200)]) for _ in range(rng.randint(1, 4))]
     prompts = [[rng.randrange(512) for _ in range(length)] for length in lengths]
