@@ -42,7 +42,7 @@ def _write_flat(view: Tensor, slots: Tensor, values: Tensor, keep: Tensor) -> No
     """view[slot // page_size, slot % page_size] = values where keep; kept slots are distinct. No host read.
 
     view [pages, page_size, ...], any page stride; slots [tokens]. A skipped token repeats the write of a kept one (the same bytes
-    to the same row), or of row 0's old content where nothing is kept. Integers are moved: a copy of floats may change a NaN's bits.
+    to the same row), or of row 0's old content where nothing is kept. Integers are moved: a copy may change the bits of a NaN.
     """
     page_size = view.shape[1]
     if slots.numel() == 0 or view.shape[0] == 0:
