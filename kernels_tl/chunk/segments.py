@@ -141,8 +141,7 @@ def summaries(problem: ChunkProblem, decides: bool = False) -> Any:
                 if problem.has_initial_state:
                     starts = live and is_state and index == 0
                     if problem.has_mask:
-                        if starts:
-                            starts = tensors.has_initial_state[sequence]
+                        starts = starts and tensors.has_initial_state[sequence]
                     if starts:
                         load_state(problem, tensors.initial_state, read_slot, head, 0, registers)
                 if live and is_state and index == 0:

@@ -195,9 +195,8 @@ def store_final(problem, tensors, sequence, head, column_begin, registers, live:
     if problem.pooled and not problem.has_final_indices:
         write_slot = T.cast(tensors.state_indices[sequence], "int64")
     if problem.has_final_indices:
-        if live:
-            write_slot = T.cast(tensors.final_state_indices[sequence], "int64")
-            live = write_slot > T.cast(tensors.null_slot, "int64")
+        write_slot = T.cast(tensors.final_state_indices[sequence], "int64")
+        live = live and write_slot > T.cast(tensors.null_slot, "int64")
     if live:
         store_state(problem, tensors.final_state, write_slot, head, column_begin, registers)
 

@@ -1,12 +1,19 @@
-"""What differs between the versions of TileLang that the project serves, 0.1.12 to 0.1.15: `prim_func` and `select`."""
+"""What differs between the versions of TileLang that the project serves, 0.1.12 to 0.1.15: the tracer, `select`, and matrices.
+
+Before 0.1.15 two `if` with the same condition, one after the other, become one: the body of the first may not change what the
+condition reads (`tests/compile/test_low_end.py` looks for that).
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tilelang
 import tilelang.language as T
+import torch
 from tilelang.language.eager import builder
 
 IS_0_1_15 = hasattr(builder, "PythonLoopFrame")  # or later
+IS_0_1_12 = tilelang.__version__.startswith("0.1.12")
 
 
 class _Builder(builder.Builder):
@@ -44,3 +51,24 @@ def select(condition: Any, value: Any, other: Any) -> Any:
     Before 0.1.15 the CUDA source of T.Select does not compile where it is vectorized.
     """
     return T.Select(condition, value, other) if IS_0_1_15 else T.if_then_else(condition, value, other)
+
+
+# A matrix in global memory of any row stride, of which bulk copies take parts of a row. In 0.1.12 such a copy takes the rows for
+# rows without a gap: there the kernel takes all rows as one line, and counts the stride itself.
+
+
+def matrix_type(rows: Any, columns: int, stride: Any, dtype: str) -> Any:
+    return T.Tensor((T.dynamic("line"),), dtype) if IS_0_1_12 else T.StridedTensor((rows, columns), (stride, 1), dtype)
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """The tensor [rows, columns] as a kernel takes its `matrix_type`."""
+    return x.as_strided(((x.shape[0] - 1) * x.stride(0) + x.shape[1],), (1,)) if IS_0_1_12 else x
+
+
+def part_of_row(matrix: Any, row: Any, stride: Any, begin: Any, count: int) -> Any:
+    """Columns [begin, begin + count) of a row. stride: between rows, as the matrix has it."""
+    if not IS_0_1_12:
+        return matrix[row, begin : begin + count]
+    first = T.cast(row, "int64") * stride + begin
+    return matrix[first : first + count]

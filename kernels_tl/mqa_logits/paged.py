@@ -31,7 +31,7 @@ from gdn.device import DeviceSpec
 from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
 from kernels_tl.common import build
 from kernels_tl.common.copies import bulk_load
-from kernels_tl.common.versions import prim_func
+from kernels_tl.common.versions import as_matrix, matrix_type, part_of_row, prim_func
 from kernels_tl.mqa_logits import shared as _logits
 
 ENTRY = "paged_mqa_logits"
@@ -138,7 +138,7 @@ def launch(compiled: Any, params: PagedMqaLogitsParams) -> None:
     q, cache, weights, context_lens, block_tables, out, scale, _ = params
     problem = compiled.problem
     q = q.view(_logits.q_shape(problem, -1))
-    scales = cache.view(torch.float32) if problem.has_k_scale else None
+    scales = as_matrix(cache.view(torch.float32)) if problem.has_k_scale else None
     values = cache.view(q.dtype) if problem.has_k_scale else cache
     row = problem.num_kv_heads * problem.head_dim
     values = values.as_strided((values.shape[0], problem.page_size, row), (values.stride(0), row, 1))
@@ -155,7 +155,7 @@ def program(problem: PagedMqaLogitsProblem, config: Config) -> Any:
         T.dynamic(name, "int64") for name in ("page_stride", "scale_stride", "weights_stride", "table_stride", "out_stride")
     )
     sizes = SimpleNamespace(batch=batch, rows=rows, width=width, max_pages=max_pages)
-    scales_type = T.StridedTensor((pages, page_size * kv_heads * (dim + 4) // 4), (scale_stride, 1), "float32")
+    scales_type = matrix_type(pages, page_size * kv_heads * (dim + 4) // 4, scale_stride, "float32")
     weights_type = T.StridedTensor((rows, tiles.num_heads), (weights_stride, 1), tiles.weights_dtype)
 
     @prim_func
@@ -303,7 +303,7 @@ def copy_keys(tiles, shared, tensors, page, key0, tile, group, count, piece_page
                 word = tiles.scale_offset + token * tiles.kv_heads + w * tiles.words
                 place = (p * tiles.copies + w) * tiles.pitch
                 bulk_load(
-                    tensors.scales[piece_page, word : word + tiles.words],
+                    part_of_row(tensors.scales, piece_page, tensors.cache.strides[0] // 4, word, tiles.words),
                     shared.scale[count % tiles.stages, place : place + tiles.words],
                     shared.k_full[count % tiles.stages],
                 )
