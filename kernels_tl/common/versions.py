@@ -1,7 +1,7 @@
 """What differs between the versions of TileLang that the project serves, 0.1.12 to 0.1.15: the tracer, `select`, and matrices.
 
 Before 0.1.15 two `if` with the same condition, one after the other, become one: the body of the first may not change what the
-condition reads (`tests/compile/test_low_end.py` looks for that).
+condition reads (`tests/compile/test_tilelang_versions.py` looks for that).
 """
 
 from collections.abc import Callable, Iterator
