@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 
 Tensor = torch.Tensor
 DTYPE = torch.bfloat16
+QUIET_PROJECTIONS_US = 29.0  # of torch's two products on a quiet host (gdn/tuned/h100/MEASURED.md)
 NUM_SPEC, NUM_SLOTS = 3, 24
 CONFIG = HybridConfig(  # a layer of Qwen3-Next-80B
     vocab_size=64, hidden_size=2048, num_hidden_layers=1, layer_types=("linear_attention",), num_attention_heads=16,
@@ -224,6 +225,8 @@ def test_an_expert_that_overflows_reaches_the_tokens_that_select_it_alone(
 
 
 def test_timing_of_an_eager_decode_step_on_the_host(device: torch.device, record_property: Any) -> None:
+    """The limit is meant for a quiet host. On a slower or busier one, which the projections alone tell, it grows with their time."""
     found = on_host(make_stack(shaped(NAMED["qwen3-next-80b"], FORMS[0].kind, 1), 32, 4096, device))
     record_property("host_us", found.found)
-    assert found.found <= found.must, found
+    slower = found.projections_us / QUIET_PROJECTIONS_US
+    assert found.found <= found.must * (slower if slower > 1.2 else 1), found
