@@ -225,7 +225,7 @@ def test_an_expert_that_overflows_reaches_the_tokens_that_select_it_alone(
 
 
 def test_timing_of_an_eager_decode_step_on_the_host(device: torch.device, record_property: Any) -> None:
-    """The limit is meant for a quiet host. On a slower or busier one, which the projections alone tell, it grows with their time."""
+    """The limit is meant for a quiet host. On a slower or busier one it grows with the time that the projections alone take."""
     found = on_host(make_stack(shaped(NAMED["qwen3-next-80b"], FORMS[0].kind, 1), 32, 4096, device))
     record_property("host_us", found.found)
     slower = found.projections_us / QUIET_PROJECTIONS_US
