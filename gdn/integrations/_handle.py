@@ -10,7 +10,7 @@ from typing import Any, Self
 from gdn.integrations import _records
 from gdn.integrations._calls import Calls, unserved_machine
 from gdn.integrations._hosts import Host
-from gdn.integrations._points import Missing, Point, Undo, resolve
+from gdn.integrations._points import LeftAlone, Missing, Point, Undo, resolve
 from gdn.runtime import log
 
 _lock = threading.RLock()
@@ -181,8 +181,15 @@ def _install(host: Host, wanted: list[_Installed], strict: bool) -> None:
     try:
         for one in wanted:
             if one.why is None:
-                one.undo = one.point.install(one.calls)
-                done.append(one)
+                try:
+                    one.undo = one.point.install(one.calls)
+                except LeftAlone as found:
+                    one.why = str(found)
+                    if strict:
+                        raise RuntimeError(f"gdn.integrations.{host.name}, strict: {one.point.path}: {found}") from None
+                    log.once(f"{host.name}: left alone, {one.point.path}: {found}", logging.WARNING)
+                else:
+                    done.append(one)
     except BaseException:
         for one in reversed(done):
             if one.undo is not None:

@@ -35,4 +35,48 @@ FLA = Host(
     ),
 )
 
-HOSTS: dict[str, Host] = {host.name: host for host in (FLA,)}
+def _modeling(kind: str, prefix: str) -> tuple[str, ...]:
+    """Functions of a modeling module with Gated DeltaNet layers."""
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
+    methods = (f"{prefix}GatedDeltaNet.forward", f"{prefix}RMSNormGated.forward")
+    return _under(f"transformers.models.{kind}.modeling_{kind}", *names, *methods)
+
+
+TRANSFORMERS_MODELS = (  # folder of the model, prefix of its layers' classes, class of its text model
+    ("qwen3_next", "Qwen3Next", "Qwen3NextModel"),
+    ("qwen3_5", "Qwen3_5", "Qwen3_5TextModel"),
+    ("qwen3_5_moe", "Qwen3_5Moe", "Qwen3_5MoeTextModel"),
+    ("qwen4_exp", "Qwen4ExpText", "Qwen4ExpTextModel"),
+)
+_LAYER = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size", "layer_idx", "activation", "conv1d")
+_LAYER = (*_LAYER, "dt_bias", "A_log", "norm", "out_proj", "layer_norm_epsilon")
+_APART, _TOGETHER = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")
+_CACHE_LAYER = ("conv_states", "recurrent_states", "is_conv_states_initialized", "is_recurrent_states_initialized")
+
+TRANSFORMERS = Host(
+    name="transformers",
+    package="transformers",
+    distributions=("transformers",),
+    tested="5.20 to 5.24",
+    functions=(
+        *(name for kind, prefix, _ in TRANSFORMERS_MODELS for name in _modeling(kind, prefix)),
+        *(f"transformers.models.{kind}.modeling_{kind}.{model}.forward" for kind, _, model in TRANSFORMERS_MODELS),
+        "transformers.cache_utils.LinearAttentionLayer.lazy_initialization",
+    ),
+    classes=MappingProxyType(
+        {
+            f"transformers.models.{kind}.modeling_{kind}.{prefix}GatedDeltaNet": (
+                *_LAYER,
+                *(_TOGETHER if kind == "qwen3_next" else _APART),
+            )
+            for kind, prefix, _ in TRANSFORMERS_MODELS
+        }
+        | {
+            f"transformers.models.{kind}.modeling_{kind}.{prefix}RMSNormGated": ("weight", "variance_epsilon", "activation")
+            for kind, prefix, _ in TRANSFORMERS_MODELS
+        }
+        | {"transformers.cache_utils.LinearAttentionLayer": (*_CACHE_LAYER, "has_previous_state", "record_past")}
+    ),
+)
+
+HOSTS: dict[str, Host] = {host.name: host for host in (FLA, TRANSFORMERS)}

@@ -15,12 +15,17 @@ class Point:
     """One point.
 
     path: what the report calls it. guards: dotted names, each recorded, whose signatures must be the recorded ones. install:
-    replaces it, and returns the function that takes the replacement back, whose result says what was left alone and why.
+    replaces it, and returns the function that takes the replacement back, whose result says what was left alone and why. It may
+    raise LeftAlone instead.
     """
 
     path: str
     guards: tuple[str, ...]
     install: Callable[[Calls], Undo]
+
+
+class LeftAlone(Exception):
+    """`install` of a point says why it did not replace anything: what it found there is not the host's own."""
 
 
 class Missing(LookupError):

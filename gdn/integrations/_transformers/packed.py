@@ -1,0 +1,87 @@
+"""Boundaries of packed sequences that only `position_ids` tell apart.
+
+Transformers separates such sequences in attention, where there is neither a mask nor a cache, but not in Gated DeltaNet layers:
+position_ids do not reach them. A hook before the text model derives the boundaries, and the served layers of the call use them.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WITH_CACHE = (
+    "position_ids: expected rows that do not restart, got packed sequences in a call with a cache (pass use_cache=False, as packed "
+    "sequences cannot be continued)"
+)
+_IN_GRAPH = (
+    "position_ids: expected rows that do not restart, got packed sequences in a compiled or captured call (pass cu_seq_lens_q, "
+    "whose length the graph can rely on)"
+)
+
+
+class Boundaries(threading.local):
+    """Offsets [N + 1] over all tokens of the model call that this thread is in; None where each row is one sequence."""
+
+    def __init__(self) -> None:
+        self.current: Tensor | None = None
+
+
+def text_positions(position_ids: Tensor | None) -> Tensor | None:
+    """Positions [B, T] within the text, of [B, T] or of the rows text, time, height and width [4, B, T]; else None."""
+    if position_ids is None or position_ids.dim() == 2:
+        return position_ids
+    return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else None
+
+
+def derive(positions: Tensor, batch: int, has_cache: bool) -> Tensor | None:
+    """Offsets [N + 1] of the sequences of all rows, int32; None where no row restarts.
+
+    Reads the positions: the device is waited for, once a call of the model. A graph cannot: there, a call whose positions restart
+    fails on the device.
+
+    Parameters
+    ----------
+    positions : Tensor [B or 1, T]
+        Position of each token in its sequence.
+    batch : int
+        Number of rows B.
+    has_cache : bool
+        Whether the call reads or writes a cache.
+
+    Raises
+    ------
+    ValueError
+        If a row restarts in a call with a cache.
+    """
+    steps = positions.diff(dim=1)
+    if torch.compiler.is_compiling() or (positions.is_cuda and torch.cuda.is_current_stream_capturing()):
+        torch._assert_async((steps > 0).all(), _WITH_CACHE if has_cache else _IN_GRAPH)
+        return None
+    if has_cache:
+        if bool((steps <= 0).any()):
+            raise ValueError(_WITH_CACHE)
+        return None
+    length = positions.shape[1]
+    inner = (steps != 1).expand(batch, length - 1)  # where the host's attention separates too
+    starts = torch.cat([inner.new_ones(batch, 1), inner], dim=1).flatten().nonzero().flatten()
+    if starts.numel() == batch:
+        return None
+    return torch.cat([starts, starts.new_full((1,), batch * length)]).to(torch.int32)
+
+
+def boundaries_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], default_use_cache: bool) -> Tensor | None:
+    """Offsets of the sequences of a call of the text model, as `derive` returns them; None where the call tells otherwise.
+
+    names are the parameters of the model's forward, in order, without self. A call with a mask, or with `cu_seq_lens_q`, says
+    itself which tokens belong together.
+    """
+    given = dict(zip(names, args, strict=False)) | kwargs
+    positions = text_positions(given.get("position_ids"))
+    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    is_told = given.get("attention_mask") is not None or given.get("cu_seq_lens_q") is not None
+    if positions is None or tokens is None or positions.shape[1] < 2 or is_told:
+        return None
+    use_cache = given.get("use_cache")
+    has_cache = given.get("cache") is not None or given.get("past_key_values") is not None
+    return derive(positions, tokens.shape[0], has_cache or bool(default_use_cache if use_cache is None else use_cache))
