@@ -35,6 +35,7 @@ FLA = Host(
     ),
 )
 
+
 def _modeling(kind: str, prefix: str) -> tuple[str, ...]:
     """Functions of a modeling module with Gated DeltaNet layers."""
     names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
@@ -48,8 +49,10 @@ TRANSFORMERS_MODELS = (  # folder of the model, prefix of its layers' classes, c
     ("qwen3_5_moe", "Qwen3_5Moe", "Qwen3_5MoeTextModel"),
     ("qwen4_exp", "Qwen4ExpText", "Qwen4ExpTextModel"),
 )
-_LAYER = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size", "layer_idx", "activation", "conv1d")
-_LAYER = (*_LAYER, "dt_bias", "A_log", "norm", "out_proj", "layer_norm_epsilon")
+_LAYER = (
+    "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size", "layer_idx", "activation", "conv1d", "dt_bias",
+    "A_log", "norm", "out_proj",
+)  # fmt: skip
 _APART, _TOGETHER = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")
 _CACHE_LAYER = ("conv_states", "recurrent_states", "is_conv_states_initialized", "is_recurrent_states_initialized")
 

@@ -30,7 +30,7 @@ class States(NamedTuple):
 def unserved_cache(cache: Any, layer_idx: int, batch: int, device: torch.device, shapes: Shapes) -> str | None:
     """Why calls with this cache are left to the host; None where its tensors serve as they are, or will once they are made."""
     layers = cache.layers
-    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    layer: Any = layers[layer_idx] if layer_idx < len(layers) else None
     if not hasattr(layer, "recurrent_states"):
         return "the cache has no linear-attention layer of this index"
     if layer.record_past:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _WITH_CACHE = (
-    "position_ids: expected rows that do not restart, got packed sequences in a call with a cache (pass use_cache=False, as packed "
+    "position_ids: expected rows that do not restart, got packed sequences in a call with a cache (pass use_cache=False: packed "
     "sequences cannot be continued)"
 )
 _IN_GRAPH = (
@@ -70,7 +70,9 @@ def derive(positions: Tensor, batch: int, has_cache: bool) -> Tensor | None:
     return torch.cat([starts, starts.new_full((1,), batch * length)]).to(torch.int32)
 
 
-def boundaries_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], default_use_cache: bool) -> Tensor | None:
+def boundaries_of(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], default_use_cache: bool
+) -> Tensor | None:
     """Offsets of the sequences of a call of the text model, as `derive` returns them; None where the call tells otherwise.
 
     names are the parameters of the model's forward, in order, without self. A call with a mask, or with `cu_seq_lens_q`, says

@@ -1,0 +1,362 @@
+"""The adapter for Transformers on small models: values, what is left to the host and why, and putting everything back."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from gdn.integrations import Handle, _calls, _hosts, _records, installed
+from gdn.integrations._transformers import cached, functions, layer
+from gdn.integrations.transformers import enable
+from tests.integrations import transformers_host as host
+from tests.integrations.transformers_host import assert_close, on, prompts, reasons, run, served
+
+AUTOGRAD = "autograd needs gradients, which this project does not record"
+
+
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return host.build(request.param)
+
+
+@pytest.fixture(scope="module")
+def small() -> PreTrainedModel:
+    return host.build("qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+
+
+def on_layers(model: Any) -> Handle:
+    return on(model, "layers")
+
+
+@pytest.mark.parametrize("level", ["layers", "functions"])
+def test_left_padded_prompts_and_decode_steps(model: PreTrainedModel, level: str) -> None:
+    ids, mask = prompts(21, 9, 2)
+    longer = torch.cat([mask, mask.new_ones(3, 1)], dim=1)
+    cache = host.dynamic(model)
+    wanted = run(model, ids, cache, attention_mask=mask)
+    tokens = wanted[:, -1:].argmax(-1)
+    wanted_next = run(model, tokens, cache, attention_mask=longer)
+    with on(model, level) as handle:
+        cache = host.dynamic(model)
+        assert_close(run(model, ids, cache, attention_mask=mask)[mask.bool()], wanted[mask.bool()])
+        assert_close(run(model, tokens, cache, attention_mask=longer), wanted_next)
+        per_step = 2 if level == "layers" else 6  # two layers; convolution, rule and norm of each
+        assert (served(handle), reasons(handle)) == (2 * per_step, set())
+    assert torch.equal(run(model, ids, host.dynamic(model), attention_mask=mask), wanted), "disabled: the host's own code"
+
+
+@pytest.mark.parametrize("level", ["layers", "functions"])
+@pytest.mark.parametrize("first", [1, 2, 11])
+def test_a_prefill_in_two_parts_and_one_continued_by_the_host(small: PreTrainedModel, level: str, first: int) -> None:
+    ids, _ = prompts(17, 17)
+    wanted = run(small, ids)
+    cache = host.dynamic(small)
+    with on(small, level):
+        parts = [run(small, ids[:, :first], cache), run(small, ids[:, first:-1], cache)]
+    parts.append(run(small, ids[:, -1:], cache))
+    assert_close(torch.cat(parts, dim=1), wanted)
+
+
+def test_a_static_cache_used_twice(small: PreTrainedModel) -> None:
+    ids, _ = prompts(12, 12)
+    wanted = run(small, ids)
+    cache = host.static(small)
+    with on_layers(small):
+        for _ in range(2):
+            assert_close(torch.cat([run(small, ids[:, :11], cache), run(small, ids[:, 11:], cache)], dim=1), wanted)
+            with torch.inference_mode():
+                cache.reset()
+
+
+@pytest.mark.parametrize("lengths", [(5, 1, 9), (3, 64, 1)])
+@pytest.mark.parametrize("with_offsets", [True, False])
+def test_packed_rows_are_the_sequences_alone(small: PreTrainedModel, lengths: tuple[int, ...], with_offsets: bool) -> None:
+    ids, _ = prompts(sum(lengths))
+    alone = torch.cat([run(small, one) for one in ids.split(lengths, dim=1)], dim=1)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    more = {"cu_seq_lens_q": offsets} if with_offsets else {}
+    with on_layers(small) as handle:
+        assert_close(run(small, ids, position_ids=positions, **more), alone)
+        assert_close(run(small, ids), run(small, ids, position_ids=torch.arange(ids.shape[1])[None]))
+        (text,) = [one for one in handle.report().points if "position_ids" in one.path]
+        assert text.served == (not with_offsets), "calls whose boundaries were derived"
+
+
+def test_packed_rows_of_a_batch_by_positions_alone(small: PreTrainedModel) -> None:
+    ids, _ = prompts(12, 12)
+    positions = torch.stack([torch.arange(12) % 5, torch.arange(12)])
+    alone = torch.cat([run(small, one) for one in ids[:1].split((5, 5, 2), dim=1)], dim=1)
+    with on_layers(small):
+        found = run(small, ids, position_ids=positions)
+    assert_close(found, torch.cat([alone, run(small, ids[1:])]))
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_positions_that_restart_are_refused_by_name_with_a_cache(small: PreTrainedModel, made: bool) -> None:
+    ids, mask = prompts(12)
+    positions = torch.arange(12)[None] % 6
+    with on_layers(small):
+        with pytest.raises(ValueError, match="position_ids: expected rows that do not restart.*use_cache=False"):
+            run(small, ids, host.dynamic(small) if made else None, use_cache=True, position_ids=positions)
+        run(small, ids, use_cache=True, position_ids=positions, attention_mask=mask)  # a mask says what belongs together
+        run(small, ids, use_cache=True, position_ids=torch.arange(12)[None] + 3)
+
+
+def test_a_call_with_gradients_is_the_hosts(small: PreTrainedModel) -> None:
+    ids, _ = prompts(7)
+    wanted = small(ids, use_cache=False).logits
+    with on_layers(small) as handle:
+        found = small(ids, use_cache=False).logits
+        assert torch.equal(found, wanted) and found.requires_grad
+        small(ids, use_cache=True, position_ids=torch.arange(7)[None] % 3)  # left to the host as a whole
+        assert (served(handle), reasons(handle)) == (0, {AUTOGRAD})
+
+
+def test_a_cache_that_records_the_past_is_the_hosts(small: PreTrainedModel) -> None:
+    ids, _ = prompts(9)
+
+    def both() -> torch.Tensor:
+        cache = host.dynamic(small)
+        cache.layers[0].record_past = True
+        return torch.cat([run(small, ids[:, :6], cache), run(small, ids[:, 6:], cache)], dim=1)
+
+    wanted = both()
+    with on_layers(small) as handle:
+        assert torch.equal(both(), wanted)
+        assert (served(handle), reasons(handle)) == (0, {"the cache records past inputs"})
+
+
+def test_another_name_of_the_cache(small: PreTrainedModel) -> None:
+    (linear,) = host.linear_layers(small)
+    hidden = torch.randn(1, 4, 64)
+    name = host.cache_name(linear)
+    with on_layers(small) as handle, torch.inference_mode():
+        for wrong in {"cache", "past_key_values"} - {name}:
+            with pytest.raises(TypeError, match=f"{wrong}: expected the cache under the name '{name}'"):
+                linear(hidden, **{wrong: host.dynamic(small)})
+        cache = host.dynamic(small)
+        found = linear(hidden, **{name: cache})
+        assert cache.layers[0].has_previous_state[0] and served(handle) == 1
+        assert torch.equal(linear(hidden, None, None), found)
+        if name == "cache":
+            with pytest.warns(FutureWarning, match="cache_params"):
+                assert_close(linear(hidden, cache_params=host.dynamic(small)), found)
+            assert reasons(handle) == {"the cache has its old name"}
+
+
+def _refusal(
+    small: Any, hidden: torch.Tensor | None = None, cache: Any = None, boundaries: Any = None, **packed: Any
+) -> str | None:
+    (linear,) = host.linear_layers(small)
+    hidden = torch.randn(1, 4, 64) if hidden is None else hidden
+    with torch.inference_mode():
+        return layer.refusal(linear, hidden, cache, packed, boundaries, allow_reference=True)
+
+
+def test_every_other_reason_of_a_layer(small: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    (linear,) = host.linear_layers(small)
+    offsets, one = torch.tensor([0, 2, 4]), host.dynamic(small)
+    run(small, torch.ones(1, 4, dtype=torch.int64), one)
+    assert _refusal(small) is None and _refusal(small, cache=one) is None and _refusal(small, cu_seq_lens_q=offsets) is None
+    assert _refusal(small, torch.randn(0, 4, 64)) == _refusal(small, torch.randn(1, 0, 64)) == "no tokens"
+    assert _refusal(small, torch.randn(2, 4, 64), cu_seq_lens_q=offsets) == "cu_seq_lens_q with more than one row"
+    assert _refusal(small, seq_idx=offsets) == "packed sequences by seq_idx without cu_seq_lens_q"
+    packed = "packed sequences with a cache"
+    assert _refusal(small, cache=one, cu_seq_lens_q=offsets) == _refusal(small, cache=one, boundaries=offsets) == packed
+    assert layer.refusal(linear, torch.randn(1, 4, 64), None, {}, None) == "the tokens are on cpu"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert _refusal(small) == "autocast is on"
+    assert _refusal(small, torch.randn(2, 4, 64), one) == "the cache's windows have another shape"
+    one.layers[0].is_conv_states_initialized[0] = False
+    assert _refusal(small, torch.randn(2, 4, 64), one) == "the cache's states have another shape"
+    one.layers[0].recurrent_states[0] = one.layers[0].recurrent_states[0].half()
+    assert _refusal(small, cache=one) == "the states are float16"
+    one.layers[0].recurrent_states[0] = one.layers[0].recurrent_states[0].to("meta")
+    assert _refusal(small, cache=one) == "the cache is on another device"
+    one.layers[0].is_conv_states_initialized[0] = True
+    one.layers[0].conv_states[0] = one.layers[0].conv_states[0].to("meta")
+    assert _refusal(small, cache=one) == "the cache is on another device"
+    one.layers[0] = one.layers[1]
+    assert _refusal(small, cache=one) == "the cache has no linear-attention layer of this index"
+    one.layers.clear()
+    assert _refusal(small, cache=one) == "the cache has no linear-attention layer of this index"
+    monkeypatch.setattr(linear.norm, "activation", "gelu")
+    assert _refusal(small) == "the gate's activation is gelu"
+    monkeypatch.setattr(linear, "activation", "relu")
+    assert _refusal(small) == "the activation is relu"
+    monkeypatch.undo()
+    monkeypatch.setattr(linear.conv1d, "_hf_hook", object(), raising=False)
+    assert _refusal(small) == "weights of the layer are loaded by a hook (offloading)"
+
+
+def test_head_dims_without_a_kernel_are_the_hosts_on_a_gpu(small: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    (linear,) = host.linear_layers(small)
+    cuda = torch.device("cuda")
+    assert layer.unserved_layer(linear, cuda) == "the fused operators have no kernel for K=16, V=16, w=4"
+    for name, value in {"head_k_dim": 128, "head_v_dim": 128}.items():
+        monkeypatch.setattr(linear, name, value)
+    assert layer.unserved_layer(linear, cuda) is None
+    for name, value in {"head_v_dim": 64, "conv_kernel_size": 5, "head_k_dim": 256}.items():
+        with monkeypatch.context() as one:
+            one.setattr(linear, name, value)
+            assert layer.unserved_layer(linear, cuda) is not None
+
+
+def test_every_reason_of_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, v, g = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 4, 16), torch.zeros(1, 6, 4)
+    state, offsets, cpu = torch.zeros(1, 4, 16, 16), torch.tensor([0, 2, 6]), {"allow_reference": True}
+    rule = (q, q, v, g, g)
+    assert functions.chunk_refusal(*rule, cu_seqlens=offsets, **cpu) is None
+    assert functions.chunk_refusal(*rule) == functions.recurrent_refusal(*rule) == "the tokens are on cpu"
+    two = tuple(torch.cat([one, one]) for one in rule)
+    assert functions.chunk_refusal(*two, cu_seqlens=offsets, **cpu) == "cu_seqlens with more than one row"
+    packed = {
+        functions.chunk_refusal(*rule, cu_seqlens=offsets, **one, **cpu)
+        for one in ({"initial_state": state}, {"output_final_state": True})
+    }
+    assert packed == {"packed sequences with a cache"}
+    assert functions.chunk_refusal(*rule, initial_state=state.half(), **cpu) == "the states are float16"
+    assert functions.chunk_refusal(*(one[:0] for one in rule), **cpu) == "no tokens"
+    assert functions.recurrent_refusal(*rule, cu_seqlens=offsets, **cpu) == "packed sequences of one token"
+    assert functions.recurrent_refusal(*rule, initial_state=state.requires_grad_(), **cpu) == AUTOGRAD
+    x, weight, window = torch.randn(2, 8, 5), torch.randn(8, 4), torch.randn(2, 8, 4)
+    assert functions.conv_refusal(x, weight, activation="gelu", **cpu) == "the activation is gelu"
+    assert functions.conv_refusal(x, weight, seq_idx=offsets, **cpu) == "packed sequences by seq_idx without cu_seq_lens_q"
+    assert functions.conv_refusal(x, weight, cu_seq_lens_q=offsets, **cpu) == "cu_seq_lens_q with more than one row"
+    assert functions.conv_refusal(x[:0], weight, **cpu) == functions.update_refusal(x[:0], window, weight, **cpu) == "no tokens"
+    assert functions.conv_refusal(x, weight) == functions.update_refusal(x, window, weight) == "the tokens are on cpu"
+    assert functions.update_refusal(x, window, weight, None, "gelu", **cpu) == "the activation is gelu"
+    assert (
+        functions.update_refusal(x, window[..., 1:], weight, **cpu) == "the window has another number of columns than the filter"
+    )
+    norm = host.linear_layers(host.build("qwen4_exp", output_gate_type="sigmoid"))[0].norm
+    monkeypatch.setattr(norm, "activation", "gelu")
+    assert functions.norm_refusal(norm, v, v, **cpu) == "the gate's activation is gelu"
+
+
+def test_functions_by_themselves() -> None:
+    """Against the host's own: other forms than its layers use."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as modeling
+
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x, window, weight, bias = draw(2, 8, 3), draw(2, 8, 4), draw(8, 4), draw(8)
+    q, k, v, g, beta = draw(2, 5, 4, 16), draw(2, 5, 4, 16), draw(2, 5, 4, 16), -draw(2, 5, 4).abs(), draw(2, 5, 4).sigmoid()
+    state = draw(2, 4, 16, 16)
+    rule = {"g": g, "beta": beta, "initial_state": state, "use_qk_l2norm_in_kernel": True}
+
+    def results() -> list[torch.Tensor]:
+        kept = window.clone()
+        found = [modeling.causal_conv1d_update(x, kept, weight, bias, "silu"), kept[..., 1:]]
+        found.append(modeling.causal_conv1d_fn(x, weight, bias))
+        found.append(modeling.torch_recurrent_gated_delta_rule(q, k, v, **rule)[0])
+        assert modeling.torch_recurrent_gated_delta_rule(q, k, v, **rule)[1] is None
+        return [*found, *modeling.torch_chunk_gated_delta_rule(q, k, v, output_final_state=True, **rule)]
+
+    wanted, before = results(), state.clone()
+    with on(None, "functions") as handle:
+        for found, one in zip(results(), wanted, strict=True):
+            torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-5)
+        assert served(handle) == 5 and torch.equal(state, before)
+        _, after = modeling.torch_recurrent_gated_delta_rule(q, k, v, output_final_state=True, **rule)
+        assert after.data_ptr() == state.data_ptr(), "in place, as the host's cache wants it"
+
+
+def test_enable_twice_disable_and_foreign_patches(small: PreTrainedModel) -> None:
+    (linear,) = host.linear_layers(small)
+    ids, _ = prompts(5)
+    with on_layers(small) as handle:
+        assert on_layers(small) is handle
+        with pytest.raises(ValueError, match="enable: expected the options of the enabled handle"):
+            enable(small, allow_reference=True)
+        assert "forward" in vars(linear)
+    assert "forward" not in vars(linear) and not small.model._forward_pre_hooks and not small.model._forward_hooks
+    handle.disable()
+    handle = on_layers(small)
+    ours = linear.forward
+    linear.forward = foreign = lambda *args, **kwargs: ours(*args, **kwargs)
+    handle.disable()
+    assert linear.forward is foreign
+    assert handle.report().points[0].why == "patched since by someone else, left alone"
+    wanted = run(small, ids)
+    with pytest.raises(RuntimeError, match="strict: .*linear_attn: someone else replaced its forward"):
+        on_layers(small)
+    with enable(small, allow_reference=True) as handle:
+        assert linear.forward is foreign and handle.report().points[0].why == "someone else replaced its forward"
+    del linear.forward
+    assert torch.equal(run(small, ids), wanted)
+
+
+def test_layers_that_are_not_the_hosts_are_left_alone(small: PreTrainedModel) -> None:
+    (linear,) = host.linear_layers(small)
+    host_class, norm = type(linear), linear.norm
+
+    class Own(host_class):  # type: ignore[misc,valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    try:
+        linear.__class__ = Own
+        with enable(small, allow_reference=True) as handle:
+            assert handle.report().points[0].why == "Own has a forward of its own"
+        linear.__class__ = host_class
+        linear.norm = torch.nn.Identity()
+        with enable(small, allow_reference=True) as handle:
+            assert handle.report().points[0].why == "its norm is a Identity"
+    finally:
+        linear.__class__, linear.norm = host_class, norm
+
+
+def test_a_handle_does_not_keep_its_model() -> None:
+    model = host.build("qwen3_next", num_hidden_layers=1, layer_types=["linear_attention"])
+    handle, gone = on_layers(model), weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    handle.disable()
+    assert {one.why for one in handle.report().points if "position_ids" not in one.path} == {"the model is gone"}
+
+
+def test_bad_arguments(small: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="model: expected a module or None, got str"):
+        enable("qwen3_next")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="level: expected one of layers, functions, got 'layer'"):
+        enable(small, "layer")
+    with pytest.raises(ValueError, match="level: expected 'layers' with a model, got 'functions'"):
+        enable(small, "functions")
+    with pytest.raises(ValueError, match="level: expected 'functions' without a model, got 'layers'"):
+        enable(level="layers")
+    with pytest.raises(ValueError, match="model: expected one with Gated DeltaNet layers of qwen3_next, .*got Linear"):
+        enable(torch.nn.Linear(2, 2))
+
+
+def test_another_gpu_touches_nothing(small: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_calls, "_capabilities", lambda: [(10, 0)])
+    with enable(small) as handle:
+        assert "forward" not in vars(host.linear_layers(small)[0])
+        assert {one.why for one in handle.report().points} == {"this machine has no SM90 GPU"}
+
+
+def test_recorded_signatures_are_those_of_the_installed_version() -> None:
+    found = installed.find(_hosts.TRANSFORMERS)
+    assert found.tested, f"record version {found.version}"
+    assert {name: one for name, one in found.names.items() if one is not None and (one.refusal or one.warning)} == {}
+    for entries in _records.load("transformers").values():
+        for name in _hosts.TRANSFORMERS.functions:
+            if name.endswith("GatedDeltaNet.forward"):
+                parameters = [one[0] for one in entries[name]["parameters"]]
+                assert parameters[:4] in (["self", "hidden_states", one, "attention_mask"] for one in ("cache", "cache_params"))
+
+
+def test_states_of_a_call_have_no_column_more_than_the_operator_needs() -> None:
+    shapes = cached.Shapes((8, 4), (2, 16, 16))
+    states = cached.states_of_call(3, torch.zeros(1, 8, dtype=torch.bfloat16), shapes)
+    assert (states.windows.shape, states.windows.dtype, states.has_previous) == ((3, 8, 3), torch.bfloat16, False)
+    assert (states.states.shape, states.states.dtype) == ((3, 2, 16, 16), torch.float32)
