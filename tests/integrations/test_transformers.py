@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 from gdn.integrations import Handle, _calls, _hosts, _records, installed
@@ -154,7 +155,7 @@ def _refusal(
     (linear,) = host.linear_layers(small)
     hidden = torch.randn(1, 4, 64) if hidden is None else hidden
     with torch.inference_mode():
-        return layer.refusal(linear, hidden, cache, packed, boundaries, allow_reference=True)
+        return layer.refusal(layer.Facts.of(linear), linear, hidden, cache, packed, boundaries, allow_reference=True)
 
 
 def test_every_other_reason_of_a_layer(small: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +168,7 @@ def test_every_other_reason_of_a_layer(small: PreTrainedModel, monkeypatch: pyte
     assert _refusal(small, seq_idx=offsets) == "packed sequences by seq_idx without cu_seq_lens_q"
     packed = "packed sequences with a cache"
     assert _refusal(small, cache=one, cu_seq_lens_q=offsets) == _refusal(small, cache=one, boundaries=offsets) == packed
-    assert layer.refusal(linear, torch.randn(1, 4, 64), None, {}, None) == "the tokens are on cpu"
+    assert layer.refusal(layer.Facts.of(linear), linear, torch.randn(1, 4, 64), None, {}, None) == "the tokens are on cpu"
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert _refusal(small) == "autocast is on"
     assert _refusal(small, torch.randn(2, 4, 64), one) == "the cache's windows have another shape"
@@ -195,15 +196,25 @@ def test_every_other_reason_of_a_layer(small: PreTrainedModel, monkeypatch: pyte
 
 def test_head_dims_without_a_kernel_are_the_hosts_on_a_gpu(small: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     (linear,) = host.linear_layers(small)
-    cuda = torch.device("cuda")
-    assert layer.unserved_layer(linear, cuda) == "the fused operators have no kernel for K=16, V=16, w=4"
+    assert layer.Facts.of(linear).reason_on_gpu == "the fused operators have no kernel for K=16, V=16, w=4"
     for name, value in {"head_k_dim": 128, "head_v_dim": 128}.items():
         monkeypatch.setattr(linear, name, value)
-    assert layer.unserved_layer(linear, cuda) is None
+    facts = layer.Facts.of(linear)
+    assert (facts.reason, facts.reason_on_gpu) == (None, None)
     for name, value in {"head_v_dim": 64, "conv_kernel_size": 5, "head_k_dim": 256}.items():
         with monkeypatch.context() as one:
             one.setattr(linear, name, value)
-            assert layer.unserved_layer(linear, cuda) is not None
+            reason = layer.Facts.of(linear).reason_on_gpu
+            assert reason is not None and reason.startswith("the fused operators have no kernel for ")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        hidden = torch.empty(1, 4, 64, dtype=torch.bfloat16, device="cuda")
+    for is_sm90, expected in ((True, None), (False, "the GPU is not SM90")):
+        monkeypatch.setattr(_calls, "_is_sm90", lambda index, is_sm90=is_sm90: is_sm90)
+        with torch.inference_mode():
+            assert layer.refusal(facts, linear, hidden, None, {}, None) == expected
+            assert layer.refusal(facts, linear, hidden.float(), None, {}, None) == (
+                expected or "the tokens are float32, which has no kernel"
+            )
 
 
 def test_every_reason_of_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
 """The forward of a Gated DeltaNet module: its projections, and one fused operator on the cache's own tensors between them."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gdn
 from gdn.integrations._calls import unserved
@@ -13,27 +14,48 @@ ACTIVATIONS = ("silu", "swish")
 GATES = (*ACTIVATIONS, "sigmoid")
 
 
-def shapes_of(layer: Any) -> cached.Shapes:
-    """Shapes of the layer's window and state in the host's cache."""
-    heads, k, v = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-    return cached.Shapes((2 * layer.num_k_heads * k + heads * v, layer.conv_kernel_size), (heads, k, v))
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What of a layer is the same for all calls. Read once: a lookup through `nn.Module` takes longer than a check.
 
+    reason and reason_on_gpu: why no call is served, on any device and on a GPU; None where calls can be.
+    """
 
-def unserved_layer(layer: Any, device: torch.device) -> str | None:
-    """Why no call of this layer is served; None where it can be."""
-    if layer.activation not in ACTIVATIONS:
-        return f"the activation is {layer.activation}"
-    if layer.norm.activation not in GATES:
-        return f"the gate's activation is {layer.norm.activation}"
-    if hasattr(layer.conv1d, "_hf_hook") or hasattr(layer.norm, "_hf_hook"):
-        return "weights of the layer are loaded by a hook (offloading)"
-    k, v, width = layer.head_k_dim, layer.head_v_dim, layer.conv_kernel_size
-    if device.type == "cuda" and (k != v or k % 32 or k > 128 or not 2 <= width <= 4):
-        return f"the fused operators have no kernel for K={k}, V={v}, w={width}"
-    return None
+    layer_idx: int
+    heads: tuple[int, int]  # HV, V
+    shapes: cached.Shapes
+    options: dict[str, Any]  # of the fused operators
+    is_interleaved: bool
+    reason: str | None
+    reason_on_gpu: str | None
+
+    @staticmethod
+    def of(layer: Any) -> "Facts":
+        """Reads a layer of the host."""
+        norm, h, hv, k, v = layer.norm, layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+        width, reason, reason_on_gpu = layer.conv_kernel_size, None, None
+        if layer.activation not in ACTIVATIONS:
+            reason = f"the activation is {layer.activation}"
+        elif norm.activation not in GATES:
+            reason = f"the gate's activation is {norm.activation}"
+        if k != v or k % 32 or k > 128 or not 2 <= width <= 4:
+            reason_on_gpu = f"the fused operators have no kernel for K={k}, V={v}, w={width}"
+        is_interleaved = "in_proj_qkvz" in layer._modules
+        options = {
+            "num_k_heads": h,
+            "head_k_dim": k,
+            "head_v_dim": v,
+            "eps": norm.variance_epsilon,
+            "activation": layer.activation,
+            "gate_activation": norm.activation,
+            "projection_layout": "interleaved" if is_interleaved else "flat",
+        }
+        shapes = cached.Shapes((2 * h * k + hv * v, width), (hv, k, v))
+        return Facts(layer.layer_idx, (hv, v), shapes, options, is_interleaved, reason, reason_on_gpu)
 
 
 def refusal(
+    facts: Facts,
     layer: Any,
     hidden_states: Tensor,
     cache: Any,
@@ -45,8 +67,8 @@ def refusal(
 
     Parameters
     ----------
-    layer : Module
-        The host's layer.
+    facts, layer : Facts, Module
+        The host's layer, and what was read of it.
     hidden_states : Tensor [B, T, hidden]
         Input of the layer.
     cache : Cache or None
@@ -58,14 +80,18 @@ def refusal(
     allow_reference : bool
         Serve tensors on the CPU.
     """
-    reason = unserved(hidden_states, layer.parameters(), allow_reference)
-    if reason is None:
-        reason = unserved_layer(layer, hidden_states.device)
+    reason = unserved(hidden_states, layer.parameters(), allow_reference) or facts.reason
+    device = hidden_states.device
+    if reason is None and device.type == "cuda":
+        reason = facts.reason_on_gpu
     if reason is not None:
         return reason
-    if torch.is_autocast_enabled(hidden_states.device.type):
+    parts = layer._modules
+    if "_hf_hook" in parts["conv1d"].__dict__ or "_hf_hook" in parts["norm"].__dict__:
+        return "weights of the layer are loaded by a hook (offloading)"
+    if torch.is_autocast_enabled(device.type):
         return "autocast is on"
-    batch, length = hidden_states.shape[:2]
+    batch, length, _ = hidden_states.shape
     if batch == 0 or length == 0:
         return "no tokens"
     given = packed.get("cu_seq_lens_q")
@@ -77,16 +103,18 @@ def refusal(
         return None
     if given is not None or boundaries is not None:
         return "packed sequences with a cache"
-    return cached.unserved_cache(cache, layer.layer_idx, batch, hidden_states.device, shapes_of(layer))
+    return cached.unserved_cache(cache, facts.layer_idx, batch, device, facts.shapes)
 
 
-def step(layer: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, offsets: Tensor | None) -> Tensor:
+def step(
+    facts: Facts, layer: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, offsets: Tensor | None
+) -> Tensor:
     """One served call: what the host's forward returns, with the cache updated in place.
 
     Parameters
     ----------
-    layer : Module
-        The host's layer.
+    facts, layer : Facts, Module
+        The host's layer, and what was read of it.
     hidden_states : Tensor [B, T, hidden]
         Input of the layer.
     cache : Cache or None
@@ -105,47 +133,33 @@ def step(layer: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor |
         hidden_states = (hidden_states * attention_mask[:, :, None]).to(hidden_states.dtype)
     batch, length, hidden = hidden_states.shape
     tokens, device = hidden_states.reshape(batch * length, hidden), hidden_states.device
-    parts = layer._modules  # a lookup through nn.Module takes several times as long
-    projections = _project(layer, parts, tokens)
-    shapes = shapes_of(layer)
+    parts, parameters = layer._modules, layer._parameters  # a lookup through nn.Module takes several times as long
+    if facts.is_interleaved:
+        qkv, z, b, a = parts["in_proj_qkvz"](tokens), None, parts["in_proj_ba"](tokens), None
+    else:
+        qkv, z = parts["in_proj_qkv"](tokens), parts["in_proj_z"](tokens).view(-1, *facts.heads)
+        b, a = parts["in_proj_b"](tokens), parts["in_proj_a"](tokens)
     count = batch if offsets is None else offsets.shape[0] - 1
     if cache is None:
-        states = cached.states_of_call(count, projections[0], shapes)
+        states = cached.states_of_call(count, qkv, facts.shapes)
     else:
-        states = cached.states_of(cache, layer.layer_idx, batch, projections[0], shapes)
-    convolution, norm, parameters = parts["conv1d"]._parameters, parts["norm"], layer._parameters
+        states = cached.states_of(cache, facts.layer_idx, batch, qkv, facts.shapes)
+    convolution = parts["conv1d"]._parameters
     arguments = (
-        *projections, states.windows, convolution["weight"].squeeze(1), parameters["A_log"], parameters["dt_bias"],
-        norm._parameters["weight"], states.states, indices.slots(count, device),
+        qkv, z, b, a, states.windows, convolution["weight"].squeeze(1), parameters["A_log"], parameters["dt_bias"],
+        parts["norm"]._parameters["weight"], states.states, indices.slots(count, device),
     )  # fmt: skip
-    options: dict[str, Any] = {
-        "conv_bias": convolution["bias"],
-        "num_k_heads": layer.num_k_heads,
-        "head_k_dim": layer.head_k_dim,
-        "head_v_dim": layer.head_v_dim,
-        "eps": norm.variance_epsilon,
-        "activation": layer.activation,
-        "gate_activation": norm.activation,
-        "projection_layout": "flat" if projections[1] is not None else "interleaved",
-    }
     if length == 1 and states.has_previous:
-        core = gdn.fused_gdn_decode(*arguments, **options)
+        core = gdn.fused_gdn_decode(*arguments, conv_bias=convolution["bias"], **facts.options)
     else:
         core = gdn.fused_gdn_prefill(
             *arguments,
+            conv_bias=convolution["bias"],
             query_start_loc=indices.offsets(batch, length, device) if offsets is None else offsets,
             has_initial_state=indices.flags(count, states.has_previous, device),
-            **options,
+            **facts.options,
         )
-    if cache is not None:
-        cached.set_previous_state(cache, layer.layer_idx)
+    if cache is not None and not states.has_previous:
+        cached.set_previous_state(cache, facts.layer_idx)
     result: Tensor = parts["out_proj"](core)
     return result.view(batch, length, -1)
-
-
-def _project(layer: Any, parts: dict[str, nn.Module], tokens: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """mixed_qkv, z, b and a as the fused operators take them, of tokens [B * T, hidden]."""
-    if "in_proj_qkvz" in parts:
-        return parts["in_proj_qkvz"](tokens), None, parts["in_proj_ba"](tokens), None
-    z = parts["in_proj_z"](tokens).view(-1, layer.num_v_heads, layer.head_v_dim)
-    return parts["in_proj_qkv"](tokens), z, parts["in_proj_b"](tokens), parts["in_proj_a"](tokens)

@@ -82,7 +82,7 @@ def _layer_installer(
             raise _points.LeftAlone(f"its norm is a {type(target.norm).__name__}")
         _require_own(target.norm, norm_class)
         cache_name = _parameters(host_class.forward)[2]  # type: ignore[attr-defined]
-        function = layer_forward(calls, target.forward.__func__, cache_name, boundaries)
+        function = layer_forward(calls, layer.Facts.of(target), target.forward.__func__, cache_name, boundaries)
         replacement = types.MethodType(function, target)
         target.forward = replacement
 
@@ -101,7 +101,7 @@ def _layer_installer(
 
 
 def layer_forward(
-    calls: Calls, original: Callable[..., Any], cache_name: str, boundaries: packed.Boundaries
+    calls: Calls, facts: layer.Facts, original: Callable[..., Any], cache_name: str, boundaries: packed.Boundaries
 ) -> Callable[..., Any]:
     """The forward of a Gated DeltaNet layer. cache_name is the host's name of its second argument."""
     from transformers.cache_utils import Cache
@@ -120,11 +120,11 @@ def layer_forward(
         # Dynamo traces no reads of the model's positions, so there are no boundaries.
         derived = None if torch.compiler.is_compiling() else boundaries.current
         if reason is None:
-            reason = layer.refusal(self, hidden_states, cache, others, derived, calls.allow_reference)
+            reason = layer.refusal(facts, self, hidden_states, cache, others, derived, calls.allow_reference)
         if not calls.serves(reason):
             return original(self, hidden_states, attention_mask=attention_mask, **left)
         given = others.get("cu_seq_lens_q")
-        return layer.step(self, hidden_states, cache, attention_mask, derived if given is None else given)
+        return layer.step(facts, self, hidden_states, cache, attention_mask, derived if given is None else given)
 
     if cache_name == "cache":
 
