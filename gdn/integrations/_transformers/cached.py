@@ -65,7 +65,8 @@ def states_of(cache: Any, layer_idx: int, batch: int, tokens: Tensor, shapes: Sh
         state = tokens.new_empty((batch, *shapes.state), dtype=torch.float32)
         layer.lazy_initialization(recurrent_states=state, state_idx=0)
     # The host keeps w inputs, newest last, and never reads the oldest; the operators read and write w - 1.
-    return States(layer.conv_states[0][..., 1:], layer.recurrent_states[0], bool(layer.has_previous_state[0]))
+    windows = layer.conv_states[0].narrow(2, 1, shapes.window[1] - 1)
+    return States(windows, layer.recurrent_states[0], bool(layer.has_previous_state[0]))
 
 
 def set_previous_state(cache: Any, layer_idx: int) -> None:

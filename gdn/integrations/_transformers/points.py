@@ -106,23 +106,26 @@ def layer_forward(
     """The forward of a Gated DeltaNet layer. cache_name is the host's name of its second argument."""
     from transformers.cache_utils import Cache
 
+    def left(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, others: dict[str, Any]) -> Any:
+        # The host's wrapper takes the old name beside no other: a cache that was not given must not be passed as None.
+        given = others if cache is None else {cache_name: cache, **others}
+        return original(self, hidden_states, attention_mask=attention_mask, **given)
+
     def forward(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, others: dict[str, Any]) -> Any:
         reason = None
-        for name, value in others.items():
-            if isinstance(value, Cache):
+        for name in others:
+            if isinstance(others[name], Cache):
                 if name != "cache_params":  # the host takes its old name too, and warns
                     raise TypeError(f"{name}: expected the cache under the name {cache_name!r}, got it under this one")
                 reason = "the cache has its old name"
-        # The host's wrapper takes the old name beside no other: a cache that was not given must not be passed as None.
-        left = others if cache is None else {cache_name: cache, **others}
         if not calls.active:
-            return original(self, hidden_states, attention_mask=attention_mask, **left)
+            return left(self, hidden_states, cache, attention_mask, others)
         # Dynamo traces no reads of the model's positions, so there are no boundaries.
         derived = None if torch.compiler.is_compiling() else boundaries.current
         if reason is None:
             reason = layer.refusal(facts, self, hidden_states, cache, others, derived, calls.allow_reference)
         if not calls.serves(reason):
-            return original(self, hidden_states, attention_mask=attention_mask, **left)
+            return left(self, hidden_states, cache, attention_mask, others)
         given = others.get("cu_seq_lens_q")
         return layer.step(facts, self, hidden_states, cache, attention_mask, derived if given is None else given)
 
