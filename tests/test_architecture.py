@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import gdn
 from gdn.runtime import registry
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,6 +73,22 @@ def test_reference_and_testing_lean_on_the_leaves(package: str) -> None:
         for module in _imports(path):
             if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune")):
                 assert _within(module, ("gdn.problems", "gdn.device", "gdn.crossing", f"gdn.{package}")), f"{path}: {module}"
+
+
+def test_adapters_import_public_names_alone() -> None:
+    """Of the runtime the switches and the log; hosts inside functions only, so that importing an adapter loads none."""
+    allowed = ("gdn.integrations", "gdn.layers", "gdn.runtime.env", "gdn.runtime.log")
+    for path in _sources("gdn/integrations"):
+        for module in _imports(path):
+            if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune")):
+                public = module.startswith("gdn.") and module.removeprefix("gdn.") in gdn.__all__
+                assert module == "gdn" or public or _within(module, allowed), f"{path}: {module}"
+
+
+def test_nothing_but_the_command_line_imports_adapters() -> None:
+    for path in _sources("gdn", "autotune", *KERNEL_PACKAGES):
+        if path.relative_to(ROOT).parts[:2] not in (("gdn", "integrations"), ("gdn", "cli")):
+            assert not any(_within(module, ("gdn.integrations",)) for module in _imports(path)), path
 
 
 def test_one_module_reads_the_environment() -> None:

@@ -79,6 +79,7 @@ def test_the_wheel(tree: Path) -> None:
     assert metadata.get_all("Project-URL") is None and metadata["Home-page"] is None
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, folder}
     assert {"gdn/py.typed", "gdn/tuned/h100/chunk.cute.json", "autotune/__main__.py", "kernels_tl/chunk/__init__.py"} <= names
+    assert {f"gdn/integrations/recorded/{path.name}" for path in (ROOT / "gdn/integrations/recorded").glob("*.json")} <= names
 
 
 def test_an_editable_install_is_a_path(tree: Path) -> None:

@@ -1,0 +1,138 @@
+"""What every replaced point shares: refusals of any call, and counters."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+MOST_REASONS = 100  # counted apart; bounds the memory where a host makes ever new reasons
+_OTHER = "other reasons"
+_WIDE = (torch.float32, torch.float64)
+
+
+class Refused(ValueError):
+    """A function of an adapter was called directly, outside of its host, with what this project does not serve."""
+
+
+class Calls:
+    """Counters of one replaced point.
+
+    Calls that torch.compile traced, or that a CUDA graph replays, are counted when they are traced or captured at most.
+    """
+
+    def __init__(self, allow_reference: bool = False) -> None:
+        self.allow_reference = allow_reference
+        self.active = True  # False once the point is disabled: what still reaches the replacement runs the original
+        self.served = 0
+        self.left: dict[str, int] = {}
+
+    def serves(self, reason: str | None) -> bool:
+        """Counts a call that `reason` leaves to the host, or that is served where there is none; returns which."""
+        if torch.compiler.is_compiling():  # a counter would become a guard of the compiled function
+            return reason is None
+        if reason is None:
+            self.served += 1
+            return True
+        if reason not in self.left and len(self.left) >= MOST_REASONS:
+            reason = _OTHER
+        self.left[reason] = self.left.get(reason, 0) + 1
+        return False
+
+
+def unserved(
+    tokens: torch.Tensor, differentiable: Iterable[torch.Tensor | None] = (), allow_reference: bool = False
+) -> str | None:
+    """Why no adapter serves a call with these tokens; None where nothing speaks against it.
+
+    Parameters
+    ----------
+    tokens : Tensor
+        The activations; their device and dtype decide.
+    differentiable : iterable of Tensor or None
+        Inputs and parameters of the step, which autograd might want gradients of.
+    allow_reference : bool
+        Serve tensors on the CPU too, by the plain-torch reference. For tests.
+    """
+    device = tokens.device
+    if device.type == "cuda":
+        if not _is_sm90(device.index):
+            return "the GPU is not SM90"
+        if tokens.dtype in _WIDE:
+            return f"the tokens are {_short(tokens.dtype)}, which has no kernel"
+    elif device.type != "cpu" or not allow_reference:
+        return f"the tokens are on {device.type}"
+    if torch.is_grad_enabled():
+        if tokens.requires_grad or any(one is not None and one.requires_grad for one in differentiable):
+            return "autograd needs gradients, which this project does not record"
+    return None
+
+
+def unserved_state(state: torch.Tensor | None) -> str | None:
+    """Why no adapter serves recurrent states of this dtype; None for float32, bfloat16 and no state."""
+    if state is None or state.dtype in (torch.float32, torch.bfloat16):
+        return None
+    return f"the states are {_short(state.dtype)}"
+
+
+def require(name: str, reason: str | None) -> None:
+    """Raises Refused where a function of an adapter that was called directly does not serve the call."""
+    if reason is not None:
+        raise Refused(f"{name}: {reason}")
+
+
+def serve_or_leave(
+    calls: Calls, original: Callable[..., Any], refusal: Callable[..., str | None], serve: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The function that takes the place of `original`.
+
+    `refusal` takes the host's arguments and `allow_reference`; `serve` takes the host's arguments.
+    """
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if calls.active and calls.serves(refusal(*args, **kwargs, allow_reference=calls.allow_reference)):
+            return serve(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return replacement
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _is_sm90(index: int | None) -> bool:
+    return torch.cuda.get_device_capability(index) == (9, 0)
+
+
+def unserved_machine(allow_reference: bool) -> str | None:
+    """Why nothing is replaced on this machine; None where it has an SM90 GPU, or the reference is allowed.
+
+    Asks the driver's management library: CUDA must not start in a process that an engine may still fork.
+    """
+    if allow_reference:
+        return None
+    found = _capabilities()
+    if not found:
+        return "this machine has no GPU that the driver names"
+    return None if (9, 0) in found else "this machine has no SM90 GPU"
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    try:
+        import pynvml as nvml
+
+        nvml.nvmlInit()
+    except ImportError:
+        return []
+    except nvml.NVMLError:
+        return []
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return [(major, minor) for major, minor in map(nvml.nvmlDeviceGetCudaComputeCapability, handles)]
+    except nvml.NVMLError:
+        return []
+    finally:
+        nvml.nvmlShutdown()
