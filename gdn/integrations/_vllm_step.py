@@ -29,6 +29,7 @@ class Rows:
     qkvz: Tensor
     ba: Tensor
     out: Tensor | None  # [rows, HV * V]
+    pages: tuple[Tensor, Tensor]  # windows and states
 
 
 class _View:
@@ -79,7 +80,7 @@ class Step:
         self._filter = _View(lambda weight: weight.detach().view(weight.shape[0], -1))
         self._windows = _View(lambda pages: pages if conv_dim_first else pages.transpose(-1, -2))
 
-    def __call__(self, qkvz: Tensor, ba: Tensor, core: Tensor, metadata: Any) -> None:
+    def __call__(self, qkvz: Tensor, ba: Tensor, core: Tensor, metadata: Any, pages: tuple[Tensor, Tensor] | None = None) -> None:
         """Writes the result of a batch into core [tokens, HV, V], whose rows beyond the batch's stay as they are.
 
         Parameters
@@ -90,19 +91,22 @@ class Step:
             Contiguous; input of the output projection.
         metadata : GDNAttentionMetadata
             The batch, as vLLM describes it.
+        pages : (Tensor, Tensor), optional
+            Windows and states [blocks, ...]; those of the layer if left out.
         """
         every = metadata.num_actual_tokens
         out = core.view(core.shape[0], -1)
         if every != len(qkvz):
             qkvz, ba, out = qkvz[:every], ba[:every], out[:every]
-        rows = Rows(qkvz, ba, out)
+        pages = self.layer.kv_cache if pages is None else pages
+        rows = Rows(qkvz, ba, out, pages)
         if metadata.spec_sequence_masks is None:
             self._without_drafts(rows, metadata)
         elif metadata.num_prefills == 0 and metadata.num_decodes == 0:
             self._drafts(rows, metadata)
         else:  # drafts among prompts: the rows of each kind are gathered
             for where, run in ((metadata.spec_token_indx, self._drafts), (metadata.non_spec_token_indx, self._prompts)):
-                own = Rows(qkvz.index_select(0, where), ba.index_select(0, where), None)
+                own = Rows(qkvz.index_select(0, where), ba.index_select(0, where), None, pages)
                 out.index_copy_(0, where, run(own, metadata))
 
     def _without_drafts(self, rows: Rows, metadata: Any) -> None:
@@ -145,7 +149,7 @@ class Step:
             mixed_qkv = rows.qkvz[:, : self.channels]
             z = rows.qkvz[:, self.channels :].unflatten(1, (self.num_value_heads, self.head_v_dim))
             b, a = layer.split_ba(rows.ba)
-        windows, states = layer.kv_cache[0], layer.kv_cache[1]
+        windows, states = rows.pages[0], rows.pages[1]
         return operator(
             mixed_qkv, z, b, a, self._windows(windows), self._filter(layer.conv1d.weight), layer.A_log, layer.dt_bias,
             layer.norm.weight, states, conv_bias=layer.conv1d.bias, out=rows.out, **batch, **self.options,
@@ -154,4 +158,4 @@ class Step:
 
 def _cut(rows: Rows, first: int, last: int) -> Rows:
     assert rows.out is not None
-    return Rows(rows.qkvz[first:last], rows.ba[first:last], rows.out[first:last])
+    return Rows(rows.qkvz[first:last], rows.ba[first:last], rows.out[first:last], rows.pages)

@@ -81,6 +81,9 @@ def _words(*words: str) -> dict[str, str]:
     return {word: word for word in words}
 
 
+_ON = {**dict.fromkeys(_TRUE, "1"), **dict.fromkeys(_FALSE, "0"), "strict": "strict"}
+
+
 @dataclass(frozen=True)
 class Switches:
     """Values of all switches. None (or "auto") means that a switch has no influence."""
@@ -138,6 +141,11 @@ class Switches:
     log: str = _switch(
         "GDN_LOG", "choice", "off", "why a backend or tile was chosen, once per decision, on stderr",
         _words("off", "info", "debug"),
+    )  # fmt: skip
+    vllm: str = _switch(
+        "GDN_VLLM", "choice", "0",
+        "1: vLLM's Gated DeltaNet layers run on these kernels; strict: a layer that would be left to vLLM raises",
+        _ON,
     )  # fmt: skip
     # op -> GDN_BACKEND_<OP>, where set; left out of the hash, since a mapping has none, but not of equality
     backend_of: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)

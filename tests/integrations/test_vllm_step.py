@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gdn.integrations._vllm_step import Step
-from tests.integrations.vllm_engine import CHANNELS, HV, WIDTH, H, Host, K, Sequence, V, int32, offsets
+from tests.integrations.vllm_engine import HV, WIDTH, Host, Sequence, V, int32, offsets
 
 Tensor = torch.Tensor
 LAYOUTS = [(False, False), (False, True), (True, False), (True, True)]  # interleaved, dim_first
@@ -20,6 +20,7 @@ class Driver:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.step = Step(host.layer, conv_dim_first=host.dim_first)
+        self.drafting: list[Sequence] = []  # those of the batch at hand
 
     def run(self, rows: list[tuple[Sequence, int]], metadata: SimpleNamespace, order: list[int] | None = None) -> list[Tensor]:
         """Makes the step of new tokens of each sequence; returns the results by sequence. order: of the rows in the batch."""
@@ -48,15 +49,11 @@ class Driver:
         for (own, new), result in zip(rows, found, strict=True):
             expected, after, window = host.expected(own, new)
             assert (result - expected).abs().max() < CLOSE
-            last = own.blocks[new - 1] if self.is_drafts(own) else own.blocks[0]
+            is_drafting = any(own is one for one in self.drafting)
+            last = own.blocks[new - 1] if is_drafting else own.blocks[0]
             assert (states[last] - after[-1]).abs().max() < CLOSE
-            if not self.is_drafts(own):
+            if not is_drafting:
                 assert torch.equal(windows[last, :, : WIDTH - 1], window.T.float())
-
-    def is_drafts(self, own: Sequence) -> bool:
-        return own in self.drafting
-
-    drafting: list[Sequence] = []
 
     def accept(self, own: Sequence, new: int) -> None:
         """The host samples: a part of the drafts is accepted, the rest forgotten."""
@@ -65,7 +62,9 @@ class Driver:
 
     # --- kinds of batches -------------------------------------------------------------------------------------------------------
 
-    def prompts(self, lengths: list[int], decoding: list[Sequence], resumed: list[Sequence], checkpoint: int = 0) -> list[Sequence]:
+    def prompts(
+        self, lengths: list[int], decoding: list[Sequence], resumed: list[Sequence], checkpoint: int = 0
+    ) -> list[Sequence]:
         """Prompts behind decode rows; resumed sequences go on with a second part of their prompt."""
         host = self.host
         self.drafting = []
@@ -176,7 +175,3 @@ def test_drafts(interleaved: bool, dim_first: bool, num_spec: int) -> None:
     for one in own[-2:]:
         one.accepted = 1
     driver.drafts(own)
-
-
-def test_sizes() -> None:
-    assert CHANNELS == 2 * H * K + HV * V

@@ -1,5 +1,7 @@
-"""A stand-in for vLLM around one Gated DeltaNet layer: the layer's attributes, pages as vLLM plans them, its metadata, and a float64
-loop over the tokens of every sequence that says what each step must return and leave in the pages."""
+"""A stand-in for vLLM around one Gated DeltaNet layer: the layer's attributes, pages as vLLM plans them, and its metadata.
+
+`Host.expected` is a float64 loop over the tokens of a sequence, which says what a step must return and leave in the pages.
+"""
 
 import random
 from dataclasses import dataclass, field
@@ -68,9 +70,7 @@ class Host:
         order = (CHANNELS, columns) if self.dim_first else (columns, CHANNELS)
         windows = memory.view(torch.float32).as_strided((self.num_blocks, *order), (page // 4, order[1], 1), 0)
         size = state_dtype.itemsize
-        states = memory.view(state_dtype).as_strided(
-            (self.num_blocks, HV, V, K), (page // size, V * K, K, 1), window // size
-        )
+        states = memory.view(state_dtype).as_strided((self.num_blocks, HV, V, K), (page // size, V * K, K, 1), window // size)
         windows[0], states[0] = 0, 0
         return windows, states
 
