@@ -8,7 +8,6 @@ with states for the prefix cache, in captured and piecewise graphs, on each rank
 
 import importlib
 import logging
-import os
 from typing import Any
 
 from gdn.integrations import _handle, _hosts
@@ -48,14 +47,11 @@ def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
     RuntimeError
         With strict, if nothing can be replaced.
     """
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "strict" if strict else "1"
+    before = env.export(SWITCH, "strict" if strict else "1")
     try:
         return _handle.enable(_hosts.VLLM, [_point(strict)], strict=strict, allow_reference=allow_reference)
     except BaseException:
-        os.environ.pop(SWITCH)
-        if before is not None:
-            os.environ[SWITCH] = before
+        env.export(SWITCH, before)
         raise
 
 

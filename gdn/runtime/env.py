@@ -196,6 +196,17 @@ _current: Switches | None = None
 _warned: set[str] = set()
 
 
+def export(name: str, value: str | None) -> str | None:
+    """Sets a switch in the environment, for processes that this one starts too; None removes it. Returns what it was."""
+    before = os.environ.get(name)
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+    reload()
+    return before
+
+
 def current() -> Switches:
     """Switches of this process, read once."""
     return _current if _current is not None else reload()
