@@ -156,6 +156,38 @@ def test_prompts_and_decode(interleaved: bool, dim_first: bool) -> None:
 
 
 @pytest.mark.parametrize(("interleaved", "dim_first"), LAYOUTS)
+def test_captured_batches(interleaved: bool, dim_first: bool) -> None:
+    """Padded to the size of a graph: rows of nobody have block 0, one accepted token, and the last offset again."""
+    host = Host(4, num_spec=2, interleaved=interleaved, dim_first=dim_first)
+    driver = Driver(host)
+    own = driver.prompts([3, 80], [], [])
+    before = [pages[0].clone() for pages in host.layer.kv_cache]
+    for counts in ([1, 1], [2, 3]):
+        has_drafts = max(counts) > 1
+        drawn = [host.rows(count) for count in counts]
+        for one, (qkvz, ba) in zip(own, drawn, strict=True):
+            one.qkvz, one.ba = torch.cat([one.qkvz, qkvz]), torch.cat([one.ba, ba])
+        real, padded = sum(counts), 3 * (3 if has_drafts else 1)
+        extra = host.rows(padded)
+        rows = [torch.cat([*(one[part] for one in drawn), extra[part]]) for part in (0, 1)]
+        core = torch.full((real + padded, HV, V), torch.nan)
+        blocks = [one.blocks for one in own] + [[0] * 3] * 3
+        metadata = host.metadata(num_actual_tokens=real + padded, num_decodes=5, num_decode_tokens=5)
+        metadata.non_spec_state_indices_tensor = int32([row[0] for row in blocks])
+        if has_drafts:
+            metadata = host.metadata(
+                num_actual_tokens=real + padded, num_spec_decodes=5, spec_sequence_masks=torch.ones(5, dtype=torch.bool),
+                spec_state_indices_tensor=int32(blocks), num_accepted_tokens=int32([1] * 5),
+                spec_query_start_loc=int32([*offsets(counts).tolist(), real, real, real]),
+            )  # fmt: skip
+        driver.step(*host.projected(*rows), core, metadata)
+        driver.drafting = own if has_drafts else []
+        driver.check(list(zip(own, counts, strict=True)), list(core[:real].split(counts)))
+        assert not core[real:].any()
+        assert all(torch.equal(pages[0], kept) for pages, kept in zip(host.layer.kv_cache, before, strict=True))
+
+
+@pytest.mark.parametrize(("interleaved", "dim_first"), LAYOUTS)
 def test_checkpoints(interleaved: bool, dim_first: bool) -> None:
     driver = Driver(Host(2, num_spec=0, interleaved=interleaved, dim_first=dim_first))
     first = driver.prompts([150], [], [], checkpoint=64)
