@@ -82,4 +82,37 @@ TRANSFORMERS = Host(
     ),
 )
 
-HOSTS: dict[str, Host] = {host.name: host for host in (FLA, TRANSFORMERS)}
+
+_VLLM_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention"
+
+VLLM = Host(
+    name="vllm",
+    package="vllm",
+    distributions=("vllm",),
+    tested="0.33.0",
+    functions=(
+        *_under(_VLLM_LAYER, "__init__", "forward_cuda", "_forward_core_fused_norm_packed", "split_ba"),
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.qwen_gdn_attention_core_fused_norm_packed",
+        "vllm.model_executor.custom_op.PluggableLayer.register_oot",
+        "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first",
+        "vllm.forward_context.get_forward_context",
+    ),
+    classes=MappingProxyType(
+        {
+            _VLLM_LAYER: (
+                "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim", "value_dim", "gqa_interleaved_layout",
+                "conv1d", "in_proj_qkvz", "in_proj_ba", "out_proj", "A_log", "dt_bias", "norm", "split_ba", "get_state_shape",
+                "_checkpoint_alignment",
+            ),
+            "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadata": (
+                "num_prefills", "num_decodes", "num_decode_tokens", "num_actual_tokens", "checkpoint", "spec_query_start_loc",
+                "spec_state_indices_tensor", "non_spec_state_indices_tensor", "spec_sequence_masks", "spec_token_indx",
+                "non_spec_token_indx", "num_accepted_tokens", "prefill_query_start_loc", "prefill_state_indices",
+                "prefill_has_initial_state",
+            ),
+            "vllm.model_executor.layers.mamba.checkpoint.MambaPrefillCheckpointMetadata": ("checkpoint_offsets", "state_indices"),
+        }
+    ),
+)  # fmt: skip
+
+HOSTS: dict[str, Host] = {host.name: host for host in (FLA, TRANSFORMERS, VLLM)}

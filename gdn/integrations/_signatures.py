@@ -35,8 +35,9 @@ def _literal(value: object) -> str:
 
 
 def of_object(function: Callable[..., Any]) -> Parameters:
-    """Parameters of an imported function, through decorators that say what they wrap."""
+    """Parameters of an imported function, through decorators that say what they wrap; `cls` of a class method too."""
     found = []
+    function = getattr(function, "__func__", function)
     for one in inspect.signature(function).parameters.values():
         default = [] if one.default is inspect.Parameter.empty else [_literal(one.default)]
         found.append([one.name, _KINDS[one.kind], *default])

@@ -81,6 +81,9 @@ def _words(*words: str) -> dict[str, str]:
     return {word: word for word in words}
 
 
+_ON = {**dict.fromkeys(_TRUE, "1"), **dict.fromkeys(_FALSE, "0"), "strict": "strict"}
+
+
 @dataclass(frozen=True)
 class Switches:
     """Values of all switches. None (or "auto") means that a switch has no influence."""
@@ -139,6 +142,11 @@ class Switches:
         "GDN_LOG", "choice", "off", "why a backend or tile was chosen, once per decision, on stderr",
         _words("off", "info", "debug"),
     )  # fmt: skip
+    vllm: str = _switch(
+        "GDN_VLLM", "choice", "0",
+        "1: vLLM's Gated DeltaNet layers run on these kernels; strict: a layer that would be left to vLLM raises",
+        _ON,
+    )  # fmt: skip
     # op -> GDN_BACKEND_<OP>, where set; left out of the hash, since a mapping has none, but not of equality
     backend_of: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     given: frozenset[str] = frozenset()  # names of the variables that were set
@@ -186,6 +194,17 @@ def toolkit_home() -> Path | None:
 
 _current: Switches | None = None
 _warned: set[str] = set()
+
+
+def export(name: str, value: str | None) -> str | None:
+    """Sets a switch in the environment, for processes that this one starts too; None removes it. Returns what it was."""
+    before = os.environ.get(name)
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+    reload()
+    return before
 
 
 def current() -> Switches:

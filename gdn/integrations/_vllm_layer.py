@@ -1,0 +1,178 @@
+"""vLLM's Gated DeltaNet layer with the part between its projections on gdn's kernels, as a subclass that vLLM builds itself."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gdn.integrations._calls import Calls
+from gdn.integrations._vllm_step import Step
+from gdn.integrations._vllm_warm_up import warm_up
+
+Tensor = torch.Tensor
+HALVES = (torch.bfloat16, torch.float16)
+CHECKPOINT_ALIGNMENT = 64  # tokens: where a prefill can store its state
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What decides whether a layer is served. Sizes are of one rank."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    token_dtype: torch.dtype
+    conv_dtype: torch.dtype
+    state_dtype: torch.dtype
+    activation: str | None = "silu"
+    gate_activation: str = "silu"
+    norm_group_size: int | None = None
+    norm_before_gate: bool = True
+    has_lora: bool = False
+    fuses_norm_and_quantisation: bool = False
+
+
+def refusal(facts: LayerFacts, allow_reference: bool = False) -> str | None:
+    """Why a layer is left to the host; None where it is served.
+
+    Parameters
+    ----------
+    facts : LayerFacts
+    allow_reference : bool
+        Serve float32 tokens too, which have no kernel.
+    """
+    if facts.token_dtype not in HALVES and not (allow_reference and facts.token_dtype == torch.float32):
+        return f"its tokens are {_word(facts.token_dtype)}"
+    if facts.conv_dtype != facts.token_dtype:
+        return f"its windows are {_word(facts.conv_dtype)}, its tokens {_word(facts.token_dtype)}"
+    if facts.state_dtype not in (torch.float32, torch.bfloat16):
+        return f"its states are {_word(facts.state_dtype)}"
+    if facts.num_v_heads % facts.num_k_heads:
+        return f"its {facts.num_v_heads} value heads are no multiple of {facts.num_k_heads} key heads"
+    dims = (facts.head_k_dim, facts.head_v_dim)
+    if dims[0] != dims[1] or dims[0] % 32 or dims[0] > 128:
+        return f"its head dims are {dims[0]} and {dims[1]}, served are equal multiples of 32 up to 128"
+    if facts.activation not in ("silu", "swish", None):
+        return f"its activation is {facts.activation}"
+    if facts.gate_activation not in ("silu", "swish", "sigmoid"):
+        return f"the activation of its gate is {facts.gate_activation}"
+    if facts.norm_group_size is not None or not facts.norm_before_gate:
+        return "its norm is in groups" if facts.norm_group_size is not None else "its norm comes after the gate"
+    if facts.has_lora:
+        return "LoRA parts its projections"
+    if facts.fuses_norm_and_quantisation:
+        return "the host fuses its norm with the quantisation of the output projection"
+    return None
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def facts_of(layer: Any, vllm_config: Any) -> LayerFacts:
+    """The facts of a layer that the host has built."""
+    conv_dtype, state_dtype = layer.get_state_dtype()[:2]
+    passes = vllm_config.compilation_config.pass_config
+    return LayerFacts(
+        num_k_heads=layer.num_k_heads // layer.tp_size,
+        num_v_heads=layer.num_v_heads // layer.tp_size,
+        head_k_dim=layer.head_k_dim,
+        head_v_dim=layer.head_v_dim,
+        token_dtype=vllm_config.model_config.dtype,
+        conv_dtype=conv_dtype,
+        state_dtype=state_dtype,
+        activation=layer.activation,
+        gate_activation=layer.norm.activation,
+        norm_group_size=layer.norm.group_size,
+        norm_before_gate=layer.norm.norm_before_gate,
+        has_lora=vllm_config.lora_config is not None,
+        fuses_norm_and_quantisation=bool(passes.fuse_norm_quant) and _is_quantised(layer.out_proj),
+    )
+
+
+def _is_quantised(linear: Any) -> bool:
+    method = getattr(linear, "quant_method", None)
+    return method is not None and type(method).__name__ != "UnquantizedLinearMethod"
+
+
+class Layers:
+    """What became of the layers that the host built since the adapter was enabled."""
+
+    def __init__(self, calls: Calls, strict: bool, told: Callable[[str], None]) -> None:
+        self.calls, self.strict, self._told, self._was_told = calls, strict, told, False
+
+    def decide(self, prefix: str, reason: str | None) -> None:
+        """Counts a layer; with strict, one that is not served is an error."""
+        self.calls.serves(reason)
+        if reason is not None and self.strict:
+            raise RuntimeError(f"gdn.integrations.vllm, strict: {prefix} would be left to the host: {reason}")
+
+    def tell(self, warm_up_s: float | None = None) -> None:
+        """Says once, when all layers are there, how many are served and why the others are not."""
+        if self._was_told:
+            return
+        self._was_told = True
+        left = "".join(f"; {count} left to the host: {reason}" for reason, count in self.calls.left.items())
+        took = "" if warm_up_s is None else f", ready in {warm_up_s:.1f} s"
+        self._told(f"{self.calls.served} Gated DeltaNet layers run on gdn's kernels{took}{left}")
+
+
+def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bool], layers: Layers) -> type:
+    """The subclass.
+
+    Parameters
+    ----------
+    host : module
+        qwen_gdn_linear_attn of vLLM.
+    forward_context : module
+        vllm.forward_context.
+    conv_dim_first : callable
+        Whether pages hold windows with channels first.
+    layers : Layers
+        Is told of every layer.
+    """
+
+    class GatedDeltaNet(host.QwenGatedDeltaNetAttention):  # type: ignore[misc]
+        def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, vllm_config, *args, **kwargs)
+            self._gdn_refusal = refusal(facts_of(self, vllm_config), layers.calls.allow_reference)
+            layers.decide(self.prefix, self._gdn_refusal)
+            if self._gdn_refusal is not None:
+                return
+            self._gdn_step = Step(self, conv_dim_first=conv_dim_first())
+            self._gdn_max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            if vllm_config.cache_config.mamba_cache_mode == "align":
+                self._checkpoint_alignment = CHECKPOINT_ALIGNMENT  # the prefill stores states at any multiple
+
+        def forward_cuda(self, hidden_states: Tensor) -> Tensor:
+            if self._gdn_refusal is not None:
+                result: Tensor = super().forward_cuda(hidden_states)
+                return result
+            qkvz, _ = self.in_proj_qkvz(hidden_states)
+            ba, _ = self.in_proj_ba(hidden_states)
+            # Zeros: rows of padding go through the output projection too.
+            core = qkvz.new_zeros(len(hidden_states), self.num_v_heads // self.tp_size, self.head_v_dim)
+            torch.ops.vllm.qwen_gdn_attention_core_fused_norm_packed(
+                qkvz, ba, core, layer_name=host._encode_layer_name(self.prefix)
+            )
+            output: Tensor = self.out_proj(core.flatten(-2))[0]
+            return output
+
+        def _forward_core_fused_norm_packed(self, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor) -> None:
+            if self._gdn_refusal is not None:
+                layers.tell()
+                super()._forward_core_fused_norm_packed(mixed_qkvz, ba, core_attn_out)
+                return
+            batches = forward_context.get_forward_context().attn_metadata
+            metadata = batches.get(self.prefix) if isinstance(batches, dict) else None
+            if metadata is None:  # the host measures its memory, all layers are there
+                begin = time.perf_counter()
+                warm_up(self, self._gdn_step, mixed_qkvz, ba, self._gdn_max_tokens)
+                layers.tell(time.perf_counter() - begin)
+                return
+            self._gdn_step(mixed_qkvz, ba, core_attn_out, metadata)
+
+    return GatedDeltaNet

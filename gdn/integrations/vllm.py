@@ -1,0 +1,89 @@
+"""vLLM on the kernels of `gdn`: the Gated DeltaNet layers of Qwen3-Next, Qwen3.5 and models that use the same layer.
+
+`GDN_VLLM=1 vllm serve MODEL` switches it on in every process of an engine, through the entry point `vllm.general_plugins`;
+`gdn.integrations.vllm.enable()` before an engine is made does the same from Python. Everything between the two projections of a
+layer runs by `fused_gdn_decode` and `fused_gdn_prefill` on vLLM's own pages: one-token rows, drafts, prompts and mixed batches,
+with states for the prefix cache, in captured and piecewise graphs, on each rank of a tensor parallel group.
+"""
+
+import importlib
+import logging
+from typing import Any
+
+from gdn.integrations import _handle, _hosts
+from gdn.integrations._calls import Calls
+from gdn.integrations._handle import Handle
+from gdn.integrations._points import Point, Undo
+from gdn.integrations._vllm_layer import Layers, layer_class
+from gdn.runtime import env, log
+
+_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
+_NAME = "QwenGatedDeltaNetAttention"
+SWITCH = "GDN_VLLM"
+
+
+def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
+    """Makes engines that are built from now on run their Gated DeltaNet layers on gdn.
+
+    Sets GDN_VLLM for processes that the engine starts.
+
+    Parameters
+    ----------
+    strict : bool
+        Raise where the host's signatures are not the recorded ones, and for a layer that would be left to the host.
+    allow_reference : bool
+        Serve on the CPU too. For tests.
+
+    Returns
+    -------
+    Handle
+        Its `disable` acts on engines that are built later: a layer keeps the class that it was built of. In its report
+        "calls" are layers.
+
+    Raises
+    ------
+    ValueError
+        If it is enabled with other options.
+    RuntimeError
+        With strict, if nothing can be replaced.
+    """
+    before = env.export(SWITCH, "strict" if strict else "1")
+    try:
+        return _handle.enable(_hosts.VLLM, [_point(strict)], strict=strict, allow_reference=allow_reference)
+    except BaseException:
+        env.export(SWITCH, before)
+        raise
+
+
+def plugin() -> None:
+    """Entry point of `vllm.general_plugins`: does nothing unless GDN_VLLM is set."""
+    chosen = env.current().vllm
+    if chosen != "0":
+        enable(strict=chosen == "strict")
+
+
+def _point(strict: bool) -> Point:
+    def install(calls: Calls) -> Undo:
+        host = importlib.import_module(_LAYER)
+        registry = importlib.import_module("vllm.model_executor.custom_op")
+        sizes = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
+        context = importlib.import_module("vllm.forward_context")
+        layers = Layers(calls, strict, lambda text: log.once(f"vllm: {text}", level=logging.INFO))
+        ours = layer_class(host, context, sizes.is_conv_state_dim_first, layers)
+        foreign = registry.op_registry_oot.get(_NAME)
+        if foreign is not None:
+            raise RuntimeError(
+                f"{_LAYER}.{_NAME}: {foreign.__module__}.{foreign.__qualname__} is registered in its place already"
+            )
+        host.QwenGatedDeltaNetAttention.register_oot(ours, name=_NAME)
+        return lambda: _unregister(registry, ours)
+
+    guards = (*_hosts.VLLM.functions, *_hosts.VLLM.classes)
+    return Point(f"{_LAYER}.{_NAME}", guards, install)
+
+
+def _unregister(registry: Any, ours: type) -> str | None:
+    if registry.op_registry_oot.get(_NAME) is not ours:
+        return "registered since by someone else, left alone"
+    del registry.op_registry_oot[_NAME]
+    return None

@@ -1,0 +1,209 @@
+"""The step between vLLM's projections, on its pages and its metadata, against a float64 loop over every token."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gdn.integrations._vllm_step import Step
+from tests.integrations.vllm_engine import HV, WIDTH, Host, Sequence, V, int32, offsets
+
+Tensor = torch.Tensor
+LAYOUTS = [(False, False), (False, True), (True, False), (True, True)]  # interleaved, dim_first
+PADDING = 3  # rows and sequences behind those of a batch
+CLOSE = 2e-5
+
+
+class Driver:
+    """Batches of a host; every result and every page is compared."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.step = Step(host.layer, conv_dim_first=host.dim_first)
+        self.drafting: list[Sequence] = []  # those of the batch at hand
+
+    def run(self, rows: list[tuple[Sequence, int]], metadata: SimpleNamespace, order: list[int] | None = None) -> list[Tensor]:
+        """Makes the step of new tokens of each sequence; returns the results by sequence. order: of the rows in the batch."""
+        host = self.host
+        drawn = [host.rows(new) for _, new in rows]
+        for (own, _), (qkvz, ba) in zip(rows, drawn, strict=True):
+            own.qkvz, own.ba = torch.cat([own.qkvz, qkvz]), torch.cat([own.ba, ba])
+        qkvz, ba = (torch.cat([one[part] for one in drawn]) for part in (0, 1))
+        count = len(qkvz)
+        order = list(range(count)) if order is None else order
+        padding = host.rows(PADDING)
+        given = host.projected(torch.cat([qkvz[order], padding[0]]), torch.cat([ba[order], padding[1]]))
+        core = torch.zeros(count + PADDING, HV, V)
+        metadata.num_actual_tokens = count
+        self.step(*given, core, metadata)
+        assert not core[count:].any()
+        found = torch.empty(count, HV, V)
+        found[order] = core[:count]
+        return list(found.split([new for _, new in rows]))
+
+    def check(self, rows: list[tuple[Sequence, int]], found: list[Tensor]) -> None:
+        """Results, and the states and windows that the step left."""
+        host = self.host
+        windows, states = host.layer.kv_cache
+        windows = windows if host.dim_first else windows.transpose(-1, -2)
+        for (own, new), result in zip(rows, found, strict=True):
+            expected, after, window = host.expected(own, new)
+            assert (result - expected).abs().max() < CLOSE
+            is_drafting = any(own is one for one in self.drafting)
+            last = own.blocks[new - 1] if is_drafting else own.blocks[0]
+            assert (states[last] - after[-1]).abs().max() < CLOSE
+            if not is_drafting:
+                assert torch.equal(windows[last, :, : WIDTH - 1], window.T.float())
+
+    def accept(self, own: Sequence, new: int) -> None:
+        """The host samples: a part of the drafts is accepted, the rest forgotten."""
+        own.accepted = self.host.random.randint(1, new)
+        own.qkvz, own.ba = (x[: len(x) - (new - own.accepted)] for x in (own.qkvz, own.ba))
+
+    # --- kinds of batches -------------------------------------------------------------------------------------------------------
+
+    def prompts(
+        self, lengths: list[int], decoding: list[Sequence], resumed: list[Sequence], checkpoint: int = 0
+    ) -> list[Sequence]:
+        """Prompts behind decode rows; resumed sequences go on with a second part of their prompt."""
+        host = self.host
+        self.drafting = []
+        new = [host.new() for _ in lengths[len(resumed) :]]
+        own = [*resumed, *new]
+        rows = [*[(one, 1) for one in decoding], *zip(own, lengths, strict=True)]
+        begin = len(decoding)
+        slots = int32([one.blocks[0] for one, _ in rows] + [0])
+        bounds = offsets([count for _, count in rows] + [0])
+        known = {
+            "num_prefills": len(own), "num_prefill_tokens": sum(lengths), "num_decodes": begin, "num_decode_tokens": begin,
+            "non_spec_state_indices_tensor": slots, "non_spec_query_start_loc": bounds,
+            "prefill_state_indices": slots[begin:], "prefill_query_start_loc": bounds[begin:] - begin,
+            "prefill_has_initial_state": torch.tensor([len(one.qkvz) > 0 for one in own] + [False]),
+        }  # fmt: skip
+        kept = host.free.pop() if checkpoint else 0
+        if checkpoint:
+            places = [checkpoint if one is own[-1] else 0 for one, _ in rows] + [0]
+            known["checkpoint"] = SimpleNamespace(
+                checkpoint_offsets=int32(places), state_indices=int32([kept if place else 0 for place in places])
+            )
+        before = len(own[-1].qkvz)
+        self.check(rows, self.run(rows, host.metadata(**known)))
+        if checkpoint:
+            at = before + checkpoint
+            partial = Sequence([], own[-1].qkvz[:at], own[-1].ba[:at])
+            _, after, window = host.expected(partial, 1)
+            windows = host.layer.kv_cache[0] if host.dim_first else host.layer.kv_cache[0].transpose(-1, -2)
+            assert (host.layer.kv_cache[1][kept] - after[-1]).abs().max() < CLOSE
+            assert torch.equal(windows[kept, :, : WIDTH - 1], window.T.float())
+        return new
+
+    def decode(self, own: list[Sequence], padded: int = 0) -> None:
+        """One token each; padded: rows of a captured batch, with slot 0."""
+        host = self.host
+        self.drafting = []
+        slots = int32([one.blocks[0] for one in own] + [0] * (padded + 2))
+        table = torch.stack([slots, slots], dim=1)  # a column of a table, whose rows are apart
+        rows = [(one, 1) for one in own]
+        metadata = host.metadata(num_decodes=len(own), num_decode_tokens=len(own), non_spec_state_indices_tensor=table[:, 0])
+        self.check(rows, self.run(rows, metadata))
+
+    def drafts(self, own: list[Sequence], prompts: list[int] | None = None) -> list[Sequence]:
+        """Each sequence with 1 to 1 + num_spec tokens, among prompts in any order."""
+        host = self.host
+        counts = [host.random.randint(1, 1 + host.num_spec) for _ in own]
+        new = [host.new() for _ in prompts or ()]
+        known = {
+            "num_spec_decodes": len(own), "spec_sequence_masks": torch.ones(len(own), dtype=torch.bool),
+            "spec_state_indices_tensor": int32([one.blocks for one in own]), "spec_query_start_loc": offsets(counts),
+            "num_accepted_tokens": int32([one.accepted for one in own]),
+        }  # fmt: skip
+        rows, order = list(zip(own, counts, strict=True)), None
+        if prompts:
+            rows += list(zip(new, prompts, strict=True))
+            mixed = list(range(len(rows)))
+            host.random.shuffle(mixed)
+            starts = offsets([count for _, count in rows]).tolist()
+            where = {n: list(range(starts[n], starts[n] + rows[n][1])) for n in mixed}
+            order = [token for n in mixed for token in where[n]]
+            of_batch = {token: place for place, token in enumerate(order)}
+            drafted, others = ([n for n in mixed if (n < len(own)) == is_draft] for is_draft in (True, False))
+            bounds = offsets([rows[n][1] for n in others])
+            known |= {
+                "num_prefills": len(new), "num_prefill_tokens": sum(prompts),
+                "spec_token_indx": torch.tensor([of_batch[t] for n in drafted for t in where[n]]),
+                "non_spec_token_indx": torch.tensor([of_batch[t] for n in others for t in where[n]]),
+                "spec_state_indices_tensor": int32([own[n].blocks for n in drafted]),
+                "spec_query_start_loc": offsets([counts[n] for n in drafted]),
+                "num_accepted_tokens": int32([own[n].accepted for n in drafted]),
+                "prefill_state_indices": int32([rows[n][0].blocks[0] for n in others]), "prefill_query_start_loc": bounds,
+                "prefill_has_initial_state": torch.zeros(len(new), dtype=torch.bool),
+            }  # fmt: skip
+        self.drafting = own
+        self.check(rows, self.run(rows, host.metadata(**known), order))
+        for one, count in zip(own, counts, strict=True):
+            self.accept(one, count)
+        return new
+
+
+@pytest.mark.parametrize(("interleaved", "dim_first"), LAYOUTS)
+def test_prompts_and_decode(interleaved: bool, dim_first: bool) -> None:
+    driver = Driver(Host(1, num_spec=0, interleaved=interleaved, dim_first=dim_first))
+    first = driver.prompts([70, 3, 1], [], [])
+    driver.decode(first)
+    second = driver.prompts([5, 130], first, [])
+    driver.decode([*second, *first], padded=2)
+    driver.prompts([9, 66], first, second)  # the second parts of two prompts
+
+
+@pytest.mark.parametrize(("interleaved", "dim_first"), LAYOUTS)
+def test_captured_batches(interleaved: bool, dim_first: bool) -> None:
+    """Padded to the size of a graph: rows of nobody have block 0, one accepted token, and the last offset again."""
+    host = Host(4, num_spec=2, interleaved=interleaved, dim_first=dim_first)
+    driver = Driver(host)
+    own = driver.prompts([3, 80], [], [])
+    before = [pages[0].clone() for pages in host.layer.kv_cache]
+    for counts in ([1, 1], [2, 3]):
+        has_drafts = max(counts) > 1
+        drawn = [host.rows(count) for count in counts]
+        for one, (qkvz, ba) in zip(own, drawn, strict=True):
+            one.qkvz, one.ba = torch.cat([one.qkvz, qkvz]), torch.cat([one.ba, ba])
+        real, padded = sum(counts), 3 * (3 if has_drafts else 1)
+        extra = host.rows(padded)
+        rows = [torch.cat([*(one[part] for one in drawn), extra[part]]) for part in (0, 1)]
+        core = torch.full((real + padded, HV, V), torch.nan)
+        blocks = [one.blocks for one in own] + [[0] * 3] * 3
+        metadata = host.metadata(num_actual_tokens=real + padded, num_decodes=5, num_decode_tokens=5)
+        metadata.non_spec_state_indices_tensor = int32([row[0] for row in blocks])
+        if has_drafts:
+            metadata = host.metadata(
+                num_actual_tokens=real + padded, num_spec_decodes=5, spec_sequence_masks=torch.ones(5, dtype=torch.bool),
+                spec_state_indices_tensor=int32(blocks), num_accepted_tokens=int32([1] * 5),
+                spec_query_start_loc=int32([*offsets(counts).tolist(), real, real, real]),
+            )  # fmt: skip
+        driver.step(*host.projected(*rows), core, metadata)
+        driver.drafting = own if has_drafts else []
+        driver.check(list(zip(own, counts, strict=True)), list(core[:real].split(counts)))
+        assert not core[real:].any()
+        assert all(torch.equal(pages[0], kept) for pages, kept in zip(host.layer.kv_cache, before, strict=True))
+
+
+@pytest.mark.parametrize(("interleaved", "dim_first"), LAYOUTS)
+def test_checkpoints(interleaved: bool, dim_first: bool) -> None:
+    driver = Driver(Host(2, num_spec=0, interleaved=interleaved, dim_first=dim_first))
+    first = driver.prompts([150], [], [], checkpoint=64)
+    second = driver.prompts([20, 200], first, [], checkpoint=128)
+    driver.decode([*first, *second])
+    driver.prompts([90], [], second[1:], checkpoint=64)
+
+
+@pytest.mark.parametrize("num_spec", [2, 3])
+@pytest.mark.parametrize(("interleaved", "dim_first"), LAYOUTS)
+def test_drafts(interleaved: bool, dim_first: bool, num_spec: int) -> None:
+    driver = Driver(Host(3, num_spec=num_spec, interleaved=interleaved, dim_first=dim_first))
+    own = driver.prompts([12, 65, 1], [], [])
+    driver.drafts(own)
+    driver.drafts(own)
+    own += driver.drafts(own, prompts=[40, 1])
+    for one in own[-2:]:
+        one.accepted = 1
+    driver.drafts(own)

@@ -1,0 +1,136 @@
+"""A stand-in for vLLM around one Gated DeltaNet layer: the layer's attributes, pages as vLLM plans them, and its metadata.
+
+`Host.expected` is a float64 loop over the tokens of a sequence, which says what a step must return and leave in the pages.
+"""
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+Tensor = torch.Tensor
+H, HV, K, V, WIDTH = 2, 4, 32, 32, 4
+CHANNELS = 2 * H * K + HV * V
+
+
+@dataclass
+class Sequence:
+    """A sequence: the projected rows of its accepted tokens, its blocks, and how many drafts of its last step were accepted."""
+
+    blocks: list[int]
+    qkvz: Tensor = field(default_factory=lambda: torch.zeros(0, CHANNELS + HV * V))
+    ba: Tensor = field(default_factory=lambda: torch.zeros(0, 2 * HV))
+    accepted: int = 1
+
+
+class Host:
+    """One layer and its pages.
+
+    Parameters
+    ----------
+    num_spec : int
+        Drafts of a sequence; it then owns 1 + num_spec blocks.
+    interleaved, dim_first : bool
+        Layout of the projections, and of the windows in a page.
+    state_dtype : dtype
+        float32 or bfloat16.
+    """
+
+    def __init__(
+        self, seed: int, *, num_spec: int, interleaved: bool, dim_first: bool, state_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.num_spec, self.interleaved, self.dim_first = num_spec, interleaved, dim_first
+        self.layer = SimpleNamespace(
+            tp_size=1, num_k_heads=H, num_v_heads=HV, head_k_dim=K, head_v_dim=V, key_dim=H * K, value_dim=HV * V,
+            layer_norm_epsilon=1e-6, activation="silu", gqa_interleaved_layout=interleaved,
+            conv1d=SimpleNamespace(weight=self.normal(CHANNELS, 1, WIDTH), bias=None),
+            A_log=self.normal(HV), dt_bias=self.normal(HV),
+            norm=SimpleNamespace(weight=1 + self.normal(V) / 4, activation=self.random.choice(["silu", "sigmoid"])),
+            split_ba=lambda ba: ba.chunk(2, dim=-1),
+        )  # fmt: skip
+        self.num_blocks = 40
+        self.free = list(range(1, self.num_blocks))
+        self.random.shuffle(self.free)
+        self.layer.kv_cache = self._pages(state_dtype)
+        self.pages = self.layer.kv_cache[0].untyped_storage()
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def _pages(self, state_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Windows and states as views of one buffer of bytes; a page is longer than both. What nobody wrote is not a number."""
+        columns = WIDTH - 1 + self.num_spec
+        window, state = 4 * columns * CHANNELS, HV * V * K * state_dtype.itemsize
+        page = -(-(window + state) // 512) * 512 + 1024
+        memory = torch.full((self.num_blocks * page,), 0xFF, dtype=torch.uint8)
+        order = (CHANNELS, columns) if self.dim_first else (columns, CHANNELS)
+        windows = memory.view(torch.float32).as_strided((self.num_blocks, *order), (page // 4, order[1], 1), 0)
+        size = state_dtype.itemsize
+        states = memory.view(state_dtype).as_strided((self.num_blocks, HV, V, K), (page // size, V * K, K, 1), window // size)
+        windows[0], states[0] = 0, 0
+        return windows, states
+
+    def new(self) -> Sequence:
+        return Sequence([self.free.pop() for _ in range(1 + self.num_spec)])
+
+    def rows(self, count: int) -> tuple[Tensor, Tensor]:
+        """Projected rows of new tokens, in the flat order."""
+        return self.normal(count, CHANNELS + HV * V), self.normal(count, 2 * HV)
+
+    # --- what a step must return -------------------------------------------------------------------------------------------
+
+    def expected(self, own: Sequence, new: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Results [new, HV, V] of the last tokens of a sequence, the states after each of them, and the last window."""
+        layer = self.layer
+        line = own.qkvz[:, :CHANNELS].double()
+        weight = layer.conv1d.weight[:, 0].double()
+        padded = torch.cat([torch.zeros(WIDTH - 1, CHANNELS).double(), line])
+        mixed = functional.silu(torch.stack([(padded[t : t + WIDTH] * weight.T).sum(0) for t in range(len(line))]))
+        q, k, v = mixed.split([H * K, H * K, HV * V], dim=-1)
+        q, k = (functional.normalize(x.view(-1, H, K), dim=-1).repeat_interleave(HV // H, 1) for x in (q, k))
+        v, z = v.view(-1, HV, V), own.qkvz[:, CHANNELS:].double().view(-1, HV, V)
+        b, a = own.ba.double().chunk(2, dim=-1)
+        decay = (-layer.A_log.double().exp() * functional.softplus(a + layer.dt_bias.double())).exp()
+        state, results, states = torch.zeros(HV, V, K).double(), [], []
+        for t in range(len(line)):
+            state = state * decay[t, :, None, None]
+            u = b[t].sigmoid()[:, None] * (v[t] - torch.einsum("hvk,hk->hv", state, k[t]))
+            state = state + u[:, :, None] * k[t][:, None]
+            o = torch.einsum("hvk,hk->hv", state, q[t]) * K**-0.5
+            o = o * (o.square().mean(-1, keepdim=True) + layer.layer_norm_epsilon).rsqrt() * layer.norm.weight.double()
+            results.append(o * (z[t].sigmoid() if layer.norm.activation == "sigmoid" else functional.silu(z[t])))
+            states.append(state)
+        return torch.stack(results)[-new:], torch.stack(states), padded[-(WIDTH - 1) :]
+
+    # --- a batch as vLLM hands it over ----------------------------------------------------------------------------------------
+
+    def projected(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows in the layout of the projections."""
+        if not self.interleaved:
+            return qkvz, ba
+        q, k, v, z = qkvz.split([H * K, H * K, HV * V, HV * V], dim=-1)
+        group = [x.reshape(len(qkvz), H, -1) for x in (q, k, v, z)]
+        b, a = (x.reshape(len(ba), H, -1) for x in ba.chunk(2, dim=-1))
+        return torch.cat(group, dim=-1).flatten(1), torch.cat([b, a], dim=-1).flatten(1)
+
+    def metadata(self, **known: Any) -> SimpleNamespace:
+        """All attributes of the host's class; those of another kind of batch are None or 0."""
+        counts = ("num_prefills", "num_prefill_tokens", "num_decodes", "num_decode_tokens", "num_spec_decodes")
+        names = (
+            "checkpoint", "has_initial_state", "spec_query_start_loc", "non_spec_query_start_loc", "spec_state_indices_tensor",
+            "non_spec_state_indices_tensor", "spec_sequence_masks", "spec_token_indx", "non_spec_token_indx",
+            "num_accepted_tokens", "prefill_query_start_loc", "prefill_state_indices", "prefill_has_initial_state",
+        )  # fmt: skip
+        return SimpleNamespace(**(dict.fromkeys(counts, 0) | dict.fromkeys(names) | known))
+
+
+def int32(values: list[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return int32([0, *lengths]).cumsum(0).int()
