@@ -11,6 +11,7 @@ class Host:
 
     functions are dotted names of the functions and methods that an adapter replaces or calls, by the module that defines them;
     classes maps a class to the attributes that the adapter reads. tested is the version range in words, for messages only.
+    bindings: C++ file, relative to the folder of the package's sources, that binds functions which no Python file defines.
     """
 
     name: str
@@ -19,6 +20,7 @@ class Host:
     tested: str
     functions: tuple[str, ...] = ()
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    bindings: str | None = None
 
 
 def _under(prefix: str, *names: str) -> tuple[str, ...]:
@@ -35,4 +37,20 @@ FLA = Host(
     ),
 )
 
-HOSTS: dict[str, Host] = {host.name: host for host in (FLA,)}
+DEEPGEMM = Host(
+    name="deepgemm",
+    package="deep_gemm",
+    distributions=("deep_gemm", "sgl-deep-gemm"),
+    tested="2.6.1",
+    functions=_under(
+        "deep_gemm",
+        "fp8_mqa_logits",
+        "fp8_paged_mqa_logits",
+        "fp8_fp4_mqa_logits",
+        "fp8_fp4_paged_mqa_logits",
+        "get_paged_mqa_logits_metadata",
+    ),
+    bindings="csrc/apis/attention.hpp",
+)
+
+HOSTS: dict[str, Host] = {host.name: host for host in (DEEPGEMM, FLA)}
