@@ -34,7 +34,12 @@ FLA = Host(
     tested="0.6.0",
     functions=(
         *_under("fla.ops.gated_delta_rule", "chunk.chunk_gated_delta_rule", "fused_recurrent.fused_recurrent_gated_delta_rule"),
+        *_under("fla.backends", "register", "BaseBackend.verify", "BaseBackend.is_available", "BaseBackend.is_enabled"),
+        *_under(
+            "fla.modules", "causal_conv1d.ops.causal_conv1d", "norm.fused_norm_gate.rms_norm_gated"
+        ),  # to import, not patched
     ),
+    classes=MappingProxyType({"fla.backends.BaseBackend": ("backend_type", "package_name", "priority")}),
 )
 
 DEEPGEMM = Host(

@@ -43,6 +43,7 @@ def of_object(function: Callable[..., Any]) -> Parameters:
     if inspect.isbuiltin(function) and (told := of_docstring(function.__doc__ or "")) is not None:
         return told
     found = []
+    function = getattr(function, "__func__", function)  # of a bound class method, with its first parameter
     for one in inspect.signature(function).parameters.values():
         default = [] if one.default is inspect.Parameter.empty else [_literal(one.default)]
         found.append([one.name, _KINDS[one.kind], *default])
