@@ -42,6 +42,22 @@ FLA = Host(
     classes=MappingProxyType({"fla.backends.BaseBackend": ("backend_type", "package_name", "priority")}),
 )
 
+FLASHINFER = Host(
+    name="flashinfer",
+    package="flashinfer",
+    distributions=("flashinfer-python",),
+    tested="0.7.2.post1",
+    functions=(
+        "flashinfer.gdn_prefill.chunk_gated_delta_rule",
+        *_under(
+            "flashinfer.gdn_decode",
+            "gated_delta_rule_decode_pretranspose",
+            "gated_delta_rule_decode",
+            "gated_delta_rule_mtp",
+        ),
+    ),
+)
+
 DEEPGEMM = Host(
     name="deepgemm",
     package="deep_gemm",
@@ -58,4 +74,4 @@ DEEPGEMM = Host(
     bindings="csrc/apis/attention.hpp",
 )
 
-HOSTS: dict[str, Host] = {host.name: host for host in (DEEPGEMM, FLA)}
+HOSTS: dict[str, Host] = {host.name: host for host in (DEEPGEMM, FLA, FLASHINFER)}
