@@ -10,6 +10,7 @@ class Host:
     """A host library.
 
     functions are dotted names of the functions and methods that an adapter replaces or calls, by the module that defines them;
+    replaced are those that `enable` replaces without further options (empty: all of them);
     classes maps a class to the attributes that the adapter reads. tested is the version range in words, for messages only.
     bindings: C++ file, relative to the folder of the package's sources, that binds functions which no Python file defines.
     """
@@ -19,6 +20,7 @@ class Host:
     distributions: tuple[str, ...]
     tested: str
     functions: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     bindings: str | None = None
 
@@ -39,6 +41,7 @@ FLA = Host(
             "fla.modules", "causal_conv1d.ops.causal_conv1d", "norm.fused_norm_gate.rms_norm_gated"
         ),  # to import, not patched
     ),
+    replaced=("fla.ops.gated_delta_rule.chunk.chunk_gated_delta_rule",),
     classes=MappingProxyType({"fla.backends.BaseBackend": ("backend_type", "package_name", "priority")}),
 )
 
@@ -58,19 +61,14 @@ FLASHINFER = Host(
     ),
 )
 
+_MQA_LOGITS = _under("deep_gemm", "fp8_mqa_logits", "fp8_paged_mqa_logits", "fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits")
 DEEPGEMM = Host(
     name="deepgemm",
     package="deep_gemm",
     distributions=("deep_gemm", "sgl-deep-gemm"),
     tested="2.6.1",
-    functions=_under(
-        "deep_gemm",
-        "fp8_mqa_logits",
-        "fp8_paged_mqa_logits",
-        "fp8_fp4_mqa_logits",
-        "fp8_fp4_paged_mqa_logits",
-        "get_paged_mqa_logits_metadata",
-    ),
+    functions=(*_MQA_LOGITS, "deep_gemm.get_paged_mqa_logits_metadata"),
+    replaced=_MQA_LOGITS,
     bindings="csrc/apis/attention.hpp",
 )
 
