@@ -72,4 +72,87 @@ DEEPGEMM = Host(
     bindings="csrc/apis/attention.hpp",
 )
 
-HOSTS: dict[str, Host] = {host.name: host for host in (DEEPGEMM, FLA, FLASHINFER)}
+_VLLM_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention"
+_VLLM_METHODS = _under(_VLLM_LAYER, "__init__", "forward_cuda", "_forward_core_fused_norm_packed", "_warmup_prefill_kernels")
+_VLLM_METADATA = "vllm.v1.attention.backends.gdn_attn"
+VLLM = Host(
+    name="vllm",
+    package="vllm",
+    distributions=("vllm",),
+    tested="0.33.0",
+    functions=(
+        *_VLLM_METHODS,
+        f"{_VLLM_LAYER}.split_ba",
+        "vllm.model_executor.custom_op.PluggableLayer.register_oot",
+    ),
+    replaced=_VLLM_METHODS,
+    classes=MappingProxyType({
+        _VLLM_LAYER: (
+            "A_log", "conv1d", "dt_bias", "gqa_interleaved_layout", "head_k_dim", "head_v_dim", "in_proj_ba",
+            "in_proj_qkvz", "norm", "num_k_heads", "num_v_heads", "out_proj",
+        ),
+        f"{_VLLM_METADATA}.GDNAttentionMetadata": (
+            "checkpoint", "non_spec_state_indices_tensor", "non_spec_token_indx", "num_accepted_tokens", "num_actual_tokens",
+            "num_decode_tokens", "num_decodes", "num_prefills", "num_spec_decodes", "prefill_has_initial_state",
+            "prefill_query_start_loc", "prefill_state_indices", "spec_query_start_loc", "spec_sequence_masks",
+            "spec_state_indices_tensor", "spec_token_indx",
+        ),
+    }),
+)  # fmt: skip
+
+_SGLANG_LINEAR = "sglang.srt.layers.attention.linear"
+_SGLANG_DISPATCHER = f"{_SGLANG_LINEAR}.gdn_backend.GDNKernelDispatcher"
+SGLANG = Host(
+    name="sglang",
+    package="sglang",
+    distributions=("sglang",),
+    tested="0.5.23",
+    functions=(
+        *_under(_SGLANG_DISPATCHER, "__init__", "decode", "packed_decode", "extend", "target_verify"),
+        *_under(f"{_SGLANG_LINEAR}.kernels.kernel_backend.LinearAttnKernelBase", "decode", "extend", "target_verify"),
+        "sglang.srt.plugins.hook_registry.HookRegistry.register",
+    ),
+    replaced=(f"{_SGLANG_DISPATCHER}.__init__",),
+    classes=MappingProxyType({
+        _SGLANG_DISPATCHER: (
+            "decode_kernel", "extend_kernel", "supports_packed_decode", "tree_verify_kernel", "verify_kernel",
+            "verify_kernel_is_flashinfer",
+        ),
+    }),
+)  # fmt: skip
+
+_FAMILIES = {"qwen3_next": "Qwen3Next", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen4_exp": "Qwen4ExpText"}
+TRANSFORMERS_FUNCTIONS = (
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+)
+# Modeling module -> prefix of its classes' names.
+TRANSFORMERS_MODULES = {f"transformers.models.{name}.modeling_{name}": prefix for name, prefix in _FAMILIES.items()}
+_TRANSFORMERS_REPLACED = tuple(
+    f"{module}.{name}"
+    for module, prefix in TRANSFORMERS_MODULES.items()
+    for name in (*TRANSFORMERS_FUNCTIONS, f"{prefix}RMSNormGated.forward")
+)
+TRANSFORMERS = Host(
+    name="transformers",
+    package="transformers",
+    distributions=("transformers",),
+    tested="5.20 to 5.24",
+    functions=(
+        *_TRANSFORMERS_REPLACED,
+        *(f"{module}.{prefix}GatedDeltaNet.forward" for module, prefix in TRANSFORMERS_MODULES.items()),
+    ),
+    replaced=_TRANSFORMERS_REPLACED,
+    classes=MappingProxyType(
+        {
+            **{
+                f"{module}.{prefix}RMSNormGated": ("activation", "variance_epsilon", "weight")
+                for module, prefix in TRANSFORMERS_MODULES.items()
+            },
+        }
+    ),
+)
+
+HOSTS: dict[str, Host] = {host.name: host for host in (DEEPGEMM, FLA, FLASHINFER, SGLANG, TRANSFORMERS, VLLM)}
