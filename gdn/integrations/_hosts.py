@@ -130,11 +130,17 @@ TRANSFORMERS_FUNCTIONS = (
 )
 # Modeling module -> prefix of its classes' names.
 TRANSFORMERS_MODULES = {f"transformers.models.{name}.modeling_{name}": prefix for name, prefix in _FAMILIES.items()}
+_MODULES = tuple(TRANSFORMERS_MODULES.items())
 _TRANSFORMERS_REPLACED = tuple(
-    f"{module}.{name}"
-    for module, prefix in TRANSFORMERS_MODULES.items()
-    for name in (*TRANSFORMERS_FUNCTIONS, f"{prefix}RMSNormGated.forward")
+    f"{module}.{name}" for module, prefix in _MODULES for name in (*TRANSFORMERS_FUNCTIONS, f"{prefix}RMSNormGated.forward")
 )
+_TRANSFORMERS_LAYER = (
+    "A_log", "activation", "conv1d", "conv_dim", "conv_kernel_size", "dt_bias", "head_k_dim", "head_v_dim", "layer_idx", "norm",
+    "num_k_heads", "num_v_heads", "out_proj",
+)  # fmt: skip
+_PROJECTIONS = ("in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z")
+TRANSFORMERS_CACHE = "transformers.cache_utils.LinearAttentionCacheLayerMixin"
+TRANSFORMERS_INITIALIZATION = "transformers.cache_utils.LinearAttentionLayer.lazy_initialization"
 TRANSFORMERS = Host(
     name="transformers",
     package="transformers",
@@ -143,16 +149,23 @@ TRANSFORMERS = Host(
     functions=(
         *_TRANSFORMERS_REPLACED,
         *(f"{module}.{prefix}GatedDeltaNet.forward" for module, prefix in TRANSFORMERS_MODULES.items()),
+        *(f"{module}.apply_mask_to_padding_states" for module in TRANSFORMERS_MODULES),
+        TRANSFORMERS_INITIALIZATION,
     ),
     replaced=_TRANSFORMERS_REPLACED,
-    classes=MappingProxyType(
-        {
-            **{
-                f"{module}.{prefix}RMSNormGated": ("activation", "variance_epsilon", "weight")
-                for module, prefix in TRANSFORMERS_MODULES.items()
-            },
-        }
-    ),
-)
+    classes=MappingProxyType({
+        **{f"{module}.{prefix}RMSNormGated": ("activation", "variance_epsilon", "weight") for module, prefix in _MODULES},
+        **{
+            f"{module}.{prefix}GatedDeltaNet": (
+                *_TRANSFORMERS_LAYER, *(("in_proj_ba", "in_proj_qkvz") if prefix == "Qwen3Next" else _PROJECTIONS),
+            )
+            for module, prefix in _MODULES
+        },
+        TRANSFORMERS_CACHE: (
+            "conv_states", "has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized", "record_past",
+            "recurrent_states",
+        ),
+    }),
+)  # fmt: skip
 
 HOSTS: dict[str, Host] = {host.name: host for host in (DEEPGEMM, FLA, FLASHINFER, SGLANG, TRANSFORMERS, VLLM)}

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: the functions of its Gated DeltaNet layers on the kernels of this project, process-wide.
+"""Hugging Face Transformers: the Gated DeltaNet layers of a model, or their functions in the whole process, on these kernels.
 
 Serves Qwen3-Next, Qwen3.5 (dense and MoE) and qwen4_exp, and code that subclasses their layers. Calls that need gradients are
 left to Transformers: `model.eval()` does not turn them off, `torch.no_grad()` and `generate` do.
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gdn
-from gdn.integrations import _handle, _hosts, _points
+from gdn.integrations import _handle, _hosts, _points, transformers_layers
 from gdn.integrations._calls import unserved, unserved_state
 
 _ALIGNMENT = 16  # bytes: of states that are updated in place
@@ -216,38 +216,61 @@ _FUNCTIONS: dict[str, tuple[Callable[..., str | None], Callable[..., Any]]] = {
 }
 
 
-def enable(*, level: str = "functions", strict: bool = False, allow_reference: bool = False) -> _handle.Handle:
-    """Replaces the functions of Transformers' Gated DeltaNet layers, in every modeling module that has them.
+def enable(
+    model: nn.Module | None = None, *, level: str | None = None, strict: bool = False, allow_reference: bool = False
+) -> _handle.Handle:
+    """Lets Gated DeltaNet layers of Transformers run on the kernels of this project.
 
     Parameters
     ----------
-    level : {"functions"}
-        What is replaced: the two forms of the rule, the two convolutions and the gated norm of each module, for all models of the
-        process.
+    model : Module, optional
+        A model whose layers are served whole: each layer's `forward` becomes one of this project's (an attribute of the module;
+        copy or pickle the model after `disable`). Packed sequences that only `position_ids` tell apart are kept apart without a
+        cache, and refused by name with one. None = `level` "functions".
+    level : {"layers", "functions"}, optional
+        None = "layers" with a model, else "functions": the two forms of the rule, the two convolutions and the gated norm of
+        every modeling module, for all models of the process; slower, and for code that subclasses the layers.
     strict : bool
-        Raise where a function's signature is not a recorded one, instead of leaving it alone.
+        Raise where a signature is not a recorded one, instead of leaving the function or layer alone.
     allow_reference : bool
         Serve tensors on the CPU, by the plain-torch reference, on any machine. For tests.
 
     Returns
     -------
     Handle
-        Reports and puts the functions of Transformers back. A second call with the same options returns the same handle.
+        Reports and puts back what Transformers had. A second call with the same options returns the same handle, one for each
+        model.
 
     Raises
     ------
+    TypeError
+        If `model` is no module.
     ValueError
-        If `level` is another word, or it is enabled with other options.
+        If `level` does not go with `model`, the model has no such layer, or it is enabled with other options.
     RuntimeError
-        With strict, if a function cannot be replaced.
+        With strict, if something cannot be replaced.
     """
-    if level != "functions":
-        raise ValueError(f"level: expected 'functions', got {level!r}")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    expected = "functions" if model is None else "layers"
+    if level not in (None, expected):
+        raise ValueError(f"level: expected {expected!r} {'without' if model is None else 'with'} a model, got {level!r}")
+    options: dict[str, Any] = {"strict": strict, "allow_reference": allow_reference, "options": {"level": expected}}
+    if model is None:
+        return _handle.enable(_hosts.TRANSFORMERS, _function_points(), **options)
+    points = transformers_layers.points(model)
+    if not points:
+        names = ", ".join(f"{prefix}GatedDeltaNet" for prefix in _hosts.TRANSFORMERS_MODULES.values())
+        raise ValueError(f"model: expected one with layers of {names}, got {type(model).__name__} without")
+    points.append(_points.Point("position_ids", (), lambda calls: transformers_layers.separate(model)))
+    return _handle.enable(_hosts.TRANSFORMERS, points, scope=id(model), **options)
+
+
+def _function_points() -> list[_points.Point]:
     points = []
     for module, prefix in _hosts.TRANSFORMERS_MODULES.items():
         if importlib.util.find_spec("transformers") is None or importlib.util.find_spec(module.rpartition(".")[0]) is None:
             continue  # a version without this model
         points += [_points.attribute(f"{module}.{name}", *_FUNCTIONS[name]) for name in _hosts.TRANSFORMERS_FUNCTIONS]
         points.append(_points.attribute(f"{module}.{prefix}RMSNormGated.forward", _refuse_norm, _norm))
-    options = {"level": level}
-    return _handle.enable(_hosts.TRANSFORMERS, points, strict=strict, allow_reference=allow_reference, options=options)
+    return points

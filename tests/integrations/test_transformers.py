@@ -14,6 +14,7 @@ from tests.integrations.stand_in import parameters
 from tests.layers import hf
 
 TOLERANCE = 5e-5  # of the largest logit
+LEVELS = ["layers", "functions"]
 KINDS = [pytest.param(kind, marks=[] if kind == "qwen3_next" else pytest.mark.cover) for kind in hf.MODELS]
 FUNCTIONS = [
     "torch_chunk_gated_delta_rule",
@@ -45,6 +46,12 @@ def model_of(kind: str) -> PreTrainedModel:
     return hf.build(kind, seed=3)
 
 
+def enable(level: str, kind: str) -> Handle:
+    """Both levels, on one of the models."""
+    model = None if level == "functions" else model_of(kind)
+    return transformers.enable(model, level=level, strict=True, allow_reference=True)
+
+
 @pytest.fixture
 def handle() -> Iterator[Handle]:
     with transformers.enable(strict=True, allow_reference=True) as made:
@@ -62,31 +69,38 @@ def prompts(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def served(handle: Handle, kind: str) -> dict[str, int]:
-    """Calls served by function, of the module of one model; nothing is left to the host."""
-    found = [one for one in handle.report().points if f".{kind}." in one.path]
-    assert all(one.replaced and not one.left for one in found), handle.report()
-    return {one.path.rpartition(".")[2]: one.served for one in found}
+    """Calls served by function (of the module of one model) or layer; nothing is left to the host."""
+    points = [one for one in handle.report().points if one.path != "position_ids"]
+    found = [one for one in points if f".{kind}." in one.path or one.path.endswith("linear_attn.forward")]
+    assert found and all(one.replaced and not one.left for one in found), handle.report()
+    if handle.options["level"] == "functions":
+        return {one.path.rpartition(".")[2]: one.served for one in found}
+    return {one.path: one.served for one in found}
 
 
 def close(got: Tensor, expected: Tensor) -> None:
     assert (got - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_a_forward_pass_with_left_padding(kind: str) -> None:
+def test_a_forward_pass_with_left_padding(kind: str, level: str) -> None:
     model, (ids, mask) = model_of(kind), prompts((70, 9))
     plain = model(ids, attention_mask=mask).logits
-    with transformers.enable(strict=True, allow_reference=True) as handle:
+    with enable(level, kind) as handle:
         close(model(ids, attention_mask=mask).logits[mask.bool()], plain[mask.bool()])
-        assert served(handle, kind) == dict(zip(FUNCTIONS, (2, 0, 2, 0, 2), strict=True))
+        layers = {f"model.layers.{index}.linear_attn.forward": 1 for index in (0, 2)}
+        expected = dict(zip(FUNCTIONS, (2, 0, 2, 0, 2), strict=True)) if level == "functions" else layers
+        assert served(handle, kind) == expected
     assert torch.equal(model(ids, attention_mask=mask).logits, plain), "disable restores"
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["dynamic", pytest.param("long", marks=pytest.mark.cover), "static", "beams", "short"])
 @torch.no_grad()
-def test_generation(kind: str, form: str) -> None:
+def test_generation(kind: str, form: str, level: str) -> None:
     if form == "static" and kind == "qwen4_exp":
         pytest.skip("its indexer has no static cache")
     steps = 64 if form == "long" else 6
@@ -96,14 +110,19 @@ def test_generation(kind: str, form: str) -> None:
     if form == "static":
         options["disable_compile"] = True
     plain = model.generate(ids, attention_mask=mask, **options)
-    with transformers.enable(strict=True, allow_reference=True) as handle:
+    with enable(level, kind) as handle:
         assert torch.equal(model.generate(ids, attention_mask=mask, **options), plain)
-        assert served(handle, kind)["torch_recurrent_gated_delta_rule"] == 2 * (steps - 1)
+        counts = served(handle, kind)
+    if level == "functions":
+        assert counts["torch_recurrent_gated_delta_rule"] == 2 * (steps - 1)
+    else:
+        assert list(counts.values()) == [steps, steps]
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_a_prompt_in_two_parts(kind: str) -> None:
+def test_a_prompt_in_two_parts(kind: str, level: str) -> None:
     model, (ids, _) = model_of(kind), prompts((30, 30))
 
     def logits() -> Tensor:
@@ -111,13 +130,15 @@ def test_a_prompt_in_two_parts(kind: str) -> None:
         return model(ids[:, 17:], past_key_values=first.past_key_values).logits
 
     plain = logits()
-    with transformers.enable(strict=True, allow_reference=True):
+    with enable(level, kind):
         close(logits(), plain)
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @torch.no_grad()
-def test_packed_sequences_without_a_cache(handle: Handle) -> None:
+def test_packed_sequences_without_a_cache(level: str) -> None:
     layer: Any = model_of("qwen3_next").model.layers[0].linear_attn
+    handle = enable(level, "qwen3_next")
     hidden, offsets = torch.randn(1, 80, 64), torch.tensor([0, 3, 70, 80], dtype=torch.int32)
     together = layer(hidden, cu_seq_lens_q=offsets)
     handle.disable()
@@ -136,19 +157,36 @@ def test_calls_that_need_gradients_are_left_and_keep_them(handle: Handle) -> Non
 
 
 @pytest.mark.cover  # the compiler: seconds
+@pytest.mark.parametrize("level", LEVELS)
 @torch.no_grad()
-def test_a_compiled_layer_is_one_graph(handle: Handle) -> None:
+def test_a_compiled_layer_is_one_graph(level: str) -> None:
     layer: Any = model_of("qwen3_next").model.layers[0].linear_attn
     hidden = torch.randn(2, 20, 64)
     expected = layer(hidden)
-    close(torch.compile(layer, fullgraph=True, backend="aot_eager")(hidden), expected)
+    with enable(level, "qwen3_next"):
+        close(torch.compile(layer, fullgraph=True, backend="aot_eager")(hidden), expected)
     torch.compiler.reset()
 
 
-def test_enable_twice_and_another_level(handle: Handle) -> None:
+def test_enable_twice_and_wrong_calls(handle: Handle) -> None:
+    model = model_of("qwen3_next")
     assert transformers.enable(strict=True, allow_reference=True) is handle
-    with pytest.raises(ValueError, match="level: expected 'functions', got 'kernels'"):
-        transformers.enable(level="kernels")
+    with enable("layers", "qwen3_next") as layers:
+        assert transformers.enable(model, strict=True, allow_reference=True) is layers is not handle
+        with pytest.raises(ValueError, match="expected the options of the enabled handle"):
+            transformers.enable(model, allow_reference=True)
+    for call, message in (
+        (lambda: transformers.enable(level="layers"), "level: expected 'functions' without a model, got 'layers'"),
+        (lambda: transformers.enable(model, level="functions"), "level: expected 'layers' with a model, got 'functions'"),
+        (
+            lambda: transformers.enable(torch.nn.Linear(1, 1)),
+            "model: expected one with layers of Qwen3NextGatedDeltaNet, .*got Linear",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match="model: expected a torch.nn.Module, got str"):
+        transformers.enable("qwen3_next")  # type: ignore[arg-type]
 
 
 @torch.no_grad()
