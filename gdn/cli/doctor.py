@@ -241,6 +241,14 @@ def _host(one: installed.Installed) -> Finding:
     if unseen:
         parts.append(f"judged only once it is imported: {', '.join(unseen)}")
     parts += changed
-    names = ", ".join(name for name in one.replaced if (verdict := one.names.get(name)) is not None and not verdict.refusal)
-    parts.append(f"enable() replaces {names or 'nothing'}" if one.has_adapter else "this version of gdn has no adapter for it")
+    names = [name for name in one.replaced if (verdict := one.names.get(name)) is not None and not verdict.refusal]
+    parts.append(f"enable() replaces {_short_names(names)}" if one.has_adapter else "this version of gdn has no adapter for it")
     return Finding(one.host, "warn" if left else "note" if changed or not one.is_tested else "ok", "; ".join(parts))
+
+
+def _short_names(names: list[str]) -> str:
+    """Dotted names without their modules where there are many, each once, since modules of one kind hold the same names."""
+    if len(names) < 6:
+        return ", ".join(names) or "nothing"
+    short = [".".join(parts[-2:] if parts[-2][:1].isupper() else parts[-1:]) for parts in (name.split(".") for name in names)]
+    return f"{', '.join(dict.fromkeys(short))} ({len(names)} in all)"
