@@ -15,6 +15,8 @@ from tests.layers import hf
 
 TOLERANCE = 5e-5  # of the largest logit
 LEVELS = ["layers", "functions"]
+QUICK_LEVELS = ["layers", pytest.param("functions", marks=pytest.mark.cover)]
+FORMS = ["dynamic", *(pytest.param(form, marks=pytest.mark.cover) for form in ("long", "static", "beams", "short"))]
 KINDS = [pytest.param(kind, marks=[] if kind == "qwen3_next" else pytest.mark.cover) for kind in hf.MODELS]
 FUNCTIONS = [
     "torch_chunk_gated_delta_rule",
@@ -98,7 +100,7 @@ def test_a_forward_pass_with_left_padding(kind: str, level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["dynamic", pytest.param("long", marks=pytest.mark.cover), "static", "beams", "short"])
+@pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_generation(kind: str, form: str, level: str) -> None:
     if form == "static" and kind == "qwen4_exp":
@@ -119,7 +121,7 @@ def test_generation(kind: str, form: str, level: str) -> None:
         assert list(counts.values()) == [steps, steps]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", QUICK_LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_prompt_in_two_parts(kind: str, level: str) -> None:

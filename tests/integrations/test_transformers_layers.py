@@ -22,7 +22,8 @@ def layer_of(model: PreTrainedModel, index: int = 0) -> Any:
 
 def cache_of(**changes: Any) -> Any:
     """A cache of one layer, as far as a refusal reads it."""
-    layer = {"record_past": False, "conv_states": {0: None}, "recurrent_states": {0: None}, **changes}
+    states = {"conv_states": {0: torch.zeros(2, 128, 4)}, "recurrent_states": {0: torch.zeros(2, 4, 16, 16)}}
+    layer = {"record_past": False, **states, **changes}
     return types.SimpleNamespace(layers=[types.SimpleNamespace(**layer)])
 
 
@@ -30,7 +31,7 @@ def refusal(module: Any = None, hidden: Tensor | None = None, cache: Any = None,
     module = layer_of(model_of(KIND)) if module is None else module
     hidden = torch.zeros(2, 3, 64) if hidden is None else hidden
     with torch.no_grad():
-        return transformers_layers.refusal(module, hidden, cache, mask, keywords, allow_reference=True)
+        return transformers_layers.refusal(transformers_layers.Layer(module), hidden, cache, mask, keywords, allow_reference=True)
 
 
 def changed(**attributes: Any) -> Any:
