@@ -239,7 +239,7 @@ def enable(
     -------
     Handle
         Reports and puts back what Transformers had. A second call with the same options returns the same handle, one for each
-        model.
+        model, which it keeps alive until `disable`.
 
     Raises
     ------
