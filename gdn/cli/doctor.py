@@ -13,6 +13,7 @@ from rich.text import Text
 
 from gdn.cli.plain import print_json
 from gdn.cli.tune import tuner_folder
+from gdn.integrations import installed
 from gdn.runtime import cache_folder, compiled, env, packages, registry, source, toolchain, tuned
 
 
@@ -74,7 +75,7 @@ def diagnose() -> list[Finding]:
     except ValueError as error:
         return [*findings, Finding("switches", "fail", str(error))]
     switches = Finding("switches", "ok", ", ".join(given) or "none set (`gdn env` lists them)")
-    return [*findings, switches, _cache(), *_tables()]
+    return [*findings, switches, _cache(), *_tables(), *_hosts()]
 
 
 def _torch() -> Finding:
@@ -218,3 +219,36 @@ def _stale(table: tuned.Table) -> str:
         return ", for a kernel that does not exist"
     count = table.num_stale(source.source_hash(spec.origin))
     return f", {count} stale: measured with another version of the kernel (`gdn tune --restamp`)" if count else ""
+
+
+def _hosts() -> list[Finding]:
+    """The libraries that `gdn.integrations` serves, judged from their files: none is imported."""
+    found = installed.find_all()
+    absent = [one.host for one in found if one.version is None]
+    hosts = [_host(one) for one in found if one.version is not None]
+    return [*hosts, Finding("hosts", "ok", f"not installed: {', '.join(absent)}")] if absent else hosts
+
+
+def _host(one: installed.Installed) -> Finding:
+    """What `gdn.integrations.<host>.enable` would do."""
+    version = str(one.version) if one.is_tested else f"{one.version} (tested: {one.tested})"
+    left = [f"{name}: {verdict.refusal}" for name, verdict in one.names.items() if verdict is not None and verdict.refusal]
+    changed = [f"{name}: {verdict.warning}" for name, verdict in one.names.items() if verdict is not None and verdict.warning]
+    unseen = [name for name, verdict in one.names.items() if verdict is None]
+    parts = [f"{version}, recorded signatures match" if not (left or unseen) else version]
+    if left:
+        parts.append(f"left alone, {left[0]}" + (f" (and {len(left) - 1} more)" if len(left) > 1 else ""))
+    if unseen:
+        parts.append(f"judged only once it is imported: {', '.join(unseen)}")
+    parts += changed
+    names = [name for name in one.replaced if (verdict := one.names.get(name)) is not None and not verdict.refusal]
+    parts.append(f"enable() replaces {_short_names(names)}" if one.has_adapter else "this version of gdn has no adapter for it")
+    return Finding(one.host, "warn" if left else "note" if changed or not one.is_tested else "ok", "; ".join(parts))
+
+
+def _short_names(names: list[str]) -> str:
+    """Dotted names without their modules where there are many, each once, since modules of one kind hold the same names."""
+    if len(names) < 6:
+        return ", ".join(names) or "nothing"
+    short = [".".join(parts[-2:] if parts[-2][:1].isupper() else parts[-1:]) for parts in (name.split(".") for name in names)]
+    return f"{', '.join(dict.fromkeys(short))} ({len(names)} in all)"

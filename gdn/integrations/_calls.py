@@ -2,9 +2,12 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MOST_REASONS = 100  # counted apart; bounds the memory where a host makes ever new reasons
 _OTHER = "other reasons"
@@ -75,10 +78,23 @@ def unserved_state(state: torch.Tensor | None) -> str | None:
     return f"the states are {_short(state.dtype)}"
 
 
-def require(name: str, reason: str | None) -> None:
-    """Raises Refused where a function of an adapter that was called directly does not serve the call."""
-    if reason is not None:
-        raise Refused(f"{name}: {reason}")
+def refused_by(refusal: Callable[..., str | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a function that an adapter offers for import: a call that is not served raises Refused.
+
+    `refusal` takes the function's arguments and `allow_reference`. Called directly, the function serves the CPU too. What it
+    wraps (`inspect.unwrap`) is the function without the check, for a replaced point, which has asked already.
+    """
+
+    def decorate(serve: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(serve)
+        def direct(*args: P.args, **kwargs: P.kwargs) -> R:
+            if reason := refusal(*args, **kwargs, allow_reference=True):
+                raise Refused(f"{serve.__name__}: {reason}")
+            return serve(*args, **kwargs)
+
+        return direct
+
+    return decorate
 
 
 def serve_or_leave(

@@ -10,7 +10,7 @@ from typing import Any, Self
 from gdn.integrations import _records
 from gdn.integrations._calls import Calls, unserved_machine
 from gdn.integrations._hosts import Host
-from gdn.integrations._points import LeftAlone, Missing, Point, Undo, resolve
+from gdn.integrations._points import Missing, Point, Undo, Unreplaced, resolve
 from gdn.runtime import log
 
 _lock = threading.RLock()
@@ -168,33 +168,33 @@ def enable(
 
 
 def _install(host: Host, wanted: list[_Installed], strict: bool) -> None:
-    refusals = []
     for one in wanted:
-        if reason := _guard(host, one.point):
-            one.why = reason
-            refusals.append(f"{one.point.path}: {reason}")
-    if refusals and strict:
-        raise RuntimeError(f"gdn.integrations.{host.name}, strict: " + "; ".join(refusals))
-    for refusal in refusals:
-        log.once(f"{host.name}: left alone, {refusal}", logging.WARNING)
-    done: list[_Installed] = []
+        one.why = _guard(host, one.point)
     try:
+        if strict:
+            _raise_where_left(host, wanted)
         for one in wanted:
             if one.why is None:
                 try:
                     one.undo = one.point.install(one.calls)
-                except LeftAlone as found:
-                    one.why = str(found)
-                    if strict:
-                        raise RuntimeError(f"gdn.integrations.{host.name}, strict: {one.point.path}: {found}") from None
-                    log.once(f"{host.name}: left alone, {one.point.path}: {found}", logging.WARNING)
-                else:
-                    done.append(one)
+                except Unreplaced as error:
+                    one.why = str(error)
+        if strict:
+            _raise_where_left(host, wanted)
     except BaseException:
-        for one in reversed(done):
+        for one in reversed(wanted):
             if one.undo is not None:
                 one.undo()
         raise
+    for one in wanted:
+        if one.why is not None:
+            log.once(f"{host.name}: left alone, {one.point.path}: {one.why}", logging.WARNING)
+
+
+def _raise_where_left(host: Host, wanted: list[_Installed]) -> None:
+    left = [f"{one.point.path}: {one.why}" for one in wanted if one.why is not None]
+    if left:
+        raise RuntimeError(f"gdn.integrations.{host.name}, strict: " + "; ".join(left))
 
 
 def _guard(host: Host, point: Point) -> str | None:

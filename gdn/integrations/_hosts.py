@@ -10,7 +10,9 @@ class Host:
     """A host library.
 
     functions are dotted names of the functions and methods that an adapter replaces or calls, by the module that defines them;
+    replaced are those that `enable` replaces without further options (empty: all of them);
     classes maps a class to the attributes that the adapter reads. tested is the version range in words, for messages only.
+    bindings: C++ file, relative to the folder of the package's sources, that binds functions which no Python file defines.
     """
 
     name: str
@@ -18,7 +20,9 @@ class Host:
     distributions: tuple[str, ...]
     tested: str
     functions: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    bindings: str | None = None
 
 
 def _under(prefix: str, *names: str) -> tuple[str, ...]:
@@ -32,8 +36,95 @@ FLA = Host(
     tested="0.6.0",
     functions=(
         *_under("fla.ops.gated_delta_rule", "chunk.chunk_gated_delta_rule", "fused_recurrent.fused_recurrent_gated_delta_rule"),
+        *_under("fla.backends", "register", "BaseBackend.verify", "BaseBackend.is_available", "BaseBackend.is_enabled"),
+        *_under(
+            "fla.modules", "causal_conv1d.ops.causal_conv1d", "norm.fused_norm_gate.rms_norm_gated"
+        ),  # to import, not patched
+    ),
+    replaced=("fla.ops.gated_delta_rule.chunk.chunk_gated_delta_rule",),
+    classes=MappingProxyType({"fla.backends.BaseBackend": ("backend_type", "package_name", "priority")}),
+)
+
+FLASHINFER = Host(
+    name="flashinfer",
+    package="flashinfer",
+    distributions=("flashinfer-python",),
+    tested="0.7.2.post1",
+    functions=(
+        "flashinfer.gdn_prefill.chunk_gated_delta_rule",
+        *_under(
+            "flashinfer.gdn_decode",
+            "gated_delta_rule_decode_pretranspose",
+            "gated_delta_rule_decode",
+            "gated_delta_rule_mtp",
+        ),
     ),
 )
+
+_MQA_LOGITS = _under("deep_gemm", "fp8_mqa_logits", "fp8_paged_mqa_logits", "fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits")
+DEEPGEMM = Host(
+    name="deepgemm",
+    package="deep_gemm",
+    distributions=("deep_gemm", "sgl-deep-gemm"),
+    tested="2.6.1",
+    functions=(*_MQA_LOGITS, "deep_gemm.get_paged_mqa_logits_metadata"),
+    replaced=_MQA_LOGITS,
+    bindings="csrc/apis/attention.hpp",
+)
+
+_VLLM_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention"
+
+VLLM = Host(
+    name="vllm",
+    package="vllm",
+    distributions=("vllm",),
+    tested="0.33.0",
+    functions=(
+        *_under(_VLLM_LAYER, "__init__", "forward_cuda", "_forward_core_fused_norm_packed", "split_ba"),
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.qwen_gdn_attention_core_fused_norm_packed",
+        "vllm.model_executor.custom_op.PluggableLayer.register_oot",
+        "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first",
+        "vllm.forward_context.get_forward_context",
+    ),
+    replaced=(_VLLM_LAYER,),
+    classes=MappingProxyType(
+        {
+            _VLLM_LAYER: (
+                "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim", "value_dim", "gqa_interleaved_layout",
+                "conv1d", "in_proj_qkvz", "in_proj_ba", "out_proj", "A_log", "dt_bias", "norm", "split_ba", "get_state_shape",
+                "_checkpoint_alignment",
+            ),
+            "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadata": (
+                "num_prefills", "num_decodes", "num_decode_tokens", "num_actual_tokens", "checkpoint", "spec_query_start_loc",
+                "spec_state_indices_tensor", "non_spec_state_indices_tensor", "spec_sequence_masks", "spec_token_indx",
+                "non_spec_token_indx", "num_accepted_tokens", "prefill_query_start_loc", "prefill_state_indices",
+                "prefill_has_initial_state",
+            ),
+            "vllm.model_executor.layers.mamba.checkpoint.MambaPrefillCheckpointMetadata": ("checkpoint_offsets", "state_indices"),
+        }
+    ),
+)  # fmt: skip
+
+_SGLANG_LINEAR = "sglang.srt.layers.attention.linear"
+_SGLANG_DISPATCHER = f"{_SGLANG_LINEAR}.gdn_backend.GDNKernelDispatcher"
+SGLANG = Host(
+    name="sglang",
+    package="sglang",
+    distributions=("sglang",),
+    tested="0.5.23",
+    functions=(
+        *_under(_SGLANG_DISPATCHER, "__init__", "decode", "packed_decode", "extend", "target_verify"),
+        *_under(f"{_SGLANG_LINEAR}.kernels.kernel_backend.LinearAttnKernelBase", "decode", "extend", "target_verify"),
+        "sglang.srt.plugins.hook_registry.HookRegistry.register",
+    ),
+    replaced=(f"{_SGLANG_DISPATCHER}.__init__",),
+    classes=MappingProxyType({
+        _SGLANG_DISPATCHER: (
+            "decode_kernel", "extend_kernel", "supports_packed_decode", "tree_verify_kernel", "verify_kernel",
+            "verify_kernel_is_flashinfer",
+        ),
+    }),
+)  # fmt: skip
 
 
 def _modeling(kind: str, prefix: str) -> tuple[str, ...]:
@@ -83,36 +174,4 @@ TRANSFORMERS = Host(
 )
 
 
-_VLLM_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention"
-
-VLLM = Host(
-    name="vllm",
-    package="vllm",
-    distributions=("vllm",),
-    tested="0.33.0",
-    functions=(
-        *_under(_VLLM_LAYER, "__init__", "forward_cuda", "_forward_core_fused_norm_packed", "split_ba"),
-        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.qwen_gdn_attention_core_fused_norm_packed",
-        "vllm.model_executor.custom_op.PluggableLayer.register_oot",
-        "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first",
-        "vllm.forward_context.get_forward_context",
-    ),
-    classes=MappingProxyType(
-        {
-            _VLLM_LAYER: (
-                "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim", "value_dim", "gqa_interleaved_layout",
-                "conv1d", "in_proj_qkvz", "in_proj_ba", "out_proj", "A_log", "dt_bias", "norm", "split_ba", "get_state_shape",
-                "_checkpoint_alignment",
-            ),
-            "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadata": (
-                "num_prefills", "num_decodes", "num_decode_tokens", "num_actual_tokens", "checkpoint", "spec_query_start_loc",
-                "spec_state_indices_tensor", "non_spec_state_indices_tensor", "spec_sequence_masks", "spec_token_indx",
-                "non_spec_token_indx", "num_accepted_tokens", "prefill_query_start_loc", "prefill_state_indices",
-                "prefill_has_initial_state",
-            ),
-            "vllm.model_executor.layers.mamba.checkpoint.MambaPrefillCheckpointMetadata": ("checkpoint_offsets", "state_indices"),
-        }
-    ),
-)  # fmt: skip
-
-HOSTS: dict[str, Host] = {host.name: host for host in (FLA, TRANSFORMERS, VLLM)}
+HOSTS: dict[str, Host] = {host.name: host for host in (DEEPGEMM, FLA, FLASHINFER, SGLANG, TRANSFORMERS, VLLM)}

@@ -1,6 +1,7 @@
 """Points of a host that an adapter replaces, and the common one: an attribute of a module or class."""
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ class Point:
 
     path: what the report calls it. guards: dotted names, each recorded, whose signatures must be the recorded ones. install:
     replaces it, and returns the function that takes the replacement back, whose result says what was left alone and why. It may
-    raise LeftAlone instead.
+    raise Unreplaced instead.
     """
 
     path: str
@@ -24,19 +25,24 @@ class Point:
     install: Callable[[Calls], Undo]
 
 
-class LeftAlone(Exception):
-    """`install` of a point says why it did not replace anything: what it found there is not the host's own."""
-
-
 class Missing(LookupError):
     """The host has nothing of this name."""
 
 
-def resolve(path: str) -> tuple[Any, str, Any]:
-    """Owner (a module or class), last name and value of a dotted name. Imports the module; raises Missing."""
+class Unreplaced(Exception):
+    """`install` of a point found why it must be left alone, although its signatures are the recorded ones."""
+
+
+def resolve(path: str, imports: bool = True) -> tuple[Any, str, Any]:
+    """Owner (a module or class), last name and value of a dotted name; raises Missing.
+
+    The longest prefix that is a module holds it. imports: whether modules are imported for it.
+    """
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:length])
+        if not imports and module_name not in sys.modules:
+            continue
         try:
             owner: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -65,7 +71,8 @@ def attribute(
     serve : callable
         Takes the host's arguments; returns what the host's function would.
     also : tuple of str
-        Other names under which the host holds the same function. Those that are missing, or hold another object, stay.
+        Other names under which the host may hold the same function. Modules that are not imported yet stay so (they will take
+        what stands at `path`), and names that hold another object stay.
     guard : str
         Recorded name, where the function is defined elsewhere than at `path`.
     """
@@ -79,12 +86,12 @@ def attribute(
 
 
 def replace(original: Any, replacement: Any, paths: tuple[str, ...]) -> Undo:
-    """Puts `replacement` where `original` stands, under each of the names that hold it."""
+    """Puts `replacement` where `original` stands, under each of the names that hold it in what is imported."""
     places: list[tuple[Any, str, str]] = []
     for path in paths:
         try:
-            owner, name, value = resolve(path)
-        except (Missing, ImportError):
+            owner, name, value = resolve(path, imports=False)
+        except Missing:
             continue
         if value is original:
             setattr(owner, name, replacement)

@@ -8,6 +8,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,9 +36,14 @@ def _literal(value: object) -> str:
 
 
 def of_object(function: Callable[..., Any]) -> Parameters:
-    """Parameters of an imported function, through decorators that say what they wrap; `cls` of a class method too."""
+    """Parameters of an imported function, through decorators that say what they wrap.
+
+    A function that pybind11 made shows none: they are read from the first line of its docstring.
+    """
+    if inspect.isbuiltin(function) and (told := of_docstring(function.__doc__ or "")) is not None:
+        return told
     found = []
-    function = getattr(function, "__func__", function)
+    function = getattr(function, "__func__", function)  # of a bound class method, with its first parameter
     for one in inspect.signature(function).parameters.values():
         default = [] if one.default is inspect.Parameter.empty else [_literal(one.default)]
         found.append([one.name, _KINDS[one.kind], *default])
@@ -58,6 +64,37 @@ def of_node(node: _Function) -> Parameters:
     if given.kwarg is not None:
         found.append([given.kwarg.arg, "**"])
     return found
+
+
+def of_docstring(text: str) -> Parameters | None:
+    """Parameters of a function as the first line of its docstring writes them; None where it does not."""
+    try:
+        return of_node(_function(f"def {text.partition(chr(10))[0]}: ..."))
+    except SyntaxError:
+        return None
+
+
+def of_pybind(text: str, name: str) -> Parameters | None:
+    """Parameters of a function in the C++ text that binds it with pybind11; None where the text does not bind it.
+
+    Defaults that Python writes otherwise (names, `std::nullopt` but for None) are "?".
+    """
+    bound = re.search(rf'm\.def\("{re.escape(name)}",(.*?)\);', text, re.DOTALL)
+    if bound is None:
+        return None
+    found = []
+    for parameter, default in re.findall(r'py::arg\("(\w+)"\)(?:\s*=\s*([^,]+?))?\s*(?=,|$)', bound[1].strip()):
+        words = {"true": "True", "false": "False", "std::nullopt": "None"}
+        value = words.get(default, default)
+        literal = UNKNOWN if "::" in value else _default(ast.parse(value, mode="eval").body) if value else ""
+        found.append([parameter, "any", *([literal] if value else [])])
+    return found
+
+
+def _function(text: str) -> _Function:
+    node = ast.parse(text).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    return node
 
 
 def _default(node: ast.expr) -> str:

@@ -13,14 +13,18 @@ from gdn.integrations._hosts import HOSTS, Host
 class Installed:
     """A host: its version (None: not installed), and for each recorded name what the version guard says of it.
 
-    tested: whether this very version is recorded. names maps each name that `enable` replaces or calls to a verdict, or to None
-    where the files do not tell (a function that is compiled, or made when the host is imported).
+    tested: the recorded versions in words; is_tested: whether this very version is recorded. has_adapter: whether this version of
+    the project can `enable` it. names maps each name that the adapter replaces or calls to a verdict, or to None where the files
+    do not tell (a function that is compiled, or made when the host is imported); replaced are those that `enable` replaces.
     """
 
     host: str
     version: str | None
-    tested: bool
+    tested: str
+    is_tested: bool
+    has_adapter: bool
     names: dict[str, _records.Verdict | None]
+    replaced: tuple[str, ...]
 
 
 def find_all() -> list[Installed]:
@@ -30,10 +34,14 @@ def find_all() -> list[Installed]:
 
 def find(host: Host) -> Installed:
     version, folder = _records.installed_version(host), package_folder(host.package)
+    names: dict[str, _records.Verdict | None] = {}
     if version is None or folder is None:
-        return Installed(host.name, None, False, {})
-    names = {name: judge(host, folder, name) for name in (*host.functions, *host.classes)}
-    return Installed(host.name, version, version in _records.load(host.name), names)
+        version = None
+    else:
+        names = {name: judge(host, folder, name) for name in (*host.functions, *host.classes)}
+    has_adapter = importlib.util.find_spec(f"gdn.integrations.{host.name}") is not None
+    replaced = tuple(host.replaced or host.functions)
+    return Installed(host.name, version, host.tested, version in _records.load(host.name), has_adapter, names, replaced)
 
 
 def package_folder(package: str) -> Path | None:

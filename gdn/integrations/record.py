@@ -20,6 +20,10 @@ def entry(host: Host, folder: Path, name: str) -> dict[str, Any]:
     """What is recorded of one name; ValueError where the files have no such definition."""
     located = installed.locate(folder, name)
     node = _signatures.find(*located) if located is not None else None
+    if node is None and host.bindings is not None and (file := folder.parent / host.bindings).is_file():
+        parameters = _signatures.of_pybind(file.read_text(encoding="utf-8"), name.rpartition(".")[2])
+        if parameters is not None:
+            return {"parameters": parameters, "source": None}
     if located is None or node is None:
         raise ValueError(f"sources: expected a definition of {name} below {folder}, got none")
     if isinstance(node, ast.ClassDef):

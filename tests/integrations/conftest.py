@@ -54,12 +54,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHost]:
     (folder / "__init__.py").write_text("from fakehost.kernels import Layer, double\n")
     (folder / "kernels.py").write_text(KERNELS)
     host = _hosts.Host(
-        "fakehost",
-        "fakehost",
-        ("fakehost",),
-        "1.0",
-        ("fakehost.kernels.double", "fakehost.kernels.Layer.forward"),
-        {"fakehost.kernels.Layer": ("weight", "width")},
+        name="fakehost",
+        package="fakehost",
+        distributions=("fakehost",),
+        tested="1.0",
+        functions=("fakehost.kernels.double", "fakehost.kernels.Layer.forward"),
+        classes={"fakehost.kernels.Layer": ("weight", "width")},
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file rewritten within a second would be read from its cache

@@ -219,7 +219,7 @@ def test_reasons_that_are_counted_apart_are_bounded() -> None:
 def test_installed_judges_files_without_importing(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_records, "installed_version", lambda host: "1.1")
     found = installed.find(fake.host)
-    assert (found.version, found.tested, "fakehost" in sys.modules) == ("1.1", False, False)
+    assert (found.version, found.is_tested, found.has_adapter, "fakehost" in sys.modules) == ("1.1", False, False, False)
     assert set(found.names) == {PATH, "fakehost.kernels.Layer.forward", "fakehost.kernels.Layer"}
     assert set(found.names.values()) == {_records.Verdict()}
     (fake.folder / "kernels.py").rename(fake.folder / "gone.py")

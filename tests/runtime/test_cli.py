@@ -357,6 +357,7 @@ def test_doctor_on_this_machine():
     found = levels()
     for subject in ("python", "torch", "tilelang", "cute", "tvm-ffi", "nvcc", "host compiler", "switches", "kernel cache"):
         assert subject in found and subject in result.output
+    assert {"hosts", "transformers"} & found.keys()
     assert (result.exit_code == 0) == ("fail" not in found.values())
 
 

@@ -61,11 +61,11 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _require_own(module: Any, host_class: type) -> None:
-    """Raises LeftAlone where the module's forward is not that of the host's class."""
+    """Raises Unreplaced where the module's forward is not that of the host's class."""
     if "forward" in vars(module):
-        raise _points.LeftAlone("someone else replaced its forward")
+        raise _points.Unreplaced("someone else replaced its forward")
     if type(module).forward is not host_class.forward:  # type: ignore[attr-defined]
-        raise _points.LeftAlone(f"{type(module).__name__} has a forward of its own")
+        raise _points.Unreplaced(f"{type(module).__name__} has a forward of its own")
 
 
 def _layer_installer(
@@ -79,7 +79,7 @@ def _layer_installer(
         _require_own(target, host_class)
         norm_class = _base(target.norm, host_class.__module__, norm_name)
         if norm_class is None:
-            raise _points.LeftAlone(f"its norm is a {type(target.norm).__name__}")
+            raise _points.Unreplaced(f"its norm is a {type(target.norm).__name__}")
         _require_own(target.norm, norm_class)
         cache_name = _parameters(host_class.forward)[2]  # type: ignore[attr-defined]
         function = layer_forward(calls, layer.Facts.of(target), target.forward.__func__, cache_name, boundaries)
