@@ -28,7 +28,7 @@ def fused_gdn_decode(
     conv_weight: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     ssm_state: Tensor,
     state_indices: Tensor,
     *,
@@ -56,7 +56,7 @@ def fused_gdn_decode(
         [q | k | v] = activation(conv(mixed_qkv))
         g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
         S = exp(g) S;   u = beta (v - S^T k^);   S = S + k^ u^T;   o = S^T q^ * scale        (^: divided by the L2 norm)
-        result = o / sqrt(mean(o * o) + eps) * norm_weight * gate_activation(z)
+        result = o / sqrt(mean(o * o) + eps) * norm_weight * gate_activation(z)       (o itself where norm_weight is None)
 
     Symbols: H = num_k_heads, K = head_k_dim, V = head_v_dim; HV, the length of `A_log`, is a multiple of H, and r = HV / H.
     Inference only.
@@ -70,7 +70,8 @@ def fused_gdn_decode(
         `fused_qkvzba_split_reshape_cat`; with the concatenated layout the output of one projection
         [tokens, >= 2 * H * K + 2 * HV * V + 2 * HV]: q, k, v, z, b, a, and columns that are not read (pad to a multiple of 8).
     z : Tensor [tokens, HV, V] or None
-        Input of the output gate, any float dtype and row stride; None where it is part of `mixed_qkv`.
+        Input of the output gate, any float dtype and row stride; None where it is part of `mixed_qkv`, and without
+        `norm_weight`.
     b : Tensor [tokens, HV] or None
         Raw write strength, any float dtype and row stride. With the interleaved layout the whole in_proj_ba output
         [tokens, 2 * HV], per key-head group; None with the concatenated layout.
@@ -80,8 +81,11 @@ def fused_gdn_decode(
         Windows of the convolution as in `causal_conv1d_update`, channels always in flat order [q | k | v]; updated in place.
     conv_weight : Tensor [2 * H * K + HV * V, w]
         Filter of the convolution, w >= 2, any float dtype, channels in flat order.
-    A_log, dt_bias, norm_weight : Tensor [HV], Tensor [HV], Tensor [V]
-        Logarithm of the decay rate, bias of the raw decay gate, and gain of the RMS norm; any float dtypes.
+    A_log, dt_bias : Tensor [HV], Tensor [HV]
+        Logarithm of the decay rate, and bias of the raw decay gate; any float dtypes.
+    norm_weight : Tensor [V] or None
+        Gain of the RMS norm, any float dtype. None = neither norm nor output gate: the result is o, rounded once, and columns of
+        z in `mixed_qkv` are skipped.
     ssm_state : Tensor [slots, HV, K, V]
         State pool, float32 or bfloat16 ([slots, HV, V, K] with `state_v_first`), updated in place: inner three dimensions
         contiguous, slot stride and address multiples of 16 bytes. Both pools may be strided views of one buffer of pages, as
@@ -129,7 +133,7 @@ def fused_gdn_decode(
     """
     dims = (num_k_heads, head_k_dim, head_v_dim)
     layouts = ("flat", "interleaved", "concatenated")
-    heads = check_projections(mixed_qkv, z, b, a, A_log, dims, projection_layout, layouts)
+    heads = check_projections(mixed_qkv, z, b, a, A_log, dims, projection_layout, layouts, norm_weight is not None)
     layer = Layer(conv_weight, conv_bias, dt_bias, norm_weight, activation, gate_activation, eps)
     channels = check_layer(layer, mixed_qkv, heads, dims)
     device, length = mixed_qkv.device, mixed_qkv.shape[0]

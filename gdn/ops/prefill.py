@@ -29,7 +29,7 @@ def fused_gdn_prefill(
     conv_weight: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     ssm_state: Tensor,
     state_indices: Tensor,
     *,
@@ -58,7 +58,7 @@ def fused_gdn_prefill(
         [q | k | v] = activation(conv(mixed_qkv))
         g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
         S = exp(g) S;   u = beta (v - S^T k^);   S = S + k^ u^T;   o = S^T q^ * scale        (^: divided by the L2 norm)
-        result = o / sqrt(mean(o * o) + eps) * norm_weight * gate_activation(z)
+        result = o / sqrt(mean(o * o) + eps) * norm_weight * gate_activation(z)       (o itself where norm_weight is None)
 
     A mixed batch passes its decode rows as sequences of one token with `has_initial_state` True; those with drafts are for
     `fused_gdn_decode`. Symbols: H = num_k_heads, K = head_k_dim, V = head_v_dim; HV, the length of `A_log`, is a multiple of H,
@@ -72,7 +72,8 @@ def fused_gdn_prefill(
         [tokens, H * (2 * K + 2 * r * V)], per key-head group as in `fused_qkvzba_split_reshape_cat`.
     z : Tensor [tokens, HV, V] or None
         Input of the output gate, any float dtype and row stride; copied, and logged once, where rows are not contiguous or do not
-        start at multiples of 16 bytes, or a stride is 0 (`expand`). None with the interleaved layout.
+        start at multiples of 16 bytes, or a stride is 0 (`expand`). None with the interleaved layout, and without
+        `norm_weight`.
     b : Tensor [tokens, HV]
         Raw write strength, any float dtype and row stride. With the interleaved layout the whole in_proj_ba output
         [tokens, 2 * HV], per key-head group.
@@ -82,8 +83,11 @@ def fused_gdn_prefill(
         Windows of the convolution as in `causal_conv1d_fn`, channels always in flat order [q | k | v]; updated in place.
     conv_weight : Tensor [2 * H * K + HV * V, w]
         Filter of the convolution, w >= 2, any float dtype, channels in flat order.
-    A_log, dt_bias, norm_weight : Tensor [HV], Tensor [HV], Tensor [V]
-        Logarithm of the decay rate, bias of the raw decay gate, and gain of the RMS norm; any float dtypes.
+    A_log, dt_bias : Tensor [HV], Tensor [HV]
+        Logarithm of the decay rate, and bias of the raw decay gate; any float dtypes.
+    norm_weight : Tensor [V] or None
+        Gain of the RMS norm, any float dtype. None = neither norm nor output gate: the result is o, rounded once, and columns of
+        z in `mixed_qkv` are skipped.
     ssm_state : Tensor [slots, HV, K, V]
         State pool, float32 or bfloat16 ([slots, HV, V, K] with `state_v_first`), updated in place: inner three dimensions
         contiguous, slot stride and address multiples of 16 bytes. Both pools may be strided views of one buffer of pages, as
@@ -131,7 +135,8 @@ def fused_gdn_prefill(
     .. [1] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layer's steps and projections).
     """
     dims = (num_k_heads, head_k_dim, head_v_dim)
-    heads = check_projections(mixed_qkv, z, b, a, A_log, dims, projection_layout, ("flat", "interleaved"))
+    layouts, has_norm = ("flat", "interleaved"), norm_weight is not None
+    heads = check_projections(mixed_qkv, z, b, a, A_log, dims, projection_layout, layouts, has_norm)
     layer = Layer(conv_weight, conv_bias, dt_bias, norm_weight, activation, gate_activation, eps)
     channels = check_layer(layer, mixed_qkv, heads, dims)
     device, length = mixed_qkv.device, mixed_qkv.shape[0]
@@ -192,8 +197,8 @@ def fused_gdn_prefill(
         rows = described("mixed_qkv", rows)  # z is part of it
     params = GdnPrefillParams(
         rows, None if z is None else described("z", aligned("z", z)), b, a, conv_states, constant(conv_weight),
-        optional(constant, conv_bias), make(_float32, A_log), make(_float32, dt_bias), constant(norm_weight), ssm_state, slots,
-        optional(Tensor.contiguous, has_initial_state), query_start_loc.contiguous(), checkpoint_offsets, checkpoint_slots,
+        optional(constant, conv_bias), make(_float32, A_log), make(_float32, dt_bias), optional(constant, norm_weight), ssm_state,
+        slots, optional(Tensor.contiguous, has_initial_state), query_start_loc.contiguous(), checkpoint_offsets, checkpoint_slots,
         described("out", written.view(length, heads, head_v_dim)), new(torch.uint8, device, prepared.workspace_bytes),
         head_k_dim**-0.5 if scale is None else scale, eps, null_slot,
     )  # fmt: skip

@@ -237,7 +237,7 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
     bias_dtype: str | None = field(metadata=COMPILES)
     A_log_dtype: str = field(metadata=COMPILES)
     dt_bias_dtype: str = field(metadata=COMPILES)
-    norm_dtype: str = field(metadata=COMPILES)
+    norm_dtype: str | None = field(metadata=COMPILES)  # None = no norm and no gate: the result is o
     conv_dtype: str = field(metadata=COMPILES)  # of the windows
     conv_channels_contiguous: bool = field(metadata=TUNES)  # as ConvolutionProblem.state_channels_contiguous
     state_dtype: str = field(metadata=TUNES)  # float32 | bfloat16
@@ -259,6 +259,10 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
         """Channels of the convolution."""
         return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
 
+    @property
+    def has_norm(self) -> bool:
+        return self.norm_dtype is not None
+
     def flops(self) -> int:
         return self.num_tokens * (self.num_v_heads * 6 * self.head_k_dim * self.head_v_dim + 2 * self.dim * self.width)
 
@@ -270,8 +274,9 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
         if self.has_columns:
             columns = self.num_sequences * (2 * self.width - 3) + self.num_tokens
         b_dtype = self.b_dtype or self.dtype
+        z_bytes = values * DTYPE_BYTES[self.z_dtype or self.dtype] if self.has_norm else 0
         gates = self.num_v_heads * (DTYPE_BYTES[b_dtype] + DTYPE_BYTES[self.a_dtype or b_dtype])
-        row = (self.dim + values) * DTYPE_BYTES[self.dtype] + values * DTYPE_BYTES[self.z_dtype or self.dtype] + gates
+        row = (self.dim + values) * DTYPE_BYTES[self.dtype] + z_bytes + gates
         filters = self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + dtype_bytes(self.bias_dtype))
         return states * state + columns * self.dim * DTYPE_BYTES[self.conv_dtype] + self.num_tokens * row + filters
 
@@ -290,7 +295,7 @@ class GdnDecodeParams(NamedTuple):
     conv_bias: Tensor  # [2 * H * K + HV * V] contiguous, base a multiple of 16 bytes; None: no bias
     A_log: Tensor  # [HV], any stride
     dt_bias: Tensor  # [HV], any stride
-    norm_weight: Tensor  # [V], any stride
+    norm_weight: Tensor | None  # [V], any stride; None without norm_dtype
     ssm_state: Tensor  # [slots, HV, K, V] (or V first), updated in place; slot stride any multiple of 16 bytes
     state_indices: Tensor  # [>= N], or with has_columns [>= N, columns], any strides
     num_accepted_tokens: Tensor  # [>= N] int32, any stride; None: 1 of each sequence

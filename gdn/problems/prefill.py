@@ -26,7 +26,7 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
     b_dtype: str = field(metadata=COMPILES)
     weight_dtype: str = field(metadata=COMPILES)
     bias_dtype: str | None = field(metadata=COMPILES)
-    norm_dtype: str = field(metadata=COMPILES)
+    norm_dtype: str | None = field(metadata=COMPILES)  # None = no norm and no gate: the result is o
     conv_dtype: str = field(metadata=COMPILES)  # of the windows
     conv_channels_contiguous: bool = field(metadata=TUNES)  # as ConvolutionProblem.state_channels_contiguous
     state_dtype: str = field(metadata=TUNES)  # float32 | bfloat16
@@ -46,6 +46,10 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
         """Channels of the convolution."""
         return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
 
+    @property
+    def has_norm(self) -> bool:
+        return self.norm_dtype is not None
+
     def flops(self) -> int:
         # The chunk form at 64 tokens, as ChunkProblem counts it.
         k, v = self.head_k_dim, self.head_v_dim
@@ -54,7 +58,9 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
     def bytes_moved(self) -> int:
         values = self.num_v_heads * self.head_v_dim
         gates = self.num_v_heads * (DTYPE_BYTES[self.b_dtype] + DTYPE_BYTES[self.a_dtype or self.b_dtype])
-        row = (self.dim + values) * DTYPE_BYTES[self.dtype] + values * DTYPE_BYTES[self.z_dtype or self.dtype] + gates
+        row = (self.dim + values) * DTYPE_BYTES[self.dtype] + gates
+        if self.has_norm:
+            row += values * DTYPE_BYTES[self.z_dtype or self.dtype]
         filters = self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + dtype_bytes(self.bias_dtype))
         window = (self.width - 1) * self.dim * DTYPE_BYTES[self.conv_dtype]
         state = values * self.head_k_dim * DTYPE_BYTES[self.state_dtype]
@@ -73,7 +79,7 @@ class GdnPrefillParams(NamedTuple):
     conv_bias: Tensor  # [2 * H * K + HV * V] contiguous, base a multiple of 16 bytes; None: no bias
     A_log: Tensor  # [HV] float32 contiguous
     dt_bias: Tensor  # [HV] float32 contiguous
-    norm_weight: Tensor  # [V] contiguous, base a multiple of 16 bytes
+    norm_weight: Tensor | None  # [V] contiguous, base a multiple of 16 bytes; None without norm_dtype
     ssm_state: Tensor  # [slots, HV, K, V] (or V first), updated in place; slot stride any multiple of 16 bytes
     state_indices: Tensor  # [>= N], any stride
     has_initial_state: Tensor  # [>= N] bool contiguous; None: all True

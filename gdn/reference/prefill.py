@@ -14,7 +14,7 @@ from gdn.reference.steps import fused_gdn_gating, fused_qkvzba_split_reshape_cat
 @inference_only
 def fused_gdn_prefill(
     mixed_qkv: Tensor, z: Tensor | None, b: Tensor, a: Tensor | None, conv_states: Tensor, conv_weight: Tensor, A_log: Tensor,
-    dt_bias: Tensor, norm_weight: Tensor, ssm_state: Tensor, state_indices: Tensor, *, query_start_loc: Tensor,
+    dt_bias: Tensor, norm_weight: Tensor | None, ssm_state: Tensor, state_indices: Tensor, *, query_start_loc: Tensor,
     has_initial_state: Tensor | None = None, conv_bias: Tensor | None = None, num_k_heads: int, head_k_dim: int, head_v_dim: int,
     scale: float | None = None, eps: float = 1e-6, activation: str | None = "silu", gate_activation: str = "silu",
     projection_layout: str = "flat", checkpoint_offsets: Tensor | None = None, checkpoint_slots: Tensor | None = None,
@@ -24,7 +24,7 @@ def fused_gdn_prefill(
     num_v_heads = A_log.shape[0]
     if projection_layout == "interleaved":
         mixed_qkv, z, b, a = fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-    assert z is not None and a is not None  # checked by the operator
+    assert a is not None  # checked by the operator
     both: dict[str, Any] = {
         "has_initial_state": has_initial_state, "checkpoint_offsets": checkpoint_offsets, "checkpoint_slots": checkpoint_slots,
         "null_slot": null_slot,
@@ -44,9 +44,12 @@ def fused_gdn_prefill(
     for (start, end), slot in zip(ranges(query_start_loc), state_indices.tolist(), strict=False):
         is_live[start:end] = slot > null_slot
     # Rows of padding: z may hold anything there.
-    normed = rms_norm_gated(o[0], z, norm_weight, eps, gate_activation).flatten(1)
-    normed[~is_live] = 0
-    return normed if out is None else out.copy_(normed)
+    result = o[0].flatten(1)
+    if norm_weight is not None:
+        assert z is not None  # checked by the operator
+        result = rms_norm_gated(o[0], z, norm_weight, eps, gate_activation).flatten(1)
+        result[~is_live] = 0
+    return result if out is None else out.copy_(result)
 
 
 def split_heads(x: Tensor, num_k_heads: int, head_k_dim: int, num_v_heads: int, head_v_dim: int) -> tuple[Tensor, Tensor, Tensor]:

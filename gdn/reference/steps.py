@@ -77,7 +77,7 @@ def add_rms_norm(
 @inference_only
 def fused_gdn_decode(
     mixed_qkv: Tensor, z: Tensor | None, b: Tensor | None, a: Tensor | None, conv_state: Tensor, conv_weight: Tensor,
-    A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, ssm_state: Tensor, state_indices: Tensor, *,
+    A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor | None, ssm_state: Tensor, state_indices: Tensor, *,
     conv_bias: Tensor | None = None, query_start_loc: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
     num_k_heads: int, head_k_dim: int, head_v_dim: int, scale: float | None = None, eps: float = 1e-6,
     activation: str | None = "silu", gate_activation: str = "silu", projection_layout: str = "flat",
@@ -96,7 +96,7 @@ def fused_gdn_decode(
         sizes = [2 * num_k_heads * head_k_dim + values, values, num_v_heads, num_v_heads]
         mixed_qkv, z, b, a = mixed_qkv[:, : sum(sizes)].split_with_sizes(sizes, 1)
         z = z.unflatten(1, (num_v_heads, head_v_dim))
-    assert z is not None and b is not None and a is not None
+    assert b is not None and a is not None
     length = mixed_qkv.shape[0]
     if query_start_loc is None:  # one token each; indices may have more rows than there are tokens
         query_start_loc = torch.arange(length + 1, dtype=torch.int32, device=mixed_qkv.device)
@@ -116,10 +116,12 @@ def fused_gdn_decode(
         q, k, v, g[None], beta[None], scale, ssm_state, None, query_start_loc, use_qk_l2norm_in_kernel=True, **state, **slots
     )
     o = o[0]
-    is_padding = (o == 0).all(-1, keepdim=True)  # z may hold anything there
-    normed = rms_norm_gated(o, z, norm_weight, eps, gate_activation).masked_fill(is_padding, 0)
-    normed = normed.reshape(length, num_v_heads * head_v_dim)
-    return normed if out is None else out.copy_(normed)
+    if norm_weight is not None:
+        assert z is not None
+        is_padding = (o == 0).all(-1, keepdim=True)  # z may hold anything there
+        o = rms_norm_gated(o, z, norm_weight, eps, gate_activation).masked_fill(is_padding, 0)
+    result = o.reshape(length, num_v_heads * head_v_dim)
+    return result if out is None else out.copy_(result)
 
 
 def _without_padding(state_indices: Tensor, num_accepted_tokens: Tensor | None, count: int, null_slot: int) -> Tensor:

@@ -3,7 +3,7 @@
     [q | k | v] = silu(conv(mixed_qkv))        with its window of width - 1 inputs in a slot
     a = exp(-exp(A_log) softplus(a + dt_bias));   beta = sigmoid(b);   q^ = scale q / |q|;   k^ = k / |k|
     o, S = the delta rule on q^, k^, v, a, beta    (common.delta_rule), S [K, V] float32 in registers over a sequence's tokens
-    out = o / sqrt(mean(o * o) + eps) * norm_weight * silu(z)
+    out = o / sqrt(mean(o * o) + eps) * norm_weight * silu(z)    (without norm_weight: o, rounded once)
 
 Tensors: mixed_qkv [L, 2 * H * K + HV * V] (or interleaved with z, or with z, b and a after it), z [L, HV, V], out [L, HV * V]
 bfloat16 | float16; a, b [L, HV];

@@ -98,13 +98,18 @@ def _projections(
 ) -> None:
     value_heads, _, v_dim = inner
     layout = draw.pick("flat", *layouts)
+    if draw.maybe(0.2):
+        call.arguments["norm_weight"] = None  # neither norm nor z
 
     def rows(*shape: int) -> torch.Tensor:
         return draw.rows(draw.floats(tokens, *shape, dtype=dtype), lead=1)
 
     if layout == "flat":
         call.give("mixed_qkv", rows(_channels(inner)), "T width")
-        call.give("z", rows(value_heads, v_dim), "T H V")
+        if call.arguments.get("norm_weight", True) is not None:
+            call.give("z", rows(value_heads, v_dim), "T H V")
+        else:
+            call.arguments["z"] = None
         call.give("b", rows(value_heads), "T H")
         call.give("a", rows(value_heads), "T H")
         if draw.maybe(0.3):
@@ -132,7 +137,8 @@ def _parameters(
         call.give("conv_bias", draw.floats(channels, dtype=draw.any_float()), "C")
     call.give("A_log", draw.floats(value_heads, dtype=draw.any_float()), "H")
     call.give("dt_bias", draw.floats(value_heads, dtype=draw.any_float()), "H")
-    call.give("norm_weight", draw.floats(v_dim, dtype=draw.any_float()), "V")
+    if call.arguments.get("norm_weight", True) is not None:
+        call.give("norm_weight", draw.floats(v_dim, dtype=draw.any_float()), "V")
     return state_of(draw, call, "ssm_state", size, inner, is_pool=True)
 
 

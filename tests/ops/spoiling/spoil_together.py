@@ -100,6 +100,14 @@ def _given_interleaved(call: Call, path: str, _: random.Random) -> Spoiled | Non
     return Spoiled(call.with_values({path: call.get("b").clone()}))
 
 
+@spoiling("given without the norm")
+def _given_without_norm(call: Call, path: str, _: random.Random) -> Spoiled | None:
+    if call.arguments.get("norm_weight") is not None:
+        return None
+    shape = (call.get("out") if call.get("out") is not None else call.get("mixed_qkv")).shape[0], call.get("A_log").shape[0]
+    return Spoiled(call.with_values({path: torch.zeros(*shape, call.get("head_v_dim"))}))
+
+
 @spoiling("given with concatenated projections")
 def _given_concatenated(call: Call, path: str, _: random.Random) -> Spoiled | None:
     if call.arguments.get("projection_layout") != "concatenated":
