@@ -65,6 +65,8 @@ def refusal(problem: RecurrentProblem) -> str | None:
     for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
         if problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads}, got {heads}"
+    if problem.intermediate_dtype is not None:
+        return f"requires states that go to the pool, got intermediate_states of {problem.intermediate_dtype}"
     if problem.has_parent and not problem.write_every_token:
         return "requires a column of indices per token with parent_token, got one slot per sequence"
     return None

@@ -38,6 +38,9 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
     gate_sigmoid: bool = field(metadata=COMPILES)  # the norm's gate: sigmoid(z), else silu(z)
     has_mask: bool = field(metadata=COMPILES)  # has_initial_state given
     has_checkpoints: bool = field(metadata=COMPILES)  # checkpoint_offsets / checkpoint_slots given
+    # Of checkpoint_states and checkpoint_windows; both None = checkpoints go to the pools, one None = that kind is not kept.
+    checkpoint_state_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
+    checkpoint_window_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
     num_tokens: int = size()
     num_sequences: int = size()
 
@@ -49,6 +52,16 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
     @property
     def has_norm(self) -> bool:
         return self.norm_dtype is not None
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a checkpoint stores the state."""
+        return self.has_checkpoints and (self.checkpoint_state_dtype is not None or self.checkpoint_window_dtype is None)
+
+    @property
+    def keeps_windows(self) -> bool:
+        """Whether a checkpoint stores the window."""
+        return self.has_checkpoints and (self.checkpoint_window_dtype is not None or self.checkpoint_state_dtype is None)
 
     def flops(self) -> int:
         # The chunk form at 64 tokens, as ChunkProblem counts it.
@@ -86,6 +99,8 @@ class GdnPrefillParams(NamedTuple):
     cu_seqlens: Tensor  # [N + 1] contiguous
     checkpoint_offsets: Tensor  # [>= N, C] int32 contiguous: tokens after which states are stored, 0 = none; None: no checkpoints
     checkpoint_slots: Tensor  # [>= N, C] contiguous, dtype of state_indices; None: no checkpoints
+    checkpoint_states: Tensor  # [rows, HV, K, V] (or V first), as ssm_state, of checkpoint_state_dtype; None without it
+    checkpoint_windows: Tensor  # [rows, 2 * H * K + HV * V, columns], any strides, of checkpoint_window_dtype; None without it
     out: Tensor  # [L, HV, V], heads of a row next to each other, rows at multiples of 16 bytes; every row is written
     workspace: Tensor  # uint8 [workspace_bytes(problem, config)], 256-byte aligned, contents undefined
     scale: float

@@ -81,7 +81,8 @@ def fused_gdn_decode(
     conv_bias: Tensor | None = None, query_start_loc: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
     num_k_heads: int, head_k_dim: int, head_v_dim: int, scale: float | None = None, eps: float = 1e-6,
     activation: str | None = "silu", gate_activation: str = "silu", projection_layout: str = "flat",
-    rounding_seed: Tensor | None = None, state_v_first: bool = False, null_slot: int = -1, out: Tensor | None = None,
+    rounding_seed: Tensor | None = None, intermediate_states: Tensor | None = None, intermediate_indices: Tensor | None = None,
+    state_v_first: bool = False, null_slot: int = -1, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`gdn.fused_gdn_decode`, as the composition of its steps; intermediate results have the dtype of mixed_qkv.
 
@@ -104,6 +105,8 @@ def fused_gdn_decode(
         state_indices = _without_padding(state_indices, num_accepted_tokens, query_start_loc.shape[0] - 1, null_slot)
 
     slots: dict[str, Any] = {"num_accepted_tokens": num_accepted_tokens, "null_slot": null_slot}
+    if intermediate_states is not None:
+        conv_state = conv_state.clone()  # the pools stay as they are
     window: dict[str, Any] = {"conv_state_indices": state_indices, "query_start_loc": query_start_loc}
     x = causal_conv1d_update(mixed_qkv, conv_state, conv_weight, conv_bias, activation, **window, **slots)
     keys = num_k_heads * head_k_dim
@@ -113,8 +116,9 @@ def fused_gdn_decode(
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     state: dict[str, Any] = {"ssm_state_indices": state_indices, "state_v_first": state_v_first, "rounding_seed": rounding_seed}
     o, _ = fused_recurrent_gated_delta_rule(
-        q, k, v, g[None], beta[None], scale, ssm_state, None, query_start_loc, use_qk_l2norm_in_kernel=True, **state, **slots
-    )
+        q, k, v, g[None], beta[None], scale, ssm_state, None, query_start_loc, use_qk_l2norm_in_kernel=True,
+        intermediate_states=intermediate_states, intermediate_indices=intermediate_indices, **state, **slots,
+    )  # fmt: skip
     o = o[0]
     if norm_weight is not None:
         assert z is not None

@@ -16,7 +16,8 @@ from gdn.device import DeviceSpec
 from gdn.problems import Conv1dParams, Conv1dProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
-from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution, fake_common, refusal, slices, threads_fit
+from kernels_cute.conv1d import convolution
+from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution, fake_common, slices, threads_fit
 from kernels_cute.conv1d.tiles import find_sequence
 
 __all__ = [
@@ -36,6 +37,12 @@ class Config:
     rows: int  # tokens per block: more of them re-read fewer rows, fewer make more blocks
     batch: int  # rows of x that a thread loads at once: more bytes in flight, more registers
     min_threads_per_sm: int = 384  # resident threads that registers must allow: at most 65536 / min_threads_per_sm a thread
+
+
+def refusal(problem: Conv1dProblem) -> str | None:
+    if problem.checkpoint_window_dtype is not None:
+        return f"requires checkpoints that go to the pool, got checkpoint_windows of {problem.checkpoint_window_dtype}"
+    return convolution.refusal(problem)
 
 
 def _allows(problem: Conv1dProblem, config: Config) -> bool:
@@ -66,6 +73,7 @@ def fakes(problem: Conv1dProblem) -> Conv1dParams:
         has_initial_state=fake("uint8" if problem.has_mask else None, None, last=1),
         checkpoint_offsets=offsets,
         checkpoint_slots=slots,
+        checkpoint_windows=None,
     )
 
 

@@ -120,6 +120,8 @@ def fakes(problem: GdnPrefillProblem) -> GdnPrefillParams:
         cu_seqlens=given(p.cu_seqlens_dtype, None, last=1),
         checkpoint_offsets=given("int32", cute.sym_int(), columns, last=1, present=p.has_checkpoints),
         checkpoint_slots=given(p.index_dtype, cute.sym_int(), columns, last=1, present=p.has_checkpoints),
+        checkpoint_states=None,
+        checkpoint_windows=None,
         out=given(p.dtype, tokens, HV, V, last=(V, 1), align=16),
         workspace=fake("uint8", cute.sym_int64(), last=1, align=256),
         scale=cutlass.Float32(1.0),

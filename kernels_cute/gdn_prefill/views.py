@@ -18,7 +18,7 @@ def conv_views(p: GdnPrefillParams, rows: Any) -> Conv1dParams:
     """rows: the convolution's output [tokens, dim]."""
     return Conv1dParams(
         p.mixed_qkv, p.conv_weight, p.conv_bias, p.conv_states, p.cu_seqlens, p.state_indices, p.has_initial_state,
-        p.checkpoint_offsets, p.checkpoint_slots, rows, p.null_slot,
+        p.checkpoint_offsets, p.checkpoint_slots, p.checkpoint_windows, rows, p.null_slot,
     )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def chunk_views(problem: GdnPrefillProblem, p: GdnPrefillParams, first: Any, tok
     return ChunkParams(
         heads(0, H, K), heads(H * K, H, K), heads(2 * H * K, HV, V), a, b, p.A_log, p.dt_bias, p.ssm_state,
         p.state_indices, p.has_initial_state, p.ssm_state, None, p.cu_seqlens, p.checkpoint_offsets, p.checkpoint_slots,
-        p.out, None, p.scale, p.null_slot,
+        p.checkpoint_states, p.out, None, p.scale, p.null_slot,
     )  # fmt: skip
 
 

@@ -50,5 +50,6 @@ def compile(problem: RecurrentProblem, config: Config) -> dict[str, bytes]:
     rounding_seed = fake("int64" if p.has_rounding else None, 1, last=1)
     pool = (initial_state, indices, accepted, final_state, final_indices)
     scalars = (Float32(1.0), Int64(-1))
-    fakes = RecurrentParams(q, k, v, g, beta, A_log, dt_bias, *pool, cu_seqlens, parent_token, rounding_seed, out, *scalars)
+    given = (q, k, v, g, beta, A_log, dt_bias, *pool, cu_seqlens, parent_token, rounding_seed, None, None, out, *scalars)
+    fakes = RecurrentParams(*given)
     return build.one_entry("recurrent", Recurrent(Spec(problem, config)), fakes)

@@ -78,6 +78,8 @@ def refusal(problem: ChunkProblem) -> str | None:
         return f"requires K = V of 64 or 128, got K={k}, V={v}"
     if (reason := unserved_dtypes(problem)) is not None:
         return reason
+    if problem.checkpoint_state_dtype is not None:
+        return f"requires checkpoints that go to the pool, got checkpoint_states of {problem.checkpoint_state_dtype}"
     for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
         if heads < 1 or problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"
