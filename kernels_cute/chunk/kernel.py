@@ -72,8 +72,6 @@ def refusal(problem: ChunkProblem) -> str | None:
     """None where this kernel serves the problem, of a head dim that it has; else why not."""
     if (reason := unserved_dtypes(problem)) is not None:
         return reason
-    if problem.checkpoint_state_dtype is not None:
-        return f"requires checkpoints that go to the pool, got checkpoint_states of {problem.checkpoint_state_dtype}"
     for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
         if heads < 1 or problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads} state heads, got {heads}"
@@ -251,8 +249,8 @@ def fake_params(problem: ChunkProblem, has_workspace: bool = False) -> ChunkPara
         final_state_indices=given(problem.index_dtype, cute.sym_int(), present=problem.has_final_indices),
         cu_seqlens=given(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
         checkpoint_offsets=given("int32", cute.sym_int(), columns, last=1, present=checkpoints),
-        checkpoint_slots=given(problem.index_dtype, cute.sym_int(), columns, last=1, present=checkpoints),
-        checkpoint_states=None,
+        checkpoint_slots=given(problem.checkpoint_index_dtype, cute.sym_int(), columns, last=1, present=checkpoints),
+        checkpoint_states=given(problem.checkpoint_state_dtype, cute.sym_int64(), heads, dim, dim, last=1),
         out=tokens(heads),
         workspace=fake("uint8", cute.sym_int64(), last=1, align=256) if has_workspace else None,
         scale=cutlass.Float32(1.0),

@@ -153,7 +153,7 @@ def launch(compiled: Any, params: GdnPrefillParams) -> None:
     # The problem's static fields are those of every call, its sizes are not.
     sized = replace(parts.chunk_problem(problem), num_tokens=length, num_sequences=params.cu_seqlens.shape[0] - 1)
     rest = params.workspace[parts.whole(size) :] if params.workspace.shape[0] > parts.whole(size) else None
-    functions[_CONV](*parts.conv_params(params, rows))
+    functions[_CONV](*parts.conv_params(problem, params, rows))
     own = {name: function for name, function in functions.items() if name not in (_CONV, _NORM)}
     compiled_chunk = SimpleNamespace(functions=own, problem=sized, config=config)
     chunk.launch(compiled_chunk, parts.chunk_params(problem, params, rows, rest))

@@ -68,13 +68,27 @@ def whole(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def conv_params(params: GdnPrefillParams, rows: Any) -> Conv1dParams:
+def kept_windows(problem: GdnPrefillProblem, p: GdnPrefillParams) -> tuple[Any, Any, Any]:
+    """The convolution's checkpoint_offsets, checkpoint_slots and checkpoint_windows."""
+    if not problem.keeps_windows:
+        return None, None, None
+    return p.checkpoint_offsets, p.checkpoint_slots, p.checkpoint_windows
+
+
+def kept_states(problem: GdnPrefillProblem, p: GdnPrefillParams) -> tuple[Any, Any, Any]:
+    """The chunk kernel's checkpoint_offsets, checkpoint_slots and checkpoint_states."""
+    if not problem.keeps_states:
+        return None, None, None
+    return p.checkpoint_offsets, p.checkpoint_slots, p.checkpoint_states
+
+
+def conv_params(problem: GdnPrefillProblem, params: GdnPrefillParams, rows: Any) -> Conv1dParams:
     """rows: the convolution's output [L, dim]."""
     p = params
     mask = None if p.has_initial_state is None else p.has_initial_state.view(torch.uint8)
     return Conv1dParams(
-        p.mixed_qkv, p.conv_weight, p.conv_bias, p.conv_states, p.cu_seqlens, p.state_indices, mask, p.checkpoint_offsets,
-        p.checkpoint_slots, p.checkpoint_windows, rows, p.null_slot,
+        p.mixed_qkv, p.conv_weight, p.conv_bias, p.conv_states, p.cu_seqlens, p.state_indices, mask,
+        *kept_windows(problem, p), rows, p.null_slot,
     )  # fmt: skip
 
 
@@ -89,7 +103,7 @@ def chunk_params(problem: GdnPrefillProblem, params: GdnPrefillParams, rows: Any
     a, b = (p.a, p.b) if p.a is not None else _gates(p.b, H, HV // H)
     return ChunkParams(
         q, k, v, a[None], b[None], p.A_log, p.dt_bias, p.ssm_state, p.state_indices, p.has_initial_state, p.ssm_state, None,
-        p.cu_seqlens, p.checkpoint_offsets, p.checkpoint_slots, p.checkpoint_states, p.out[None], workspace, p.scale, p.null_slot,
+        p.cu_seqlens, *kept_states(problem, p), p.out[None], workspace, p.scale, p.null_slot,
     )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ class SideBySide:
             grid=((size + (cleared - 1)) // cleared, 1, 1), block=(_CLEAR_THREADS, 1, 1), stream=stream
         )
         rows = rows_view(problem, rows_made + Int64(size), tokens)
-        self.rows.kernel(conv_views(params, rows), rows_made).launch(
+        self.rows.kernel(conv_views(problem, params, rows), rows_made).launch(
             stream=stream, use_pdl=True, **self.rows.launch_options(conv_blocks)
         )
         chunk = chunk_views(problem, params, rows.iterator, tokens)
@@ -120,8 +120,8 @@ def fakes(problem: GdnPrefillProblem) -> GdnPrefillParams:
         cu_seqlens=given(p.cu_seqlens_dtype, None, last=1),
         checkpoint_offsets=given("int32", cute.sym_int(), columns, last=1, present=p.has_checkpoints),
         checkpoint_slots=given(p.index_dtype, cute.sym_int(), columns, last=1, present=p.has_checkpoints),
-        checkpoint_states=None,
-        checkpoint_windows=None,
+        checkpoint_states=given(p.checkpoint_state_dtype, cute.sym_int64(), HV, V, V, last=1),
+        checkpoint_windows=given(p.checkpoint_window_dtype, cute.sym_int64(), p.dim, cute.sym_int64()),
         out=given(p.dtype, tokens, HV, V, last=(V, 1), align=16),
         workspace=fake("uint8", cute.sym_int64(), last=1, align=256),
         scale=cutlass.Float32(1.0),
