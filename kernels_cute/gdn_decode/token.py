@@ -11,7 +11,7 @@ from kernels_cute.common import ptx
 from kernels_cute.common.delta_rule import HeadGate, Work, add_products, combine, decay, make_work, row_factors, store_out, update
 from kernels_cute.common.memory import narrowed, sigmoid
 from kernels_cute.common.state_sums import Exchange, add_up
-from kernels_cute.common.state_tile import Place, store_state
+from kernels_cute.common.state_tile import Place, store_kept_state, store_state
 from kernels_cute.gdn_decode.convolution import convolve, load_gates, load_row, store_column
 from kernels_cute.gdn_decode.spec import CHANNELS, WORDS, Block, Registers, Sequence, Shared, Spec, column_in_head
 
@@ -55,7 +55,10 @@ def run_token(
             load_row(spec, params, token, block, registers)
             load_gates(spec, params, token, block, registers.gates)
     update(tile, alpha, work, rState)
-    store_after_token(spec, params, block, sequence, step, registers)
+    if cutlass.const_expr(spec.problem.intermediate_dtype is None):
+        store_after_token(spec, params, block, sequence, step, registers)
+    else:
+        store_intermediate(spec, params, block, step, rState)
 
     if cutlass.const_expr(spec.has_norm):
         total = sum_of_squares(spec, block, step, parity, shared)
@@ -164,6 +167,15 @@ def store_after_token(spec: Spec, params: GdnDecodeParams, block: Block, sequenc
             for p in cutlass.range_constexpr(spec.passes):
                 for c in cutlass.range_constexpr(spec.history):
                     store_column(spec, params, block, Int64(sequence.window_slot), Int32(c), (p, c), rLine)
+
+
+@cute.jit
+def store_intermediate(spec: Spec, params: GdnDecodeParams, block: Block, step: Int32, rState: cute.Tensor):
+    """The state after a token into the sequence's row of intermediate_states, unless that is null; the pools stay as they are."""
+    if step < params.intermediate_states.shape[1]:
+        row = Int64(params.intermediate_indices[block.sequence])
+        if row > params.null_slot:
+            store_kept_state(spec.tile, row, step, block.place, params.intermediate_states, rState)
 
 
 @cute.jit
