@@ -115,4 +115,25 @@ VLLM = Host(
     ),
 )  # fmt: skip
 
-HOSTS: dict[str, Host] = {host.name: host for host in (FLA, TRANSFORMERS, VLLM)}
+_SGLANG_LINEAR = "sglang.srt.layers.attention.linear"
+_SGLANG_DISPATCHER = f"{_SGLANG_LINEAR}.gdn_backend.GDNKernelDispatcher"
+SGLANG = Host(
+    name="sglang",
+    package="sglang",
+    distributions=("sglang",),
+    tested="0.5.23",
+    functions=(
+        *_under(_SGLANG_DISPATCHER, "__init__", "decode", "packed_decode", "extend", "target_verify"),
+        *_under(f"{_SGLANG_LINEAR}.kernels.kernel_backend.LinearAttnKernelBase", "decode", "extend", "target_verify"),
+        *_under("sglang.srt.plugins.hook_registry.HookRegistry", "register", "apply_hooks"),
+        "sglang.srt.runtime_context.get_exec",
+    ),
+    classes=MappingProxyType({
+        _SGLANG_DISPATCHER: (
+            "decode_kernel", "extend_kernel", "supports_packed_decode", "tree_verify_kernel", "verify_kernel",
+            "verify_kernel_is_flashinfer",
+        ),
+    }),
+)  # fmt: skip
+
+HOSTS: dict[str, Host] = {host.name: host for host in (FLA, SGLANG, TRANSFORMERS, VLLM)}
