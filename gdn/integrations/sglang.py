@@ -53,7 +53,7 @@ def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
 
 
 def plugin() -> None:
-    """Entry point of `sglang.srt.plugins`: does nothing unless GDN_SGLANG is set. SGLang applies all plugins' hooks afterwards."""
+    """Entry point of `sglang.srt.plugins`: does nothing unless GDN_SGLANG is set. SGLang applies the hooks later."""
     chosen = env.current().sglang
     if chosen != "0":
         _enable(chosen == "strict", False, apply_hooks=False)
