@@ -71,10 +71,10 @@ def refusal(tokens: Tensor, head_k_dim: int, head_v_dim: int, states: Tensor, *,
 
 
 def refusal_packed(
-    mixed_qkv: Tensor, states: Tensor, head_v_dim: int, replay: Mapping[str, Any], *, allow_reference: bool = False
+    mixed_qkv: Tensor, states: Tensor, head_v_dim: int, replay: Tensor | None, *, allow_reference: bool = False
 ) -> str | None:
-    """As `refusal`, for packed_decode. replay: the host's further keywords, those of ReplaySSM."""
-    if any(value is not None for name, value in replay.items() if name.startswith("replayssm_")):
+    """As `refusal`, for packed_decode. replay: one of ReplaySSM's tensors, which the host gives all or none of."""
+    if replay is not None:
         return "ReplaySSM keeps the states"
     return refusal(mixed_qkv, states.shape[-1], head_v_dim, states, allow_reference=allow_reference)
 
@@ -117,16 +117,16 @@ def kernel_class(base: type) -> type:
             reason = refusal(q, q.shape[-1], v.shape[-1], states, allow_reference=allowed)
             if not self._serving.serves("decode", reason):
                 return self._host.decode(q, k, v, a, b, **given)  # type: ignore[no-any-return]
-            return _recurrent(q, k, v, a[None], b[None], given, cu_seqlens=given["query_start_loc"])
+            return _recurrent(q, k, v, a.unsqueeze(0), b.unsqueeze(0), given, cu_seqlens=given["query_start_loc"])
 
         def packed_decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Tensor:
             states, head_v_dim = given["ssm_states"], given["head_v_dim"]
             allowed = self._serving.calls.allow_reference
-            reason = refusal_packed(mixed_qkv, states, head_v_dim, given, allow_reference=allowed)
+            reason = refusal_packed(mixed_qkv, states, head_v_dim, given.get("replayssm_d"), allow_reference=allowed)
             if not self._serving.serves("packed_decode", reason):
                 return self._host.packed_decode(mixed_qkv, a, b, **given)  # type: ignore[no-any-return]
             q, k, v = _unpacked(mixed_qkv, given["num_v_heads"], head_v_dim, states.shape[-1])
-            return _recurrent(q, k, v, a[:, None], b[:, None], given, scale=given["scale"]).transpose(0, 1)
+            return _recurrent(q, k, v, a.unsqueeze(1), b.unsqueeze(1), given, scale=given["scale"]).transpose(0, 1)
 
         def extend(
             self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **given: Any
@@ -147,10 +147,11 @@ def kernel_class(base: type) -> type:
                 return self._host.target_verify(  # type: ignore[no-any-return]
                     A_log=A_log, dt_bias=dt_bias, q=q, k=k, v=v, a=a, b=b, **given
                 )
+            own = {**given, "A_log": A_log, "dt_bias": dt_bias}
+            tree = None if parents is None else _parents(parents[:rows])
             return _recurrent(
-                q, k, v, a[None], b[None], {**given, "A_log": A_log, "dt_bias": dt_bias}, cu_seqlens=given["query_start_loc"],
+                q, k, v, a.unsqueeze(0), b.unsqueeze(0), own, cu_seqlens=given["query_start_loc"], parent_token=tree,
                 intermediate_states=kept, intermediate_indices=given["intermediate_state_indices"],
-                parent_token=None if parents is None else _parents(parents[:rows]),
             )  # fmt: skip
 
     return GatedDeltaNetKernel
@@ -171,9 +172,14 @@ def _recurrent(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, given: Map
 def _unpacked(mixed_qkv: Tensor, num_v_heads: int, head_v_dim: int, head_k_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views [rows, 1, heads, dim] of rows [rows, D]."""
     keys = (mixed_qkv.shape[1] - num_v_heads * head_v_dim) // 2
-    parts = mixed_qkv.split((keys, keys, num_v_heads * head_v_dim), dim=1)
-    dims = (head_k_dim, head_k_dim, head_v_dim)
-    q, k, v = (part.unflatten(1, (1, part.shape[1] // dim, dim)) for part, dim in zip(parts, dims, strict=True))
+    rows, (row, column), begin = mixed_qkv.shape[0], mixed_qkv.stride(), mixed_qkv.storage_offset()
+    # One call a view: splitting and reshaping takes several times as long on the host.
+    shape, strides = (rows, 1, keys // head_k_dim, head_k_dim), (row, row, head_k_dim * column, column)
+    q = mixed_qkv.as_strided(shape, strides, begin)
+    k = mixed_qkv.as_strided(shape, strides, begin + keys * column)
+    v = mixed_qkv.as_strided(
+        (rows, 1, num_v_heads, head_v_dim), (row, row, head_v_dim * column, column), begin + 2 * keys * column
+    )
     return q, k, v
 
 
