@@ -45,9 +45,8 @@ class Engine:
         self.token_dtype = torch.float32 if device == "cpu" else torch.bfloat16
         self.state_shape = (HV, dim, dim)
         self.A_log, self.dt_bias = self.normal(HV) / 2 - 2, self.normal(HV)
-        pool = self.normal(SLOTS, 2 if strided else 1, *self.state_shape).to(
-            dtype
-        )  # page-major: another layer's state lies between
+        layers = 2 if strided else 1  # page-major: another layer's state lies between
+        pool = self.normal(SLOTS, layers, *self.state_shape).to(dtype)
         self.states, self.pool = pool[:, 0], pool
         self.before = pool.clone()
         self.calls, self.host = Calls(allow_reference=True), HostKernel()
@@ -190,7 +189,7 @@ def check_verify(engine: Engine, limit: float, state_limit: float, is_tree: bool
     tokens = 4 * drafts
     rows = engine.rows(tokens)
     kept = torch.full((6, drafts, *engine.state_shape), 7.0, dtype=engine.states.dtype, device=engine.device)
-    given = engine.options([*slots, -1, -1], [drafts, drafts, 0, 0])
+    given = engine.options([*slots, -1, -1], [drafts, drafts, drafts, 0])  # padding with and without tokens
     undefined = 99  # the host leaves the first token's parent, and those of padding, as they were
     parents = engine.int32([[undefined, *TREE[1:]]] * 2 + [[undefined] * drafts] * 2)
     o = engine.kernel.target_verify(
