@@ -65,7 +65,9 @@ def refusal(problem: RecurrentProblem) -> str | None:
     for heads in (problem.num_q_heads, problem.num_k_heads, problem.num_v_heads):
         if problem.num_state_heads % heads:
             return f"requires head counts that divide {problem.num_state_heads}, got {heads}"
-    if problem.has_parent and not problem.write_every_token:
+    if problem.intermediate_dtype not in (None, "float32", "bfloat16"):
+        return f"requires intermediate_states of float32 or bfloat16, got {problem.intermediate_dtype}"
+    if problem.has_parent and not (problem.write_every_token or problem.intermediate_dtype):
         return "requires a column of indices per token with parent_token, got one slot per sequence"
     return None
 
@@ -173,6 +175,8 @@ def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if lanes * _k_vector(problem) >= 2 * problem.head_k_dim and lanes > 4:
         return False  # half of a column's threads would hold nothing
+    if not config.prefetch_next_token and problem.intermediate_dtype is not None:
+        return False  # states after every token are stored by the form with a prefetch alone
     if not config.prefetch_next_token and (problem.has_parent or config.min_threads_per_sm != _MIN_THREADS_PER_SM[0]):
         return False  # the nodes of a tree have no prefetch anyway; more registers than this form is made for spill as well
     if not config.prefetch_next_token and not _holds_without_prefetch(problem, config):
@@ -289,8 +293,9 @@ def default_prefetching(problem: RecurrentProblem, device: DeviceSpec) -> Config
 
 
 def is_single(problem: RecurrentProblem) -> bool:
-    """Whether there is at most one token a sequence, where all have as many."""
-    return problem.num_tokens <= problem.num_sequences and not problem.has_parent
+    """Whether there is at most one token a sequence, where all have as many, and the form without a prefetch serves it."""
+    has_one = problem.num_tokens <= problem.num_sequences
+    return has_one and not problem.has_parent and problem.intermediate_dtype is None
 
 
 def _choice(problem: RecurrentProblem, device: DeviceSpec, prefetches: bool) -> Config:

@@ -131,7 +131,8 @@ use_beta_sigmoid_in_kernel, null_slot, out, backend
     part = _known.find(tensors, flags)
     if part is None:
         names = operator_of(gdn.chunk_gated_delta_rule).kinds
-        arguments = {name: value for name, value in locals().items() if name in names}
+        # None for what this function does not have.
+        arguments = dict.fromkeys(names) | {name: value for name, value in locals().items() if name in names}
         with ranks.refusing(q, k, v):
             final = ranks.number("final_rank", final_rank)
             part = _checked(arguments, ranks, final)

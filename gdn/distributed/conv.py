@@ -116,6 +116,7 @@ def _checked(arguments: dict[str, Any], rank: int) -> tuple[Tensor, Tensor, Slot
     Nothing has been sent or written. The windows are those before the sequences on the first rank, and zeros on others.
     """
     operator = operator_of(gdn.causal_conv1d_fn)
+    arguments = dict.fromkeys(operator.kinds) | arguments  # None for what the function of ranks does not have
     given = operator.check_types(arguments)
     for name in ("checkpoint_offsets", "checkpoint_slots"):
         if given[name] is not None:

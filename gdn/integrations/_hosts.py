@@ -115,7 +115,8 @@ SGLANG = Host(
     functions=(
         *_under(_SGLANG_DISPATCHER, "__init__", "decode", "packed_decode", "extend", "target_verify"),
         *_under(f"{_SGLANG_LINEAR}.kernels.kernel_backend.LinearAttnKernelBase", "decode", "extend", "target_verify"),
-        "sglang.srt.plugins.hook_registry.HookRegistry.register",
+        *_under("sglang.srt.plugins.hook_registry.HookRegistry", "register", "apply_hooks"),
+        "sglang.srt.runtime_context.get_exec",
     ),
     replaced=(f"{_SGLANG_DISPATCHER}.__init__",),
     classes=MappingProxyType({

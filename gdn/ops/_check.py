@@ -145,11 +145,17 @@ def per_sequence(
         bad_value(name, f"shape [{rows}] with N = {num_sequences}", f"shape {list(value.shape)}")
 
 
-def windows(name: str, pool: Tensor, dim: int, columns: int, device: torch.device) -> None:
-    """Slots of a convolution's windows, [slots, dim, >= columns]."""
-    tensor(name, pool, shape=("slots", dim, f"columns >= {columns}"), dtypes=FLOAT_DTYPES, device=device)
+def windows(name: str, pool: Tensor, dim: int, columns: int, device: torch.device, *, slots: str = "slots") -> None:
+    """Slots of a convolution's windows, [slots, dim, >= columns]. slots: word for the first dimension."""
+    tensor(name, pool, shape=(slots, dim, f"columns >= {columns}"), dtypes=FLOAT_DTYPES, device=device)
     if is_less(pool.shape[2], columns):
-        bad_value(name, f"shape [slots, {dim}, columns >= {columns}]", f"shape {list(pool.shape)}")
+        bad_value(name, f"shape [{slots}, {dim}, columns >= {columns}]", f"shape {list(pool.shape)}")
+
+
+def needs_checkpoints(name: str, kept: Tensor | None, offsets: Tensor | None) -> None:
+    """Raises ValueError for a tensor that takes checkpoints where there are none."""
+    if kept is not None and offsets is None:
+        bad_value(name, "None without checkpoint_offsets", "a tensor")
 
 
 def checkpoints(

@@ -47,6 +47,7 @@ class States(NamedTuple):
     checkpoint_slots: Tensor | None  # [>= N, C]
     state_v_first: bool
     null_slot: int
+    checkpoint_states: Tensor | None = None  # [rows, HS, K, V] or V first; None: checkpoints go to the pool
 
 
 @dataclass(slots=True)
@@ -142,24 +143,30 @@ def check_states(
         if states.state_indices is None:
             bad_value("final_state_indices", f"None without {indices_name}", "a tensor")
         check.indices("final_state_indices", states.final_state_indices, count, device, ranks=(1,), has_offsets=has_offsets)
-    pool = (indices_name, states.state_indices)
+    pool, kept = (indices_name, states.state_indices), states.checkpoint_states
+    if kept is not None:
+        pool = ("checkpoint_states", kept)
+        check_pool("checkpoint_states", kept, sizes, states.state_v_first, q, num_slots="rows")
     check.checkpoints(states.checkpoint_offsets, states.checkpoint_slots, pool, count, has_offsets=has_offsets)
+    check.needs_checkpoints("checkpoint_states", kept, states.checkpoint_offsets)
 
 
 def check_state_values(states: States, tokens: Tokens, sizes: Sizes, indices_name: str = "state_indices") -> None:
     """Checks the values of the offsets, decays, slots and checkpoints of prefill."""
     bounds = _values.token_bounds("cu_seqlens", tokens.cu_seqlens, sizes.batch, sizes.length, tokens.q.device)
+    offsets, slots, kept = states.checkpoint_offsets, states.checkpoint_slots, (states.checkpoint_states,)
     if states.state_indices is None or states.initial_state is None:
         check_decays(tokens, bounds)
+        _values.check_checkpoints(offsets, slots, kept, bounds, bounds.diff() > 0, states.null_slot)
         return
+    in_pool = states.checkpoint_states is None
     touched = _values.prefill_slots(
         indices_name, bounds, states.state_indices, states.null_slot, has_initial_state=states.has_initial_state,
-        final_indices=states.final_state_indices, checkpoint_offsets=states.checkpoint_offsets,
-        checkpoint_slots=states.checkpoint_slots,
+        final_indices=states.final_state_indices, checkpoint_offsets=offsets if in_pool else None,
+        checkpoint_slots=slots if in_pool else None,
     )  # fmt: skip
     check_decays(tokens, bounds, touched.is_live)
-    if states.checkpoint_offsets is not None:
-        _values.check_checkpoint_offsets("checkpoint_offsets", states.checkpoint_offsets, touched.is_live, multiple=64)
+    _values.check_checkpoints(offsets, slots, kept, bounds, touched.is_live, states.null_slot)
     _values.check_touched(touched, states.initial_state, states.null_slot)
 
 
@@ -200,7 +207,7 @@ def refuse_beyond_float16(names: str, largest: tuple[float, str]) -> None:
 def check_state(name: str, state: Tensor, sizes: Sizes, state_v_first: bool, q: Tensor) -> None:
     """Checks one state per sequence that is only read."""
     shape = (sizes.num_sequences, *sizes.state_shape(state_v_first))
-    check.tensor(name, state, shape=shape, dtypes=_state_dtypes(q), device=q.device)
+    check.tensor(name, state, shape=shape, dtypes=state_dtypes_of(q), device=q.device)
 
 
 def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Tensor, num_slots: int | str = "slots") -> None:
@@ -209,21 +216,25 @@ def check_pool(name: str, pool: object, sizes: Sizes, state_v_first: bool, q: Te
         bad_value(name, "the state pool that the indices refer to", "None")
     assert isinstance(pool, Tensor)
     shape = sizes.state_shape(state_v_first)
-    check.tensor(name, pool, shape=(num_slots, *shape), dtypes=_state_dtypes(q), device=q.device)
-    heads, rows, columns = shape
-    inner, slot_stride = rows * columns, pool.stride(0)
-    strides = zip(pool.stride()[1:], (inner, columns, 1), shape, strict=True)
-    is_contiguous = all(stride == wanted or size == 1 for stride, wanted, size in strides)
+    check.tensor(name, pool, shape=(num_slots, *shape), dtypes=state_dtypes_of(q), device=q.device)
+    slot_stride = pool.stride(0)
     many = pool.shape[0] > 1 if isinstance(pool.shape[0], int) else True
-    if not is_contiguous or (many and slot_stride < heads * inner):
-        bad_value(name, "contiguous inner three dims and slots that do not overlap", f"strides {pool.stride()}")
+    check_inner(name, pool, shape, overlaps=many and slot_stride < shape[0] * shape[1] * shape[2])
     size = pool.element_size()
     if (many and slot_stride * size % ALIGNMENT) or address(pool) % ALIGNMENT:
         expected = f"a slot stride and an address that are multiples of {ALIGNMENT} bytes"
         bad_value(name, expected, f"a slot stride of {slot_stride * size} bytes at address {address(pool):#x}")
 
 
-def _state_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
+def check_inner(name: str, states: Tensor, shape: tuple[int, int, int], *, overlaps: bool = False) -> None:
+    """Checks that the inner three dimensions of states are contiguous. overlaps: whether slots were found to overlap."""
+    _, rows, columns = shape
+    strides = zip(states.stride()[-3:], (rows * columns, columns, 1), shape, strict=True)
+    if overlaps or not all(stride == wanted or size == 1 for stride, wanted, size in strides):
+        bad_value(name, "contiguous inner three dims and slots that do not overlap", f"strides {states.stride()}")
+
+
+def state_dtypes_of(q: Tensor) -> tuple[torch.dtype, ...]:
     return (*STATE_DTYPES, torch.float64) if q.dtype == torch.float64 else STATE_DTYPES
 
 

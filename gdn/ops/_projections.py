@@ -15,7 +15,7 @@ class Layer(NamedTuple):
     conv_weight: Tensor
     conv_bias: Tensor | None
     dt_bias: Tensor
-    norm_weight: Tensor
+    norm_weight: Tensor | None
     activation: str | None
     gate_activation: str
     eps: float
@@ -30,8 +30,12 @@ def check_projections(
     dims: tuple[int, int, int],
     layout: str,
     layouts: tuple[str, ...],
+    has_norm: bool,
 ) -> int:
-    """Checks the projections; returns the number of value heads. dims: H, K and V; layouts: those of the operator."""
+    """Checks the projections; returns the number of value heads.
+
+    dims: H, K and V. layouts: those of the operator. has_norm: whether z is used.
+    """
     num_k_heads, head_k_dim, head_v_dim = dims
     for name, value in {"num_k_heads": num_k_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim}.items():
         check.at_least(name, value, 1)
@@ -52,14 +56,17 @@ def check_projections(
     length = mixed_qkv.shape[0]
     separate: dict[str, tuple[int, ...]] = {}
     if layout == "flat":
-        separate = {"z": (length, heads, head_v_dim), "b": (length, heads), "a": (length, heads)}
+        separate = {"b": (length, heads), "a": (length, heads)}
+        if has_norm:
+            separate["z"] = (length, heads, head_v_dim)
     elif layout == "interleaved":
         separate = {"b": (length, 2 * heads)}
     for name, tensor in (("z", z), ("b", b), ("a", a)):
         if name in separate:
             check.tensor(name, tensor, shape=separate[name], dtypes=dtypes, device=device)
         elif tensor is not None:
-            bad_value(name, f"None with projection_layout={layout!r}", "a tensor")
+            is_unused = layout == "flat"  # z without the norm
+            bad_value(name, "None without norm_weight" if is_unused else f"None with projection_layout={layout!r}", "a tensor")
     return heads
 
 
@@ -68,7 +75,7 @@ def check_layer(layer: Layer, mixed_qkv: Tensor, heads: int, dims: tuple[int, in
     device, floats = mixed_qkv.device, FLOAT_DTYPES
     num_k_heads, head_k_dim, head_v_dim = dims
     check.tensor("dt_bias", layer.dt_bias, shape=(heads,), dtypes=floats, device=device)
-    check.tensor("norm_weight", layer.norm_weight, shape=(head_v_dim,), dtypes=floats, device=device)
+    check.optional("norm_weight", layer.norm_weight, shape=(head_v_dim,), dtypes=floats, device=device)
     channels = 2 * num_k_heads * head_k_dim + heads * head_v_dim
     weight = layer.conv_weight
     check.tensor("conv_weight", weight, shape=(channels, "w >= 2"), dtypes=floats, device=device)

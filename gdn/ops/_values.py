@@ -15,6 +15,7 @@ Two checks refuse values that have a defined result, and so are called with GDN_
     check_ranges     ranges are clamped to the keys, and to max_seqlen_k
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -196,11 +197,24 @@ def prefill_slots(
             _use("final_state_indices", final_indices, final, is_stored, is_written=True),
         ]
     if checkpoint_offsets is not None and checkpoint_slots is not None:
-        offsets, slots = _as_columns(checkpoint_offsets, count), _as_columns(checkpoint_slots, count)
-        is_reached = (offsets > 0) & (offsets <= lengths[:, None]) & (offsets % checkpoint_multiple == 0)
-        is_stored = is_live[:, None] & is_reached & (slots > null_slot)
-        uses.append(_use("checkpoint_slots", checkpoint_slots, slots, is_stored, is_written=True))
+        uses.append(_checkpoint_use(bounds, is_live, checkpoint_offsets, checkpoint_slots, null_slot, checkpoint_multiple))
     return TouchedSlots(is_live, tuple(uses))
+
+
+def _checkpoint_use(
+    bounds: Tensor, is_live: Tensor, checkpoint_offsets: Tensor, checkpoint_slots: Tensor, null_slot: int, multiple: int
+) -> SlotUse:
+    count = is_live.numel()
+    offsets, slots = _as_columns(checkpoint_offsets, count), _as_columns(checkpoint_slots, count)
+    is_reached = (offsets > 0) & (offsets <= bounds.diff()[:, None]) & (offsets % multiple == 0)
+    is_stored = is_live[:, None] & is_reached & (slots > null_slot)
+    return _use("checkpoint_slots", checkpoint_slots, slots, is_stored, is_written=True)
+
+
+def own_rows(name: str, rows: Tensor, is_live: Tensor, null_slot: int) -> TouchedSlots:
+    """One row for each sequence, [>= N], that it writes unless it is null."""
+    own = _as_columns(rows, is_live.numel())
+    return TouchedSlots(is_live, (_use(name, rows, own, is_live[:, None] & (own > null_slot), is_written=True),))
 
 
 def decode_slots(
@@ -246,10 +260,12 @@ def window_slots(
     num_accepted_tokens: Tensor | None = None,
     num_windows: int = 1,
     is_live: Tensor | None = None,
+    is_updated: bool = True,
 ) -> TouchedSlots:
     """Slots that the windows of a decode step touch: one per sequence, indices [>= N] or column 0 of [>= N, columns].
 
     num_windows: the largest num_accepted_tokens that is not padding. is_live: that of the states, in `fused_gdn_decode`.
+    is_updated False = nothing is written.
     """
     lengths, count = bounds.diff(), bounds.numel() - 1
     slots = _as_columns(indices, count)[:, :1]
@@ -259,7 +275,7 @@ def window_slots(
         alive = alive & (accepted >= 1) & (accepted <= num_windows)
     if is_live is not None:
         alive = alive & is_live
-    return TouchedSlots(alive, (_use(name, indices, slots, alive[:, None], is_written=True),))
+    return TouchedSlots(alive, (_use(name, indices, slots, alive[:, None], is_written=is_updated),))
 
 
 def check_slots(touched: TouchedSlots, num_slots: int, null_slot: int) -> None:
@@ -329,6 +345,23 @@ def check_checkpoint_offsets(name: str, offsets: Tensor, is_live: Tensor, *, mul
     is_negative, is_odd = (is_live[:, None] & bad for bad in (values < 0, values % multiple != 0))
     counts = "0 (none) or a number of tokens"
     _require(name, values, (is_negative, counts), (is_odd, f"multiples of {multiple} tokens, or 0"))
+
+
+def check_checkpoints(
+    offsets: Tensor | None, slots: Tensor | None, kept: Sequence[Tensor | None], bounds: Tensor, is_live: Tensor, null_slot: int,
+    *, multiple: int = 64,
+) -> None:  # fmt: skip
+    """Checks checkpoint_offsets, and checkpoint_slots as rows of the given ones of `kept`, the tensors that take checkpoints.
+
+    bounds [N + 1]; is_live [N]: that of `prefill_slots`, which counts the slots of those that go to a pool.
+    """
+    if offsets is None or slots is None:
+        return
+    check_checkpoint_offsets("checkpoint_offsets", offsets, is_live, multiple=multiple)
+    use = _checkpoint_use(bounds, is_live, offsets, slots, null_slot, multiple)
+    for tensor in kept:
+        if tensor is not None:
+            check_touched(TouchedSlots(is_live, (use,)), tensor, null_slot)
 
 
 def _longest(lengths: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from gdn.ops import _delta_rule
 from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, validates
 from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import as_int32, common_dtype, constant, given_of
+from gdn.ops._tensors import as_int32, as_int64, common_dtype, constant, dtypes_of, given_of
 from gdn.problems import ChunkParams, ChunkProblem
 from gdn.runtime.registry import Backend
 
@@ -24,7 +24,10 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 @operator(
-    writes={"out": always, "initial_state": _is_pooled}, returns=_returns, varies=("q", "cu_seqlens"), contiguous=("q", "k", "v")
+    writes={"out": always, "initial_state": _is_pooled, "checkpoint_states": always},
+    returns=_returns,
+    varies=("q", "cu_seqlens"),
+    contiguous=("q", "k", "v"),
 )
 def chunk_gated_delta_rule(
     q: Tensor,
@@ -49,6 +52,7 @@ def chunk_gated_delta_rule(
     final_state_indices: Tensor | None = None,
     checkpoint_offsets: Tensor | None = None,
     checkpoint_slots: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
     backend: Backend | None = None,
@@ -114,7 +118,10 @@ def chunk_gated_delta_rule(
         Slots to store the last states in, instead of state_indices; a null one is not stored. Requires `state_indices`.
     checkpoint_offsets, checkpoint_slots : Tensor [>= N, C], optional
         Token counts, multiples of 64, and slots: the state after that many tokens of this call is also stored in that slot. 0,
-        counts beyond the sequence and null slots store nothing. Both require `state_indices`.
+        counts beyond the sequence and null slots store nothing. Both require `state_indices` or `checkpoint_states`.
+    checkpoint_states : Tensor [rows, HS, K, V], optional
+        Where checkpoints go instead of the pool: `checkpoint_slots` are then its rows, and no `state_indices` are needed.
+        float32 or bfloat16, whatever the pool is; [rows, HS, V, K] with `state_v_first`; strides and address as those of a pool.
     null_slot, out : int, Tensor [B, T, HS, V] or None
         Largest slot index that means padding, >= -1 (vLLM's convention is 0); tensor to write o into, dtype of `v`, last
         dimension contiguous, which shares no element with any other argument, `v` included.
@@ -163,7 +170,7 @@ def chunk_gated_delta_rule(
     count, device, is_pooled = sizes.num_sequences, q.device, state_indices is not None
     states = _delta_rule.States(
         initial_state, state_indices, has_initial_state, final_state_indices, checkpoint_offsets, checkpoint_slots, state_v_first,
-        null_slot,
+        null_slot, checkpoint_states,
     )  # fmt: skip
     _delta_rule.check_states(states, sizes, q, has_offsets=cu_seqlens is not None)
     if reads_values(device):
@@ -187,23 +194,23 @@ def chunk_gated_delta_rule(
 
     tokens, cu_seqlens = _delta_rule.pack(sizes, given, by_descriptor=True)
     if is_pooled:
-        state_indices, final_state_indices, checkpoint_slots = (
-            _delta_rule.widened(x, index_dtype) for x in (state_indices, final_state_indices, checkpoint_slots)
-        )
-        if checkpoint_offsets is not None and checkpoint_slots is not None:
-            checkpoint_offsets = make(as_int32, checkpoint_offsets).contiguous()
-            checkpoint_slots = checkpoint_slots.contiguous()
+        state_indices, final_state_indices = (_delta_rule.widened(x, index_dtype) for x in (state_indices, final_state_indices))
     elif initial_state is not None:
         initial_state = constant(initial_state)
+    if checkpoint_offsets is not None and checkpoint_slots is not None:
+        checkpoint_offsets = make(as_int32, checkpoint_offsets).contiguous()
+        if problem.checkpoint_index_dtype == "int64":
+            checkpoint_slots = make(as_int64, checkpoint_slots)
+        checkpoint_slots = checkpoint_slots.contiguous()
     if has_initial_state is not None:
         has_initial_state = has_initial_state.contiguous()
     workspace = new(torch.uint8, device, prepared.workspace_bytes) if prepared.workspace_bytes else None
     scale = sizes.head_k_dim**-0.5 if scale is None else scale
     params = ChunkParams(
         *tokens, initial_state, state_indices, has_initial_state, final_state, final_state_indices, cu_seqlens,
-        checkpoint_offsets, checkpoint_slots, written, workspace, scale, null_slot,
+        checkpoint_offsets, checkpoint_slots, checkpoint_states, written, workspace, scale, null_slot,
     )  # fmt: skip
-    launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, out))
+    launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, checkpoint_states, out))
     return _delta_rule.finish(o, written), returned
 
 
@@ -218,5 +225,6 @@ def problem_of(
         **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_pooled else None, states.state_v_first),
         use_qk_l2norm=use_qk_l2norm,
         has_final_state=has_final_state,
+        **dtypes_of(checkpoint_state=states.checkpoint_states),
         **given_of(final_indices=states.final_state_indices, mask=mask, checkpoints=states.checkpoint_offsets),
     )

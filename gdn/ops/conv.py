@@ -16,7 +16,7 @@ from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1d
 from gdn.runtime.registry import Backend
 
 
-@operator(writes={"out": always, "conv_states": always}, in_place={"out": "x"}, contiguous=("x",))
+@operator(writes={"out": always, "conv_states": always, "checkpoint_windows": always}, in_place={"out": "x"}, contiguous=("x",))
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -29,6 +29,7 @@ def causal_conv1d_fn(
     activation: str | None = "silu",
     checkpoint_offsets: Tensor | None = None,
     checkpoint_slots: Tensor | None = None,
+    checkpoint_windows: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
     backend: Backend | None = None,
@@ -62,7 +63,10 @@ def causal_conv1d_fn(
         Activation of the sum; both names mean SiLU.
     checkpoint_offsets, checkpoint_slots : Tensor [>= N, C], optional
         Token counts, and slots: the window after that many tokens is also stored in that slot. 0 and counts beyond the sequence
-        store nothing. Both require `conv_states`.
+        store nothing. Both require `conv_states` or `checkpoint_windows`.
+    checkpoint_windows : Tensor [rows, dim, columns >= w - 1], optional
+        Where checkpoints go instead of `conv_states`: `checkpoint_slots` are then its rows. Any strides, any float dtype; columns
+        0..w-2 of a row take the window.
     null_slot, out : int, Tensor [tokens, dim] or None
         Largest slot index that means padding, >= -1 (vLLM's convention is 0); tensor to write y into, dtype of `x`, last
         dimension contiguous. `out` may be `x` itself (in place; one more pass, since blocks read the rows before their own), and
@@ -94,20 +98,25 @@ def causal_conv1d_fn(
         if cache_indices is None and is_less(conv_states.shape[0], count):
             bad_value("conv_states", f"at least {count} slots without cache_indices", f"shape {list(conv_states.shape)}")
     has_offsets, pool = query_start_loc is not None, ("conv_states", conv_states)
+    if checkpoint_windows is not None:
+        pool = ("checkpoint_windows", checkpoint_windows)
+        check.windows("checkpoint_windows", checkpoint_windows, x.shape[1], weight.shape[1] - 1, device, slots="rows")
     if cache_indices is not None:
         check.indices("cache_indices", cache_indices, count, device, ranks=(1,), has_offsets=has_offsets)
     check.per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,), has_offsets=has_offsets)
     check.checkpoints(checkpoint_offsets, checkpoint_slots, pool, count, has_offsets=has_offsets)
+    check.needs_checkpoints("checkpoint_windows", checkpoint_windows, checkpoint_offsets)
     check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
         bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, x.shape[0], device)
+        in_pool = checkpoint_windows is None
+        touched = _values.prefill_slots(
+            "cache_indices", bounds, cache_indices, null_slot, checkpoint_offsets=checkpoint_offsets if in_pool else None,
+            checkpoint_slots=checkpoint_slots if in_pool else None, checkpoint_multiple=1,
+        )  # fmt: skip
+        kept, is_live = (checkpoint_windows,), touched.is_live
+        _values.check_checkpoints(checkpoint_offsets, checkpoint_slots, kept, bounds, is_live, null_slot, multiple=1)
         if conv_states is not None:
-            touched = _values.prefill_slots(
-                "cache_indices", bounds, cache_indices, null_slot, checkpoint_offsets=checkpoint_offsets,
-                checkpoint_slots=checkpoint_slots, checkpoint_multiple=1,
-            )  # fmt: skip
-            if checkpoint_offsets is not None:
-                _values.check_checkpoint_offsets("checkpoint_offsets", checkpoint_offsets, touched.is_live, multiple=1)
             _values.check_touched(touched, conv_states, null_slot)
 
     slot_dtype = common_dtype(cache_indices, checkpoint_slots)
@@ -115,7 +124,8 @@ def causal_conv1d_fn(
         has_initial_state = None
     problem = problem_of(
         x, weight, bias, activation, conv_states, query_start_loc, count, None if cache_indices is None else slot_dtype,
-        has_mask=has_initial_state is not None, checkpoint_dtype=None if checkpoint_slots is None else slot_dtype,
+        has_mask=has_initial_state is not None,
+        checkpoints=(None if checkpoint_slots is None else slot_dtype, checkpoint_windows),
     )  # fmt: skip
     prepared = prepare(problem, device, backend)
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
@@ -129,8 +139,9 @@ def causal_conv1d_fn(
     offsets = optional(as_int32 if slot_dtype == torch.int32 else Tensor.long, checkpoint_offsets)
     rows, bias = aligned("x", x), optional(constant, bias)
     params = Conv1dParams(
-        rows, constant(weight), bias, conv_states, cu_seqlens, slots, mask, offsets, checkpoints, written, null_slot
-    )
+        rows, constant(weight), bias, conv_states, cu_seqlens, slots, mask, offsets, checkpoints, checkpoint_windows, written,
+        null_slot,
+    )  # fmt: skip
     launch(prepared, params)
     return y if written is y else y.copy_(written)
 
@@ -298,14 +309,19 @@ def _static_fields(
 def problem_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, conv_states: Tensor | None,
     query_start_loc: Tensor | None, count: int, index_dtype: torch.dtype | None, *, has_mask: bool = False,
-    checkpoint_dtype: torch.dtype | None = None,
+    checkpoints: tuple[torch.dtype | None, Tensor | None] = (None, None),
 ) -> Conv1dProblem:  # fmt: skip
-    """The problem of a call of `causal_conv1d_fn` with this number of sequences."""
+    """The problem of a call of `causal_conv1d_fn` with this number of sequences.
+
+    checkpoints: dtype of their slots, and the tensor of their windows, if any.
+    """
+    checkpoint_dtype, windows = checkpoints
     return Conv1dProblem(
         **_static_fields(x, weight, bias, activation, conv_states, index_dtype),
         cu_seqlens_dtype="int32" if query_start_loc is None else dtype_name(query_start_loc.dtype),
         has_mask=has_mask,
         checkpoint_dtype=None if checkpoint_dtype is None else dtype_name(checkpoint_dtype),
+        **dtypes_of(checkpoint_window=windows),
         num_tokens=x.shape[0],
         num_sequences=count,
     )

@@ -7,15 +7,16 @@ from gdn.ops import _check as check
 from gdn.ops import _delta_rule, _values
 from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, validates
 from gdn.ops._check import INDEX_DTYPES, bad_value, dtype_name
+from gdn.ops._intermediate import check_intermediate, check_intermediate_values
 from gdn.ops._modes import is_empty
 from gdn.ops._projections import Layer, check_layer, check_projections
-from gdn.ops._tensors import aligned, as_int32, constant, dtypes_of, is_aligned, optional
+from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional
 from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 from gdn.runtime.registry import Backend
 
 
 @operator(
-    writes={"out": always, "conv_state": always, "ssm_state": always},
+    writes={"out": always, "conv_state": always, "ssm_state": always, "intermediate_states": always},
     varies=("mixed_qkv", "query_start_loc"),
     contiguous=("mixed_qkv", "z"),
 )
@@ -28,7 +29,7 @@ def fused_gdn_decode(
     conv_weight: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     ssm_state: Tensor,
     state_indices: Tensor,
     *,
@@ -44,6 +45,8 @@ def fused_gdn_decode(
     gate_activation: str = "silu",
     projection_layout: str = "flat",
     rounding_seed: Tensor | None = None,
+    intermediate_states: Tensor | None = None,
+    intermediate_indices: Tensor | None = None,
     state_v_first: bool = False,
     null_slot: int = -1,
     out: Tensor | None = None,
@@ -56,7 +59,7 @@ def fused_gdn_decode(
         [q | k | v] = activation(conv(mixed_qkv))
         g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
         S = exp(g) S;   u = beta (v - S^T k^);   S = S + k^ u^T;   o = S^T q^ * scale        (^: divided by the L2 norm)
-        result = o / sqrt(mean(o * o) + eps) * norm_weight * gate_activation(z)
+        result = o / sqrt(mean(o * o) + eps) * norm_weight * gate_activation(z)       (o itself where norm_weight is None)
 
     Symbols: H = num_k_heads, K = head_k_dim, V = head_v_dim; HV, the length of `A_log`, is a multiple of H, and r = HV / H.
     Inference only.
@@ -70,7 +73,8 @@ def fused_gdn_decode(
         `fused_qkvzba_split_reshape_cat`; with the concatenated layout the output of one projection
         [tokens, >= 2 * H * K + 2 * HV * V + 2 * HV]: q, k, v, z, b, a, and columns that are not read (pad to a multiple of 8).
     z : Tensor [tokens, HV, V] or None
-        Input of the output gate, any float dtype and row stride; None where it is part of `mixed_qkv`.
+        Input of the output gate, any float dtype and row stride; None where it is part of `mixed_qkv`, and without
+        `norm_weight`.
     b : Tensor [tokens, HV] or None
         Raw write strength, any float dtype and row stride. With the interleaved layout the whole in_proj_ba output
         [tokens, 2 * HV], per key-head group; None with the concatenated layout.
@@ -80,8 +84,11 @@ def fused_gdn_decode(
         Windows of the convolution as in `causal_conv1d_update`, channels always in flat order [q | k | v]; updated in place.
     conv_weight : Tensor [2 * H * K + HV * V, w]
         Filter of the convolution, w >= 2, any float dtype, channels in flat order.
-    A_log, dt_bias, norm_weight : Tensor [HV], Tensor [HV], Tensor [V]
-        Logarithm of the decay rate, bias of the raw decay gate, and gain of the RMS norm; any float dtypes.
+    A_log, dt_bias : Tensor [HV], Tensor [HV]
+        Logarithm of the decay rate, and bias of the raw decay gate; any float dtypes.
+    norm_weight : Tensor [V] or None
+        Gain of the RMS norm, any float dtype. None = neither norm nor output gate: the result is o, rounded once, and columns of
+        z in `mixed_qkv` are skipped.
     ssm_state : Tensor [slots, HV, K, V]
         State pool, float32 or bfloat16 ([slots, HV, V, K] with `state_v_first`), updated in place: inner three dimensions
         contiguous, slot stride and address multiples of 16 bytes. Both pools may be strided views of one buffer of pages, as
@@ -105,9 +112,14 @@ def fused_gdn_decode(
         Activation after the convolution (both names mean SiLU), and that of z.
     projection_layout : {"flat", "interleaved", "concatenated"}
         Layout of the projections: separate tensors, per key-head group, or one after the other in one tensor.
-    rounding_seed, state_v_first, null_slot : Tensor [1] of int64 or None, bool, int
-        Seed on the device, advanced by the caller (a CUDA graph replays it), layout of a state, and largest slot index that
-        means padding, as for `fused_recurrent_gated_delta_rule`.
+    rounding_seed : Tensor [1] of int64, optional
+        Seed on the device, advanced by the caller (a CUDA graph replays it), as for `fused_recurrent_gated_delta_rule`.
+    intermediate_states, intermediate_indices : Tensor [rows, T_max, HV, K, V] and Tensor [>= N], optional
+        The state after token i of sequence n goes to intermediate_states[intermediate_indices[n], i], and nothing to either pool
+        (the window after a token is the old one followed by the rows of `mixed_qkv`). With 1-D `state_indices`, as for
+        `fused_recurrent_gated_delta_rule`.
+    state_v_first, null_slot : bool, int
+        Layout of a state, and largest slot index that means padding, as for `fused_recurrent_gated_delta_rule`.
     out : Tensor [tokens, HV * V], optional
         Tensor to write the result into, last dimension contiguous. It shares no element with any other argument.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -129,7 +141,7 @@ def fused_gdn_decode(
     """
     dims = (num_k_heads, head_k_dim, head_v_dim)
     layouts = ("flat", "interleaved", "concatenated")
-    heads = check_projections(mixed_qkv, z, b, a, A_log, dims, projection_layout, layouts)
+    heads = check_projections(mixed_qkv, z, b, a, A_log, dims, projection_layout, layouts, norm_weight is not None)
     layer = Layer(conv_weight, conv_bias, dt_bias, norm_weight, activation, gate_activation, eps)
     channels = check_layer(layer, mixed_qkv, heads, dims)
     device, length = mixed_qkv.device, mixed_qkv.shape[0]
@@ -147,23 +159,33 @@ def fused_gdn_decode(
         if state_indices.dim() != 2:
             bad_value("num_accepted_tokens", "None without 2-D state_indices", "a tensor")
     check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
+    check_intermediate(
+        intermediate_states, intermediate_indices, sizes, state_v_first, mixed_qkv, starts=("state_indices", state_indices),
+        unused={"rounding_seed": rounding_seed}, has_offsets=has_offsets,
+    )  # fmt: skip
+    is_kept = intermediate_states is not None
     check.out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
     if reads_values(device):
         bounds = _values.token_bounds("query_start_loc", query_start_loc, length, 1, device)
         slots = ("state_indices", bounds, state_indices, null_slot)
-        states = _values.decode_slots(*slots, num_accepted_tokens=num_accepted_tokens, first_column_decides=True)
-        windows = _values.window_slots(*slots, is_live=states.is_live)
+        states = _values.decode_slots(
+            *slots, num_accepted_tokens=num_accepted_tokens, first_column_decides=True, is_updated=not is_kept
+        )
+        windows = _values.window_slots(*slots, is_live=states.is_live, is_updated=not is_kept)
         if num_accepted_tokens is not None and validates(device):
             _values.check_accepted(num_accepted_tokens, num_columns, bounds, state_indices, null_slot)
         _values.check_touched(states, ssm_state, null_slot)
         _values.check_touched(windows, conv_state, null_slot)
+        check_intermediate_values(intermediate_states, intermediate_indices, states.is_live, null_slot)
 
+    index_dtype = common_dtype(state_indices, intermediate_indices)
     problem = GdnDecodeProblem(
         **sizes.fields(),
         width=conv_weight.shape[1],
         dtype=dtype_name(mixed_qkv.dtype),
         **dtypes_of(z=z, a=a, b=b, weight=conv_weight, bias=conv_bias, A_log=A_log, dt_bias=dt_bias, norm=norm_weight),
-        **dtypes_of(conv=conv_state, state=ssm_state, index=state_indices, cu_seqlens=query_start_loc),
+        **dtypes_of(conv=conv_state, state=ssm_state, cu_seqlens=query_start_loc, intermediate=intermediate_states),
+        index_dtype=dtype_name(index_dtype),
         conv_channels_contiguous=is_aligned(conv_state.mT),
         state_v_first=state_v_first,
         interleaved=projection_layout == "interleaved",
@@ -180,12 +202,14 @@ def fused_gdn_decode(
         return o.zero_()
     rows, weight, bias = aligned("mixed_qkv", mixed_qkv), constant(conv_weight), optional(constant, conv_bias)
     accepted = None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens)
+    indices, kept_rows = (_delta_rule.widened(x, index_dtype) for x in (state_indices, intermediate_indices))
     cu_seqlens = optional(Tensor.contiguous, query_start_loc)
     scale = head_k_dim**-0.5 if scale is None else scale
     params = GdnDecodeParams(
-        rows, z, b, a, conv_state, weight, bias, A_log, dt_bias, norm_weight, ssm_state, state_indices, accepted, cu_seqlens,
-        rounding_seed if problem.has_rounding else None, o, scale, eps, null_slot,
+        rows, z, b, a, conv_state, weight, bias, A_log, dt_bias, norm_weight, ssm_state, indices, accepted, cu_seqlens,
+        rounding_seed if problem.has_rounding else None, intermediate_states, kept_rows, o, scale, eps, null_slot,
     )  # fmt: skip
     channels_last = conv_state if problem.conv_channels_contiguous else None
-    launch(prepared, params, (o,), aligned=(mixed_qkv, conv_weight, conv_bias, channels_last, ssm_state))
+    aligned_ones = (mixed_qkv, conv_weight, conv_bias, channels_last, ssm_state, intermediate_states)
+    launch(prepared, params, (o,), aligned=aligned_ones)
     return o

@@ -16,7 +16,13 @@ from gdn.runtime.registry import Backend
 
 
 @operator(
-    writes={"out": always, "conv_states": always, "ssm_state": always},
+    writes={
+        "out": always,
+        "conv_states": always,
+        "ssm_state": always,
+        "checkpoint_states": always,
+        "checkpoint_windows": always,
+    },
     varies=("mixed_qkv", "query_start_loc"),
     contiguous=("mixed_qkv", "z"),
 )
@@ -29,7 +35,7 @@ def fused_gdn_prefill(
     conv_weight: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     ssm_state: Tensor,
     state_indices: Tensor,
     *,
@@ -46,6 +52,8 @@ def fused_gdn_prefill(
     projection_layout: str = "flat",
     checkpoint_offsets: Tensor | None = None,
     checkpoint_slots: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+    checkpoint_windows: Tensor | None = None,
     state_v_first: bool = False,
     null_slot: int = -1,
     out: Tensor | None = None,
@@ -58,7 +66,7 @@ def fused_gdn_prefill(
         [q | k | v] = activation(conv(mixed_qkv))
         g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
         S = exp(g) S;   u = beta (v - S^T k^);   S = S + k^ u^T;   o = S^T q^ * scale        (^: divided by the L2 norm)
-        result = o / sqrt(mean(o * o) + eps) * norm_weight * gate_activation(z)
+        result = o / sqrt(mean(o * o) + eps) * norm_weight * gate_activation(z)       (o itself where norm_weight is None)
 
     A mixed batch passes its decode rows as sequences of one token with `has_initial_state` True; those with drafts are for
     `fused_gdn_decode`. Symbols: H = num_k_heads, K = head_k_dim, V = head_v_dim; HV, the length of `A_log`, is a multiple of H,
@@ -72,7 +80,8 @@ def fused_gdn_prefill(
         [tokens, H * (2 * K + 2 * r * V)], per key-head group as in `fused_qkvzba_split_reshape_cat`.
     z : Tensor [tokens, HV, V] or None
         Input of the output gate, any float dtype and row stride; copied, and logged once, where rows are not contiguous or do not
-        start at multiples of 16 bytes, or a stride is 0 (`expand`). None with the interleaved layout.
+        start at multiples of 16 bytes, or a stride is 0 (`expand`). None with the interleaved layout, and without
+        `norm_weight`.
     b : Tensor [tokens, HV]
         Raw write strength, any float dtype and row stride. With the interleaved layout the whole in_proj_ba output
         [tokens, 2 * HV], per key-head group.
@@ -82,8 +91,11 @@ def fused_gdn_prefill(
         Windows of the convolution as in `causal_conv1d_fn`, channels always in flat order [q | k | v]; updated in place.
     conv_weight : Tensor [2 * H * K + HV * V, w]
         Filter of the convolution, w >= 2, any float dtype, channels in flat order.
-    A_log, dt_bias, norm_weight : Tensor [HV], Tensor [HV], Tensor [V]
-        Logarithm of the decay rate, bias of the raw decay gate, and gain of the RMS norm; any float dtypes.
+    A_log, dt_bias : Tensor [HV], Tensor [HV]
+        Logarithm of the decay rate, and bias of the raw decay gate; any float dtypes.
+    norm_weight : Tensor [V] or None
+        Gain of the RMS norm, any float dtype. None = neither norm nor output gate: the result is o, rounded once, and columns of
+        z in `mixed_qkv` are skipped.
     ssm_state : Tensor [slots, HV, K, V]
         State pool, float32 or bfloat16 ([slots, HV, V, K] with `state_v_first`), updated in place: inner three dimensions
         contiguous, slot stride and address multiples of 16 bytes. Both pools may be strided views of one buffer of pages, as
@@ -109,6 +121,9 @@ def fused_gdn_prefill(
     checkpoint_offsets, checkpoint_slots : Tensor [>= N, C], optional
         Token counts, multiples of 64, and slots: window and state after that many tokens of this call are also stored in that
         slot of either pool. 0 stores nothing. As for `chunk_gated_delta_rule`.
+    checkpoint_states, checkpoint_windows : Tensor [rows, HV, K, V], Tensor [rows, 2 * H * K + HV * V, columns >= w - 1], optional
+        Where checkpoints go instead of the pools: `checkpoint_slots` are then rows of both. With one of them alone, states or
+        windows alone are kept. As for `chunk_gated_delta_rule` and `causal_conv1d_fn`.
     state_v_first, null_slot : bool, int
         Layout of a state, and largest slot index that means padding, >= -1 (vLLM's convention is 0).
     out : Tensor [tokens, HV * V], optional
@@ -131,7 +146,8 @@ def fused_gdn_prefill(
     .. [1] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layer's steps and projections).
     """
     dims = (num_k_heads, head_k_dim, head_v_dim)
-    heads = check_projections(mixed_qkv, z, b, a, A_log, dims, projection_layout, ("flat", "interleaved"))
+    layouts, has_norm = ("flat", "interleaved"), norm_weight is not None
+    heads = check_projections(mixed_qkv, z, b, a, A_log, dims, projection_layout, layouts, has_norm)
     layer = Layer(conv_weight, conv_bias, dt_bias, norm_weight, activation, gate_activation, eps)
     channels = check_layer(layer, mixed_qkv, heads, dims)
     device, length = mixed_qkv.device, mixed_qkv.shape[0]
@@ -144,15 +160,22 @@ def fused_gdn_prefill(
     _delta_rule.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
     check.per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
     check.checkpoints(checkpoint_offsets, checkpoint_slots, ("state_indices", state_indices), count)
+    check.needs_checkpoints("checkpoint_states", checkpoint_states, checkpoint_offsets)
+    check.needs_checkpoints("checkpoint_windows", checkpoint_windows, checkpoint_offsets)
+    if checkpoint_states is not None:
+        _delta_rule.check_pool("checkpoint_states", checkpoint_states, sizes, state_v_first, mixed_qkv, num_slots="rows")
+    if checkpoint_windows is not None:
+        check.windows("checkpoint_windows", checkpoint_windows, channels, conv_weight.shape[1] - 1, device, slots="rows")
     check.out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
     if reads_values(device):
         bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, length, device)
+        kept = (checkpoint_states, checkpoint_windows)
+        in_pools = kept == (None, None)
         touched = _values.prefill_slots(
             "state_indices", bounds, state_indices, null_slot, has_initial_state=has_initial_state,
-            checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots,
+            checkpoint_offsets=checkpoint_offsets if in_pools else None, checkpoint_slots=checkpoint_slots if in_pools else None,
         )  # fmt: skip
-        if checkpoint_offsets is not None:
-            _values.check_checkpoint_offsets("checkpoint_offsets", checkpoint_offsets, touched.is_live, multiple=64)
+        _values.check_checkpoints(checkpoint_offsets, checkpoint_slots, kept, bounds, touched.is_live, null_slot)
         _values.check_touched(touched, ssm_state, null_slot)
         _values.check_touched(touched, conv_states, null_slot)
         if mixed_qkv.dtype == torch.float16 and validates(device):
@@ -170,6 +193,7 @@ def fused_gdn_prefill(
         dtype=dtype_name(mixed_qkv.dtype),
         **dtypes_of(z=z, a=a, b=b, weight=conv_weight, bias=conv_bias, norm=norm_weight),
         **dtypes_of(conv=conv_states, state=ssm_state, cu_seqlens=query_start_loc),
+        **dtypes_of(checkpoint_state=checkpoint_states, checkpoint_window=checkpoint_windows),
         conv_channels_contiguous=is_aligned(conv_states.mT),
         state_v_first=state_v_first,
         index_dtype=dtype_name(index_dtype),
@@ -192,13 +216,15 @@ def fused_gdn_prefill(
         rows = described("mixed_qkv", rows)  # z is part of it
     params = GdnPrefillParams(
         rows, None if z is None else described("z", aligned("z", z)), b, a, conv_states, constant(conv_weight),
-        optional(constant, conv_bias), make(_float32, A_log), make(_float32, dt_bias), constant(norm_weight), ssm_state, slots,
-        optional(Tensor.contiguous, has_initial_state), query_start_loc.contiguous(), checkpoint_offsets, checkpoint_slots,
-        described("out", written.view(length, heads, head_v_dim)), new(torch.uint8, device, prepared.workspace_bytes),
+        optional(constant, conv_bias), make(_float32, A_log), make(_float32, dt_bias), optional(constant, norm_weight), ssm_state,
+        slots, optional(Tensor.contiguous, has_initial_state), query_start_loc.contiguous(), checkpoint_offsets, checkpoint_slots,
+        checkpoint_states, checkpoint_windows, described("out", written.view(length, heads, head_v_dim)),
+        new(torch.uint8, device, prepared.workspace_bytes),
         head_k_dim**-0.5 if scale is None else scale, eps, null_slot,
     )  # fmt: skip
     channels_last = conv_states if problem.conv_channels_contiguous else None
-    launch(prepared, params, (o,), aligned=(mixed_qkv, z, conv_weight, conv_bias, norm_weight, channels_last, ssm_state, out))
+    aligned_ones = (mixed_qkv, z, conv_weight, conv_bias, norm_weight, channels_last, ssm_state, checkpoint_states, out)
+    launch(prepared, params, (o,), aligned=aligned_ones)
     return o if written is o else o.copy_(written)
 
 

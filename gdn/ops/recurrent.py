@@ -11,8 +11,9 @@ from gdn.ops import _delta_rule, _values
 from gdn.ops._call import NEW, always, launch, make, operator, prepare, reads_values, validates
 from gdn.ops._check import INDEX_DTYPES, bad_value
 from gdn.ops._constants import row_indices
+from gdn.ops._intermediate import check_intermediate, check_intermediate_values
 from gdn.ops._modes import is_empty
-from gdn.ops._tensors import as_int32, common_dtype, constant, given_of
+from gdn.ops._tensors import as_int32, common_dtype, constant, dtypes_of, given_of
 from gdn.problems import RecurrentParams, RecurrentProblem
 from gdn.runtime.registry import Backend
 
@@ -31,7 +32,10 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 @operator(
-    writes={"out": always, "initial_state": _in_place}, returns=_returns, varies=("q", "cu_seqlens"), contiguous=("q", "k", "v")
+    writes={"out": always, "initial_state": _in_place, "intermediate_states": always},
+    returns=_returns,
+    varies=("q", "cu_seqlens"),
+    contiguous=("q", "k", "v"),
 )
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
@@ -57,6 +61,8 @@ def fused_recurrent_gated_delta_rule(
     disable_state_update: bool = False,
     parent_token: Tensor | None = None,
     rounding_seed: Tensor | None = None,
+    intermediate_states: Tensor | None = None,
+    intermediate_indices: Tensor | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
     backend: Backend | None = None,
@@ -105,11 +111,17 @@ def fused_recurrent_gated_delta_rule(
     disable_state_update : bool
         True writes no state (a verification that is committed later).
     parent_token : Tensor [tokens] or [B, T] of int32, optional
-        Draft tree, with 2-D indices: token i of a sequence continues the state after token parent_token[i] of the same
-        sequence (less than i), or the starting state where it is -1.
+        Draft tree, with 2-D indices or `intermediate_states`: token i of a sequence continues the state after token
+        parent_token[i] of the same sequence (less than i), or the starting state where it is -1.
     rounding_seed : Tensor [1] of int64, optional
         Seed on the device: states stored in a bfloat16 pool are rounded stochastically, with the noise that
         `gdn.reference.rounding` defines. None = rounded to nearest. No effect on float32 states.
+    intermediate_states, intermediate_indices : Tensor [rows, T_max, HS, K, V] and Tensor [>= N], optional
+        A verification that is committed later: the state after token i of sequence n goes to
+        intermediate_states[intermediate_indices[n], i], and nothing to the pool. Both together, with 1-D `ssm_state_indices`, the
+        slots to start from. float32 or bfloat16, [rows, T_max, HS, V, K] with `state_v_first`: inner three dimensions contiguous,
+        the two strides and the address multiples of 16 bytes; rows int32 or int64. Tokens from T_max on are not stored; a row
+        <= `null_slot` stores nothing.
     null_slot, out : int, Tensor [B, T, HS, V] or None
         Largest slot index that means padding, and tensor to write o into, as for `chunk_gated_delta_rule`.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -159,7 +171,12 @@ def fused_recurrent_gated_delta_rule(
         _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q, num_slots=count)
     elif initial_state is not None:
         _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
-    _check_optional(sizes, given, ssm_state_indices, final_state_indices, num_accepted_tokens, parent_token)
+    check_intermediate(
+        intermediate_states, intermediate_indices, sizes, state_v_first, q, starts=("ssm_state_indices", ssm_state_indices),
+        unused={"final_state_indices": final_state_indices, "rounding_seed": rounding_seed}, has_offsets=cu_seqlens is not None,
+    )  # fmt: skip
+    is_kept = intermediate_states is not None
+    _check_optional(sizes, given, ssm_state_indices, final_state_indices, num_accepted_tokens, parent_token, is_kept)
     check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     if reads_values(device):
         bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, device)
@@ -167,7 +184,7 @@ def fused_recurrent_gated_delta_rule(
         if ssm_state_indices is not None and initial_state is not None:
             touched = _values.decode_slots(
                 "ssm_state_indices", bounds, ssm_state_indices, null_slot, num_accepted_tokens=num_accepted_tokens,
-                final_indices=final_state_indices, is_updated=not disable_state_update,
+                final_indices=final_state_indices, is_updated=not (disable_state_update or is_kept),
             )  # fmt: skip
             if num_accepted_tokens is not None and validates(device):
                 _values.check_accepted(num_accepted_tokens, ssm_state_indices.shape[1], bounds, ssm_state_indices, null_slot)
@@ -175,11 +192,12 @@ def fused_recurrent_gated_delta_rule(
                 _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
             _values.check_touched(touched, initial_state, null_slot)
             is_live = touched.is_live
+            check_intermediate_values(intermediate_states, intermediate_indices, is_live, null_slot)
         _delta_rule.check_decays(given, bounds, is_live)
 
     # In place without indices: initial_state is a pool with one slot per sequence.
-    index_dtype = common_dtype(ssm_state_indices, final_state_indices)
-    writes = not disable_state_update and (is_inplace or output_final_state)
+    index_dtype = common_dtype(ssm_state_indices, final_state_indices, intermediate_indices)
+    writes = not (disable_state_update or is_kept) and (is_inplace or output_final_state)
     if not writes:
         final_state_indices = None
     is_bfloat16 = initial_state is not None and initial_state.dtype == torch.bfloat16
@@ -190,6 +208,7 @@ def fused_recurrent_gated_delta_rule(
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         has_final_state=writes,
         write_every_token=ssm_state_indices is not None and ssm_state_indices.dim() == 2,
+        **dtypes_of(intermediate=intermediate_states),
         **given_of(final_indices=final_state_indices, accepted=num_accepted_tokens, parent=parent_token, rounding=rounding_seed),
     )
     prepared = prepare(problem, device, backend)
@@ -203,7 +222,9 @@ def fused_recurrent_gated_delta_rule(
         return o, returned
 
     tokens, cu_seqlens = _delta_rule.pack(sizes, given, by_descriptor=False)
-    indices, final_state_indices = (_delta_rule.widened(x, index_dtype) for x in (ssm_state_indices, final_state_indices))
+    indices, final_state_indices, intermediate_indices = (
+        _delta_rule.widened(x, index_dtype) for x in (ssm_state_indices, final_state_indices, intermediate_indices)
+    )
     if is_inplace and indices is None:
         indices, null_slot = make(functools.partial(row_indices, count, device)), -1
     if not is_inplace and initial_state is not None:
@@ -212,18 +233,21 @@ def fused_recurrent_gated_delta_rule(
     parents = None if parent_token is None else parent_token.reshape(-1).contiguous()
     scale = sizes.head_k_dim**-0.5 if scale is None else scale
     params = RecurrentParams(
-        *tokens, initial_state, indices, accepted, final_state, final_state_indices, cu_seqlens, parents, rounding_seed, written,
-        scale, null_slot,
+        *tokens, initial_state, indices, accepted, final_state, final_state_indices, cu_seqlens, parents, rounding_seed,
+        intermediate_states, intermediate_indices, written, scale, null_slot,
     )  # fmt: skip
-    launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, out))
+    launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, intermediate_states, out))
     return _delta_rule.finish(o, written), returned
 
 
 def _check_optional(
     sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, slots: Tensor | None, last: Tensor | None, accepted: Tensor | None,
-    parent: Tensor | None,
+    parent: Tensor | None, is_kept: bool,
 ) -> None:  # fmt: skip
-    """Checks the arguments that need indices: final_state_indices, num_accepted_tokens and parent_token."""
+    """Checks the arguments that need indices: final_state_indices, num_accepted_tokens and parent_token.
+
+    is_kept: intermediate_states are given, which serve a draft tree too.
+    """
     count, device, has_columns = sizes.num_sequences, given.q.device, slots is not None and slots.dim() == 2
     has_offsets = given.cu_seqlens is not None
     if last is not None:
@@ -236,6 +260,7 @@ def _check_optional(
     if parent is not None:
         shape = (sizes.num_tokens,) if parent.dim() == 1 else (sizes.batch, sizes.length)
         check.tensor("parent_token", parent, shape=shape, dtypes=(torch.int32,), device=device)
-    for name, tensor in (("num_accepted_tokens", accepted), ("parent_token", parent)):
-        if tensor is not None and not has_columns:
-            bad_value(name, "None without 2-D ssm_state_indices", "a tensor")
+    if accepted is not None and not has_columns:
+        bad_value("num_accepted_tokens", "None without 2-D ssm_state_indices", "a tensor")
+    if parent is not None and not (has_columns or is_kept):
+        bad_value("parent_token", "None without 2-D ssm_state_indices or intermediate_states", "a tensor")

@@ -76,8 +76,15 @@ class ChunkProblem(DeltaRuleProblem, op="chunk"):
 
     has_mask: bool = field(metadata=COMPILES)  # has_initial_state given
     has_checkpoints: bool = field(metadata=COMPILES)  # checkpoint_offsets / checkpoint_slots given
+    # Of checkpoint_states; None = checkpoints go to the pool.
+    checkpoint_state_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
     num_tokens: int = size()
     num_sequences: int = size()
+
+    @property
+    def checkpoint_index_dtype(self) -> str:
+        """Of checkpoint_slots."""
+        return self.index_dtype or "int64"
 
     def flops(self) -> int:
         # The chunk form at 64 tokens: K K^T, Q K^T (per state head), the two 64-wide products, and three with the state.
@@ -109,7 +116,8 @@ class ChunkParams(NamedTuple):
     final_state_indices: Tensor  # [>= N]: the slots to write; None: those of state_indices
     cu_seqlens: Tensor  # [N + 1] contiguous
     checkpoint_offsets: Tensor  # [N, C] int32 contiguous: tokens after which a state is stored, 0 = none; None: no checkpoints
-    checkpoint_slots: Tensor  # [N, C] contiguous, dtype of state_indices; None: no checkpoints
+    checkpoint_slots: Tensor  # [N, C] contiguous, of checkpoint_index_dtype; None: no checkpoints
+    checkpoint_states: Tensor  # [rows, HS, K, V] (or V first) as the pool, of checkpoint_state_dtype: what checkpoint_slots index
     out: Tensor  # [1, L, HS, V], as q
     workspace: Tensor  # uint8 [workspace_bytes(problem, config)], 256-byte aligned, contents undefined; None where that is 0
     scale: float
@@ -181,6 +189,8 @@ class RecurrentProblem(DeltaRuleProblem, op="recurrent"):
     has_accepted: bool = field(metadata=COMPILES)  # num_accepted_tokens given
     has_parent: bool = field(metadata=TUNES)  # tree drafts
     has_rounding: bool = field(metadata=COMPILES)  # stochastic rounding of a bf16 state
+    # Of intermediate_states, which take the state after every token instead of the pool; None = not given.
+    intermediate_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
     num_tokens: int = size()
     num_sequences: int = size()
 
@@ -189,7 +199,9 @@ class RecurrentProblem(DeltaRuleProblem, op="recurrent"):
 
     def bytes_moved(self) -> int:
         written = self.num_tokens if self.write_every_token else self.num_sequences
-        return self.num_tokens * self._token_bytes() + self._state_bytes(self.num_sequences, written)
+        state = self.num_state_heads * self.head_k_dim * self.head_v_dim
+        intermediate = self.num_tokens * state * dtype_bytes(self.intermediate_dtype)
+        return self.num_tokens * self._token_bytes() + self._state_bytes(self.num_sequences, written) + intermediate
 
 
 class RecurrentParams(NamedTuple):
@@ -210,6 +222,10 @@ class RecurrentParams(NamedTuple):
     cu_seqlens: Tensor  # [N + 1] contiguous
     parent_token: Tensor  # [L] int32 contiguous: draft trees; None: each token follows the one before
     rounding_seed: Tensor  # [1] int64; None: round to nearest
+    # [rows, T_max, HS, K, V] (or V first) of intermediate_dtype: inner three dims contiguous, strides of rows and tokens any
+    # multiples of 16 bytes. None without intermediate_dtype.
+    intermediate_states: Tensor
+    intermediate_indices: Tensor  # [>= N] of index_dtype, any stride: the row of each sequence, null = nothing is stored
     out: Tensor  # [1, L, HS, V], as q; every row is written
     scale: float
     null_slot: int
@@ -237,7 +253,7 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
     bias_dtype: str | None = field(metadata=COMPILES)
     A_log_dtype: str = field(metadata=COMPILES)
     dt_bias_dtype: str = field(metadata=COMPILES)
-    norm_dtype: str = field(metadata=COMPILES)
+    norm_dtype: str | None = field(metadata=COMPILES)  # None = no norm and no gate: the result is o
     conv_dtype: str = field(metadata=COMPILES)  # of the windows
     conv_channels_contiguous: bool = field(metadata=TUNES)  # as ConvolutionProblem.state_channels_contiguous
     state_dtype: str = field(metadata=TUNES)  # float32 | bfloat16
@@ -251,6 +267,8 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
     has_columns: bool = field(metadata=TUNES)  # 2-D indices: drafts
     has_accepted: bool = field(metadata=COMPILES)  # num_accepted_tokens given
     has_rounding: bool = field(metadata=COMPILES)  # stochastic rounding of a bf16 state
+    # Of intermediate_states, which take the state after every token: nothing goes to the pools then. None = not given.
+    intermediate_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
     num_tokens: int = size()
     num_sequences: int = size()
 
@@ -258,6 +276,10 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
     def dim(self) -> int:
         """Channels of the convolution."""
         return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+    @property
+    def has_norm(self) -> bool:
+        return self.norm_dtype is not None
 
     def flops(self) -> int:
         return self.num_tokens * (self.num_v_heads * 6 * self.head_k_dim * self.head_v_dim + 2 * self.dim * self.width)
@@ -267,13 +289,19 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
         state = values * self.head_k_dim * DTYPE_BYTES[self.state_dtype]
         states = self.num_sequences + (self.num_tokens if self.has_columns else self.num_sequences)
         columns = 2 * self.num_sequences * (self.width - 1)
+        intermediate = 0
+        if self.intermediate_dtype is not None:
+            states, columns = self.num_sequences, columns // 2
+            intermediate = self.num_tokens * values * self.head_k_dim * DTYPE_BYTES[self.intermediate_dtype]
         if self.has_columns:
             columns = self.num_sequences * (2 * self.width - 3) + self.num_tokens
         b_dtype = self.b_dtype or self.dtype
+        z_bytes = values * DTYPE_BYTES[self.z_dtype or self.dtype] if self.has_norm else 0
         gates = self.num_v_heads * (DTYPE_BYTES[b_dtype] + DTYPE_BYTES[self.a_dtype or b_dtype])
-        row = (self.dim + values) * DTYPE_BYTES[self.dtype] + values * DTYPE_BYTES[self.z_dtype or self.dtype] + gates
+        row = (self.dim + values) * DTYPE_BYTES[self.dtype] + z_bytes + gates
         filters = self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + dtype_bytes(self.bias_dtype))
-        return states * state + columns * self.dim * DTYPE_BYTES[self.conv_dtype] + self.num_tokens * row + filters
+        windows = columns * self.dim * DTYPE_BYTES[self.conv_dtype]
+        return states * state + intermediate + windows + self.num_tokens * row + filters
 
 
 class GdnDecodeParams(NamedTuple):
@@ -290,12 +318,14 @@ class GdnDecodeParams(NamedTuple):
     conv_bias: Tensor  # [2 * H * K + HV * V] contiguous, base a multiple of 16 bytes; None: no bias
     A_log: Tensor  # [HV], any stride
     dt_bias: Tensor  # [HV], any stride
-    norm_weight: Tensor  # [V], any stride
+    norm_weight: Tensor | None  # [V], any stride; None without norm_dtype
     ssm_state: Tensor  # [slots, HV, K, V] (or V first), updated in place; slot stride any multiple of 16 bytes
     state_indices: Tensor  # [>= N], or with has_columns [>= N, columns], any strides
     num_accepted_tokens: Tensor  # [>= N] int32, any stride; None: 1 of each sequence
     cu_seqlens: Tensor  # [N + 1] contiguous; None: one token per sequence
     rounding_seed: Tensor  # [1] int64; None: round to nearest
+    intermediate_states: Tensor  # as in RecurrentParams
+    intermediate_indices: Tensor  # as in RecurrentParams
     out: Tensor  # [L, HV * V], last dim contiguous; every row is written
     scale: float
     eps: float

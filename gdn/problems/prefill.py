@@ -26,7 +26,7 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
     b_dtype: str = field(metadata=COMPILES)
     weight_dtype: str = field(metadata=COMPILES)
     bias_dtype: str | None = field(metadata=COMPILES)
-    norm_dtype: str = field(metadata=COMPILES)
+    norm_dtype: str | None = field(metadata=COMPILES)  # None = no norm and no gate: the result is o
     conv_dtype: str = field(metadata=COMPILES)  # of the windows
     conv_channels_contiguous: bool = field(metadata=TUNES)  # as ConvolutionProblem.state_channels_contiguous
     state_dtype: str = field(metadata=TUNES)  # float32 | bfloat16
@@ -38,6 +38,9 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
     gate_sigmoid: bool = field(metadata=COMPILES)  # the norm's gate: sigmoid(z), else silu(z)
     has_mask: bool = field(metadata=COMPILES)  # has_initial_state given
     has_checkpoints: bool = field(metadata=COMPILES)  # checkpoint_offsets / checkpoint_slots given
+    # Of checkpoint_states and checkpoint_windows; both None = checkpoints go to the pools, one None = that kind is not kept.
+    checkpoint_state_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
+    checkpoint_window_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
     num_tokens: int = size()
     num_sequences: int = size()
 
@@ -45,6 +48,20 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
     def dim(self) -> int:
         """Channels of the convolution."""
         return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+    @property
+    def has_norm(self) -> bool:
+        return self.norm_dtype is not None
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a checkpoint stores the state."""
+        return self.has_checkpoints and (self.checkpoint_state_dtype is not None or self.checkpoint_window_dtype is None)
+
+    @property
+    def keeps_windows(self) -> bool:
+        """Whether a checkpoint stores the window."""
+        return self.has_checkpoints and (self.checkpoint_window_dtype is not None or self.checkpoint_state_dtype is None)
 
     def flops(self) -> int:
         # The chunk form at 64 tokens, as ChunkProblem counts it.
@@ -54,7 +71,9 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
     def bytes_moved(self) -> int:
         values = self.num_v_heads * self.head_v_dim
         gates = self.num_v_heads * (DTYPE_BYTES[self.b_dtype] + DTYPE_BYTES[self.a_dtype or self.b_dtype])
-        row = (self.dim + values) * DTYPE_BYTES[self.dtype] + values * DTYPE_BYTES[self.z_dtype or self.dtype] + gates
+        row = (self.dim + values) * DTYPE_BYTES[self.dtype] + gates
+        if self.has_norm:
+            row += values * DTYPE_BYTES[self.z_dtype or self.dtype]
         filters = self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + dtype_bytes(self.bias_dtype))
         window = (self.width - 1) * self.dim * DTYPE_BYTES[self.conv_dtype]
         state = values * self.head_k_dim * DTYPE_BYTES[self.state_dtype]
@@ -73,13 +92,15 @@ class GdnPrefillParams(NamedTuple):
     conv_bias: Tensor  # [2 * H * K + HV * V] contiguous, base a multiple of 16 bytes; None: no bias
     A_log: Tensor  # [HV] float32 contiguous
     dt_bias: Tensor  # [HV] float32 contiguous
-    norm_weight: Tensor  # [V] contiguous, base a multiple of 16 bytes
+    norm_weight: Tensor | None  # [V] contiguous, base a multiple of 16 bytes; None without norm_dtype
     ssm_state: Tensor  # [slots, HV, K, V] (or V first), updated in place; slot stride any multiple of 16 bytes
     state_indices: Tensor  # [>= N], any stride
     has_initial_state: Tensor  # [>= N] bool contiguous; None: all True
     cu_seqlens: Tensor  # [N + 1] contiguous
     checkpoint_offsets: Tensor  # [>= N, C] int32 contiguous: tokens after which states are stored, 0 = none; None: no checkpoints
     checkpoint_slots: Tensor  # [>= N, C] contiguous, dtype of state_indices; None: no checkpoints
+    checkpoint_states: Tensor  # [rows, HV, K, V] (or V first), as ssm_state, of checkpoint_state_dtype; None without it
+    checkpoint_windows: Tensor  # [rows, 2 * H * K + HV * V, columns], any strides, of checkpoint_window_dtype; None without it
     out: Tensor  # [L, HV, V], heads of a row next to each other, rows at multiples of 16 bytes; every row is written
     workspace: Tensor  # uint8 [workspace_bytes(problem, config)], 256-byte aligned, contents undefined
     scale: float

@@ -42,6 +42,8 @@ class Conv1dProblem(ConvolutionProblem, op="conv1d"):
 
     has_mask: bool = field(metadata=COMPILES)  # has_initial_state given
     checkpoint_dtype: str | None = field(metadata=COMPILES)  # int32 | int64; None = no checkpoints
+    # Of checkpoint_windows; None = checkpoints go to the pool.
+    checkpoint_window_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
     num_tokens: int = size()
     num_sequences: int = size()
 
@@ -68,6 +70,7 @@ class Conv1dParams(NamedTuple):
     has_initial_state: Tensor | None  # [>= N] uint8 (bool viewed as bytes), contiguous; None without has_mask: all True
     checkpoint_offsets: Tensor | None  # [>= N, C] of checkpoint_dtype, any strides; None without checkpoint_dtype
     checkpoint_slots: Tensor | None  # like checkpoint_offsets
+    checkpoint_windows: Tensor | None  # [rows, dim, >= width - 1] of checkpoint_window_dtype, any strides; None without it
     out: Tensor  # [L, dim] like x
     null_slot: int  # slots up to this one are padding
 

@@ -17,7 +17,7 @@ def causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, conv_states: Tensor | None = None,
     query_start_loc: Tensor | None = None, cache_indices: Tensor | None = None, has_initial_state: Tensor | None = None,
     activation: str | None = "silu", checkpoint_offsets: Tensor | None = None, checkpoint_slots: Tensor | None = None,
-    null_slot: int = -1, out: Tensor | None = None,
+    checkpoint_windows: Tensor | None = None, null_slot: int = -1, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`gdn.causal_conv1d_fn`: packed prefill, x [tokens, dim]."""
     window = weight.shape[1] - 1
@@ -25,6 +25,7 @@ def causal_conv1d_fn(
     sequences = [(0, x.shape[0])] if query_start_loc is None else ranges(query_start_loc)
     slots = list(range(len(sequences))) if cache_indices is None else cache_indices.tolist()
     is_continued, offsets, offset_slots = map(listed, (has_initial_state, checkpoint_offsets, checkpoint_slots))
+    kept = conv_states if checkpoint_windows is None else checkpoint_windows
 
     for n, (start, end) in enumerate(sequences):
         if start == end or (cache_indices is not None and slots[n] <= null_slot):
@@ -35,13 +36,12 @@ def causal_conv1d_fn(
             history = conv_states[slots[n], :, :window].to(x.dtype)
         line = torch.cat([history, tokens], dim=1)  # column i + window is token i
         y[start:end] = _convolve(line, weight, bias, activation).t().to(y.dtype)
-        if conv_states is None:
-            continue
-        conv_states[slots[n], :, :window] = line[:, line.shape[1] - window :].to(conv_states.dtype)
-        if offsets is not None:
+        if conv_states is not None:
+            conv_states[slots[n], :, :window] = line[:, line.shape[1] - window :].to(conv_states.dtype)
+        if offsets is not None and kept is not None:
             for offset, slot in zip(offsets[n], offset_slots[n], strict=True):
                 if 0 < offset <= end - start and slot > null_slot:
-                    conv_states[slot, :, :window] = line[:, offset : offset + window].to(conv_states.dtype)
+                    kept[slot, :, :window] = line[:, offset : offset + window].to(kept.dtype)
     return y if out is None else out.copy_(y)
 
 

@@ -29,8 +29,8 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None, head_first: bool = False, *, state_v_first: bool = False, use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None, dt_bias: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False,
     state_indices: Tensor | None = None, has_initial_state: Tensor | None = None, final_state_indices: Tensor | None = None,
-    checkpoint_offsets: Tensor | None = None, checkpoint_slots: Tensor | None = None, null_slot: int = -1,
-    out: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None, checkpoint_slots: Tensor | None = None, checkpoint_states: Tensor | None = None,
+    null_slot: int = -1, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`gdn.chunk_gated_delta_rule`, chunk by chunk of 64 tokens."""
     if head_first:
@@ -48,6 +48,7 @@ def chunk_gated_delta_rule(
     write_slots = read_slots if final_state_indices is None else final_state_indices.tolist()
     is_continued = listed(has_initial_state)
     checkpoints: list[list[tuple[int, int]]] = [[] for _ in sequences]
+    kept = initial_state if checkpoint_states is None else checkpoint_states
     if checkpoint_offsets is not None and checkpoint_slots is not None:
         pairs = zip(checkpoint_offsets.tolist(), checkpoint_slots.tolist(), strict=True)
         checkpoints = [list(zip(offsets, slots, strict=True)) for offsets, slots in pairs]
@@ -65,8 +66,8 @@ def chunk_gated_delta_rule(
             o_rows, state = _chunk(state, *tokens.rows(b, first, last))
             o[b, first:last] = o_rows.transpose(0, 1).to(o.dtype)
             for offset, slot in checkpoints[n]:
-                if offset == last - start and offset % CHUNK_SIZE == 0 and slot > null_slot and initial_state is not None:
-                    _store(initial_state, slot, state, state_v_first)
+                if offset == last - start and offset % CHUNK_SIZE == 0 and slot > null_slot and kept is not None:
+                    _store(kept, slot, state, state_v_first)
 
         if state_indices is not None and initial_state is not None:
             if write_slots[n] > null_slot:
@@ -177,7 +178,8 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False, output_final_state: bool = True, final_state_indices: Tensor | None = None,
     disable_state_update: bool = False, parent_token: Tensor | None = None, rounding_seed: Tensor | None = None,
-    null_slot: int = -1, out: Tensor | None = None,
+    intermediate_states: Tensor | None = None, intermediate_indices: Tensor | None = None, null_slot: int = -1,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`gdn.fused_recurrent_gated_delta_rule`, token by token."""
     tokens = _Tokens(
@@ -192,7 +194,7 @@ def fused_recurrent_gated_delta_rule(
     target: Tensor | None = None
     if pooled or inplace_final_state:
         final_state = initial_state if output_final_state else None
-        target = None if disable_state_update else initial_state
+        target = None if disable_state_update or intermediate_states is not None else initial_state
     else:
         wanted = output_final_state and not disable_state_update
         final_state = tokens.new_state(len(sequences), state_v_first) if wanted else None
@@ -202,7 +204,7 @@ def fused_recurrent_gated_delta_rule(
     rows = [[n] for n in range(len(sequences))]
     read_slots = rows if ssm_state_indices is None else _columns(ssm_state_indices)
     write_slots = read_slots if final_state_indices is None else _columns(final_state_indices)
-    accepted = listed(num_accepted_tokens)
+    accepted, kept_rows = listed(num_accepted_tokens), listed(intermediate_indices)
     seed = None if rounding_seed is None else int(rounding_seed.item())
     parents = None if parent_token is None else parent_token.flatten().tolist()
 
@@ -224,6 +226,9 @@ def fused_recurrent_gated_delta_rule(
             o[b, start + i] = o_row.to(o.dtype)
             if parents is not None:
                 history.append(state)
+            if intermediate_states is not None and kept_rows is not None and i < intermediate_states.shape[1]:
+                if kept_rows[n] > null_slot:
+                    _store(intermediate_states[kept_rows[n]], i, state, state_v_first)
             if every_token and target is not None and i < len(write_slots[n]) and write_slots[n][i] > null_slot:
                 _store(target, write_slots[n][i], state, state_v_first, seed)
 

@@ -77,11 +77,12 @@ def add_rms_norm(
 @inference_only
 def fused_gdn_decode(
     mixed_qkv: Tensor, z: Tensor | None, b: Tensor | None, a: Tensor | None, conv_state: Tensor, conv_weight: Tensor,
-    A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, ssm_state: Tensor, state_indices: Tensor, *,
+    A_log: Tensor, dt_bias: Tensor, norm_weight: Tensor | None, ssm_state: Tensor, state_indices: Tensor, *,
     conv_bias: Tensor | None = None, query_start_loc: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
     num_k_heads: int, head_k_dim: int, head_v_dim: int, scale: float | None = None, eps: float = 1e-6,
     activation: str | None = "silu", gate_activation: str = "silu", projection_layout: str = "flat",
-    rounding_seed: Tensor | None = None, state_v_first: bool = False, null_slot: int = -1, out: Tensor | None = None,
+    rounding_seed: Tensor | None = None, intermediate_states: Tensor | None = None, intermediate_indices: Tensor | None = None,
+    state_v_first: bool = False, null_slot: int = -1, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`gdn.fused_gdn_decode`, as the composition of its steps; intermediate results have the dtype of mixed_qkv.
 
@@ -96,7 +97,7 @@ def fused_gdn_decode(
         sizes = [2 * num_k_heads * head_k_dim + values, values, num_v_heads, num_v_heads]
         mixed_qkv, z, b, a = mixed_qkv[:, : sum(sizes)].split_with_sizes(sizes, 1)
         z = z.unflatten(1, (num_v_heads, head_v_dim))
-    assert z is not None and b is not None and a is not None
+    assert b is not None and a is not None
     length = mixed_qkv.shape[0]
     if query_start_loc is None:  # one token each; indices may have more rows than there are tokens
         query_start_loc = torch.arange(length + 1, dtype=torch.int32, device=mixed_qkv.device)
@@ -104,6 +105,8 @@ def fused_gdn_decode(
         state_indices = _without_padding(state_indices, num_accepted_tokens, query_start_loc.shape[0] - 1, null_slot)
 
     slots: dict[str, Any] = {"num_accepted_tokens": num_accepted_tokens, "null_slot": null_slot}
+    if intermediate_states is not None:
+        conv_state = conv_state.clone()  # the pools stay as they are
     window: dict[str, Any] = {"conv_state_indices": state_indices, "query_start_loc": query_start_loc}
     x = causal_conv1d_update(mixed_qkv, conv_state, conv_weight, conv_bias, activation, **window, **slots)
     keys = num_k_heads * head_k_dim
@@ -113,13 +116,16 @@ def fused_gdn_decode(
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     state: dict[str, Any] = {"ssm_state_indices": state_indices, "state_v_first": state_v_first, "rounding_seed": rounding_seed}
     o, _ = fused_recurrent_gated_delta_rule(
-        q, k, v, g[None], beta[None], scale, ssm_state, None, query_start_loc, use_qk_l2norm_in_kernel=True, **state, **slots
-    )
+        q, k, v, g[None], beta[None], scale, ssm_state, None, query_start_loc, use_qk_l2norm_in_kernel=True,
+        intermediate_states=intermediate_states, intermediate_indices=intermediate_indices, **state, **slots,
+    )  # fmt: skip
     o = o[0]
-    is_padding = (o == 0).all(-1, keepdim=True)  # z may hold anything there
-    normed = rms_norm_gated(o, z, norm_weight, eps, gate_activation).masked_fill(is_padding, 0)
-    normed = normed.reshape(length, num_v_heads * head_v_dim)
-    return normed if out is None else out.copy_(normed)
+    if norm_weight is not None:
+        assert z is not None
+        is_padding = (o == 0).all(-1, keepdim=True)  # z may hold anything there
+        o = rms_norm_gated(o, z, norm_weight, eps, gate_activation).masked_fill(is_padding, 0)
+    result = o.reshape(length, num_v_heads * head_v_dim)
+    return result if out is None else out.copy_(result)
 
 
 def _without_padding(state_indices: Tensor, num_accepted_tokens: Tensor | None, count: int, null_slot: int) -> Tensor:

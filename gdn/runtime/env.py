@@ -147,6 +147,11 @@ class Switches:
         "1: vLLM's Gated DeltaNet layers run on these kernels; strict: a layer that would be left to vLLM raises",
         _ON,
     )  # fmt: skip
+    sglang: str = _switch(
+        "GDN_SGLANG", "choice", "0",
+        "1: SGLang offers these kernels as --linear-attn-backend gdn; strict: a call that would be left to SGLang raises",
+        _ON,
+    )  # fmt: skip
     # op -> GDN_BACKEND_<OP>, where set; left out of the hash, since a mapping has none, but not of equality
     backend_of: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     given: frozenset[str] = frozenset()  # names of the variables that were set

@@ -85,12 +85,15 @@ def store_state(spec, params, state, item, row0, pair):
 
 @cute.jit
 def store_checkpoints(spec, params, state, sequence, head, done, row0, pair):
-    """The state after `done` tokens of the sequence, to every slot that asks for it."""
+    """The state after `done` tokens of the sequence, to every slot that asks for it: of the pool, or of a tensor of their own."""
+    target = params.final_state
+    if cutlass.const_expr(params.checkpoint_states is not None):
+        target = params.checkpoint_states
     for column in cutlass.range(cute.size(params.checkpoint_offsets, mode=[1]), unroll=1):
         if Int32(params.checkpoint_offsets[sequence, column]) == done:
             slot = Int64(params.checkpoint_slots[sequence, column])
             if slot > params.null_slot:
-                write_state(spec, params.final_state, slot, state, head, row0, pair)
+                write_state(spec, target, slot, state, head, row0, pair)
 
 
 @cute.jit

@@ -137,6 +137,22 @@ def store_state(
 
 
 @cute.jit
+def store_kept_state(tile: StateTile, row: Int64, token: Int32, place: Place, gStates: cute.Tensor, rState: cute.Tensor):
+    """Stores a state, rounded to nearest, at [row, token] of gStates; the two strides are multiples of 16 bytes."""
+    size = cutlass.const_expr(gStates.element_type.width // 8)
+    width = cutlass.const_expr(min(tile.width, 16 // size))
+    offset = row * gStates.stride[0] + Int64(token) * gStates.stride[1] + offset_in_head(tile, place)
+    target = pointer(gStates, offset, width * size)
+    rValues = cute.make_rmem_tensor(width, Float32)
+    for r, c in tile.accesses(width):
+        step, start, chunk = tile.place_of_access(r, c, width)
+        for e in cutlass.range_constexpr(width):
+            rValues[e] = rState[start + e]
+        if is_live(tile, place, chunk):
+            store_once(rValues, width, target + step)
+
+
+@cute.jit
 def store_once(rX: cute.Tensor, width: Constexpr, target: cute.Pointer):
     """The width elements at target = rX, rounded to target's dtype, in one streaming access."""
     dtype = target.dtype
@@ -151,9 +167,15 @@ def store_once(rX: cute.Tensor, width: Constexpr, target: cute.Pointer):
 @cute.jit
 def state_pointer(tile: StateTile, slot: Int64, place: Place, width: Constexpr, gState: cute.Tensor):
     """Pointer to a thread's first element of a head's state, for accesses of `width` elements."""
+    return pointer(gState, slot * gState.stride[0] + offset_in_head(tile, place), width * gState.element_type.width // 8)
+
+
+@cute.jit
+def offset_in_head(tile: StateTile, place: Place):
+    """Offset of a thread's first element from the first one of a slot."""
     within = place.head * (tile.head_k_dim * tile.head_v_dim)
     if cutlass.const_expr(tile.state_v_first):
         within += place.v_start * tile.head_k_dim + place.lane * tile.vector
     else:
         within += place.lane * (tile.vector * tile.head_v_dim) + place.v_start
-    return pointer(gState, slot * gState.stride[0] + within, width * gState.element_type.width // 8)
+    return within

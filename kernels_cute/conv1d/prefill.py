@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32, Int64
 from gdn.device import DeviceSpec
 from gdn.problems import Conv1dParams, Conv1dProblem
 from kernels_cute.common import build
-from kernels_cute.common.memory import fake
+from kernels_cute.common.memory import fake, store_channels, window_offset
 from kernels_cute.conv1d.convolution import CHANNELS, THREADS, Convolution, fake_common, refusal, slices, threads_fit
 from kernels_cute.conv1d.tiles import find_sequence
 
@@ -66,6 +66,7 @@ def fakes(problem: Conv1dProblem) -> Conv1dParams:
         has_initial_state=fake("uint8" if problem.has_mask else None, None, last=1),
         checkpoint_offsets=offsets,
         checkpoint_slots=slots,
+        checkpoint_windows=fake(problem.checkpoint_window_dtype, cute.sym_int64(), problem.dim, cute.sym_int64()),
     )
 
 
@@ -144,7 +145,7 @@ class Conv1d(Convolution, params=Conv1dParams):
                     for i in cutlass.range_constexpr(history * self.row_places):
                         rLine[i] = rLine[batch * self.row_places + i]
 
-                if cutlass.const_expr(params.conv_states is not None):
+                if cutlass.const_expr(params.conv_states is not None or params.checkpoint_windows is not None):
                     self.store_windows(params, tile, sequence, channel)
             else:
                 self.zero_rows(params.out, first, stop, Int32(1), channel)
@@ -173,20 +174,31 @@ class Conv1d(Convolution, params=Conv1dParams):
             rKept = cute.make_rmem_tensor(self.history * CHANNELS, self.dtype)
             rHistory.fill(0.0)
             rKept.fill(0.0)
-            is_needed = is_continued
-            if cutlass.const_expr(params.checkpoint_slots is None):
-                is_needed = is_continued & (count < self.history)
-            if is_needed:
-                self.load_history(params.conv_states, slot, Int32(0), channel, rHistory)
-            self.load_window(params.x, begin, count, channel, rHistory, rKept)
-            self.store_window(rKept, 0, params.conv_states, slot, channel)
+            if cutlass.const_expr(params.conv_states is not None):
+                is_needed = is_continued
+                if cutlass.const_expr(params.checkpoint_slots is None):
+                    is_needed = is_continued & (count < self.history)
+                if is_needed:
+                    self.load_history(params.conv_states, slot, Int32(0), channel, rHistory)
+                self.load_window(params.x, begin, count, channel, rHistory, rKept)
+                self.store_window(rKept, 0, params.conv_states, slot, channel)
             if cutlass.const_expr(params.checkpoint_slots is not None):
                 for i in cutlass.range(params.checkpoint_offsets.shape[1], unroll=1):
                     tokens = Int64(params.checkpoint_offsets[sequence, i])
                     target = Int64(params.checkpoint_slots[sequence, i])
                     if tokens > 0 and tokens <= count and target > params.null_slot:
                         self.load_window(params.x, begin, Int32(tokens), channel, rHistory, rKept)
-                        self.store_window(rKept, 0, params.conv_states, target, channel)
+                        self.store_checkpoint(params, rKept, target, channel)
+
+    @cute.jit
+    def store_checkpoint(self, params: Conv1dParams, rKept: cute.Tensor, row: Int64, channel: Int32):
+        """Stores a window in a slot of the pool, or in a row of a tensor of its own, whose strides may be others."""
+        if cutlass.const_expr(params.checkpoint_windows is None):
+            self.store_window(rKept, 0, params.conv_states, row, channel)
+        else:
+            for c in cutlass.range_constexpr(self.history):
+                offset = window_offset(params.checkpoint_windows, row, Int32(c), channel)
+                store_channels(rKept, c * CHANNELS, CHANNELS, params.checkpoint_windows, offset, False)
 
 
 fits, configs, compile, launch, workspace_bytes = build.step(

@@ -3,7 +3,7 @@
     [q | k | v] = silu(conv(mixed_qkv))        with its window of width - 1 inputs in a slot
     a = exp(-exp(A_log) softplus(a + dt_bias));   beta = sigmoid(b);   q^ = scale q / |q|;   k^ = k / |k|
     o, S = the delta rule on q^, k^, v, a, beta    (common.delta_rule), S [K, V] float32 in registers over a sequence's tokens
-    out = o / sqrt(mean(o * o) + eps) * norm_weight * silu(z)
+    out = o / sqrt(mean(o * o) + eps) * norm_weight * silu(z)    (without norm_weight: o, rounded once)
 
 Tensors: mixed_qkv [L, 2 * H * K + HV * V] (or interleaved with z, or with z, b and a after it), z [L, HV, V], out [L, HV * V]
 bfloat16 | float16; a, b [L, HV];
@@ -46,6 +46,8 @@ def refusal(problem: GdnDecodeProblem) -> str | None:
     k, v = problem.head_k_dim, problem.head_v_dim
     if k % 32 or v % 32 or not 32 <= k <= 256 or not 32 <= v <= 256:
         return f"requires head dims that are multiples of 32 up to 256, got K={k}, V={v}"
+    if problem.intermediate_dtype not in (None, "float32", "bfloat16"):
+        return f"requires intermediate_states of float32 or bfloat16, got {problem.intermediate_dtype}"
     if not 2 <= problem.width <= 4:
         return f"requires a convolution of width 2 to 4, got {problem.width}"
     others = {
@@ -177,7 +179,9 @@ def compile(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
     indices, accepted = fake(p.index_dtype, *[None] * (1 + p.has_columns)), fake("int32" if p.has_accepted else None, None)
     cu_seqlens, seed = fake(p.cu_seqlens_dtype, None, last=1), fake("int64" if p.has_rounding else None, 1, last=1)
     conv = (conv_state, conv_weight, conv_bias)
-    slots = (ssm_state, indices, accepted, cu_seqlens, seed)
+    kept = fake(p.intermediate_dtype, cute.sym_int64(), cute.sym_int64(), HV, *inner, last=(inner[1], 1))
+    kept_rows = fake(p.index_dtype if p.intermediate_dtype else None, None)
+    slots = (ssm_state, indices, accepted, cu_seqlens, seed, kept, kept_rows)
     scalars = (Float32(1.0), Float32(1e-6), Int64(-1))
     fakes = GdnDecodeParams(mixed_qkv, z, b, a, *conv, A_log, dt_bias, norm_weight, *slots, out, *scalars)
     return build.one_entry("gdn_decode", GdnDecode(Spec(problem, config)), fakes)

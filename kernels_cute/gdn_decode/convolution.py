@@ -101,21 +101,22 @@ def load_gates(spec: Spec, params: GdnDecodeParams, token: Int32, block: Block, 
 
 @cute.jit
 def load_row(spec: Spec, params: GdnDecodeParams, token: Int32, block: Block, registers: Registers):
-    """The token's row after the window in registers.line, and the norm's gate."""
+    """Load the token's row after the window in registers.line, and the norm's gate if there is a norm."""
     gX, gZ, rLine, rZ, place = params.mixed_qkv, params.z, registers.line, registers.z, block.place
     for p in cutlass.range_constexpr(spec.passes):
         offset = Int64(token) * gX.stride[0] + place_in_row(spec, loaded_item(spec, p, block.thread), block)
         load(words(gX, offset, 4 * WORDS), WORDS, rLine, (p * spec.problem.width + spec.history) * WORDS, True)
-    if place.lane < spec.tile.v_per_thread:
-        if cutlass.const_expr(spec.problem.interleaved):
-            k, v = spec.problem.head_k_dim, spec.problem.head_v_dim
-            at = block.key_head * spec.group_width + (2 * k + spec.ratio * v) + block.rank // spec.splits * v
-            rZ[0] = gX[token, at + place.v_start + place.lane].to(Float32)
-        elif cutlass.const_expr(spec.problem.concatenated):
-            at = spec.z_at + place.head * spec.problem.head_v_dim
-            rZ[0] = gX[token, at + place.v_start + place.lane].to(Float32)
-        else:
-            rZ[0] = gZ[token, place.head, place.v_start + place.lane].to(Float32)
+    if cutlass.const_expr(spec.has_norm):
+        if place.lane < spec.tile.v_per_thread:
+            if cutlass.const_expr(spec.problem.interleaved):
+                k, v = spec.problem.head_k_dim, spec.problem.head_v_dim
+                at = block.key_head * spec.group_width + (2 * k + spec.ratio * v) + block.rank // spec.splits * v
+                rZ[0] = gX[token, at + place.v_start + place.lane].to(Float32)
+            elif cutlass.const_expr(spec.problem.concatenated):
+                at = spec.z_at + place.head * spec.problem.head_v_dim
+                rZ[0] = gX[token, at + place.v_start + place.lane].to(Float32)
+            else:
+                rZ[0] = gZ[token, place.head, place.v_start + place.lane].to(Float32)
 
 
 def is_mine(spec: Spec, item: Any, rank: Any) -> Any:

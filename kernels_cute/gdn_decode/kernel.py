@@ -126,14 +126,15 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
     if cutlass.const_expr(spec.has_several_tokens):
         load_gates(spec, params, sequence.begin, block, rGates)
     norm_weight = Float32(0.0)
-    if place.lane < spec.tile.v_per_thread:
-        norm_weight = params.norm_weight[place.v_start + place.lane].to(Float32)
+    if cutlass.const_expr(spec.has_norm):
+        if place.lane < spec.tile.v_per_thread:
+            norm_weight = params.norm_weight[place.v_start + place.lane].to(Float32)
     load_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, registers.state)
 
     storage = cutlass.utils.SmemAllocator().allocate(spec.storage())
     tokens, sums, parts = [part.data_ptr().toint() for part in (storage.tokens, storage.sums, storage.warp_parts)]
     shared = Shared(tokens, sums, storage.sums_full.data_ptr(), parts)
-    if cutlass.const_expr(spec.splits > 1):
+    if cutlass.const_expr(spec.sends_squares):
         if block.thread == 0:
             init_barriers(spec.barriers, storage, 0)
             cute.arch.mbarrier_init_fence()

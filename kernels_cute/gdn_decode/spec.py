@@ -70,6 +70,8 @@ class Spec:
         self.splits = v // tiles.block_v  # blocks of a value head
         self.cluster = self.ratio * self.splits  # blocks of a key head and sequence
         self.warps = tiles.threads // 32
+        self.has_norm = p.has_norm
+        self.sends_squares = self.has_norm and self.splits > 1  # between the blocks of a value head
         self.parts = self.splits * self.warps  # of a sum over the head: one of each of its warps
         self.parity_bytes = -(-self.parts // 4) * 16  # of the sums of a token in shared memory, read four at a time
         self.history = p.width - 1  # inputs of a window

@@ -11,7 +11,7 @@ from kernels_cute.common import ptx
 from kernels_cute.common.delta_rule import HeadGate, Work, add_products, combine, decay, make_work, row_factors, store_out, update
 from kernels_cute.common.memory import narrowed, sigmoid
 from kernels_cute.common.state_sums import Exchange, add_up
-from kernels_cute.common.state_tile import Place, store_state
+from kernels_cute.common.state_tile import Place, store_kept_state, store_state
 from kernels_cute.gdn_decode.convolution import convolve, load_gates, load_row, store_column
 from kernels_cute.gdn_decode.spec import CHANNELS, WORDS, Block, Registers, Sequence, Shared, Spec, column_in_head
 
@@ -34,29 +34,38 @@ def run_token(
     work = make_work(tile, 2 * tile.v_per_thread + 3)
     multiply(spec, shared.tokens, place.lane, rState, work)
     add_up(tile, work.sums, 2 * tile.v_per_thread + 3, Exchange(shared.warp_parts, step % 2))
-    o_value, squares = finish(spec, block, (alpha, beta, params.scale), work, shared.tokens)
+    value, squares = finish(spec, block, (alpha, beta, params.scale), work, shared.tokens)
 
     if cutlass.const_expr(spec.cluster > 1):
         if step == 0:
             cute.arch.cluster_wait()
     parity = step % 2
-    send_squares(spec, block, squares, parity, shared)
+    if cutlass.const_expr(spec.has_norm):
+        send_squares(spec, block, squares, parity, shared)
 
     # While the sums are under way: the window's new columns, the next token's inputs, and the state.
     move_windows(spec, params, block, sequence, step, registers.line)
-    z = registers.z[0]
-    norm_gate = sigmoid(z) if spec.problem.gate_sigmoid else z * sigmoid(z)
+    norm_gate = Float32(1.0)
+    if cutlass.const_expr(spec.has_norm):
+        z = registers.z[0]
+        norm_gate = sigmoid(z) if spec.problem.gate_sigmoid else z * sigmoid(z)
     if cutlass.const_expr(spec.has_several_tokens):
         if step + 1 < sequence.count:
             token = sequence.begin + step + 1
             load_row(spec, params, token, block, registers)
             load_gates(spec, params, token, block, registers.gates)
     update(tile, alpha, work, rState)
-    store_after_token(spec, params, block, sequence, step, registers)
+    if cutlass.const_expr(spec.problem.intermediate_dtype is None):
+        store_after_token(spec, params, block, sequence, step, registers)
+    else:
+        store_intermediate(spec, params, block, step, rState)
 
-    total = sum_of_squares(spec, block, step, parity, shared)
-    inverse = cute.math.rsqrt(total * (1.0 / tile.head_v_dim) + params.eps)
-    value = o_value * inverse * registers.norm_weight * norm_gate
+    if cutlass.const_expr(spec.has_norm):
+        total = sum_of_squares(spec, block, step, parity, shared)
+        inverse = cute.math.rsqrt(total * (1.0 / tile.head_v_dim) + params.eps)
+        value = value * inverse * registers.norm_weight * norm_gate
+    elif cutlass.const_expr(spec.has_several_tokens):
+        cute.arch.sync_threads()  # all have read the token's inputs, which the next one's replace
     store_out(tile, params.out, sequence.begin + step, place, value)
 
 
@@ -89,7 +98,7 @@ def multiply(spec: Spec, tokens: Int32, lane: Int32, rState: cute.Tensor, work: 
 
 @cute.jit
 def finish(spec: Spec, block: Block, factors: Any, work: Work, tokens: Int32):
-    """work.u = what the columns take up of k; returns the output of column `lane`, and the warp's sum of squares of outputs.
+    """Set work.u to the update of each column. Return the output of column `lane`, and the warp's sum of squared outputs.
 
     factors: decay, beta, scale."""
     tile, place = spec.tile, block.place
@@ -99,10 +108,11 @@ def finish(spec: Spec, block: Block, factors: Any, work: Work, tokens: Int32):
         at = tokens + (2 * tile.head_k_dim + r) * 4
         work.v[r] = ptx.load_one(at + (place.v_start - column_in_head(spec, block.rank)) * 4)
     o_value, squares = combine(tile, (alpha, beta, *of_rows), place.lane, work)
-    if cutlass.const_expr(tile.k_warps > 1):
-        squares = cute.arch.warp_reduction_sum(squares)
-    for bit in cutlass.range_constexpr(tile.groups_per_warp.bit_length() - 1 if tile.k_warps == 1 else 0):
-        squares += cute.arch.shuffle_sync_bfly(squares, offset=tile.group_step << bit)
+    if cutlass.const_expr(spec.has_norm):
+        if cutlass.const_expr(tile.k_warps > 1):
+            squares = cute.arch.warp_reduction_sum(squares)
+        for bit in cutlass.range_constexpr(tile.groups_per_warp.bit_length() - 1 if tile.k_warps == 1 else 0):
+            squares += cute.arch.shuffle_sync_bfly(squares, offset=tile.group_step << bit)
     return o_value, squares
 
 
@@ -157,6 +167,15 @@ def store_after_token(spec: Spec, params: GdnDecodeParams, block: Block, sequenc
             for p in cutlass.range_constexpr(spec.passes):
                 for c in cutlass.range_constexpr(spec.history):
                     store_column(spec, params, block, Int64(sequence.window_slot), Int32(c), (p, c), rLine)
+
+
+@cute.jit
+def store_intermediate(spec: Spec, params: GdnDecodeParams, block: Block, step: Int32, rState: cute.Tensor):
+    """The state after a token into the sequence's row of intermediate_states, unless that is null; the pools stay as they are."""
+    if step < params.intermediate_states.shape[1]:
+        row = Int64(params.intermediate_indices[block.sequence])
+        if row > params.null_slot:
+            store_kept_state(spec.tile, row, step, block.place, params.intermediate_states, rState)
 
 
 @cute.jit

@@ -2,7 +2,7 @@
 
     [q | k | v] = silu(conv(mixed_qkv))        with its window of width - 1 inputs in a slot
     o, S = the chunk form of the gated delta rule on q, k, v, a, b    (kernels_cute.chunk), S of a slot
-    out = o / sqrt(mean(o * o) + eps) * norm_weight * silu(z)
+    out = o / sqrt(mean(o * o) + eps) * norm_weight * silu(z)    (without norm_weight: o)
 
 Forms: launches of the kernels of the three operators one after the other, on one workspace (parts.py); the convolution, then the
 chunk kernel with the norm in it (normed.py); or side by side, each some chunks later than the one before (side_by_side.py).
@@ -68,7 +68,7 @@ def refusal(problem: GdnPrefillProblem) -> str | None:
     return (
         conv.refusal(parts.conv_problem(problem))
         or chunk.refusal(parts.chunk_problem(problem))
-        or norm.refusal(parts.norm_problem(problem))
+        or (norm.refusal(parts.norm_problem(problem)) if problem.has_norm else None)
     )
 
 
@@ -83,9 +83,9 @@ def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool
         return False
     if config.norm_in_chunk:
         return plan.normed_fits(problem, config, device)
-    return norm.fits(parts.norm_problem(problem), config.norm, device) and chunk.fits(
-        parts.chunk_problem(problem), config, device
-    )
+    if problem.has_norm and not norm.fits(parts.norm_problem(problem), config.norm, device):
+        return False
+    return bool(chunk.fits(parts.chunk_problem(problem), config, device))
 
 
 def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
@@ -106,9 +106,11 @@ def configs(problem: GdnPrefillProblem, device: DeviceSpec) -> list[Config]:
 
 def _with_steps(problem: GdnPrefillProblem, config: ChunkConfig, device: DeviceSpec) -> Config:
     own = conv.default_config(parts.conv_problem(problem), device)
-    last = norm.default_config(parts.norm_problem(problem), device)
     steps_of = {f"conv_{name}": value for name, value in vars(own).items()}
-    return Config(**vars(config), **steps_of, norm_threads=last.threads, norm_rows=last.rows)
+    if problem.has_norm:
+        last = norm.default_config(parts.norm_problem(problem), device)
+        steps_of |= {"norm_threads": last.threads, "norm_rows": last.rows}
+    return Config(**vars(config), **steps_of)
 
 
 def workspace_bytes(problem: GdnPrefillProblem, config: Config) -> int:
@@ -128,12 +130,13 @@ def compile(problem: GdnPrefillProblem, config: Config) -> dict[str, bytes]:
     if config.norm_in_chunk:
         host = normed.Normed(problem, config.conv, config.num_persistent_clusters > 0).launch
         return {_NORMED: build.library(_NORMED, host, *side_by_side.fakes(problem), cutlass.Int32(2))}
-    conv_kernel, norm_kernel = steps.PrefillConv(problem, config.conv), steps.PrefillNorm(problem, config.norm)
-    return {
-        **build.one_entry(_CONV, conv_kernel, steps.conv_fakes(problem)),
+    found = {
+        **build.one_entry(_CONV, steps.PrefillConv(problem, config.conv), steps.conv_fakes(problem)),
         **chunk.compile(parts.chunk_problem(problem), config),
-        **build.one_entry(_NORM, norm_kernel, steps.norm_fakes(problem)),
     }
+    if problem.has_norm:
+        found |= build.one_entry(_NORM, steps.PrefillNorm(problem, config.norm), steps.norm_fakes(problem))
+    return found
 
 
 def launch(compiled: Any, params: GdnPrefillParams) -> None:
@@ -150,8 +153,9 @@ def launch(compiled: Any, params: GdnPrefillParams) -> None:
     # The problem's static fields are those of every call, its sizes are not.
     sized = replace(parts.chunk_problem(problem), num_tokens=length, num_sequences=params.cu_seqlens.shape[0] - 1)
     rest = params.workspace[parts.whole(size) :] if params.workspace.shape[0] > parts.whole(size) else None
-    functions[_CONV](*parts.conv_params(params, rows))
+    functions[_CONV](*parts.conv_params(problem, params, rows))
     own = {name: function for name, function in functions.items() if name not in (_CONV, _NORM)}
     compiled_chunk = SimpleNamespace(functions=own, problem=sized, config=config)
     chunk.launch(compiled_chunk, parts.chunk_params(problem, params, rows, rest))
-    functions[_NORM](*parts.norm_params(problem, params))
+    if problem.has_norm:
+        functions[_NORM](*parts.norm_params(problem, params))

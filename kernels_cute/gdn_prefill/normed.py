@@ -55,7 +55,7 @@ class Normed:
         max_clusters, stream = values[len(GdnPrefillParams._fields) :]
         problem, tokens = self.problem, params.mixed_qkv.shape[0]
         rows = rows_view(problem, params.workspace.iterator.toint(), tokens)
-        conv = conv_views(params, rows)
+        conv = conv_views(problem, params, rows)
         self.conv.kernel(conv).launch(
             grid=(self.conv.blocks(conv), 1, 1), block=(self.conv.threads, 1, 1), stream=stream, **self.conv.limits
         )

@@ -31,7 +31,8 @@ def conv_problem(problem: GdnPrefillProblem) -> Conv1dProblem:
     return Conv1dProblem(
         dim=p.dim, width=p.width, dtype=p.dtype, weight_dtype=p.weight_dtype, bias_dtype=p.bias_dtype, silu=p.silu,
         state_dtype=p.conv_dtype, state_channels_contiguous=p.conv_channels_contiguous, cu_seqlens_dtype=p.cu_seqlens_dtype,
-        index_dtype=p.index_dtype, has_mask=p.has_mask, checkpoint_dtype=p.index_dtype if p.has_checkpoints else None,
+        index_dtype=p.index_dtype, has_mask=p.has_mask, checkpoint_dtype=p.index_dtype if p.keeps_windows else None,
+        checkpoint_window_dtype=p.checkpoint_window_dtype,
         num_tokens=p.num_tokens, num_sequences=p.num_sequences,
     )  # fmt: skip
 
@@ -44,8 +45,8 @@ def chunk_problem(problem: GdnPrefillProblem) -> ChunkProblem:
         head_v_dim=p.head_v_dim, dtype=p.dtype, state_dtype=p.state_dtype, gate_dtype=p.a_dtype or p.b_dtype,
         beta_dtype=p.b_dtype, cu_seqlens_dtype=p.cu_seqlens_dtype, index_dtype=p.index_dtype, state_v_first=p.state_v_first,
         use_qk_l2norm=True, use_gate=True, use_beta_sigmoid=True, has_initial_state=True, has_final_state=True,
-        has_final_indices=False, has_mask=p.has_mask, has_checkpoints=p.has_checkpoints, num_tokens=p.num_tokens,
-        num_sequences=p.num_sequences,
+        has_final_indices=False, has_mask=p.has_mask, has_checkpoints=p.keeps_states,
+        checkpoint_state_dtype=p.checkpoint_state_dtype, num_tokens=p.num_tokens, num_sequences=p.num_sequences,
     )  # fmt: skip
 
 
@@ -67,13 +68,27 @@ def whole(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def conv_params(params: GdnPrefillParams, rows: Any) -> Conv1dParams:
+def kept_windows(problem: GdnPrefillProblem, p: GdnPrefillParams) -> tuple[Any, Any, Any]:
+    """The convolution's checkpoint_offsets, checkpoint_slots and checkpoint_windows."""
+    if not problem.keeps_windows:
+        return None, None, None
+    return p.checkpoint_offsets, p.checkpoint_slots, p.checkpoint_windows
+
+
+def kept_states(problem: GdnPrefillProblem, p: GdnPrefillParams) -> tuple[Any, Any, Any]:
+    """The chunk kernel's checkpoint_offsets, checkpoint_slots and checkpoint_states."""
+    if not problem.keeps_states:
+        return None, None, None
+    return p.checkpoint_offsets, p.checkpoint_slots, p.checkpoint_states
+
+
+def conv_params(problem: GdnPrefillProblem, params: GdnPrefillParams, rows: Any) -> Conv1dParams:
     """rows: the convolution's output [L, dim]."""
     p = params
     mask = None if p.has_initial_state is None else p.has_initial_state.view(torch.uint8)
     return Conv1dParams(
-        p.mixed_qkv, p.conv_weight, p.conv_bias, p.conv_states, p.cu_seqlens, p.state_indices, mask, p.checkpoint_offsets,
-        p.checkpoint_slots, rows, p.null_slot,
+        p.mixed_qkv, p.conv_weight, p.conv_bias, p.conv_states, p.cu_seqlens, p.state_indices, mask,
+        *kept_windows(problem, p), rows, p.null_slot,
     )  # fmt: skip
 
 
@@ -88,7 +103,7 @@ def chunk_params(problem: GdnPrefillProblem, params: GdnPrefillParams, rows: Any
     a, b = (p.a, p.b) if p.a is not None else _gates(p.b, H, HV // H)
     return ChunkParams(
         q, k, v, a[None], b[None], p.A_log, p.dt_bias, p.ssm_state, p.state_indices, p.has_initial_state, p.ssm_state, None,
-        p.cu_seqlens, p.checkpoint_offsets, p.checkpoint_slots, p.out[None], workspace, p.scale, p.null_slot,
+        p.cu_seqlens, *kept_states(problem, p), p.out[None], workspace, p.scale, p.null_slot,
     )  # fmt: skip
 
 

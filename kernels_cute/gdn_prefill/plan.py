@@ -63,7 +63,7 @@ def normed_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> 
     """Whether a configuration with `norm_in_chunk` serves the problem: z goes through shared memory as V does."""
     c = config
     others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.max_l2_ring_groups)
-    if not _serves(problem) or not _has_narrow_z(problem) or (c.stages, c.state_heads) != (STAGES, 1) or any(others):
+    if not _can_norm_in_chunk(problem) or (c.stages, c.state_heads) != (STAGES, 1) or any(others):
         return False
     tile_bytes = (problem.width - 1 + c.conv_rows) * c.conv_threads * PART_BYTES
     tiles = tile_bytes <= device.shared_bytes_per_block and c.conv_rows % c.conv_batch == 0
@@ -73,7 +73,7 @@ def normed_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> 
 def normed(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | None:
     """Fields of the configuration with the norm in the chunk kernel; None where the chunk kernel leaves SMs idle, which its other
     forms use."""
-    clusters = Model(parts.chunk_problem(problem), device).clusters() if _serves(problem) and _has_narrow_z(problem) else 0
+    clusters = Model(parts.chunk_problem(problem), device).clusters() if _can_norm_in_chunk(problem) else 0
     if not clusters:
         return None
     none = dict.fromkeys(
@@ -87,9 +87,9 @@ def _serves(problem: GdnPrefillProblem) -> bool:
     return problem.head_v_dim == problem.head_k_dim == _DIM
 
 
-def _has_narrow_z(problem: GdnPrefillProblem) -> bool:
-    """Whether its tiles have room in the chunk kernel."""
-    return (problem.z_dtype or problem.dtype) == problem.dtype
+def _can_norm_in_chunk(problem: GdnPrefillProblem) -> bool:
+    """Whether there is a norm, and tiles of z have room in the chunk kernel."""
+    return _serves(problem) and problem.has_norm and (problem.z_dtype or problem.dtype) == problem.dtype
 
 
 def _batch(problem: GdnPrefillProblem) -> int:
@@ -138,5 +138,5 @@ def _time_apart(problem: GdnPrefillProblem, device: DeviceSpec) -> float:
     if model.sequences * problem.num_v_heads > places:  # persistent: less than a start and an end for each work tile
         chunk = -(-model.sequences * problem.num_v_heads // places) * (model.chunks * model.times.chunk + _WORK_TILE) + 8.0
     rows = parts.conv_problem(problem).bytes_moved() / _GBPS_CONV
-    outputs = parts.norm_problem(problem).bytes_moved() / _GBPS_NORM
+    outputs = parts.norm_problem(problem).bytes_moved() / _GBPS_NORM if problem.has_norm else 0.0
     return chunk + (rows + outputs) / 1e3 + 4.0

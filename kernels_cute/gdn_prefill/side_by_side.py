@@ -9,7 +9,7 @@ cache. Each is a programmatic dependent of the one before, whose blocks trigger 
 of the one before have. These have their SMs, and wait at most for blocks that began before them: no deadlock, whatever else runs
 on the device. A launch that finds no room begins later, with all words there. The words (kernels_cute.chunk.signals) are cleared
 by a launch of its own, the first. The last block of the norm waits for the end of the chunk kernel, and a block of the chunk
-kernel for that of the convolution, so what follows in the stream sees all of them.
+kernel for that of the convolution, so what follows in the stream sees all of them. Without a norm the third launch is left out.
 
 Workspace: the words `rows_made` and `outputs_done`, then the rows of q, k and v.
 """
@@ -52,7 +52,7 @@ class SideBySide:
         plain = ChunkSpec(parts.chunk_problem(problem), STAGES, 0, is_persistent, False, False)
         self.spec = plain.changed(row_tile=self.rows.rows, row_makers=self.rows.slices)
         self.chunk = fused.FusedChunk(self.spec)
-        self.norm = OutputNorm(problem, self.spec.slices)
+        self.norm = OutputNorm(problem, self.spec.slices) if problem.has_norm else None
 
     @cute.jit
     def launch(self, *values):
@@ -69,7 +69,7 @@ class SideBySide:
             grid=((size + (cleared - 1)) // cleared, 1, 1), block=(_CLEAR_THREADS, 1, 1), stream=stream
         )
         rows = rows_view(problem, rows_made + Int64(size), tokens)
-        self.rows.kernel(conv_views(params, rows), rows_made).launch(
+        self.rows.kernel(conv_views(problem, params, rows), rows_made).launch(
             stream=stream, use_pdl=True, **self.rows.launch_options(conv_blocks)
         )
         chunk = chunk_views(problem, params, rows.iterator, tokens)
@@ -77,11 +77,12 @@ class SideBySide:
         clusters = cutlass.min(sequences * self.spec.units, max_clusters)
         options = {"grid": (self.spec.sharers * clusters, 1, 1), **fused.launch_shape(self.spec)}
         self.chunk.kernel(chunk, copies, Int32(0)).launch(stream=stream, use_pdl=True, **options)
-        z = norm_z(problem, params, tokens)
-        norm = NormParams(
-            z, params.norm_weight, params.state_indices, params.cu_seqlens, params.out, params.eps, params.null_slot
-        )
-        self.norm.kernel(norm, outputs_done).launch(stream=stream, use_pdl=True, **self.norm.launch_options(norm))
+        if cutlass.const_expr(self.norm is not None):
+            z = norm_z(problem, params, tokens)
+            norm = NormParams(
+                z, params.norm_weight, params.state_indices, params.cu_seqlens, params.out, params.eps, params.null_slot
+            )
+            self.norm.kernel(norm, outputs_done).launch(stream=stream, use_pdl=True, **self.norm.launch_options(norm))
 
     @cute.kernel
     def clear(self, first: Int64, num_bytes: Int32):
@@ -119,6 +120,8 @@ def fakes(problem: GdnPrefillProblem) -> GdnPrefillParams:
         cu_seqlens=given(p.cu_seqlens_dtype, None, last=1),
         checkpoint_offsets=given("int32", cute.sym_int(), columns, last=1, present=p.has_checkpoints),
         checkpoint_slots=given(p.index_dtype, cute.sym_int(), columns, last=1, present=p.has_checkpoints),
+        checkpoint_states=given(p.checkpoint_state_dtype, cute.sym_int64(), HV, V, V, last=1),
+        checkpoint_windows=given(p.checkpoint_window_dtype, cute.sym_int64(), p.dim, cute.sym_int64()),
         out=given(p.dtype, tokens, HV, V, last=(V, 1), align=16),
         workspace=fake("uint8", cute.sym_int64(), last=1, align=256),
         scale=cutlass.Float32(1.0),

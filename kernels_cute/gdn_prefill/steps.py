@@ -40,7 +40,7 @@ class PrefillConv(Conv1d, params=Conv1dParams):
 
 def conv_fakes(problem: GdnPrefillProblem) -> Conv1dParams:
     found = fakes(parts.conv_problem(problem))
-    offsets = fake("int32" if problem.has_checkpoints else None, None, None)
+    offsets = fake("int32" if problem.keeps_windows else None, None, None)
     if problem.interleaved:
         width = problem.dim + problem.num_v_heads * problem.head_v_dim
         found = found._replace(x=fake(problem.dtype, cute.sym_int(), width, last=1))

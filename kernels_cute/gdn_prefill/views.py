@@ -6,6 +6,7 @@ import cutlass.cute as cute
 
 from gdn.problems import ChunkParams, Conv1dParams, GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.common.memory import CUTE_DTYPES
+from kernels_cute.gdn_prefill.parts import kept_states, kept_windows
 
 
 def rows_view(problem: GdnPrefillProblem, address: Any, tokens: Any) -> Any:
@@ -14,11 +15,11 @@ def rows_view(problem: GdnPrefillProblem, address: Any, tokens: Any) -> Any:
     return cute.make_tensor(first, cute.make_layout((tokens, problem.dim), stride=(problem.dim, 1)))
 
 
-def conv_views(p: GdnPrefillParams, rows: Any) -> Conv1dParams:
+def conv_views(problem: GdnPrefillProblem, p: GdnPrefillParams, rows: Any) -> Conv1dParams:
     """rows: the convolution's output [tokens, dim]."""
     return Conv1dParams(
         p.mixed_qkv, p.conv_weight, p.conv_bias, p.conv_states, p.cu_seqlens, p.state_indices, p.has_initial_state,
-        p.checkpoint_offsets, p.checkpoint_slots, rows, p.null_slot,
+        *kept_windows(problem, p), rows, p.null_slot,
     )  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def chunk_views(problem: GdnPrefillProblem, p: GdnPrefillParams, first: Any, tok
     a, b = (p.a, p.b) if not problem.interleaved else _gates(p.b, H, HV // H)
     return ChunkParams(
         heads(0, H, K), heads(H * K, H, K), heads(2 * H * K, HV, V), a, b, p.A_log, p.dt_bias, p.ssm_state,
-        p.state_indices, p.has_initial_state, p.ssm_state, None, p.cu_seqlens, p.checkpoint_offsets, p.checkpoint_slots,
+        p.state_indices, p.has_initial_state, p.ssm_state, None, p.cu_seqlens, *kept_states(problem, p),
         p.out, None, p.scale, p.null_slot,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32
 from gdn.problems import RecurrentParams
 from kernels_cute.common.delta_rule import HeadGate, store_out, update
 from kernels_cute.common.state_sums import Exchange
-from kernels_cute.recurrent.tokens import Block, Spec, finish, load_token, multiply, slot_to_write, store_node
+from kernels_cute.recurrent.tokens import Block, Spec, finish, load_token, multiply, slot_to_write, store_intermediate, store_node
 
 
 @cute.jit
@@ -46,6 +46,8 @@ def run_tree(
                 store_out(tile, params.out, begin + node, place, o_value)
         if cutlass.const_expr(spec.writes_every_token):
             store_node(spec, params, slot_to_write(spec, params, block.sequence, Int32(node)), place, rState, seed)
+        if cutlass.const_expr(spec.writes_intermediate):
+            store_intermediate(spec, params, block.sequence, Int32(node), place, rState)
 
 
 @cute.jit

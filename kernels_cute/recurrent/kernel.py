@@ -106,6 +106,8 @@ def run_with_prefetch(spec: Spec, params: RecurrentParams):
             update(tile, alpha, work, rState)
             if cutlass.const_expr(spec.writes_every_token):
                 tokens.store_node(spec, params, tokens.slot_to_write(spec, params, sequence, token - begin), place, rState, seed)
+            if cutlass.const_expr(spec.writes_intermediate):
+                tokens.store_intermediate(spec, params, sequence, token - begin, place, rState)
 
     write_slot = read_slot
     if cutlass.const_expr(spec.writes_last_token and problem.has_final_indices):

@@ -12,7 +12,7 @@ from kernels_cute.common.delta_rule import HeadGate, Work, add_products, combine
 from kernels_cute.common.memory import CUTE_DTYPES, load, pointer
 from kernels_cute.common.ptx import use
 from kernels_cute.common.state_sums import Exchange, add_up, parts_floats, storage_type
-from kernels_cute.common.state_tile import Place, StateTile, is_live, store_state
+from kernels_cute.common.state_tile import Place, StateTile, is_live, store_kept_state, store_state
 
 
 class Spec:
@@ -34,6 +34,7 @@ class Spec:
         self.writes_every_token = writes_pool and problem.write_every_token
         self.writes_last_token = writes_pool and not problem.write_every_token  # the pool takes the last state alone
         self.writes_new = writes_new_state(problem)
+        self.writes_intermediate = problem.intermediate_dtype is not None
         # Without a prefetch, K first: a token's state leaves while the inputs of the next one are under way, for which the gates
         # wait.
         self.stores_meanwhile = not problem.state_v_first and self.writes_every_token
@@ -181,6 +182,15 @@ def store_node(spec: Spec, params: RecurrentParams, write_slot: Int64, place: Pl
     """Stores a state into its slot of the pool, unless that is null."""
     if write_slot > params.null_slot:
         store_state(spec.tile, write_slot, place, spec.tile.width, params.initial_state, rState, seed)
+
+
+@cute.jit
+def store_intermediate(spec: Spec, params: RecurrentParams, sequence: Int32, token: Int32, place: Place, rState: cute.Tensor):
+    """Stores the state after token `token` of a sequence into its row of intermediate_states, unless that is null."""
+    if token < params.intermediate_states.shape[1]:
+        row = Int64(params.intermediate_indices[sequence])
+        if row > params.null_slot:
+            store_kept_state(spec.tile, row, token, place, params.intermediate_states, rState)
 
 
 @cute.jit

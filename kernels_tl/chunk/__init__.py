@@ -175,7 +175,8 @@ def launch(compiled: Any, params: ChunkParams) -> None:
     q, k, v, out, cu_seqlens, null_slot = p.q[0], p.k[0], p.v[0], p.out[0], p.cu_seqlens, p.null_slot
     gates = present(*(x if x is None else x[0] for x in (p.g, p.beta)), *((p.A_log, p.dt_bias) if p.g is not None else ()))
     initial = present(p.initial_state, p.state_indices, p.has_initial_state)
-    final, checkpoints = present(p.final_state, p.final_state_indices), present(p.checkpoint_offsets, p.checkpoint_slots)
+    final = present(p.final_state, p.final_state_indices)
+    checkpoints = present(p.checkpoint_offsets, p.checkpoint_slots, p.checkpoint_states)
     for config in _variants(compiled.config):
         split_chunks, longest = config.split_chunks, config.split_if_longest_exceeds
         if _in_one_launch(problem, config):

@@ -112,7 +112,7 @@ def chain(problem: ChunkProblem, split: bool = False, decides: bool = False) -> 
     """The prim_func `chunk_chain`; split: a block works on a segment of a sequence; decides: as for `prepare`."""
     names = "q k v initial_state state_indices has_initial_state final_state final_state_indices cu_seqlens out tiles vectors"
     names += " segment_starts" if split else ""
-    names += " checkpoint_offsets checkpoint_slots null_slot split_chunks split_if_longest_exceeds"
+    names += " checkpoint_offsets checkpoint_slots checkpoint_states null_slot split_chunks split_if_longest_exceeds"
     has_checkpoints, pooled = problem.has_checkpoints, problem.pooled
 
     @prim_func

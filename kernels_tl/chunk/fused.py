@@ -188,7 +188,7 @@ def fused(problem: ChunkProblem, makers: int = CHAINS, decides: bool = False) ->
     such bound.
     """
     names = "q k v g beta A_log dt_bias initial_state state_indices has_initial_state final_state final_state_indices cu_seqlens"
-    names += " out checkpoint_offsets checkpoint_slots scale null_slot split_if_longest_exceeds"
+    names += " out checkpoint_offsets checkpoint_slots checkpoint_states scale null_slot split_if_longest_exceeds"
 
     @prim_func
     def chunk_fused():

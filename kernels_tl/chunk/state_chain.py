@@ -171,12 +171,14 @@ def wait_for_keys(registers):
 
 @T.macro
 def store_checkpoints(problem, tensors, sequence, done, head, column_begin, registers, write_slot: T.Ref):
-    """Stores the state to the slots whose checkpoint is after the sequence's first `done` tokens."""
+    """Stores the state to the slots whose checkpoint is after the sequence's first `done` tokens: of the pool, or of a tensor of
+    their own."""
+    target = tensors.final_state if problem.checkpoint_state_dtype is None else tensors.checkpoint_states
     for column in T.serial(tensors.checkpoint_offsets.shape[1]):
         if tensors.checkpoint_offsets[sequence, column] == done:
             write_slot = T.cast(tensors.checkpoint_slots[sequence, column], "int64")
             if write_slot > T.cast(tensors.null_slot, "int64"):
-                store_state(problem, tensors.final_state, write_slot, head, column_begin, registers)
+                store_state(problem, target, write_slot, head, column_begin, registers)
 
 
 @T.macro

@@ -64,7 +64,8 @@ def _types(p: ChunkProblem, num_tokens: Any) -> dict[str, Any]:
         "final_state_indices": rows("final_state_indices", p.index_dtype if p.has_final_indices else None),
         "cu_seqlens": T.Tensor((T.dynamic("num_cu_seqlens"),), p.cu_seqlens_dtype),
         "checkpoint_offsets": checkpoints("int32"),
-        "checkpoint_slots": checkpoints(p.index_dtype),
+        "checkpoint_slots": checkpoints(p.checkpoint_index_dtype),
+        "checkpoint_states": state("checkpoint_states", p.checkpoint_state_dtype),
         "out": tokens("out", heads, V),
         "tiles": T.Tensor((slots, heads, num_tiles(p), CHUNK, CHUNK), p.dtype),  # R and Z of every chunk
         "vectors": T.Tensor((slots, heads, NUM_VECTORS, CHUNK), "float32"),  # row factors of every chunk

@@ -9,7 +9,7 @@ from kernels_tl.common.rounding import mix_seed
 from kernels_tl.common.versions import prim_func
 from kernels_tl.recurrent.draft_tree import ancestor, start_path
 from kernels_tl.recurrent.spec import Place, Spec, v_exists
-from kernels_tl.recurrent.state import load_state, store_into_pool, store_state
+from kernels_tl.recurrent.state import load_state, store_intermediate, store_into_pool, store_state
 from kernels_tl.recurrent.tokens import add_up, allocate_exchange, allocate_registers, finish_token, load_token, multiply
 
 
@@ -31,6 +31,11 @@ def parameter_types(spec: Spec) -> dict[str, Any]:
         # The head stride is K * V, but not checked: torch may report any stride for a dim of size 1.
         return strided(name, (T.dynamic(f"{name}_slots", "int64"), heads, *dims), dtype, (dims[1], 1))
 
+    def intermediate(dtype: str | None) -> Any:
+        dims = (V, K) if p.state_v_first else (K, V)
+        places = (T.dynamic("intermediate_rows", "int64"), T.dynamic("intermediate_tokens"))
+        return strided("intermediate", (*places, heads, *dims), dtype, (dims[1], 1))
+
     def indices(name: str, is_present: bool) -> Any:
         shape = (T.dynamic(f"{name}_rows"), T.dynamic(f"{name}_columns"))
         return strided(name, shape if p.write_every_token else shape[:1], p.index_dtype if is_present else None)
@@ -51,6 +56,10 @@ def parameter_types(spec: Spec) -> dict[str, Any]:
         "cu_seqlens": T.Tensor((T.dynamic("num_offsets"),), p.cu_seqlens_dtype),
         "parent_token": T.Tensor((num_tokens,), "int32") if p.has_parent else None,
         "rounding_seed": T.Tensor((1,), "int64") if p.has_rounding else None,
+        "intermediate_states": intermediate(p.intermediate_dtype),
+        "intermediate_indices": strided(
+            "intermediate_indices", (T.dynamic("intermediate_count"),), p.index_dtype if p.intermediate_dtype else None
+        ),
         "out": rows("out", heads, V),
         "scale": T.float32(),
         "null_slot": T.int64(),
@@ -174,6 +183,12 @@ def kernel(spec: Spec) -> Any:
                             write_slot = T.cast(state_indices[sequence, t], "int64")
                     if write_slot > null_slot:
                         store_into_pool(spec, write_slot, place, seed, pool, state)
+
+                if problem.intermediate_dtype is not None:
+                    if t < tensors.intermediate_states.shape[1]:
+                        write_slot = T.cast(tensors.intermediate_indices[sequence], "int64")
+                        if write_slot > null_slot:
+                            store_intermediate(spec, write_slot, t, place, tensors.intermediate_states, state)
 
             if spec.writes_pool and not every_token:
                 write_slot = read_slot

@@ -6,6 +6,7 @@ know.
 
 import tilelang.language as T
 
+from gdn.problems import DTYPE_BYTES
 from kernels_tl.common import build
 from kernels_tl.common.rounding import make_key, round_value
 from kernels_tl.recurrent.spec import first_entry, k_exists, v_exists
@@ -74,6 +75,20 @@ def store_state(spec, slot, width, store_dtype, place, target, state):
                 for e in T.vectorized(width):
                     unit = state_unit(spec, slot * (target.strides[0] // width), place, r, c, width)
                     target[0, 0, 0, unit * width + e] = T.cast(state[first_register(spec, r, c, width) + e], store_dtype)
+
+
+@T.macro
+def store_intermediate(spec, row, token, place, target, state):
+    """Stores the state at [row, token] of intermediate_states, rounded to nearest."""
+    width = min(spec.width, 16 // DTYPE_BYTES[spec.problem.intermediate_dtype])
+    for r in T.unroll(outer_accesses(spec)):
+        for c in T.unroll(inner_accesses(spec, width)):
+            if v_exists(spec, place.v_start) and k_exists(spec, entry_of(spec, place, r, c, width)):
+                for e in T.vectorized(width):
+                    first = row * (target.strides[0] // width) + token * (target.strides[1] // width)
+                    unit = state_unit(spec, first, place, r, c, width)
+                    value = state[first_register(spec, r, c, width) + e]
+                    target[0, 0, 0, 0, unit * width + e] = T.cast(value, spec.problem.intermediate_dtype)
 
 
 @T.macro

@@ -47,6 +47,7 @@ class Case:
     activation: str | None = "silu"
     gate_activation: str = "silu"
     layout: str = "flat"
+    has_norm: bool = True
     conv_dtype: torch.dtype = BF16
     order: str = "channels"  # which of a window's dims is contiguous: channels, columns, neither
     state_dtype: torch.dtype = F32
@@ -152,6 +153,8 @@ def make(case: Case, device: torch.device, seed: int = 0) -> tuple[Arguments, li
     for tensor in (mixed, z, b, a):
         tensor[ignored] = torch.nan
     projections = {"mixed_qkv": framed(mixed), "z": framed(z, 4, 3).unflatten(1, (HV, V)), "b": framed(b), "a": framed(a, 1, 1)}
+    if not case.has_norm:
+        projections["z"] = None
     if case.layout == "interleaved":
         q, k, v = mixed.split([H * K, H * K, HV * V], dim=1)
         groups = [part.unflatten(1, (H, -1)) for part in (q, k, v, z.to(case.dtype))]
@@ -165,7 +168,8 @@ def make(case: Case, device: torch.device, seed: int = 0) -> tuple[Arguments, li
         **projections, "conv_state": conv, "conv_weight": normal(case.channels, case.width, dtype=case.weight_dtype),
         "conv_bias": None if case.bias_dtype is None else normal(case.channels, dtype=case.bias_dtype),
         "A_log": normal(HV, dtype=F32), "dt_bias": normal(HV, dtype=case.other_dtype),
-        "norm_weight": normal(V, dtype=case.other_dtype), "ssm_state": ssm, "state_indices": spread[..., 0],
+        "norm_weight": normal(V, dtype=case.other_dtype) if case.has_norm else None,
+        "ssm_state": ssm, "state_indices": spread[..., 0],
         "query_start_loc": None if case.offsets_dtype is None
         else torch.tensor(starts, dtype=case.offsets_dtype, device=device),
         "num_accepted_tokens": counts.to(device) if case.spec is not None and case.accepted else None,
@@ -231,6 +235,7 @@ AXES: dict[str, Any] = {
     "width": [4, 3, 2],
     "activation": ["silu", None],
     "gate_activation": ["silu", "sigmoid"],
+    "has_norm": [True, False],
     "layout": ["flat", "interleaved", "concatenated"],
     "conv_dtype": [BF16, F32],
     "order": ["channels", "columns", "neither"],

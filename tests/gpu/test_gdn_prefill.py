@@ -50,6 +50,7 @@ class Case:
     activation: str | None = "silu"
     gate_activation: str = "silu"
     layout: str = "flat"
+    has_norm: bool = True
     conv_dtype: torch.dtype = BF16
     order: str = "channels"  # as in test_gdn_decode
     state_dtype: torch.dtype = F32
@@ -103,6 +104,8 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Arguments:
     for tensor in (mixed, z, b, a):
         tensor[case.ignored()] = torch.nan
     projections = {"mixed_qkv": framed(mixed), "z": framed(z, 8, 8).unflatten(1, (HV, V)), "b": framed(b), "a": framed(a, 1, 1)}
+    if not case.has_norm:
+        projections["z"] = None
     if case.layout == "interleaved":
         q, k, v = mixed.split([H * K, H * K, HV * V], dim=1)
         groups = [part.unflatten(1, (H, -1)) for part in (q, k, v, z.to(case.dtype))]
@@ -119,7 +122,8 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Arguments:
         "conv_weight": normal(case.channels, case.width, dtype=case.weight_dtype),
         "conv_bias": None if case.bias_dtype is None else normal(case.channels, dtype=case.bias_dtype),
         "A_log": normal(HV, dtype=F32), "dt_bias": normal(HV, dtype=case.other_dtype),
-        "norm_weight": normal(V, dtype=case.other_dtype), "ssm_state": ssm, "state_indices": given[..., 0],
+        "norm_weight": normal(V, dtype=case.other_dtype) if case.has_norm else None,
+        "ssm_state": ssm, "state_indices": given[..., 0],
         "query_start_loc": torch.tensor(case.starts(), dtype=case.offsets_dtype, device=device),
         "has_initial_state": mask.to(device) if case.has_mask else None, "num_k_heads": H, "head_k_dim": K, "head_v_dim": V,
         "activation": case.activation, "gate_activation": case.gate_activation, "projection_layout": case.layout,
@@ -230,6 +234,7 @@ AXES: dict[str, Any] = {
     "width": [4, 3, 2],
     "activation": ["silu", None],
     "gate_activation": ["silu", "sigmoid"],
+    "has_norm": [True, False],
     "layout": ["flat", "interleaved"],
     "conv_dtype": [BF16, F32],
     "order": ["channels", "columns", "neither"],

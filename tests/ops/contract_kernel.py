@@ -37,7 +37,7 @@ class ContractKernel:
         assert isinstance(problem, ChunkProblem) and isinstance(params, ChunkParams)
         (
             q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, has_initial_state, final_state, final_state_indices,
-            cu_seqlens, checkpoint_offsets, checkpoint_slots, out, workspace, scale, null_slot,
+            cu_seqlens, checkpoint_offsets, checkpoint_slots, checkpoint_states, out, workspace, scale, null_slot,
         ) = params  # fmt: skip
         assert workspace.dtype == torch.uint8 and workspace.numel() >= WORKSPACE_BYTES
         assert problem.has_mask == (has_initial_state is not None)
@@ -45,7 +45,9 @@ class ContractKernel:
         if has_initial_state is not None:
             assert has_initial_state.dtype == torch.bool and has_initial_state.is_contiguous()
         if checkpoint_offsets is not None:
-            assert checkpoint_offsets.dtype == torch.int32 and checkpoint_slots.dtype == state_indices.dtype
+            assert checkpoint_offsets.dtype == torch.int32
+            assert str(checkpoint_slots.dtype) == f"torch.{problem.checkpoint_index_dtype}"
+        self._is_kept(checkpoint_states, problem.checkpoint_state_dtype)
         self._common(q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, final_state, final_state_indices,
                      cu_seqlens, out, scale, null_slot)  # fmt: skip
         count = problem.num_sequences
@@ -55,7 +57,8 @@ class ContractKernel:
             use_beta_sigmoid_in_kernel=problem.use_beta_sigmoid, state_indices=state_indices,
             has_initial_state=has_initial_state, final_state_indices=final_state_indices,
             checkpoint_offsets=None if checkpoint_offsets is None else checkpoint_offsets[:count],
-            checkpoint_slots=None if checkpoint_slots is None else checkpoint_slots[:count], null_slot=null_slot,
+            checkpoint_slots=None if checkpoint_slots is None else checkpoint_slots[:count], checkpoint_states=checkpoint_states,
+            null_slot=null_slot,
         )  # fmt: skip
         self._finish(o, state, out, final_state)
 
@@ -63,12 +66,14 @@ class ContractKernel:
         problem = self.problem
         (
             q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, num_accepted_tokens, final_state, final_state_indices,
-            cu_seqlens, parent_token, rounding_seed, out, scale, null_slot,
+            cu_seqlens, parent_token, rounding_seed, kept, kept_rows, out, scale, null_slot,
         ) = params  # fmt: skip
         assert isinstance(problem, RecurrentProblem)
         assert problem.has_accepted == (num_accepted_tokens is not None)
         assert problem.has_parent == (parent_token is not None)
         assert problem.has_rounding == (rounding_seed is not None)
+        self._is_kept(kept, problem.intermediate_dtype)
+        assert kept is None or (not problem.has_final_state and str(kept_rows.dtype) == f"torch.{problem.index_dtype}")
         if problem.pooled:
             assert problem.write_every_token == (state_indices.dim() == 2)
         if num_accepted_tokens is not None:
@@ -83,9 +88,17 @@ class ContractKernel:
             state_v_first=problem.state_v_first, use_gate_in_kernel=problem.use_gate, A_log=A_log, dt_bias=dt_bias,
             use_beta_sigmoid_in_kernel=problem.use_beta_sigmoid, output_final_state=problem.has_final_state,
             final_state_indices=final_state_indices, disable_state_update=not problem.has_final_state,
-            parent_token=parent_token, rounding_seed=rounding_seed, null_slot=null_slot,
+            parent_token=parent_token, rounding_seed=rounding_seed, intermediate_states=kept, intermediate_indices=kept_rows,
+            null_slot=null_slot,
         )  # fmt: skip
         self._finish(o, state, out, final_state)
+
+    def _is_kept(self, states: Any, dtype: str | None) -> None:
+        """A tensor of the caller that takes copies of states."""
+        assert (states is None) == (dtype is None)
+        if states is not None:
+            assert str(states.dtype) == f"torch.{dtype}" and states.data_ptr() % 16 == 0
+            assert states.flatten(0, -4)[0].is_contiguous()
 
     def _common(
         self, q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, initial_state: Any, state_indices: Any,

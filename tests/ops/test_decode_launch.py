@@ -15,6 +15,7 @@ from gdn.testing.compare import same_bits
 H, HV, K, V, W = 2, 4, 32, 32, 4
 DIM = 2 * H * K + HV * V
 BF16 = torch.bfloat16
+POOLS = ("conv_state", "ssm_state", "intermediate_states")
 Arguments = dict[str, Any]
 
 
@@ -33,7 +34,7 @@ class Kernel:
     def launch(self, params: GdnDecodeParams) -> None:
         (
             mixed_qkv, z, b, a, conv_state, conv_weight, conv_bias, A_log, dt_bias, norm_weight, ssm_state, state_indices,
-            num_accepted_tokens, cu_seqlens, rounding_seed, out, scale, eps, null_slot,
+            num_accepted_tokens, cu_seqlens, rounding_seed, kept, kept_rows, out, scale, eps, null_slot,
         ) = params  # fmt: skip
         problem = self.problem
         assert problem is not None
@@ -41,7 +42,7 @@ class Kernel:
         tensors = {
             "z_dtype": z, "a_dtype": a, "b_dtype": b, "weight_dtype": conv_weight, "bias_dtype": conv_bias, "A_log_dtype": A_log,
             "dt_bias_dtype": dt_bias, "norm_dtype": norm_weight, "conv_dtype": conv_state, "state_dtype": ssm_state,
-            "index_dtype": state_indices, "cu_seqlens_dtype": cu_seqlens, "dtype": out,
+            "index_dtype": state_indices, "cu_seqlens_dtype": cu_seqlens, "dtype": out, "intermediate_dtype": kept,
         }  # fmt: skip
         for name, tensor in tensors.items():
             dtype = getattr(problem, name)
@@ -51,6 +52,7 @@ class Kernel:
         assert problem.has_accepted == (num_accepted_tokens is not None) and problem.has_columns == (state_indices.dim() == 2)
         assert num_accepted_tokens is None or num_accepted_tokens.dtype == torch.int32
         assert problem.has_rounding == (rounding_seed is not None)
+        assert kept_rows is None if kept is None else kept_rows.dtype == state_indices.dtype
         assert isinstance(scale, float) and isinstance(eps, float) and isinstance(null_slot, int)
         assert problem.num_sequences == (mixed_qkv.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         out.copy_(
@@ -60,7 +62,8 @@ class Kernel:
                 num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=scale,
                 eps=eps, activation="silu" if problem.silu else None,
                 gate_activation="sigmoid" if problem.gate_sigmoid else "silu",
-                projection_layout=layout_of(problem), rounding_seed=rounding_seed,
+                projection_layout=layout_of(problem), rounding_seed=rounding_seed, intermediate_states=kept,
+                intermediate_indices=kept_rows,
                 state_v_first=problem.state_v_first, null_slot=null_slot,
             )
         )  # fmt: skip
@@ -121,13 +124,16 @@ def rounded() -> Arguments:
 VARIANTS: dict[str, Arguments] = {
     "plain": {}, "columns": columns(), "interleaved": interleaved(), "concatenated": concatenated(),
     "rounded": rounded(),
+    "kept": {
+        "intermediate_states": torch.zeros(6, 2, HV, V, K, dtype=BF16), "intermediate_indices": torch.arange(1, 5),
+    },
     "given": {"scale": 2, "eps": 1e-3, "null_slot": 2, "conv_bias": torch.ones(DIM), "rounding_seed": torch.tensor([7])},
     "out": {"out": torch.zeros(4, HV * V, dtype=BF16)}, "wide out": {"out": torch.zeros(4, 2 * HV * V, dtype=BF16)[:, 3:131]},
 }  # fmt: skip
 
 
 def copied(arguments: Arguments) -> Arguments:
-    return {name: value.clone() if name in ("conv_state", "ssm_state") else value for name, value in arguments.items()}
+    return {name: value.clone() if name in POOLS else value for name, value in arguments.items()}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -139,7 +145,7 @@ def test_a_call_and_its_repetition(name: str, kernel: Kernel) -> None:
         result = gdn.fused_gdn_decode(**found)
         assert same_bits(result, wanted)
         assert "out" not in given or result is given["out"]
-        assert all(same_bits(found[pool], expected[pool]) for pool in ("conv_state", "ssm_state"))
+        assert all(same_bits(found[pool], expected[pool]) for pool in POOLS if pool in given)
         assert kernel.launches == number
     assert kernel.prepared == 1, "a repeated call took the long way"
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import gdn
+from gdn import reference
 from gdn.ops import chunk, recurrent
 from gdn.testing.compare import error, same_bits, token_error
 from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
@@ -167,6 +168,35 @@ def test_indices_of_another_dtype_and_parameters_in_bfloat16(kernel: ContractKer
     assert error(pool[written], expected.state[written], groups=2).within(1e-3)  # type: ignore[index]
     others = [slot for slot in range(len(before)) if slot not in expected.written_slots]
     assert same_bits(pool[others], before[others])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_checkpoints_in_a_tensor_of_their_own(kernel: ContractKernel, pooled: bool) -> None:
+    problem = chunk_problem(dtype="bfloat16", index_dtype="int32" if pooled else None)
+    arguments = chunk_inputs(problem, lengths=[70, 130])
+    arguments["checkpoint_offsets"] = torch.tensor([[64], [128]])
+    arguments["checkpoint_slots"] = torch.tensor([[2], [0]], dtype=torch.int32)
+    found, wanted = [
+        {name: x.clone() if name == "initial_state" else x for name, x in arguments.items()}
+        | {"checkpoint_states": torch.zeros(3, *arguments["initial_state"].shape[1:])}
+        for _ in range(2)
+    ]
+    expected, _ = reference.chunk_gated_delta_rule(**wanted)
+    for launches in (1, 2):
+        given = {name: x.clone() if name == "initial_state" else x for name, x in found.items()}
+        assert same_bits(gdn.chunk_gated_delta_rule(**given)[0], expected)
+        assert same_bits(found["checkpoint_states"], wanted["checkpoint_states"]) and kernel.launches == launches
+
+
+def test_states_after_every_token_in_a_tensor(kernel: ContractKernel) -> None:
+    arguments = recurrent_inputs(recurrent_problem(dtype="bfloat16", index_dtype="int32"), lengths=[3, 2])
+    kept = torch.zeros(4, 3, *arguments["initial_state"].shape[1:])
+    given = arguments | {"intermediate_states": kept, "intermediate_indices": torch.tensor([3, 1])}
+    wanted = given | {"intermediate_states": kept.clone()}
+    expected, _ = reference.fused_recurrent_gated_delta_rule(**wanted)
+    for launches in (1, 2):
+        assert same_bits(gdn.fused_recurrent_gated_delta_rule(**given)[0], expected)
+        assert same_bits(kept, wanted["intermediate_states"]) and kernel.launches == launches
 
 
 def test_backend_order_that_cannot_run_raises() -> None:

@@ -38,7 +38,7 @@ class Kernels:
 
     def prefill(
         self, p: Any, x: Any, weight: Any, bias: Any, states: Any, offsets: Any, indices: Any, mask: Any,
-        checkpoint_offsets: Any, checkpoint_slots: Any, out: Any, null_slot: Any,
+        checkpoint_offsets: Any, checkpoint_slots: Any, checkpoint_windows: Any, out: Any, null_slot: Any,
     ) -> None:  # fmt: skip
         assert not overlap(x, out), "a block would read rows that another has written"
         out.copy_(reference.causal_conv1d_fn(

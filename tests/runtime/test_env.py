@@ -39,6 +39,7 @@ SPECIFIED = {
     "GDN_VALIDATE": (False, BOOLS),
     "GDN_LOG": ("off", {"off": "off", "info": "info", "Debug": "debug"}),
     "GDN_VLLM": ("0", {"1": "1", "On": "1", "false": "0", "STRICT": "strict"}),
+    "GDN_SGLANG": ("0", {"1": "1", "On": "1", "false": "0", "STRICT": "strict"}),
     **{f"GDN_BACKEND_{op.upper()}": ("auto", BACKENDS) for op in registry.OPERATORS},
 }
 

@@ -59,6 +59,8 @@ def refusal(problem: ChunkProblem) -> str | None:
         return f"requires K = V, a multiple of 4 up to {LARGEST}, got K={k}, V={v}"
     if k > 128 and problem.has_checkpoints:
         return f"requires head dims up to 128 with checkpoints, got {k}"
+    if problem.checkpoint_state_dtype is not None:
+        return f"requires head dims of 64 or 128 with checkpoint_states, got {k}"
     return chunk.refusal(problem)  # dtypes and heads
 
 

@@ -12,6 +12,7 @@ _AXES: Axes = {
     "width": [4, 3, 2],
     "dtypes": [("bfloat16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")],  # of rows; of z and the gates
     "parameter_dtype": ["float32", "bfloat16"],  # of A_log, dt_bias and the norm's weight
+    "has_norm": [True, False],
     "weight_dtype": ["bfloat16", "float32"],
     "bias_dtype": [None, "float32", "bfloat16"],
     "silu": [True, False],
@@ -45,14 +46,16 @@ def _problem(row: Row) -> Problem | None:
         dtype=dtype,
         interleaved=row["layout"] == "interleaved",
         concatenated=row["layout"] == "concatenated",
-        **dict.fromkeys(("z_dtype", "a_dtype"), other if row["layout"] == "flat" else None),
+        z_dtype=other if row["layout"] == "flat" and row["has_norm"] else None,
+        a_dtype=other if row["layout"] == "flat" else None,
         b_dtype=None if row["layout"] == "concatenated" else other,
         conv_dtype=row["pool"][0],
         conv_channels_contiguous=row["pool"][1],
         has_columns=row["drafts"][0],
         has_accepted=row["drafts"][1],
         num_tokens=row["num_sequences"] * (1 if row["cu_seqlens_dtype"] is None else 4),
-        **dict.fromkeys(("A_log_dtype", "dt_bias_dtype", "norm_dtype"), row["parameter_dtype"]),
+        **dict.fromkeys(("A_log_dtype", "dt_bias_dtype"), row["parameter_dtype"]),
+        norm_dtype=row["parameter_dtype"] if row["has_norm"] else None,
         **{name: row[name] for name in same},
     )
     return problem
@@ -73,7 +76,7 @@ _PREFILL_AXES: Axes = {
     "head_dim": [128, 64, 96],
     "width": [4, 3, 2],
     "dtypes": [("bfloat16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")],  # of rows; of z and the gates
-    "norm_dtype": ["float32", "bfloat16"],
+    "norm_dtype": ["float32", "bfloat16", None],
     "weight_dtype": ["bfloat16", "float32"],
     "bias_dtype": [None, "float32", "bfloat16"],
     "silu": [True, False],
@@ -103,7 +106,7 @@ def _prefill_problem(row: Row) -> Problem | None:
         head_k_dim=row["head_dim"],
         head_v_dim=row["head_dim"],
         dtype=dtype,
-        z_dtype=None if row["interleaved"] else other,
+        z_dtype=None if row["interleaved"] or row["norm_dtype"] is None else other,
         a_dtype=None if row["interleaved"] else other,
         b_dtype=other,
         conv_dtype=row["pool"][0],

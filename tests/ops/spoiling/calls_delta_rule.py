@@ -61,20 +61,37 @@ def _shape(draw: Draw, call: Call, lengths: list[int], most_padding: int = 2) ->
     return batch, max(lengths), batch
 
 
-def _rows(call: Call) -> str:
+def rows_name(call: Call) -> str:
     """Dimension of what has a row a sequence: more than N with offsets alone."""
     return "N+" if "cu_seqlens" in call.arguments else "N"
 
 
 def state_of(draw: Draw, call: Call, name: str, slots: int, inner: tuple[int, ...], *, is_pool: bool) -> torch.Tensor:
     heads, k_dim, v_dim = inner
-    v_first = draw.maybe()
+    v_first = call.arguments.setdefault("state_v_first", draw.maybe())
     shape = (heads, v_dim, k_dim) if v_first else (heads, k_dim, v_dim)
     state = draw.floats(slots, *shape, dtype=draw.pick(torch.float32, torch.bfloat16))
-    call.arguments["state_v_first"] = v_first
     dims = "H V K" if v_first else "H K V"
     call.give(name, draw.pool(state) if is_pool else draw.rows(state, 1), f"{'~' if is_pool else 'N'} {dims}")
     return state
+
+
+def checkpoint_states(draw: Draw, call: Call, inner: tuple[int, ...], rows: int) -> None:
+    """A tensor of its own for checkpoints."""
+    state_of(draw, call, "checkpoint_states", rows, inner, is_pool=True)
+
+
+def intermediate(draw: Draw, call: Call, inner: tuple[int, ...], count: int, most: int, dims: str) -> None:
+    """Rows that take the state after every token, some null, of up to `most` tokens. dims: of the rows' indices."""
+    null_slot, rows = call.arguments.get("null_slot", -1), count + 3
+    heads, k_dim, v_dim = inner
+    v_first = call.arguments["state_v_first"]
+    shape = (rows, draw.pick(1, most), heads, *((v_dim, k_dim) if v_first else (k_dim, v_dim)))
+    states = draw.floats(*shape, dtype=draw.pick(torch.float32, torch.bfloat16))
+    call.give("intermediate_states", draw.pool(states), "~ ~ H V K" if v_first else "~ ~ H K V")
+    chosen = draw.distinct(count, rows, start=null_slot + 1)
+    chosen = [null_slot if draw.maybe(0.15) else row for row in chosen]
+    call.give("intermediate_indices", draw.indices(chosen), dims)
 
 
 def slots_of(draw: Draw, call: Call, count: int, columns: int = 1) -> tuple[list[int], int]:
@@ -97,13 +114,18 @@ def chunk(draw: Draw) -> Call:
     inner = _tokens(draw, call, batch, length)
     if draw.maybe():
         call.arguments["output_final_state"] = True
-    kind = "pool" if has_checkpoints else draw.pick("none", "states", "pool", "pool")
+    kind = draw.pick("pool", "pool", "none", "states") if has_checkpoints else draw.pick("none", "states", "pool", "pool")
     if kind == "states":
         state_of(draw, call, "initial_state", count, inner, is_pool=False)
     if kind == "pool":
         _prefill_pool(draw, call, inner, count, has_checkpoints)
+    if has_checkpoints and (kind != "pool" or draw.maybe()):
+        null_slot, rows = call.arguments.get("null_slot", -1), 2 * count + 3
+        checkpoint_states(draw, call, inner, rows)
+        saved = draw.distinct(2 * count, rows, start=null_slot + 1)
+        _checkpoints(draw, call, count, [saved[2 * n :][:2] for n in range(count)])
     if kind != "none" and draw.maybe(0.4):
-        call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), _rows(call))
+        call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), rows_name(call))
     return call
 
 
@@ -123,7 +145,7 @@ def recurrent(draw: Draw) -> Call:
     inner = _tokens(draw, call, batch, length)
     if draw.maybe(0.3):
         call.arguments["output_final_state"] = draw.maybe()
-    kind = draw.pick("none", "states", "in place", "1-D", "2-D", "2-D", "tree")
+    kind = draw.pick("none", "states", "in place", "1-D", "2-D", "2-D", "tree", "kept", "kept tree")
     if kind == "states":
         state_of(draw, call, "initial_state", count, inner, is_pool=False)
         if draw.maybe(0.3):
@@ -137,6 +159,10 @@ def recurrent(draw: Draw) -> Call:
             call.ties["one"] = ("rounding_seed",)
     if kind in ("1-D", "2-D", "tree"):
         _pooled(draw, call, kind, inner, batch * length, count, length)
+    if kind.startswith("kept"):
+        _kept(draw, call, inner, count)
+        if kind.endswith("tree"):
+            _give_parents(draw, call, batch * length, length)
     if draw.maybe(0.15):
         call.arguments["disable_state_update"] = True
     return call
@@ -173,7 +199,7 @@ def step(draw: Draw) -> Call:
     if kind == "pool":
         _prefill_pool(draw, call, inner, count, has_checkpoints, draw.pick("state_indices", "ssm_state_indices"))
     if kind in ("states", "in place", "pool") and draw.maybe(0.4):
-        call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), _rows(call))
+        call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), rows_name(call))
     if kind in ("in place", "pool") and draw.maybe(0.3):
         call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
         call.ties["one"] = ("rounding_seed",)
@@ -189,7 +215,7 @@ def _prefill_pool(
     slots, size = slots_of(draw, call, count, columns=4)
     null_slot = call.arguments.get("null_slot", -1)
     state_of(draw, call, "initial_state", size, inner, is_pool=True)
-    rows = _rows(call)
+    rows = rows_name(call)
     extra = draw.pick(0, 2) if rows == "N+" else 0
     dtype = draw.pick(torch.int32, torch.int64)
     reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
@@ -198,11 +224,14 @@ def _prefill_pool(
         final = [null_slot if draw.maybe(0.2) else slot for slot in slots[count : 2 * count]]
         call.give("final_state_indices", draw.indices(final), rows)
     if has_checkpoints:
-        offsets = [[draw.pick(0, 64, 128), 0] for _ in range(count)]
-        offsets[0][0] = 64
-        saved = [list(slots[2 * count + 2 * n :][:2]) for n in range(count)]
-        call.give("checkpoint_offsets", draw.indices(offsets), f"{rows} C")
-        call.give("checkpoint_slots", draw.indices(saved), f"{rows} C")
+        _checkpoints(draw, call, count, [list(slots[2 * count + 2 * n :][:2]) for n in range(count)])
+
+
+def _checkpoints(draw: Draw, call: Call, count: int, saved: list[list[int]]) -> None:
+    offsets = [[draw.pick(0, 64, 128), 0] for _ in range(count)]
+    offsets[0][0] = 64
+    call.give("checkpoint_offsets", draw.indices(offsets), f"{rows_name(call)} C")
+    call.give("checkpoint_slots", draw.indices(saved), f"{rows_name(call)} C")
 
 
 def _pooled(draw: Draw, call: Call, kind: str, inner: tuple[int, ...], num_tokens: int, count: int, length: int) -> None:
@@ -218,21 +247,35 @@ def _pooled(draw: Draw, call: Call, kind: str, inner: tuple[int, ...], num_token
         rows = [[null_slot] * columns if draw.maybe(0.15) else row for row in rows]
         return [row[0] for row in rows] if kind == "1-D" else rows
 
-    dims = _rows(call) + ("" if kind == "1-D" else " columns")
+    dims = rows_name(call) + ("" if kind == "1-D" else " columns")
     reads = table(0)
-    extra = [reads[0]] * draw.pick(0, 1) if _rows(call) == "N+" else []
+    extra = [reads[0]] * draw.pick(0, 1) if rows_name(call) == "N+" else []
     call.give("ssm_state_indices", draw.indices(reads + extra, dtype), dims)
     if draw.maybe(0.3):
         call.give("final_state_indices", draw.indices(table(count * columns), dtype), dims)
     if kind != "1-D" and draw.maybe(0.6):
         accepted = [draw.random.randint(1, columns) for _ in range(count)]
-        call.give("num_accepted_tokens", draw.indices(accepted), _rows(call))
+        call.give("num_accepted_tokens", draw.indices(accepted), rows_name(call))
     if kind == "tree":
-        call.give("parent_token", torch.tensor(_parents(draw, call, num_tokens, length), dtype=torch.int32), "T")
-        call.ties.setdefault("T", ())
+        _give_parents(draw, call, num_tokens, length)
     if state.dtype == torch.bfloat16 and draw.maybe():
         call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
         call.ties["one"] = ("rounding_seed",)
+
+
+def _kept(draw: Draw, call: Call, inner: tuple[int, ...], count: int) -> None:
+    """1-D slots to start from, and tensors that take the state after every token."""
+    slots, size = slots_of(draw, call, count)
+    null_slot = call.arguments.get("null_slot", -1)
+    state_of(draw, call, "initial_state", size, inner, is_pool=True)
+    reads = [null_slot if draw.maybe(0.15) else slot for slot in slots]
+    call.give("ssm_state_indices", draw.indices(reads), rows_name(call))
+    intermediate(draw, call, inner, count, 4, rows_name(call))
+
+
+def _give_parents(draw: Draw, call: Call, num_tokens: int, length: int) -> None:
+    call.give("parent_token", torch.tensor(_parents(draw, call, num_tokens, length), dtype=torch.int32), "T")
+    call.ties.setdefault("T", ())
 
 
 def _parents(draw: Draw, call: Call, num_tokens: int, length: int) -> list[int]:

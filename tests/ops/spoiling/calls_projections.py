@@ -3,7 +3,7 @@
 import torch
 
 from tests.ops.spoiling.call import Call, Draw
-from tests.ops.spoiling.calls_delta_rule import slots_of, state_of
+from tests.ops.spoiling.calls_delta_rule import checkpoint_states, intermediate, slots_of, state_of
 
 _HEADS = 2  # key heads
 _TIES = {
@@ -31,8 +31,8 @@ def decode(draw: Draw) -> Call:
     call.sizes["N"] = count
     call.ties |= _TIES | {"N": ("query_start_loc", "mixed_qkv")}
     _projections(draw, call, tokens, inner, dtype, ("flat", "interleaved", "concatenated"))
-    kind = draw.pick("1-D", "2-D", "2-D accepted")
-    columns = 1 if kind == "1-D" else 3
+    kind = draw.pick("1-D", "2-D", "2-D accepted", "kept")
+    columns = 1 if kind in ("1-D", "kept") else 3
     num_spec, width = columns - 1, draw.pick(2, 4)
     slots, size = slots_of(draw, call, count, columns=columns)
     null_slot = call.arguments.get("null_slot", -1)
@@ -40,12 +40,14 @@ def decode(draw: Draw) -> Call:
     reads = [slots[n * columns :][:columns] for n in range(count)]
     reads = [[null_slot] * columns if draw.maybe(0.15) else row for row in reads]
     indices = reads + [reads[0]] * (draw.pick(0, 1) if is_packed else 0)
-    dims = ("N+" if is_packed else "N") + ("" if kind == "1-D" else " columns")
-    call.give("state_indices", draw.indices([row[0] for row in indices] if kind == "1-D" else indices), dims)
+    dims = ("N+" if is_packed else "N") + ("" if columns == 1 else " columns")
+    call.give("state_indices", draw.indices([row[0] for row in indices] if columns == 1 else indices), dims)
+    if kind == "kept":
+        intermediate(draw, call, inner, count, 3, "N+" if is_packed else "N")
     if kind == "2-D accepted":
         accepted = [draw.random.randint(1, columns) for _ in range(count)]
         call.give("num_accepted_tokens", draw.indices(accepted), "N+" if is_packed else "N")
-    if state.dtype == torch.bfloat16 and draw.maybe():
+    if state.dtype == torch.bfloat16 and kind != "kept" and draw.maybe():
         call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
         call.ties["one"] = ("rounding_seed",)
     _options(draw, call, tokens, inner, dtype)
@@ -76,6 +78,12 @@ def prefill(draw: Draw) -> Call:
         wanted[0][0] = 64
         call.give("checkpoint_offsets", draw.indices(wanted), "N+ columns")
         call.give("checkpoint_slots", draw.indices([list(slots[count + 2 * n :][:2]) for n in range(count)]), "N+ columns")
+        kept = draw.pick("in the pools", "states", "windows", "both")
+        if kept in ("states", "both"):
+            checkpoint_states(draw, call, inner, size)
+        if kept in ("windows", "both"):
+            windows = draw.floats(size, _channels(inner), call.get("conv_weight").shape[1] - 1, dtype=draw.any_float())
+            call.give("checkpoint_windows", draw.pool(windows), "~ C ~")
     if draw.maybe():
         call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), "N+")
     _options(draw, call, tokens, inner, dtype)
@@ -98,13 +106,18 @@ def _projections(
 ) -> None:
     value_heads, _, v_dim = inner
     layout = draw.pick("flat", *layouts)
+    if draw.maybe(0.2):
+        call.arguments["norm_weight"] = None  # neither norm nor z
 
     def rows(*shape: int) -> torch.Tensor:
         return draw.rows(draw.floats(tokens, *shape, dtype=dtype), lead=1)
 
     if layout == "flat":
         call.give("mixed_qkv", rows(_channels(inner)), "T width")
-        call.give("z", rows(value_heads, v_dim), "T H V")
+        if call.arguments.get("norm_weight", True) is not None:
+            call.give("z", rows(value_heads, v_dim), "T H V")
+        else:
+            call.arguments["z"] = None
         call.give("b", rows(value_heads), "T H")
         call.give("a", rows(value_heads), "T H")
         if draw.maybe(0.3):
@@ -132,7 +145,8 @@ def _parameters(
         call.give("conv_bias", draw.floats(channels, dtype=draw.any_float()), "C")
     call.give("A_log", draw.floats(value_heads, dtype=draw.any_float()), "H")
     call.give("dt_bias", draw.floats(value_heads, dtype=draw.any_float()), "H")
-    call.give("norm_weight", draw.floats(v_dim, dtype=draw.any_float()), "V")
+    if call.arguments.get("norm_weight", True) is not None:
+        call.give("norm_weight", draw.floats(v_dim, dtype=draw.any_float()), "V")
     return state_of(draw, call, "ssm_state", size, inner, is_pool=True)
 
 

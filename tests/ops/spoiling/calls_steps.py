@@ -58,6 +58,9 @@ def conv_fn(draw: Draw) -> Call:
                 lasts = [[draw.random.randint(0, length), 0] for length in lengths]
                 call.give("checkpoint_offsets", draw.indices(lasts, dtype_of), f"{sequences} columns")
                 call.give("checkpoint_slots", draw.indices(saved), f"{sequences} columns")
+                if draw.maybe():
+                    kept = _windows(draw, size, dim, width - 1 + draw.pick(0, 2))
+                    call.give("checkpoint_windows", kept, "~ C ~")
         if draw.maybe(0.5):
             call.give("has_initial_state", torch.tensor([draw.maybe() for _ in range(count)]), sequences)
     if draw.maybe(0.4):

@@ -75,6 +75,8 @@ def places_looked_at(call: Call, path: str) -> list[tuple[int, ...]]:
         if tensor.dim() == 1:
             return [(n,) for n in live_sequences(call)]
         return [(n, c) for n in live_sequences(call) for c in range(min(tensor.shape[1], counts[n]))]
+    if path == "intermediate_indices":
+        return [(n,) for n in live_sequences(call)]
     if path == "checkpoint_slots":
         counts, offsets = lengths(call), call.index("checkpoint_offsets")
         return [(n, c) for n in live_sequences(call) for c, offset in enumerate(offsets[n]) if 0 < offset <= counts[n]]

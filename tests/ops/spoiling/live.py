@@ -90,10 +90,34 @@ def _written_slots(call: Call, name: str, final: str | None) -> set[int]:
     target = final if final is not None and isinstance(call.get(final), Tensor) else name
     for n in live_sequences(call):
         slots |= {slot for slot in rows_of(call, target)[n] if slot > null_slot(call)}
-    if isinstance(call.get("checkpoint_slots"), Tensor):
+    return slots | (set() if kept_of(call) else _checkpoint_slots(call))
+
+
+def kept_of(call: Call) -> list[str]:
+    """The tensors that take checkpoints instead of the pools."""
+    return [name for name in ("checkpoint_states", "checkpoint_windows") if isinstance(call.get(name), Tensor)]
+
+
+def _checkpoint_slots(call: Call) -> set[int]:
+    if not isinstance(call.get("checkpoint_slots"), Tensor):
+        return set()
+    rows = rows_of(call, "checkpoint_slots")
+    return {slot for n in live_sequences(call) for slot in rows[n] if slot > null_slot(call)}
+
+
+def _kept_masks(call: Call) -> dict[str, Tensor]:
+    """Of tensors that take checkpoints, or the state after every token."""
+    masks = {name: _slots_mask(call.get(name), _checkpoint_slots(call)) for name in kept_of(call)}
+    if "checkpoint_windows" in masks:
+        weight = call.get("weight") if "weight" in call.arguments else call.get("conv_weight")
+        masks["checkpoint_windows"][:, :, weight.shape[1] - 1 :] = False
+    if isinstance(states := call.get("intermediate_states"), Tensor):
+        masks["intermediate_states"] = torch.zeros(states.shape, dtype=torch.bool)
+        rows, counts = rows_of(call, "intermediate_indices"), lengths(call)
         for n in live_sequences(call):
-            slots |= {slot for slot in rows_of(call, "checkpoint_slots")[n] if slot > null_slot(call)}
-    return slots
+            if null_slot(call) < rows[n][0] < states.shape[0]:
+                masks["intermediate_states"][rows[n][0], : counts[n]] = True
+    return masks
 
 
 def changed_elements(call: Call) -> dict[str, Tensor]:
@@ -103,12 +127,12 @@ def changed_elements(call: Call) -> dict[str, Tensor]:
     if isinstance(out, Tensor):
         masks["out"] = torch.ones(out.shape, dtype=torch.bool)
     function = _POOLS.get(call.operator)
-    return masks | (function(call) if function is not None else {})
+    return masks | _kept_masks(call) | (function(call) if function is not None else {})
 
 
 def _delta_rule(call: Call) -> dict[str, Tensor]:
     pool, name = call.get("initial_state"), indices_of(call)
-    if not isinstance(pool, Tensor) or call.arguments.get("disable_state_update"):
+    if not isinstance(pool, Tensor) or call.arguments.get("disable_state_update") or "intermediate_states" in call.arguments:
         return {}
     if name is None:
         return {"initial_state": torch.ones(pool.shape, dtype=torch.bool)} if call.get("inplace_final_state") else {}
@@ -116,6 +140,8 @@ def _delta_rule(call: Call) -> dict[str, Tensor]:
 
 
 def _decode(call: Call) -> dict[str, Tensor]:
+    if "intermediate_states" in call.arguments:
+        return {}
     slots = _written_slots(call, "state_indices", None)
     windows = {rows_of(call, "state_indices")[n][0] for n in live_sequences(call)}
     conv, state = call.get("conv_state"), call.get("ssm_state")

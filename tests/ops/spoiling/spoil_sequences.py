@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.indices import FAR, POOLS, as_int64, copied, places_looked_at, register_entry, with_value
-from tests.ops.spoiling.live import indices_of, lengths, live_sequences, null_slot, rows_of
+from tests.ops.spoiling.live import indices_of, kept_of, lengths, live_sequences, null_slot, rows_of
 from tests.ops.spoiling.spoiling import SPOILINGS, Spoiled, spoiling
 
 Tensor = torch.Tensor
@@ -82,7 +82,11 @@ _lengths("a length of -1", lambda found: [-1, *found[1:]])
 _lengths("a longer first sequence", lambda found: [found[0] + 1, *found[1:]])
 
 
-def _pool_size(call: Call, _: str) -> int | None:
+def _pool_size(call: Call, path: str) -> int | None:
+    if path == "intermediate_indices":
+        return call.get("intermediate_states").shape[0]
+    if path == "checkpoint_slots" and kept_of(call):
+        return min(call.get(name).shape[0] for name in kept_of(call))
     sizes = [call.get(name).shape[0] for name in POOLS if isinstance(call.get(name), Tensor)]
     return min(sizes) if sizes else None
 
@@ -117,7 +121,8 @@ def _shared_slot(call: Call, path: str, _: random.Random) -> Spoiled | None:
     tensor, live = copied(call, path), live_sequences(call)
     if tensor is None or len(live) < 2 or path != indices_of(call):
         return None
-    if isinstance(call.get("final_state_indices"), Tensor) or call.arguments.get("disable_state_update"):
+    not_written = call.arguments.get("disable_state_update") or "intermediate_states" in call.arguments
+    if isinstance(call.get("final_state_indices"), Tensor) or not_written:
         return None  # reading one slot twice is held elsewhere
     tensor[live[1]] = tensor[live[0]]
     return with_value(call, path, tensor)

@@ -124,7 +124,10 @@ def _overlap_read(call: Call, path: str, rng: random.Random) -> Spoiled | None:
 
 
 # Arguments that some operator writes.
-WRITTEN = {"out", "initial_state", "conv_state", "conv_states", "ssm_state", "cache", "v_cache", "ring"}
+WRITTEN = {
+    "out", "initial_state", "conv_state", "conv_states", "ssm_state", "checkpoint_states", "checkpoint_windows",
+    "intermediate_states", "cache", "v_cache", "ring",
+}  # fmt: skip
 
 
 @spoiling("in place on x")

@@ -5,7 +5,7 @@ import random
 import torch
 
 from tests.ops.spoiling.call import Call
-from tests.ops.spoiling.live import indices_of, lengths, live_sequences
+from tests.ops.spoiling.live import indices_of, kept_of, lengths, live_sequences
 from tests.ops.spoiling.spoiling import SPOILINGS, Spoiled, spoiling
 
 Tensor = torch.Tensor
@@ -17,7 +17,9 @@ def _without(*names: str) -> None:
     def spoil(call: Call, path: str, _: random.Random) -> Spoiled | None:
         if call.get(path) is None or any(call.get(name) is None for name in names):
             return None
-        return Spoiled(call.with_values(dict.fromkeys(names)), names={*names, "initial_state"})
+        if names == ("conv_states",) and call.get("checkpoint_windows") is not None:
+            return None  # which take checkpoints without a pool
+        return Spoiled(call.with_values(dict.fromkeys(names)), names={*names, *kept_of(call), "initial_state"})
 
     SPOILINGS[f"without {', '.join(names)}"] = spoil
 
@@ -27,6 +29,9 @@ _without("state_indices")
 _without("checkpoint_slots")
 _without("checkpoint_offsets")
 _without("conv_states")
+_without("checkpoint_offsets", "checkpoint_slots")
+_without("intermediate_states")
+_without("intermediate_indices")
 
 
 @spoiling("the indices 1-D")
@@ -42,6 +47,24 @@ def _one_dimension(call: Call, path: str, _: random.Random) -> Spoiled | None:
         values["num_accepted_tokens"] = None
     values = {key: value for key, value in values.items() if key in call.arguments}
     return Spoiled(call.with_values(values), names={name})
+
+
+@spoiling("the indices 2-D")
+def _two_dimensions(call: Call, path: str, _: random.Random) -> Spoiled | None:
+    """Arguments that need 1-D indices, with a column."""
+    name = indices_of(call)
+    if call.get(path) is None or name is None:
+        return None
+    return Spoiled(call.with_values({name: call.get(name)[:, None]}), names={name})
+
+
+@spoiling("given with intermediate states")
+def _given_kept(call: Call, path: str, _: random.Random) -> Spoiled | None:
+    if "intermediate_states" not in call.arguments:
+        return None
+    name = indices_of(call)
+    value = torch.zeros(1, dtype=torch.int64) if path == "rounding_seed" or name is None else call.get(name)
+    return Spoiled(call.with_values({path: value}))
 
 
 @spoiling("left out where it must be")
@@ -98,6 +121,14 @@ def _given_interleaved(call: Call, path: str, _: random.Random) -> Spoiled | Non
     if call.arguments.get("projection_layout") != "interleaved":
         return None
     return Spoiled(call.with_values({path: call.get("b").clone()}))
+
+
+@spoiling("given without the norm")
+def _given_without_norm(call: Call, path: str, _: random.Random) -> Spoiled | None:
+    if call.arguments.get("norm_weight") is not None:
+        return None
+    shape = (call.get("out") if call.get("out") is not None else call.get("mixed_qkv")).shape[0], call.get("A_log").shape[0]
+    return Spoiled(call.with_values({path: torch.zeros(*shape, call.get("head_v_dim"))}))
 
 
 @spoiling("given with concatenated projections")

@@ -115,6 +115,16 @@ _CHECKPOINT_SLOTS: Kind = but(PER_SEQUENCE, "extra rows of anything") | {
     "a null slot to save to": SAME,
     "without checkpoint_offsets": VALUE,
 }
+_KEPT: Kind = but(STATE_POOL, "one longer", "interleaved with another argument") | {
+    "without checkpoint_offsets, checkpoint_slots": VALUE,
+}
+_KEPT_WINDOWS: Kind = but(WINDOWS, "one longer") | {"without checkpoint_offsets, checkpoint_slots": VALUE}
+_INTERMEDIATE: dict[str, Kind] = {
+    "intermediate_states": but(STATE_POOL, "one longer", "interleaved with another argument") | {
+        "the indices 2-D": VALUE, "without intermediate_indices": VALUE,
+    },
+    "intermediate_indices": SLOTS | {"two live sequences, one slot to write": VALUE, "without intermediate_states": VALUE},
+}  # fmt: skip
 _DELTA_RULE: dict[str, Kind] = {
     "q, k": REQUIRED | ROWS | {"another 16-bit dtype": TYPE} | _SHARED_INPUTS,
     "v": REQUIRED | ROWS | {"another 16-bit dtype": TYPE, "overlaps a read-only argument": SAME},
@@ -213,6 +223,7 @@ TABLE: dict[str, dict[str, Kind]] = {
         "has_initial_state": MASK,
         "checkpoint_offsets": _CHECKPOINT_OFFSETS | {"no multiple of 64": VALUE},
         "checkpoint_slots": _CHECKPOINT_SLOTS,
+        "checkpoint_states": _KEPT,
         "head_first": FLAG | {"True": VALUE},
         "initial_state as a pool": but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
     },
@@ -220,12 +231,12 @@ TABLE: dict[str, dict[str, Kind]] = {
         **{names: _DELTA_RULE[names] for names in ("q, k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "backend", "*")},
         "use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, state_v_first": FLAG,
     },
-    "fused_recurrent_gated_delta_rule": _DELTA_RULE | {
+    "fused_recurrent_gated_delta_rule": _DELTA_RULE | _INTERMEDIATE | {
         "ssm_state_indices": SLOTS | _SHARED_SLOTS,
-        "final_state_indices": SLOTS | _FINAL_SLOTS,
+        "final_state_indices": SLOTS | _FINAL_SLOTS | {"given with intermediate states": VALUE},
         "num_accepted_tokens": _ACCEPTED | {"the indices 1-D": VALUE},
         "parent_token": _PARENTS,
-        "rounding_seed": _SEED,
+        "rounding_seed": _SEED | {"given with intermediate states": VALUE},
         "inplace_final_state": OPTIONAL_FLAG | {"False with indices": VALUE},
         "disable_state_update": FLAG,
     },
@@ -246,20 +257,23 @@ TABLE: dict[str, dict[str, Kind]] = {
         "disable_state_update": FLAG,
         "initial_state as a pool": but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
     },
-    "fused_gdn_decode": {
+    "fused_gdn_decode": _INTERMEDIATE | {
         "mixed_qkv": REQUIRED | ROWS | MATRIX,
-        "z": ROWS | {"left out where it must be": ERROR, "given with interleaved projections": VALUE},
+        "z": ROWS | {
+            "left out where it must be": ERROR, "given with interleaved projections": VALUE, "given without the norm": VALUE,
+        },
         "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with interleaved projections": VALUE},
         "b": INPUT | MATRIX | {"left out where it must be": ERROR, "given with concatenated projections": VALUE},
         "conv_state": REQUIRED | WINDOWS | {"one page buffer for both pools": SAME},
         "ssm_state": REQUIRED | STATE_POOL | {"one page buffer for both pools": SAME},
         "conv_weight": REQUIRED | FILTER,
         "conv_bias": PARAMETER,
-        "A_log, dt_bias, norm_weight": REQUIRED | PARAMETER,
+        "A_log, dt_bias": REQUIRED | PARAMETER,
+        "norm_weight": PARAMETER,
         "state_indices": REQUIRED | SLOTS | _SHARED_SLOTS,
         "query_start_loc": OFFSETS,
         "num_accepted_tokens": _ACCEPTED | {"the indices 1-D": VALUE},
-        "rounding_seed": _SEED,
+        "rounding_seed": _SEED | {"given with intermediate states": VALUE},
         "num_k_heads, head_k_dim, head_v_dim": AT_LEAST_ONE,
         "scale": OPTIONAL_NUMBER,
         "eps": EPS,
@@ -273,19 +287,24 @@ TABLE: dict[str, dict[str, Kind]] = {
     },
     "fused_gdn_prefill": {
         "mixed_qkv": REQUIRED | ROWS | MATRIX,
-        "z": ROWS | {"left out where it must be": ERROR, "given with interleaved projections": VALUE},
+        "z": ROWS | {
+            "left out where it must be": ERROR, "given with interleaved projections": VALUE, "given without the norm": VALUE,
+        },
         "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with interleaved projections": VALUE},
         "b": REQUIRED | INPUT | MATRIX,
         "conv_states": REQUIRED | WINDOWS | {"one page buffer for both pools": SAME},
         "ssm_state": REQUIRED | STATE_POOL | {"one page buffer for both pools": SAME},
         "conv_weight": REQUIRED | FILTER,
         "conv_bias": PARAMETER,
-        "A_log, dt_bias, norm_weight": REQUIRED | PARAMETER,
+        "A_log, dt_bias": REQUIRED | PARAMETER,
+        "norm_weight": PARAMETER,
         "state_indices": REQUIRED | _with_offsets(SLOTS) | _SHARED_SLOTS,
         "query_start_loc": REQUIRED | OFFSETS,
         "has_initial_state": _with_offsets(MASK),
         "checkpoint_offsets": _with_offsets(_CHECKPOINT_OFFSETS) | {"no multiple of 64": VALUE},
         "checkpoint_slots": _with_offsets(_CHECKPOINT_SLOTS),
+        "checkpoint_states": _KEPT,
+        "checkpoint_windows": _KEPT_WINDOWS,
         "num_k_heads, head_k_dim, head_v_dim": AT_LEAST_ONE,
         "scale": OPTIONAL_NUMBER,
         "eps": EPS,
@@ -320,6 +339,7 @@ TABLE: dict[str, dict[str, Kind]] = {
         "has_initial_state": MASK,
         "checkpoint_offsets": _CHECKPOINT_OFFSETS | {"without conv_states": VALUE},
         "checkpoint_slots": _CHECKPOINT_SLOTS,
+        "checkpoint_windows": _KEPT_WINDOWS,
     },
     "causal_conv1d_update": _FILTERED | {
         "x": REQUIRED | ROWS | MATRIX,

@@ -1,0 +1,240 @@
+"""SGLang's kernel object for Gated DeltaNet on gdn's operators.
+
+SGLang calls one method of it per kind of batch, on its own pools: states [slots, HV, V, K], slot -1 for padding. A call that is
+not served goes to the kernel object that SGLang made itself, with its arguments untouched.
+
+    method          operator                            states
+    decode          fused_recurrent_gated_delta_rule    one token a row, slot updated in place
+    packed_decode   the same, on views of the packed row
+    extend          chunk_gated_delta_rule              slot updated in place, snapshots for the prefix cache
+    target_verify   fused_recurrent_gated_delta_rule    the pool stays, the state after every draft goes to SGLang's buffer
+
+Nothing of SGLang is imported.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import gdn
+from gdn.integrations._calls import Calls, unserved, unserved_state
+
+Tensor = torch.Tensor
+CHUNK = 64  # tokens between two states that the host may ask for
+NULL_SLOT = -1  # the host's padding
+LARGEST_HEAD_DIM = 256
+_ALIGNMENT = 16  # bytes, of a slot
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Counters of the calls of all kernel objects, and whether a call that is left to the host is an error."""
+
+    calls: Calls
+    strict: bool = False
+
+    def serves(self, method: str, reason: str | None) -> bool:
+        """Counts a call; with strict, one that is not served raises RuntimeError."""
+        if not self.calls.active:
+            return False
+        if reason is not None and self.strict:
+            raise RuntimeError(f"gdn.integrations.sglang, strict: {method} would be left to the host: {reason}")
+        return self.calls.serves(reason)
+
+
+def refusal(tokens: Tensor, head_k_dim: int, head_v_dim: int, states: Tensor, *, allow_reference: bool = False) -> str | None:
+    """Why a call of any method is left to the host; None where it is served.
+
+    Parameters
+    ----------
+    tokens : Tensor
+        Queries, or packed rows; device and dtype decide.
+    head_k_dim, head_v_dim : int
+        Of the layer.
+    states : Tensor [slots, HV, V, K]
+        The pool.
+    allow_reference : bool
+        Serve on the CPU too.
+    """
+    reason = unserved(tokens, allow_reference=allow_reference) or unserved_state(states)
+    if reason is not None:
+        return reason
+    if head_k_dim != head_v_dim or head_k_dim % 4 or head_k_dim > LARGEST_HEAD_DIM:
+        return f"the head dims are {head_k_dim} and {head_v_dim}, served are equal multiples of 4 up to {LARGEST_HEAD_DIM}"
+    slot, *inner = states.stride()
+    _, _, rows, columns = states.shape
+    if slot * states.element_size() % _ALIGNMENT or inner != [rows * columns, columns, 1]:
+        return f"the states have strides {states.stride()}, served are contiguous slots at multiples of {_ALIGNMENT} bytes"
+    return None
+
+
+def refusal_packed(
+    mixed_qkv: Tensor, states: Tensor, head_v_dim: int, replay: Tensor | None, *, allow_reference: bool = False
+) -> str | None:
+    """As `refusal`, for packed_decode. replay: one of ReplaySSM's tensors, which the host gives all or none of."""
+    if replay is not None:
+        return "ReplaySSM keeps the states"
+    return refusal(mixed_qkv, states.shape[-1], head_v_dim, states, allow_reference=allow_reference)
+
+
+def refusal_extend(q: Tensor, v: Tensor, states: Tensor, inplace_update: bool, *, allow_reference: bool = False) -> str | None:
+    """As `refusal`, for extend."""
+    if not inplace_update:
+        return "the states stay as they are (multi-item scoring)"
+    return refusal(q, q.shape[-1], v.shape[-1], states, allow_reference=allow_reference)
+
+
+def refusal_verify(
+    q: Tensor, v: Tensor, states: Tensor, kept: Tensor | None, parents: Tensor | None, rows: int, *, allow_reference: bool = False
+) -> str | None:
+    """As `refusal`, for target_verify of `rows` sequences. kept: the host's buffer of states; parents: of a tree's tokens."""
+    if kept is None:
+        return "no buffer takes the states"
+    if kept.dtype != states.dtype and (reason := unserved_state(kept)) is not None:
+        return reason
+    if parents is not None and (parents.shape[0] < rows or rows * parents.shape[1] != q.shape[1]):
+        return f"the tree has parents {list(parents.shape)} of {q.shape[1]} tokens in {rows} sequences"
+    return refusal(q, q.shape[-1], v.shape[-1], states, allow_reference=allow_reference)
+
+
+def kernel_class(base: type) -> type:
+    """The class of the kernel object. base: LinearAttnKernelBase of SGLang."""
+
+    class GatedDeltaNetKernel(base):  # type: ignore[misc]
+        supports_packed_decode = True
+        supports_strided_target_verify_qkv = True
+        supports_track_state_snapshot = True
+        uses_state_checkpoints = False
+
+        def __init__(self, host: Any, serving: Serving) -> None:
+            """host: the kernel object that SGLang made for the same phase."""
+            self._host, self._serving = host, serving
+
+        def decode(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **given: Any) -> Tensor:
+            states, allowed = given["ssm_states"], self._serving.calls.allow_reference
+            reason = refusal(q, q.shape[-1], v.shape[-1], states, allow_reference=allowed)
+            if not self._serving.serves("decode", reason):
+                return self._host.decode(q, k, v, a, b, **given)  # type: ignore[no-any-return]
+            return _recurrent(q, k, v, a.unsqueeze(0), b.unsqueeze(0), given, cu_seqlens=given["query_start_loc"])
+
+        def packed_decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Tensor:
+            states, head_v_dim = given["ssm_states"], given["head_v_dim"]
+            allowed = self._serving.calls.allow_reference
+            reason = refusal_packed(mixed_qkv, states, head_v_dim, given.get("replayssm_d"), allow_reference=allowed)
+            if not self._serving.serves("packed_decode", reason):
+                return self._host.packed_decode(mixed_qkv, a, b, **given)  # type: ignore[no-any-return]
+            q, k, v = _unpacked(mixed_qkv, given["num_v_heads"], head_v_dim, states.shape[-1])
+            return _recurrent(q, k, v, a.unsqueeze(1), b.unsqueeze(1), given, scale=given["scale"]).transpose(0, 1)
+
+        def extend(
+            self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **given: Any
+        ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            states, allowed = given["ssm_states"], self._serving.calls.allow_reference
+            reason = refusal_extend(q, v, states, given.get("inplace_update", True), allow_reference=allowed)
+            if not self._serving.serves("extend", reason):
+                return _extend_by_host(self._host, q, k, v, g, beta, given)
+            return _extend(q, k, v, g, beta, given), None, None
+
+        def target_verify(
+            self, A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **given: Any
+        ) -> Tensor:
+            kept, parents = given.get("intermediate_states_buffer"), given.get("retrieve_parent_token")
+            rows, allowed = len(given["query_start_loc"]) - 1, self._serving.calls.allow_reference
+            reason = refusal_verify(q, v, given["ssm_states"], kept, parents, rows, allow_reference=allowed)
+            if not self._serving.serves("target_verify", reason):
+                return self._host.target_verify(  # type: ignore[no-any-return]
+                    A_log=A_log, dt_bias=dt_bias, q=q, k=k, v=v, a=a, b=b, **given
+                )
+            own = {**given, "A_log": A_log, "dt_bias": dt_bias}
+            tree = None if parents is None else _parents(parents[:rows])
+            return _recurrent(
+                q, k, v, a.unsqueeze(0), b.unsqueeze(0), own, cu_seqlens=given["query_start_loc"], parent_token=tree,
+                intermediate_states=kept, intermediate_indices=given["intermediate_state_indices"],
+            )  # fmt: skip
+
+    return GatedDeltaNetKernel
+
+
+def _recurrent(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, given: Mapping[str, Any], **options: Any) -> Tensor:
+    slots = given["cache_indices"]
+    if "cu_seqlens" not in options and len(slots) != len(q):
+        slots = slots[: len(q)]
+    o, _ = gdn.fused_recurrent_gated_delta_rule(
+        q, k, v, a, b, initial_state=given["ssm_states"], ssm_state_indices=slots, use_qk_l2norm_in_kernel=True,
+        state_v_first=True, use_gate_in_kernel=True, A_log=given["A_log"], dt_bias=given["dt_bias"],
+        use_beta_sigmoid_in_kernel=True, output_final_state=False, null_slot=NULL_SLOT, **options,
+    )  # fmt: skip
+    return o
+
+
+def _unpacked(mixed_qkv: Tensor, num_v_heads: int, head_v_dim: int, head_k_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views [rows, 1, heads, dim] of rows [rows, D]."""
+    keys = (mixed_qkv.shape[1] - num_v_heads * head_v_dim) // 2
+    rows, (row, column), begin = mixed_qkv.shape[0], mixed_qkv.stride(), mixed_qkv.storage_offset()
+    # One call a view: splitting and reshaping takes several times as long on the host.
+    shape, strides = (rows, 1, keys // head_k_dim, head_k_dim), (row, row, head_k_dim * column, column)
+    q = mixed_qkv.as_strided(shape, strides, begin)
+    k = mixed_qkv.as_strided(shape, strides, begin + keys * column)
+    v = mixed_qkv.as_strided(
+        (rows, 1, num_v_heads, head_v_dim), (row, row, head_v_dim * column, column), begin + 2 * keys * column
+    )
+    return q, k, v
+
+
+def _parents(parents: Tensor) -> Tensor:
+    """The host's parents [rows, T], which leave the first token's undefined, as those of the operator [rows * T]."""
+    own = parents.to(torch.int32, copy=True)
+    own[:, 0] = -1  # it continues the state of the pool
+    return own.view(-1)
+
+
+def _extend(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, given: Mapping[str, Any]) -> Tensor:
+    states, slots, offsets = given["ssm_states"], given["cache_indices"], given["query_start_loc"]
+    snapshots, chunks = given.get("track_state"), given.get("track_chunk_idx")
+    rows = len(offsets) - 1
+    options: dict[str, Any] = {}
+    if snapshots is not None and chunks is not None:
+        _copy_starts(snapshots, chunks, states, slots, rows)
+        options["checkpoint_offsets"] = (chunks[:rows].clamp(min=0) * CHUNK)[:, None]
+        options["checkpoint_slots"] = torch.arange(rows, dtype=slots.dtype, device=slots.device)[:, None]
+        options["checkpoint_states"] = snapshots
+    output = given.get("output")
+    if output is not None and output.dtype == v.dtype and output.shape == v.shape:
+        options["out"] = output
+    o, _ = gdn.chunk_gated_delta_rule(
+        q, k, v, g, beta, initial_state=states, use_qk_l2norm_in_kernel=True, cu_seqlens=offsets, state_v_first=True,
+        state_indices=slots, null_slot=NULL_SLOT, **options,
+    )  # fmt: skip
+    return o
+
+
+def _copy_starts(snapshots: Tensor, chunks: Tensor, states: Tensor, slots: Tensor, rows: int) -> None:
+    """Puts the state before the call into the rows whose chunk is 0: the operator's offset 0 stores nothing.
+
+    Which rows these are is known on the device alone, so that every row is written; rows of other chunks all read one slot, which
+    the cache holds, and are overwritten by the operator or never read.
+    """
+    own = torch.where(chunks[:rows] == 0, slots[:rows], 0).clamp(min=0)
+    if snapshots.dtype == states.dtype:
+        torch.index_select(states, 0, own, out=snapshots[:rows])
+    else:
+        snapshots[:rows].copy_(states.index_select(0, own))
+
+
+def _extend_by_host(
+    host: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, given: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The host's own extend. Its kernel returns all states and knows no snapshots, which the host then reads: they are filled."""
+    o, last, h = host.extend(q, k, v, g, beta, **given)
+    snapshots, chunks = given.get("track_state"), given.get("track_chunk_idx")
+    if snapshots is None or chunks is None or getattr(host, "supports_track_state_snapshot", False):
+        return o, last, h
+    offsets = given["query_start_loc"].long()
+    counts = (offsets.diff() + CHUNK - 1) // CHUNK
+    every = h.view(-1, *h.shape[-3:])
+    rows = len(counts)
+    place = (counts.cumsum(0) - counts + chunks[:rows].clamp(min=0)).clamp(max=len(every) - 1)
+    snapshots[:rows].copy_(every.index_select(0, place))
+    return o, last, h

@@ -1,0 +1,195 @@
+"""Modules of SGLang's names with as little in them as the adapter touches; the host's own files where its package is there."""
+
+import functools
+import importlib.util
+import sys
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gdn.integrations import installed
+
+LINEAR = "sglang.srt.layers.attention.linear"
+REGISTRY, BASE = "sglang.srt.plugins.hook_registry", f"{LINEAR}.kernels.kernel_backend"
+
+
+class LinearAttnKernelBase:
+    uses_state_checkpoints = supports_track_state_snapshot = supports_strided_target_verify_qkv = False
+
+    def decode(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, **kwargs):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    def extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, **kwargs):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc, **kwargs):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+
+class HookType(Enum):
+    AFTER = "after"
+    AROUND = "around"
+
+
+class HookRegistry:
+    hooks: dict[str, list[Any]] = {}
+    patched: set[str] = set()
+
+    @classmethod
+    def register(cls, target: str, hook: Any, hook_type: Any = HookType.AFTER, *, source: Any = None) -> None:
+        assert hook_type is HookType.AROUND
+        cls.hooks.setdefault(target, []).append(hook)
+
+    @classmethod
+    def apply_hooks(cls) -> None:
+        for target, hooks in cls.hooks.items():
+            if target not in cls.patched:
+                cls.patched.add(target)
+                path, name = target.rsplit(".", 1)
+                module, owner = path.rsplit(".", 1)
+                holder = getattr(sys.modules[module], owner)
+                for hook in hooks:
+                    setattr(holder, name, _around(getattr(holder, name), hook))
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.hooks.clear()
+        cls.patched.clear()
+
+
+def _around(original: Any, hook: Any) -> Any:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    return wrapper
+
+
+class LinearAttnKernelBackend(Enum):
+    TRITON = "triton"
+    FLASHINFER = "flashinfer"
+    CUSTOM = "custom"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "LinearAttnKernelBackend":
+        return cls.CUSTOM
+
+    def is_custom(self) -> bool:
+        return self is LinearAttnKernelBackend.CUSTOM
+
+
+class HostKernel:
+    """The host's own kernel object: it remembers its calls."""
+
+    def __init__(self, name: str = "triton", result: Any = "host") -> None:
+        self.name, self.result, self.calls = name, result, []  # type: ignore[var-annotated]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("decode", "packed_decode", "extend", "target_verify"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, args, kwargs))
+            return self.result
+
+        return call
+
+
+class GDNKernelDispatcher:
+    def __init__(self, decode_backend, prefill_backend, verify_backend=None):  # type: ignore[no-untyped-def]
+        for backend in (decode_backend, prefill_backend, verify_backend):
+            if backend is LinearAttnKernelBackend.CUSTOM:
+                raise ValueError(f"Unsupported GDN backend: {backend}")
+        self.decode_kernel = HostKernel(decode_backend.value)
+        self.extend_kernel = HostKernel(prefill_backend.value)
+        self.verify_kernel = self.tree_verify_kernel = HostKernel()
+        self.verify_kernel_is_flashinfer, self.supports_packed_decode = False, False
+
+    def packed_decode(self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads, head_v_dim, **kwargs):  # type: ignore[no-untyped-def] # fmt: skip # noqa: E501
+        raise NotImplementedError
+
+    def decode(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, **kwargs):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    def extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, **kwargs):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc, **kwargs):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+
+mamba = SimpleNamespace()  # the linear attention switches of the command line
+deterministic = SimpleNamespace(enable_deterministic_inference=False)
+
+
+def get_exec() -> Any:
+    return SimpleNamespace(mamba=mamba, deterministic=deterministic)
+
+
+def choose(base: str = "gdn", **phases: str | None) -> None:
+    """What the command line of the engine said: --linear-attn-backend, and those of its phases."""
+    mamba.linear_attn_backend = base
+    for phase in ("decode", "prefill", "verify"):
+        setattr(mamba, f"linear_attn_{phase}_backend", phases.get(phase))
+
+
+def dispatch() -> Any:
+    """A dispatcher as the engine makes it from its command line."""
+    base = mamba.linear_attn_backend
+    names = [mamba.linear_attn_decode_backend or base, mamba.linear_attn_prefill_backend or base]
+    names.append(mamba.linear_attn_verify_backend or "triton")
+    return sys.modules[f"{LINEAR}.gdn_backend"].GDNKernelDispatcher(*map(LinearAttnKernelBackend, names))
+
+
+def host_file(name: str) -> ModuleType | None:
+    """A module of the installed host, loaded from its file alone; None where the host is not there."""
+    folder = installed.package_folder("sglang")
+    found = installed.locate(folder, name) if folder is not None else None
+    if found is None or found[1]:
+        return None
+    spec = importlib.util.spec_from_file_location(name, found[0])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Puts the modules where SGLang's are imported from; returns the choices of the command line."""
+    registry, base = host_file(REGISTRY), host_file(BASE)
+    choices = ["triton", "flashinfer"]
+    for method in (
+        "__init__",
+        "decode",
+        "packed_decode",
+        "extend",
+        "target_verify",
+    ):  # whatever a test puts there goes at its end
+        monkeypatch.setattr(GDNKernelDispatcher, method, vars(GDNKernelDispatcher)[method])
+    names: dict[str, dict[str, Any]] = {
+        f"{LINEAR}.gdn_backend": {"GDNKernelDispatcher": GDNKernelDispatcher, "get_exec": get_exec,
+                                  "LinearAttnKernelBackend": LinearAttnKernelBackend},
+        BASE: {"LinearAttnKernelBase": base.LinearAttnKernelBase if base else LinearAttnKernelBase},
+        REGISTRY: {"HookRegistry": registry.HookRegistry if registry else HookRegistry,
+                   "HookType": registry.HookType if registry else HookType},
+        "sglang.srt.server_args": {"LINEAR_ATTN_KERNEL_BACKEND_CHOICES": choices},
+        "sglang.srt.runtime_context": {"get_exec": get_exec},
+    }  # fmt: skip
+    for full, content in names.items():
+        parts = full.split(".")
+        for length in range(1, len(parts) + 1):
+            name = ".".join(parts[:length])
+            if name not in sys.modules:
+                module = ModuleType(name)
+                module.__path__ = []
+                monkeypatch.setitem(sys.modules, name, module)
+            if length > 1:
+                setattr(sys.modules[".".join(parts[: length - 1])], parts[length - 1], sys.modules[name])
+        for name, value in content.items():
+            setattr(sys.modules[full], name, value)
+    HookRegistry.reset()
+    choose()
+    deterministic.enable_deterministic_inference = False
+    return choices

@@ -1,0 +1,135 @@
+"""SGLang's kernel object on gdn's operators: SGLang's layouts against a float64 loop, and what is left to SGLang's own object."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.sglang_engine import (
+    HV,
+    LAYOUTS,
+    SLOTS,
+    Engine,
+    check_decode,
+    check_extend,
+    check_snapshots,
+    check_verify,
+    extend,
+)
+
+CLOSE = 2e-5
+STORED = {torch.float32: CLOSE, torch.bfloat16: 5e-3}  # states, by the dtype of the pool
+
+
+def engine_of(layout: str) -> tuple[Engine, float, float]:
+    """An engine of that layout, and the largest errors of results and states."""
+    engine = Engine(1, **LAYOUTS[layout])
+    return engine, CLOSE, STORED[engine.states.dtype]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_decode(packed: bool, layout: str) -> None:
+    check_decode(*engine_of(layout), packed)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_extend(is_given: bool, layout: str) -> None:
+    check_extend(*engine_of(layout), is_given)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_extend_keeps_snapshots(layout: str) -> None:
+    check_snapshots(*engine_of(layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_verify(is_tree: bool, layout: str) -> None:
+    engine, limit, state_limit = engine_of(layout)
+    check_verify(engine, 2e-2 if is_tree and layout == "bfloat16" else limit, state_limit, is_tree)
+
+
+# --- what is left to the host ---------------------------------------------------------------------------------------------------
+
+
+def test_float16_states_go_to_the_host() -> None:
+    engine = Engine(5, dtype=torch.float16)
+    rows = engine.rows(2)
+    engine.host.result = ("o", None, None)
+    given = engine.options([1, 2], [1, 1])
+    weights = {"A_log": engine.A_log, "dt_bias": engine.dt_bias}
+    q, k, v = engine.split(rows[0])
+    kept = torch.zeros(2, 1, *engine.state_shape)
+    more = {"intermediate_states_buffer": kept, "intermediate_state_indices": None, "retrieve_parent_token": None}
+    assert engine.kernel.decode(q, k, v, rows[1], rows[2], **weights, **given) is engine.host.result
+    assert (
+        engine.kernel.packed_decode(*rows, scale=1.0, num_v_heads=HV, head_v_dim=engine.dim, **weights, **given)
+        is engine.host.result
+    )
+    assert engine.kernel.extend(q, k, v, rows[1][None], rows[2][None], **given) == engine.host.result
+    assert engine.kernel.target_verify(*weights.values(), q, k, v, rows[1], rows[2], **given, **more) is engine.host.result
+    assert [name for name, _, _ in engine.host.calls] == ["decode", "packed_decode", "extend", "target_verify"]
+    decode, verify = engine.host.calls[0], engine.host.calls[3]
+    assert decode[1][0] is q and decode[2] == {**weights, **given}  # untouched
+    assert verify[2]["q"] is q and verify[2]["A_log"] is engine.A_log and verify[2]["intermediate_states_buffer"] is kept
+    assert engine.calls.left == {"the states are float16": 4} and engine.calls.served == 0
+
+
+def test_the_hosts_states_become_the_snapshots_that_it_reads() -> None:
+    """The host reads snapshots of a kernel object that keeps them, and its own object knows none."""
+    engine = Engine(6, dtype=torch.float16)
+    h = engine.normal(1, 2 + 1 + 3, *engine.state_shape)  # states before each chunk of 70, 30 and 150 tokens
+    engine.host.result = ("o", None, h)
+    snapshots = torch.zeros(4, *engine.state_shape)
+    result, _ = extend(
+        engine, [5, 1, 3, 2], [70, 30, 0, 150], track_state=snapshots,
+        track_chunk_idx=torch.tensor([1, 0, -1, 2], dtype=torch.int32),
+    )  # fmt: skip
+    assert result == engine.host.result
+    assert all(torch.equal(snapshots[row], h[0, place]) for row, place in {0: 1, 1: 2, 3: 5}.items())
+
+
+def _options(engine: Engine) -> dict[str, Any]:
+    return {"A_log": engine.A_log, "dt_bias": engine.dt_bias, **engine.options([1, 2], [1, 1])}
+
+
+def test_reasons() -> None:
+    engine = Engine(7)
+    rows = engine.rows(2)
+    q, k, v = engine.split(rows[0])
+    given = engine.options([1, 2], [1, 1])
+    weights = {"A_log": engine.A_log, "dt_bias": engine.dt_bias}
+    engine.host.result = ("o", None, None)
+    kernel, gates = engine.kernel, (rows[1][None], rows[2][None])
+    kernel.extend(q, k, v, *gates, **given, inplace_update=False)
+    kernel.packed_decode(*rows, scale=1.0, num_v_heads=HV, head_v_dim=engine.dim, **_options(engine), replayssm_d=rows[0])
+    verify = {**given, "intermediate_state_indices": None, "cache_steps": 1}
+    kept = torch.zeros(2, 1, *engine.state_shape)
+    for buffer, parents in ((None, None), (kept.half(), None), (kept, torch.zeros(2, 3, dtype=torch.int32))):
+        own = {**verify, "intermediate_states_buffer": buffer, "retrieve_parent_token": parents}
+        kernel.target_verify(*weights.values(), q, k, v, rows[1], rows[2], **own)
+    kernel.decode(q, k, v[..., :16], rows[1], rows[2], **_options(engine))
+    apart = torch.zeros(SLOTS, *engine.state_shape).transpose(-1, -2)
+    kernel.decode(q, k, v, rows[1], rows[2], **{**_options(engine), "ssm_states": apart})
+    kernel.decode(q.clone().requires_grad_(), k, v, rows[1], rows[2], **_options(engine))
+    assert list(engine.calls.left) == [
+        "the states stay as they are (multi-item scoring)",
+        "ReplaySSM keeps the states",
+        "no buffer takes the states",
+        "the states are float16",
+        "the tree has parents [2, 3] of 2 tokens in 2 sequences",
+        "the head dims are 32 and 16, served are equal multiples of 4 up to 256",
+        f"the states have strides {apart.stride()}, served are contiguous slots at multiples of 16 bytes",
+        "autograd needs gradients, which this project does not record",
+    ]
+    assert len(engine.host.calls) == 8 and torch.equal(engine.pool, engine.before)
+
+
+def test_strict() -> None:
+    engine = Engine(8, dtype=torch.float16, strict=True)
+    rows = engine.rows(2)
+    with pytest.raises(RuntimeError, match="strict: decode would be left to the host: the states are float16"):
+        engine.kernel.decode(*engine.split(rows[0]), rows[1], rows[2], **_options(engine))
+    assert engine.host.calls == []
