@@ -14,7 +14,7 @@ from typing import Any
 from gdn.integrations import _handle, _hosts
 from gdn.integrations._calls import Calls
 from gdn.integrations._handle import Handle
-from gdn.integrations._points import LeftAlone, Point, Undo
+from gdn.integrations._points import Unreplaced, Point, Undo
 from gdn.integrations._sglang_kernel import Serving, kernel_class
 from gdn.runtime import env, log
 
@@ -158,7 +158,7 @@ def _point(strict: bool, apply_hooks: bool) -> Point:
             if apply_hooks:
                 hooks.HookRegistry.apply_hooks()
                 if host.GDNKernelDispatcher.__init__ is before:
-                    raise LeftAlone("SGLang did not apply the hook (it applied another hook of this method before)")
+                    raise Unreplaced("SGLang did not apply the hook (it applied another hook of this method before)")
             _hooks[hooks.HookRegistry] = hook
         hook.serving = Serving(calls, strict)
         if BACKEND not in choices:
