@@ -5,4 +5,6 @@
 - `indices`: small index tensors, made once for a batch size
 - `packed`: boundaries of sequences that only `position_ids` tell apart
 - `functions`: the functions of the modeling modules
+- `points`: what `enable` replaces, and how
+- `warm`: runs of every form of call
 """

@@ -51,6 +51,16 @@ def of_model(model: nn.Module) -> list[_points.Point]:
     return [*layers, *texts] if layers else []
 
 
+def gdn_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that are Gated DeltaNet layers of the host."""
+    found = []
+    for module in model.modules():
+        for kind, prefix, _ in _hosts.TRANSFORMERS_MODELS:
+            if _base(module, f"transformers.models.{kind}.modeling_{kind}", f"{prefix}GatedDeltaNet") is not None:
+                found.append(module)
+    return found
+
+
 def _base(module: Any, modeling: str, name: str) -> type | None:
     """The host's class of this name that the module is of, without importing the host."""
     return next((one for one in type(module).__mro__ if one.__module__ == modeling and one.__name__ == name), None)
