@@ -2,9 +2,9 @@
 
 Served are the Gated DeltaNet layers of Qwen3-Next, Qwen3.5 (dense and MoE) and Qwen4Exp, in inference: `generate`, dynamic and
 static caches, beams, left padding, packed rows with `cu_seq_lens_q`, and `torch.compile`. In Qwen4Exp attention with an indexer
-is served too, where the mask is 2-D padding or None (so not by `generate` with a static cache). What is not served runs the host's own
-code, and the report says how often and why; most often it is a call that autograd records (`model.eval()` does not turn that
-off, `torch.inference_mode()` does).
+is served too, where the mask is 2-D padding or None (so not in `generate` with a static cache, nor compiled). What is not served
+runs the host's own code, and the report says how often and why; most often it is a call that autograd records (`model.eval()`
+does not turn that off, `torch.inference_mode()` does).
 """
 
 import weakref
@@ -29,9 +29,9 @@ def enable(
     ----------
     model : Module, optional
         A model of Transformers, or a module that holds one. Its Gated DeltaNet layers get another `forward`, an attribute of each
-        layer, in which one operator does everything between the projections, on the cache's own tensors. So does the attention of
-        Qwen4Exp, which then selects by `indexer_topk` and attends by `sparse_attention`. The model also gets a hook that
-        keeps packed sequences apart where `position_ids` restart and `cu_seq_lens_q` is not given: Transformers would mix them
+        layer, in which one operator does everything between the projections, on the cache's own tensors. So does the attention
+        of Qwen4Exp, which then selects by `indexer_topk` and attends by `sparse_attention`. The model also gets a hook that keeps
+        packed sequences apart where `position_ids` restart and `cu_seq_lens_q` is not given: Transformers would mix them
         without a word. The hook reads the positions, so such a call waits for the device once; with a cache, where packed
         sequences cannot be continued, it raises ValueError, and in a compiled or captured call an assertion on the device fails.
     level : {"layers", "functions"}, optional
