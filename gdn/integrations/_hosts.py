@@ -147,6 +147,7 @@ _LAYER = (
 )  # fmt: skip
 _APART, _TOGETHER = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")
 _CACHE_LAYER = ("conv_states", "recurrent_states", "is_conv_states_initialized", "is_recurrent_states_initialized")
+_QWEN4 = "transformers.models.qwen4_exp.modeling_qwen4_exp"
 
 TRANSFORMERS = Host(
     name="transformers",
@@ -157,6 +158,7 @@ TRANSFORMERS = Host(
         *(name for kind, prefix, _ in TRANSFORMERS_MODELS for name in _modeling(kind, prefix)),
         *(f"transformers.models.{kind}.modeling_{kind}.{model}.forward" for kind, _, model in TRANSFORMERS_MODELS),
         "transformers.cache_utils.LinearAttentionLayer.lazy_initialization",
+        *_under(_QWEN4, "Qwen4ExpTextAttention.forward", "Qwen4ExpTextQSAIndexer.forward", "apply_rotary_pos_emb"),
     ),
     classes=MappingProxyType(
         {
@@ -170,6 +172,32 @@ TRANSFORMERS = Host(
             f"transformers.models.{kind}.modeling_{kind}.{prefix}RMSNormGated": ("weight", "variance_epsilon", "activation")
             for kind, prefix, _ in TRANSFORMERS_MODELS
         }
+        | {
+            f"{_QWEN4}.Qwen4ExpTextAttention": (
+                "head_dim",
+                "scaling",
+                "attention_dropout",
+                "layer_idx",
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                "o_proj",
+                "q_norm",
+                "k_norm",
+                "indexer",
+            ),
+            f"{_QWEN4}.Qwen4ExpTextQSAIndexer": (
+                "index_n_heads",
+                "index_kv_heads",
+                "index_head_dim",
+                "compress_ratio",
+                "block_topk",
+                "layer_idx",
+                "index_qk_proj",
+                "q_layernorm",
+                "k_layernorm",
+            ),
+        }  # fmt: skip
         | {"transformers.cache_utils.LinearAttentionLayer": (*_CACHE_LAYER, "has_previous_state", "record_past")}
     ),
 )

@@ -14,7 +14,7 @@ from typing import Any
 from gdn.integrations import _handle, _hosts
 from gdn.integrations._calls import Calls
 from gdn.integrations._handle import Handle
-from gdn.integrations._points import Unreplaced, Point, Undo
+from gdn.integrations._points import Point, Undo, Unreplaced
 from gdn.integrations._sglang_kernel import Serving, kernel_class
 from gdn.runtime import env, log
 

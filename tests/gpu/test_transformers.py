@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from gdn.integrations._transformers import qsa
 from gdn.integrations.transformers import enable
 from gdn.runtime import log
 
@@ -35,25 +36,40 @@ ROUNDS = 7
 def build(device: torch.device, num_experts: int) -> Any:
     from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
+    return fill(Qwen3NextForCausalLM, Qwen3NextConfig(**SHAPES, **EXPERTS, num_experts=num_experts), device)
+
+
+def fill(model_type: Any, config: Any, device: torch.device) -> Any:
+    """A bfloat16 model with seeded weights, and decays of 0.9 to 0.999 a token."""
     torch.manual_seed(0)
-    config = Qwen3NextConfig(**SHAPES, **EXPERTS, num_experts=num_experts)
     config._attn_implementation = "sdpa"
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
         with device:
-            model = Qwen3NextForCausalLM(config).eval()
+            model = model_type(config).eval()
     finally:
         torch.set_default_dtype(before)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):  # decays of 0.9 to 0.999 a token
+            if name.endswith("A_log"):
                 parameter.copy_(torch.empty_like(parameter).uniform_(0.01, 0.1).log())
             elif name.endswith("dt_bias"):
                 parameter.fill_(0.5)
             elif parameter.dim() > 1:
                 parameter.normal_(std=0.02)
     return model
+
+
+def build_sparse(device: torch.device) -> Any:
+    """Qwen4Exp: attention with an indexer in the last of four layers."""
+    from transformers.models.qwen4_exp import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
+
+    config = Qwen4ExpTextConfig(
+        **(SHAPES | {"max_position_embeddings": 40960}), **EXPERTS, num_experts=16, hc_count=2, hc_lowrank=64, indexer_n_heads=16,
+        indexer_kv_heads=1, indexer_head_dim=128, indexer_budget=2048, indexer_compress_ratio=4,
+    )  # fmt: skip
+    return fill(Qwen4ExpForCausalLM, config, device)
 
 
 def cache_name(module: Any) -> str:
@@ -195,3 +211,46 @@ def test_speed_of_decode_steps(device: torch.device, much_memory: None) -> None:
         print(f"\ndecode at batch 32, {what}: host {host:.3f} ms ({_fla()}), gdn {us:.3f} ms, {host / us:.2f} times")
         assert us <= host
     assert plain[0] / ours[0] >= 1.5
+
+
+def test_attention_with_an_indexer(device: torch.device) -> None:
+    """One layer on the inputs that the host gives it, with fewer tokens than its budget, so that rounding selects none."""
+    from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling
+
+    model = build_sparse(device)
+    attention, ids = model.model.layers[3].self_attn, tokens(device, 2, 600)
+    kept: dict[str, Any] = {}
+
+    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        kept.update(dict(zip(names, args, strict=False)) | kwargs, output=output[0].float())
+
+    hook = attention.register_forward_hook(keep, with_kwargs=True)
+    with torch.inference_mode():
+        model(ids, use_cache=False)
+        hook.remove()
+        hidden, positions, mask = (kept[name] for name in ("hidden_states", "position_embeddings", "attention_mask"))
+        ours = qsa.step(attention, modeling.apply_rotary_pos_emb, hidden, positions, mask, None)[0].float()
+        exact = attention.float()(hidden.float(), tuple(one.float() for one in positions), mask)[0]
+    error, of_host = relative_error(ours, exact), relative_error(kept["output"], exact)
+    print(f"\nerror {error:.2e}, the host's own {of_host:.2e}")
+    assert error <= WORST * of_host
+
+
+def test_speed_of_a_long_prefill_with_an_indexer(device: torch.device, much_memory: None) -> None:
+    """32768 tokens. The host, which loops over the queries, is timed once on 2048 tokens, and once on all of them."""
+    model = build_sparse(device)
+    with torch.inference_mode():
+        for length in (2048, 32768):
+            ids = tokens(device, 1, length)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            model(ids, use_cache=True, logits_to_keep=1)
+            end.record()
+            torch.cuda.synchronize()
+            plain = start.elapsed_time(end)
+            with enable(model, strict=True) as handle:
+                ours = milliseconds(lambda ids=ids: model(ids, use_cache=True, logits_to_keep=1))
+                assert all(not one.left and one.served for one in handle.report().points if "position_ids" not in one.path)
+            print(f"\nprefill of {length} tokens with an indexer: host {plain:.0f} ms ({_fla()}), gdn {ours:.1f} ms")
+            assert ours <= plain

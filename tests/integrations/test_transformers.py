@@ -9,9 +9,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
+import gdn
 from gdn.integrations import Handle, _calls, _hosts, _records, installed
 from gdn.integrations._transformers import cached, functions, layer
-from gdn.integrations.transformers import enable
+from gdn.integrations.transformers import enable, warm_up
 from tests.integrations import transformers_host as host
 from tests.integrations.transformers_host import assert_close, on, prompts, reasons, run, served
 
@@ -333,6 +334,29 @@ def test_a_handle_does_not_keep_its_model() -> None:
     assert gone() is None
     handle.disable()
     assert {one.why for one in handle.report().points if "position_ids" not in one.path} == {"the model is gone"}
+
+
+def test_warm_up_makes_every_form_of_call_once(small: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    for name in ("fused_gdn_prefill", "fused_gdn_decode"):
+        original = getattr(gdn, name)
+
+        def counted(*args: Any, name: str = name, original: Any = original, **options: Any) -> torch.Tensor:
+            calls.append((name, args[0].shape[0]))
+            return original(*args, **options)
+
+        monkeypatch.setattr(gdn, name, counted)
+    assert warm_up(small, batch_sizes=(1, 2), prompt_lengths=(3,)) == 1
+    assert calls == [
+        (name, batch * (1 if "decode" in name else 3))
+        for batch in (1, 2)
+        for name in ("fused_gdn_prefill", "fused_gdn_prefill", "fused_gdn_decode", "fused_gdn_prefill")
+    ]
+    assert warm_up(host.build("qwen3_5", num_hidden_layers=1, layer_types=["linear_attention"])) == 1
+    with pytest.raises(ValueError, match="prompt_lengths: expected sizes of at least 1, got 0"):
+        warm_up(small, prompt_lengths=(0,))
+    with pytest.raises(ValueError, match="model: expected one with Gated DeltaNet layers of qwen3_next, .*got Linear"):
+        warm_up(torch.nn.Linear(2, 2))
 
 
 def test_bad_arguments(small: PreTrainedModel) -> None:

@@ -5,4 +5,8 @@
 - `indices`: small index tensors, made once for a batch size
 - `packed`: boundaries of sequences that only `position_ids` tell apart
 - `functions`: the functions of the modeling modules
+- `qsa`: attention with an indexer, of qwen4_exp
+- `replacements`: the functions that take the place of a layer's forward
+- `points`: what `enable` replaces, and how
+- `warm`: runs of every form of call
 """

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+OUTSIDE = "called outside of its model"
 _WITH_CACHE = (
     "position_ids: expected rows that do not restart, got packed sequences in a call with a cache (pass use_cache=False: packed "
     "sequences cannot be continued)"
@@ -21,17 +22,26 @@ _IN_GRAPH = (
 
 
 class Boundaries(threading.local):
-    """Offsets [N + 1] over all tokens of the model call that this thread is in; None where each row is one sequence."""
+    """What the layers must know of the model call that this thread is in.
+
+    current: offsets [N + 1] of packed sequences over all tokens; None where each row is one sequence. unserved_mask: why the mask
+    of attention with an indexer must be read as it is; None where it hides padding and later tokens alone.
+    """
 
     def __init__(self) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Forgets the call, which is over."""
         self.current: Tensor | None = None
+        self.unserved_mask: str | None = OUTSIDE
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """Positions [B, T] within the text, of [B, T] or of the rows text, time, height and width [4, B, T]; else None."""
+    """Positions [B, T] within the text, of [B, T], [1, B, T] or the rows text, time, height, width [4, B, T]; else None."""
     if position_ids is None or position_ids.dim() == 2:
         return position_ids
-    return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else None
+    return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] in (1, 4) else None
 
 
 def derive(positions: Tensor, batch: int, has_cache: bool) -> Tensor | None:
@@ -70,15 +80,16 @@ def derive(positions: Tensor, batch: int, has_cache: bool) -> Tensor | None:
     return torch.cat([starts, starts.new_full((1,), batch * length)]).to(torch.int32)
 
 
-def boundaries_of(
-    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], default_use_cache: bool
-) -> Tensor | None:
+def arguments_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by name; names are the parameters of the function, in order, without self."""
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def boundaries_of(given: dict[str, Any], default_use_cache: bool) -> Tensor | None:
     """Offsets of the sequences of a call of the text model, as `derive` returns them; None where the call tells otherwise.
 
-    names are the parameters of the model's forward, in order, without self. A call with a mask, or with `cu_seq_lens_q`, says
-    itself which tokens belong together.
+    A call with a mask, or with `cu_seq_lens_q`, says itself which tokens belong together.
     """
-    given = dict(zip(names, args, strict=False)) | kwargs
     positions = text_positions(given.get("position_ids"))
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     is_told = given.get("attention_mask") is not None or given.get("cu_seq_lens_q") is not None
@@ -87,3 +98,15 @@ def boundaries_of(
     use_cache = given.get("use_cache")
     has_cache = given.get("cache") is not None or given.get("past_key_values") is not None
     return derive(positions, tokens.shape[0], has_cache or bool(default_use_cache if use_cache is None else use_cache))
+
+
+def unserved_mask(given: dict[str, Any], boundaries: Tensor | None, config: Any) -> str | None:
+    """Why the mask that the text model makes for this call may hide more than padding and later tokens; else None."""
+    mask = given.get("attention_mask")
+    if boundaries is not None or given.get("cu_seq_lens_q") is not None:
+        return "packed sequences in attention with an indexer"
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        return "a mask that is not made of 2-D padding alone"
+    if given.get("output_attentions") or getattr(config, "output_attentions", False):
+        return "attention weights are wanted"
+    return None

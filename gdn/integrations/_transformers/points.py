@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from gdn.integrations import _hosts, _points
 from gdn.integrations._calls import Calls, unserved
-from gdn.integrations._transformers import functions, layer, packed
+from gdn.integrations._transformers import functions, layer, packed, replacements
 
 _CACHE = "transformers.cache_utils.LinearAttentionLayer"
 _GONE = "the model is gone"
+_ATTENTION, _INDEXER, _ROTATE = "Qwen4ExpTextAttention", "Qwen4ExpTextQSAIndexer", "apply_rotary_pos_emb"
 
 
 def of_functions() -> list[_points.Point]:
@@ -33,7 +34,10 @@ def of_functions() -> list[_points.Point]:
 
 
 def of_model(model: nn.Module) -> list[_points.Point]:
-    """The Gated DeltaNet layers of a model, and its text models, where packed sequences are told apart; empty without layers."""
+    """Layers of a model, and its text models, where packed sequences are told apart; empty without Gated DeltaNet layers.
+
+    Layers are those of Gated DeltaNet, and attention with an indexer.
+    """
     layers, texts = [], []
     boundaries = packed.Boundaries()
     for name, module in model.named_modules():
@@ -45,10 +49,24 @@ def of_model(model: nn.Module) -> list[_points.Point]:
                 guards = [*(f"{one}.forward" for one in guards), *guards, f"{_CACHE}.lazy_initialization", _CACHE]
                 install = _layer_installer(module, host_class, f"{prefix}RMSNormGated", boundaries)
                 layers.append(_points.Point(path, tuple(guards), install))
+            elif (host_class := _base(module, modeling, _ATTENTION)) is not None:
+                guards = [f"{modeling}.{one}" for one in (_ATTENTION, _INDEXER)]
+                guards = [*(f"{one}.forward" for one in guards), *guards, f"{modeling}.{_ROTATE}"]
+                layers.append(_points.Point(path, tuple(guards), _attention_installer(module, host_class, boundaries)))
             elif (host_class := _base(module, modeling, text)) is not None:
                 install = _text_installer(module, boundaries)
                 texts.append(_points.Point(f"{path} (position_ids)", (f"{modeling}.{text}.forward",), install))
     return [*layers, *texts] if layers else []
+
+
+def gdn_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that are Gated DeltaNet layers of the host."""
+    found = []
+    for module in model.modules():
+        for kind, prefix, _ in _hosts.TRANSFORMERS_MODELS:
+            if _base(module, f"transformers.models.{kind}.modeling_{kind}", f"{prefix}GatedDeltaNet") is not None:
+                found.append(module)
+    return found
 
 
 def _base(module: Any, modeling: str, name: str) -> type | None:
@@ -71,20 +89,41 @@ def _require_own(module: Any, host_class: type) -> None:
 def _layer_installer(
     module: nn.Module, host_class: type, norm_name: str, boundaries: packed.Boundaries
 ) -> Callable[[Calls], _points.Undo]:
+    def make(calls: Calls, target: Any) -> Callable[..., Any]:
+        norm_class = _base(target.norm, host_class.__module__, norm_name)
+        if norm_class is None:
+            raise _points.Unreplaced(f"its norm is a {type(target.norm).__name__}")
+        _require_own(target.norm, norm_class)
+        facts, cache_name = layer.Facts.of(target), _parameters(type(target).forward)[2]
+        return replacements.layer_forward(calls, facts, target.forward.__func__, cache_name, boundaries)
+
+    return _installer(module, host_class, make)
+
+
+def _attention_installer(module: nn.Module, host_class: type, boundaries: packed.Boundaries) -> Callable[[Calls], _points.Undo]:
+    def make(calls: Calls, target: Any) -> Callable[..., Any]:
+        indexer_class = _base(target.indexer, host_class.__module__, _INDEXER)
+        if indexer_class is None:
+            raise _points.Unreplaced(f"its indexer is a {type(target.indexer).__name__}")
+        _require_own(target.indexer, indexer_class)
+        rotate, cache_name = _points.resolve(f"{host_class.__module__}.{_ROTATE}")[2], _parameters(type(target).forward)[4]
+        return replacements.attention_forward(calls, rotate, target.forward.__func__, cache_name, boundaries)
+
+    return _installer(module, host_class, make)
+
+
+def _installer(
+    module: nn.Module, host_class: type, make: Callable[[Calls, Any], Callable[..., Any]]
+) -> Callable[[Calls], _points.Undo]:
+    """Puts what `make` makes of a module in the place of its forward, as an attribute of the module."""
     reference = weakref.ref(module)  # a handle must not keep a model in memory
 
     def install(calls: Calls) -> _points.Undo:
         target: Any = reference()
         assert target is not None
         _require_own(target, host_class)
-        norm_class = _base(target.norm, host_class.__module__, norm_name)
-        if norm_class is None:
-            raise _points.Unreplaced(f"its norm is a {type(target.norm).__name__}")
-        _require_own(target.norm, norm_class)
-        cache_name = _parameters(host_class.forward)[2]  # type: ignore[attr-defined]
-        function = layer_forward(calls, layer.Facts.of(target), target.forward.__func__, cache_name, boundaries)
-        replacement = types.MethodType(function, target)
-        target.forward = replacement
+        function = make(calls, target)
+        target.forward = types.MethodType(function, target)
 
         def undo() -> str | None:
             module = reference()
@@ -100,52 +139,6 @@ def _layer_installer(
     return install
 
 
-def layer_forward(
-    calls: Calls, facts: layer.Facts, original: Callable[..., Any], cache_name: str, boundaries: packed.Boundaries
-) -> Callable[..., Any]:
-    """The forward of a Gated DeltaNet layer. cache_name is the host's name of its second argument."""
-    from transformers.cache_utils import Cache
-
-    def left(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, others: dict[str, Any]) -> Any:
-        # The host's wrapper takes the old name beside no other: a cache that was not given must not be passed as None.
-        given = others if cache is None else {cache_name: cache, **others}
-        return original(self, hidden_states, attention_mask=attention_mask, **given)
-
-    def forward(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, others: dict[str, Any]) -> Any:
-        reason = None
-        for name in others:
-            if isinstance(others[name], Cache):
-                if name != "cache_params":  # the host takes its old name too, and warns
-                    raise TypeError(f"{name}: expected the cache under the name {cache_name!r}, got it under this one")
-                reason = "the cache has its old name"
-        if not calls.active:
-            return left(self, hidden_states, cache, attention_mask, others)
-        # Dynamo traces no reads of the model's positions, so there are no boundaries.
-        derived = None if torch.compiler.is_compiling() else boundaries.current
-        if reason is None:
-            reason = layer.refusal(facts, self, hidden_states, cache, others, derived, calls.allow_reference)
-        if not calls.serves(reason):
-            return left(self, hidden_states, cache, attention_mask, others)
-        given = others.get("cu_seq_lens_q")
-        return layer.step(facts, self, hidden_states, cache, attention_mask, derived if given is None else given)
-
-    if cache_name == "cache":
-
-        def replacement(
-            self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **others: Any
-        ) -> Any:
-            return forward(self, hidden_states, cache, attention_mask, others)
-
-        return replacement
-
-    def replacement_of_old_name(
-        self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **others: Any
-    ) -> Any:
-        return forward(self, hidden_states, cache_params, attention_mask, others)
-
-    return replacement_of_old_name
-
-
 def _text_installer(module: nn.Module, boundaries: packed.Boundaries) -> Callable[[Calls], _points.Undo]:
     reference = weakref.ref(module)
 
@@ -155,20 +148,24 @@ def _text_installer(module: nn.Module, boundaries: packed.Boundaries) -> Callabl
         names = _parameters(target.forward)
 
         def before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            derived = None
+            derived: Tensor | None = None
+            mask: str | None = packed.OUTSIDE
             tokens = next(_tensors(args, kwargs), None)
             if calls.active and tokens is not None:
                 reason = unserved(tokens, model.parameters(), calls.allow_reference)  # the layers are then left to the host too
                 if reason is None:
-                    derived = packed.boundaries_of(names, args, kwargs, getattr(model.config, "use_cache", False))
+                    given = packed.arguments_of(names, args, kwargs)
+                    derived = packed.boundaries_of(given, getattr(model.config, "use_cache", False))
+                    reason = packed.unserved_mask(given, derived, model.config)
+                mask = reason
             if not torch.compiler.is_compiling():
-                boundaries.current = derived
+                boundaries.current, boundaries.unserved_mask = derived, mask
                 if derived is not None:
                     calls.served += 1
 
         def after(model: Any, args: Any, result: Any) -> None:
             if not torch.compiler.is_compiling():
-                boundaries.current = None
+                boundaries.leave()
 
         hooks = (
             target.register_forward_pre_hook(before, with_kwargs=True),
