@@ -36,6 +36,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the pro
 }
 
 
+@pytest.mark.cover
 def test_checkpoint_states_without_a_pool(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 64, "head_v_dim": 64}
     fields = {"has_final_state": False, "has_checkpoints": True, "checkpoint_state_dtype": "float32"}
