@@ -142,6 +142,7 @@ def _registers(problem: RecurrentProblem, config: Config) -> int:
         write_slots = problem.write_every_token and problem.has_final_indices and problem.use_gate  # addresses next to softplus
         state = columns * entries * (1 + problem.has_parent)  # a tree returns to its start
         parts = 3 * max(0, warps - 4)  # sums, read by all threads
+        parts += 2 * (problem.intermediate_dtype is not None and not problem.state_v_first)  # addresses of a second tensor
         return state + per_entry + per_column + 4 * masked + 2 * write_slots + parts + 6 * noise + _OTHER_REGISTERS
     per_column = 3 * columns + 3  # sums of S k and S q, v; k q and two norms
     if not problem.state_v_first:  # of S q one column's after the exchange; addresses of the sums

@@ -170,7 +170,7 @@ def fused_gdn_prefill(
     if reads_values(device):
         bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, length, device)
         kept = (checkpoint_states, checkpoint_windows)
-        in_pools = kept == (None, None)
+        in_pools = checkpoint_states is None and checkpoint_windows is None
         touched = _values.prefill_slots(
             "state_indices", bounds, state_indices, null_slot, has_initial_state=has_initial_state,
             checkpoint_offsets=checkpoint_offsets if in_pools else None, checkpoint_slots=checkpoint_slots if in_pools else None,

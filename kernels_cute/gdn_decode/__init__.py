@@ -80,6 +80,7 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     more += 6 * (config.v_per_thread == 8 and (problem.cu_seqlens_dtype == "int64" or not problem.has_accepted))
     # Over several tokens the filter, the window and the addresses stay in registers.
     if not problem.state_v_first:  # a thread keeps S q of one column after the exchange, and addresses of sums instead
+        more += 2 * (problem.intermediate_dtype is not None)  # addresses of a second tensor
         return more + 92 + 19 * state // 16 + 4 * max(0, config.v_per_thread - 4)
     return more + 84 + 5 * state // 4 + 6 * problem.has_rounding
 

@@ -47,7 +47,7 @@ def test_the_public_call_is_the_problem_of_the_shape(shape: shapes.Shape) -> Non
 
 
 def _chunk(tensors: tuple[Any, ...], problem: Any) -> None:
-    (q, k, v, g, beta, a_log, dt_bias, state, slots, mask, _, _, cu_seqlens, _, _, out, _, scale, null_slot) = tensors
+    (q, k, v, g, beta, a_log, dt_bias, state, slots, mask, _, _, cu_seqlens, _, _, _, out, _, scale, null_slot) = tensors
     reference.chunk_gated_delta_rule(
         q, k, v, g, beta, scale, state, True, True, cu_seqlens, state_v_first=True, use_gate_in_kernel=True, A_log=a_log,
         dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True, state_indices=slots, has_initial_state=mask, null_slot=null_slot,
@@ -67,7 +67,7 @@ def _chunk_summary(tensors: tuple[Any, ...], problem: Any) -> None:
 
 
 def _recurrent(tensors: tuple[Any, ...], problem: Any) -> None:
-    (q, k, v, g, beta, a_log, dt_bias, state, slots, accepted, _, _, cu_seqlens, _, _, out, scale, null_slot) = tensors
+    (q, k, v, g, beta, a_log, dt_bias, state, slots, accepted, _, _, cu_seqlens, _, _, _, _, out, scale, null_slot) = tensors
     reference.fused_recurrent_gated_delta_rule(
         q, k, v, g, beta, scale, state, True, cu_seqlens, slots, accepted, True,
         state_v_first=True, use_gate_in_kernel=True, A_log=a_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True,
@@ -104,7 +104,7 @@ def _topk(tensors: tuple[Any, ...], problem: Any) -> None:
 
 
 def _conv1d(tensors: tuple[Any, ...], problem: Any) -> None:
-    x, weight, bias, pool, offsets, slots, mask, _, _, out, null_slot = tensors
+    x, weight, bias, pool, offsets, slots, mask, _, _, _, out, null_slot = tensors
     reference.causal_conv1d_fn(
         x, weight, bias, conv_states=pool, query_start_loc=offsets, cache_indices=slots, has_initial_state=mask.bool(),
         null_slot=null_slot, out=out,
@@ -143,7 +143,7 @@ def _add_rms_norm(tensors: tuple[Any, ...], problem: Any) -> None:
 
 
 def _gdn_decode(tensors: tuple[Any, ...], problem: Any) -> None:
-    *given, slots, accepted, offsets, _, out, scale, eps, null_slot = tensors
+    *given, slots, accepted, offsets, _, _, _, out, scale, eps, null_slot = tensors
     # As the kernel: nothing between the steps is rounded.
     qkv, z, b, a, windows, weight, bias, *rest = [
         given[i] if i in (4, 10) or given[i] is None else given[i].double() for i in range(len(given))
@@ -158,7 +158,7 @@ def _gdn_decode(tensors: tuple[Any, ...], problem: Any) -> None:
 
 
 def _gdn_prefill(tensors: tuple[Any, ...], problem: Any) -> None:
-    *given, slots, mask, offsets, _, _, out, _, scale, eps, null_slot = tensors
+    *given, slots, mask, offsets, _, _, _, _, out, _, scale, eps, null_slot = tensors
     # As the kernels, but for the rows between them: nothing between the steps is rounded.
     qkv, z, b, a, windows, weight, bias, *rest = [
         given[i] if i in (4, 10) or given[i] is None else given[i].double() for i in range(len(given))

@@ -11,7 +11,7 @@ import torch
 import tvm_ffi
 
 from gdn.device import H100
-from gdn.problems import ChunkProblem
+from gdn.problems import ChunkParams, ChunkProblem
 from gdn.runtime import compiled
 from gdn.testing.inputs import chunk_inputs, chunk_problem, chunk_tensors
 from tests.compile import fake_cuda
@@ -34,6 +34,23 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the pro
         {},
     ),
 }
+
+
+@pytest.mark.cover
+def test_checkpoint_states_without_a_pool(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 64, "head_v_dim": 64}
+    fields = {"has_final_state": False, "has_checkpoints": True, "checkpoint_state_dtype": "float32"}
+    problem = chunk_problem(**sizes | {"dtype": "bfloat16", "num_tokens": 300, "num_sequences": 2} | fields)
+    config = chunk.default_config(problem, H100)
+    workspace = fake_cuda.workspace(chunk.workspace_bytes(problem, config))
+    params = chunk_tensors(problem, chunk_inputs(problem, "cpu", 1, lengths=[100, 200], strided=True), workspace)
+    params = params._replace(
+        checkpoint_offsets=torch.zeros(2, 1, dtype=torch.int32), checkpoint_slots=torch.zeros(2, 1, dtype=torch.int64),
+        checkpoint_states=torch.zeros(5, 2, 4, 64, 64)[:, 0],
+    )  # fmt: skip
+    own = compiled.Compiled(load(problem, config, tmp_path), problem, config)
+    with pytest.raises(RuntimeError, match="(?i)cuda"):
+        chunk.launch(own, ChunkParams(*map(fake_cuda.on_device, params)))
 
 
 def load(problem: ChunkProblem, config: Any, folder: Path) -> dict[str, Callable[..., None]]:

@@ -26,6 +26,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "flat": {},
     "interleaved": {"interleaved": True, "z_dtype": None, "a_dtype": None},
     "flat, checkpoints": {"has_checkpoints": True, "index_dtype": "int64", "has_mask": False},
+    "interleaved, kept states": {
+        "interleaved": True,
+        "z_dtype": None,
+        "a_dtype": None,
+        "has_checkpoints": True,
+        "checkpoint_state_dtype": "bfloat16",
+    },
 }
 
 
@@ -47,6 +54,8 @@ def params_of(problem: GdnPrefillProblem, num_bytes: int) -> GdnPrefillParams:
     if problem.has_checkpoints:
         own["checkpoint_offsets"] = torch.zeros(2, 3, dtype=torch.int32)
         own["checkpoint_slots"] = torch.zeros(2, 3, dtype=indices)
+    if problem.checkpoint_state_dtype is not None:
+        own["checkpoint_states"] = torch.zeros(7, HV, D, D, dtype=getattr(torch, problem.checkpoint_state_dtype))
     return GdnPrefillParams(**{name: own.get(name) for name in GdnPrefillParams._fields})
 
 
@@ -80,7 +89,8 @@ def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
         ("beside", "flat"), ("normed", "flat"),
         *(pytest.param(form, layout, marks=pytest.mark.cover) for form, layout in (
             ("beside", "interleaved"), ("beside", "flat, checkpoints"),
-            ("normed", "interleaved"), ("normed", "flat, checkpoints"), *(("apart", layout) for layout in LAYOUTS),
+            ("normed", "interleaved"), ("normed", "flat, checkpoints"), ("normed", "interleaved, kept states"),
+            *(("apart", layout) for layout in LAYOUTS),
         )),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ As far as they can be called without a GPU."""
 
 import ctypes
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,18 @@ def test_recurrent(call: str, backend: str, tmp_path: Path) -> None:
         launch(module, backend, problem, params, tmp_path)
 
 
+@pytest.mark.parametrize("backend", ["cute", "tilelang"])
+def test_recurrent_with_intermediate_states(backend: str, tmp_path: Path) -> None:
+    module = pytest.importorskip({"cute": "kernels_cute.recurrent", "tilelang": "kernels_tl.recurrent"}[backend])
+    fields = {"dtype": "bfloat16", "index_dtype": "int64", "has_final_state": False, "intermediate_dtype": "bfloat16"}
+    problem = recurrent_problem(**HEADS | fields)
+    params = recurrent_tensors(problem, recurrent_inputs(problem, lengths=[1, 2, 3], strided=True))
+    kept = torch.zeros(5, 4 * 64 * 64 * 3 + 8, dtype=torch.bfloat16)[:, :-8].unflatten(1, (3, 4, 64, 64))  # a gap after each row
+    params = params._replace(intermediate_states=kept, intermediate_indices=torch.arange(6)[::2])
+    with pytest.raises(RuntimeError, match="(?i)cuda"):
+        launch(module, backend, problem, params, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["q", "g", "state_indices"])
 def test_a_missing_tensor_is_refused(name: str, tmp_path: Path) -> None:
     module = pytest.importorskip("kernels_cute.recurrent", reason="needs the CuTe DSL")
@@ -68,5 +81,16 @@ def test_decode(form: str, tmp_path: Path) -> None:
     pytest.importorskip("cutlass", reason="needs the CuTe DSL")
     problem, lengths = (MAIN, (1, 1)) if form == "single" else (DRAFTS, (3, 3))
     params = decode.gdn_decode.case(Shape(form, problem, lengths), torch.device("cpu"), 1)._work(seed=0).params
+    with pytest.raises(RuntimeError, match="(?i)cuda"):
+        launch(importlib.import_module("kernels_cute.gdn_decode"), "cute", problem, params, tmp_path)
+
+
+def test_decode_with_intermediate_states(tmp_path: Path) -> None:
+    pytest.importorskip("cutlass", reason="needs the CuTe DSL")
+    params = decode.gdn_decode.case(Shape("single", MAIN, (1, 1)), torch.device("cpu"), 1)._work(seed=0).params
+    kept = torch.zeros(3, 2, *params.ssm_state.shape[1:])
+    rows = torch.arange(2, dtype=params.state_indices.dtype)
+    params = params._replace(intermediate_states=kept, intermediate_indices=rows)
+    problem = replace(MAIN, intermediate_dtype="float32")
     with pytest.raises(RuntimeError, match="(?i)cuda"):
         launch(importlib.import_module("kernels_cute.gdn_decode"), "cute", problem, params, tmp_path)

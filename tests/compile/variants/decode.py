@@ -25,6 +25,7 @@ _AXES: Axes = {
     "cu_seqlens_dtype": ["int32", "int64", None],
     "drafts": [(False, False), (True, False), (True, True)],  # columns of the indices, accepted counts
     "has_rounding": [False, True],
+    "intermediate_dtype": [None, "float32", "bfloat16"],
     "num_sequences": [1, 8, 128],  # they choose the configuration
 }
 
@@ -32,9 +33,11 @@ _AXES: Axes = {
 def _problem(row: Row) -> Problem | None:
     if row["has_rounding"] and row["state_dtype"] != "bfloat16":
         return None
+    if row["intermediate_dtype"] and (row["drafts"][0] or row["has_rounding"]):
+        return None
     same = (
         "width", "weight_dtype", "bias_dtype", "silu", "gate_sigmoid", "state_dtype", "state_v_first",
-        "index_dtype", "cu_seqlens_dtype", "has_rounding", "num_sequences",
+        "index_dtype", "cu_seqlens_dtype", "has_rounding", "intermediate_dtype", "num_sequences",
     )  # fmt: skip
     dtype, other = row["dtypes"]
     problem: Problem = example(
@@ -63,8 +66,10 @@ def _problem(row: Row) -> Problem | None:
 
 def _code(problem: GdnDecodeProblem, backend: str, entries: Collection[str]) -> Expectation:
     # The state in wide loads and stores, like the recurrent kernel's; a part of a row in 8-byte accesses.
-    wide = "64|{0}.128" if problem.state_dtype == "bfloat16" or not problem.state_v_first else "128"
-    patterns = {f"{name}.{wide.format(name)}": 1 for name in ("LDG", "STG")}
+    stored = problem.intermediate_dtype or problem.state_dtype
+    narrow = {"LDG": problem.state_dtype == "bfloat16", "STG": "bfloat16" in (stored, problem.state_dtype)}
+    wides = {name: "64|{0}.128" if narrow[name] or not problem.state_v_first else "128" for name in narrow}
+    patterns = {f"{name}.{wide.format(name)}": 1 for name, wide in wides.items()}
     return Expectation(patterns, none_of=TENSOR_CORES)
 
 
@@ -89,6 +94,7 @@ _PREFILL_AXES: Axes = {
     "cu_seqlens_dtype": ["int32", "int64"],
     "has_mask": [True, False],
     "has_checkpoints": [False, True],
+    "kept": [(None, None), ("float32", None), (None, "bfloat16"), ("bfloat16", "float32")],  # states and windows of checkpoints
     "lengths": [(8192, 8), (8192, 1), (1024, 1), (32768, 1)],  # tokens, sequences: they choose the configuration
 }
 
@@ -99,6 +105,8 @@ def _prefill_problem(row: Row) -> Problem | None:
         "index_dtype", "cu_seqlens_dtype", "has_mask", "has_checkpoints", "norm_dtype",
     )  # fmt: skip
     dtype, other = row["dtypes"]
+    if any(row["kept"]) and not row["has_checkpoints"]:
+        return None
     problem: Problem = example(
         "gdn_prefill",
         num_k_heads=row["heads"][0],
@@ -111,6 +119,8 @@ def _prefill_problem(row: Row) -> Problem | None:
         b_dtype=other,
         conv_dtype=row["pool"][0],
         conv_channels_contiguous=row["pool"][1],
+        checkpoint_state_dtype=row["kept"][0],
+        checkpoint_window_dtype=row["kept"][1],
         num_tokens=row["lengths"][0],
         num_sequences=row["lengths"][1],
         **{name: row[name] for name in same},

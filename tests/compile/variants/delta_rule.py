@@ -12,7 +12,7 @@ from tests.compile.variants import least
 from tests.compile.variants.base import Axes, Row, Variant, Variants, example
 
 
-def _state(initial: bool, final: bool, index: str | None = None, final_indices: bool = False, **more: bool) -> Row:
+def _state(initial: bool, final: bool, index: str | None = None, final_indices: bool = False, **more: bool | str) -> Row:
     """Fields of the state tensors; index: dtype of the pool's indices, None = one row per sequence."""
     fields = {"has_initial_state": initial, "has_final_state": final, "has_final_indices": final_indices}
     return fields | {"index_dtype": index} | more
@@ -38,6 +38,8 @@ _CHUNK_AXES: Axes = _DELTA_AXES | {
         _state(True, True, "int32", has_mask=True, has_checkpoints=False),
         _state(True, True, "int32", has_mask=False, has_checkpoints=True),
         _state(True, True, "int64", True, has_mask=True, has_checkpoints=True),
+        _state(True, True, "int32", has_mask=True, has_checkpoints=True, checkpoint_state_dtype="bfloat16"),
+        _state(False, False, has_mask=False, has_checkpoints=True, checkpoint_state_dtype="float32"),
     ],
 }
 # Fields of a module's configuration that choose among its kernels; the others keep the default's values.
@@ -71,6 +73,11 @@ _RECURRENT_AXES: Axes = _DELTA_AXES | {
         _state(True, True, "int32", write_every_token=True, has_accepted=True, has_parent=False),
         _state(True, True, "int64", True, write_every_token=True, has_accepted=True, has_parent=False),
         _state(True, True, "int32", write_every_token=True, has_accepted=True, has_parent=True),
+        _state(True, False, "int32", write_every_token=False, has_accepted=False, has_parent=False, intermediate_dtype="float32"),
+        _state(
+            True, False, "int64", write_every_token=False, has_accepted=False, has_parent=False, intermediate_dtype="bfloat16"
+        ),
+        _state(True, False, "int32", write_every_token=False, has_accepted=False, has_parent=True, intermediate_dtype="float32"),
     ],
     "has_rounding": [False, True],
 }

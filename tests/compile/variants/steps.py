@@ -26,10 +26,13 @@ def _convolution_fields(row: Row) -> dict[str, Any]:
 
 def _conv1d(row: Row) -> Problem | None:
     fields = _convolution_fields(row)
-    if fields["state_dtype"] is None and (row["has_mask"] or row["checkpoint_dtype"]):
+    has_checkpoints, windows = row["checkpoint_dtype"] is not None, row["checkpoint_window_dtype"]
+    if fields["state_dtype"] is None and (row["has_mask"] or has_checkpoints and windows is None):
         return None
-    same = {"has_mask": row["has_mask"], "checkpoint_dtype": row["checkpoint_dtype"], "num_sequences": 8}
-    problem: Problem = example("conv1d", **fields, **same)
+    if windows is not None and not has_checkpoints:
+        return None
+    same = {name: row[name] for name in ("has_mask", "checkpoint_dtype", "checkpoint_window_dtype")}
+    problem: Problem = example("conv1d", **fields, **same, num_sequences=8)
     return problem
 
 
@@ -94,6 +97,7 @@ conv1d = Variants(
         "cu_seqlens_dtype": ["int32", "int64"],
         "has_mask": [True, False],
         "checkpoint_dtype": [None, "int32", "int64"],
+        "checkpoint_window_dtype": [None, "float32", "bfloat16"],
     },
     _conv1d,
     _convolution_code(2),
