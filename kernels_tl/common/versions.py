@@ -63,7 +63,9 @@ def matrix_type(rows: Any, columns: int, stride: Any, dtype: str) -> Any:
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
     """The tensor [rows, columns] as a kernel takes its `matrix_type`."""
-    return x.as_strided(((x.shape[0] - 1) * x.stride(0) + x.shape[1],), (1,)) if IS_0_1_12 else x
+    if not IS_0_1_12:
+        return x
+    return x.as_strided((max(0, (x.shape[0] - 1) * x.stride(0) + x.shape[1]),), (1,))  # nothing of no rows
 
 
 def part_of_row(matrix: Any, row: Any, stride: Any, begin: Any, count: int) -> Any:

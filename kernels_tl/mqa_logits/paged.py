@@ -302,7 +302,7 @@ def copy_keys(tiles, shared, tensors, page, key0, tile, group, count, piece_page
             for w in T.unroll(tiles.copies):
                 word = tiles.scale_offset + token * tiles.kv_heads + w * tiles.words
                 place = (p * tiles.copies + w) * tiles.pitch
-                bulk_load(
+                bulk_load(  # keys with scales are bytes, and a scale is four of them
                     part_of_row(tensors.scales, piece_page, tensors.cache.strides[0] // 4, word, tiles.words),
                     shared.scale[count % tiles.stages, place : place + tiles.words],
                     shared.k_full[count % tiles.stages],

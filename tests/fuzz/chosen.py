@@ -15,14 +15,11 @@ import torch
 
 import gdn
 from gdn.cli.demo_engine import Engine, EngineSizes
-from gdn.layers import HybridConfig, HybridModel
-from gdn.layers.random_weights import fill_randomly
+from gdn.layers import HybridModel
 from gdn.runtime import env
+from tests.gpu.small_models import small_model
 
 Tensor = torch.Tensor
-_FORMS: dict[str, dict[str, Any]] = {
-    "token-wise": {"index_n_heads": 16}, "compressed": {"index_n_heads": 4, "index_ratio": 4}, "dense": {"index_topk": 0},
-}  # fmt: skip
 
 
 def attention(backend: str, **arguments: Any) -> Any:
@@ -37,14 +34,7 @@ def sparse_attention(backend: str, **arguments: Any) -> Any:
 
 @functools.cache
 def _model(form: str, device: torch.device) -> HybridModel:
-    fields: dict[str, Any] = {
-        "vocab_size": 512, "hidden_size": 512, "num_hidden_layers": 3, "intermediate_size": 256,
-        "layer_types": ("linear_attention", "full_attention", "linear_attention"), "num_attention_heads": 8,
-        "num_key_value_heads": 1, "head_dim": 256, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "index_topk": 128, "index_head_dim": 128,
-    }  # fmt: skip
-    model = HybridModel(HybridConfig(**{**fields, **_FORMS[form]}), device=device, dtype=torch.bfloat16)
-    fill_randomly(model)
+    model = small_model(form, device)
     if device.type == "cuda":
         torch.cuda.synchronize()  # any stream may read the weights from here on
     return model

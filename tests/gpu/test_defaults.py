@@ -10,7 +10,8 @@ import gdn
 from gdn.cli.demo_engine import Stream
 from tests.gpu import calls, test_streams
 from tests.gpu.delta_rule import backends
-from tests.gpu.test_demo_engine import FORMS, PROMPTS, make_engine, recording, tokens_of
+from tests.gpu.small_models import FORMS
+from tests.gpu.test_demo_engine import PROMPTS, make_engine, recording, tokens_of
 from tests.gpu.twins import are_same, outcome, twin
 from tests.ops.defaults import defaults
 

@@ -10,17 +10,12 @@ import torch
 
 from gdn.cli.demo_engine import Engine, EngineSizes, Stream
 from gdn.cli.demo_graphs import FixedStep
-from gdn.layers import HybridConfig, HybridModel, StepMetadata
-from gdn.layers.random_weights import fill_randomly
+from gdn.layers import StepMetadata
+from tests.gpu.small_models import FORMS, small_model
 
 pytestmark = pytest.mark.gpu
 
 PROMPTS = (1, 300, 64, 3, 129)
-FORMS: dict[str, dict[str, Any]] = {
-    "token-wise": {"index_n_heads": 16},
-    "compressed": {"index_n_heads": 4, "index_ratio": 4},
-    "dense": {"index_topk": 0},
-}
 # Sums over other shapes of products are rounded in another order, and a bfloat16 rounding that differs is carried on.
 TOLERANCE = 5e-2  # of the largest logit
 # Counters of torch's allocator: bytes in use, and calls of the driver for new memory.
@@ -28,14 +23,7 @@ LIVE_BYTES, DEVICE_ALLOCATIONS = "allocated_bytes.all.current", "num_device_allo
 
 
 def make_engine(device: torch.device, form: str, **changes: Any) -> Engine:
-    fields: dict[str, Any] = {
-        "vocab_size": 512, "hidden_size": 512, "num_hidden_layers": 3, "intermediate_size": 256,
-        "layer_types": ("linear_attention", "full_attention", "linear_attention"), "num_attention_heads": 8,
-        "num_key_value_heads": 1, "head_dim": 256, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "index_topk": 128, "index_head_dim": 128,
-    }  # fmt: skip
-    model = HybridModel(HybridConfig(**{**fields, **FORMS[form]}), device=device, dtype=torch.bfloat16)
-    fill_randomly(model)
+    model = small_model(form, device)
     use_graphs = changes.pop("use_graphs", True)
     sizes: dict[str, Any] = {"max_num_sequences": 6, "max_seq_len": 512, "block_size": 64}
     return Engine(model, EngineSizes(**{**sizes, **changes}), use_graphs=use_graphs)
