@@ -33,6 +33,7 @@ from gdn.ops.sparse_attention import sparse_attention as sparse_attention
 from gdn.ops.split import fused_qkvzba_split_reshape_cat as fused_qkvzba_split_reshape_cat
 from gdn.ops.topk import expand_topk_groups as expand_topk_groups
 from gdn.ops.topk import topk_indices as topk_indices
+from gdn.warmup import warmup as warmup
 
 __version__ = "0.2.0"
 __all__ = ["__version__", *sorted(name for name, value in globals().items() if callable(value))]

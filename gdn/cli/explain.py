@@ -16,12 +16,12 @@ from gdn import examples
 from gdn.cli.explain_arguments import taken
 from gdn.cli.plain import print_json, wrapped
 from gdn.device import H100, H200, DeviceSpec
-from gdn.layers.config import HybridConfig
 from gdn.layers.named import NAMED
 from gdn.models import ModelShape
 from gdn.ops.indexer_topk import units_per_block
 from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem, Problem, TopkProblem
 from gdn.runtime import Choice, devices, env, explain_problem, registry
+from gdn.served import shape_of
 
 _SPECS = {"h100": H100, "h200": H200}
 _OF_INDEXERS = ("indexer", "logits", "topk")  # families whose operators only models with an indexer run
@@ -67,15 +67,6 @@ def explain_command(
     text = "\n".join([*lines, *map(str, parts), *hint])
     rows = "\n".join(wrapped(line, console.width) for line in text.splitlines())
     console.print(rows, markup=False, highlight=False, soft_wrap=True)
-
-
-def shape_of(name: str, config: HybridConfig) -> ModelShape:
-    """Shapes of a configuration, whole."""
-    return ModelShape(
-        name, config.hidden_size, config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim,
-        config.linear_value_head_dim, config.linear_conv_kernel_dim, config.index_n_heads, config.index_head_dim,
-        config.index_topk, config.index_rotary_dim, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-    )  # fmt: skip
 
 
 def _is_of_indexers(operator: registry.Operator) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
-from gdn.runtime import compiled, devices, env, log, packages, registry, select, source, toolchain, tuned
+from gdn.runtime import compiled, devices, env, log, packages, registry, select, toolchain, tuned
 from gdn.runtime.select import Choice
 from gdn.runtime.tuned import Entry, Found
 
@@ -98,7 +98,7 @@ class KernelCandidate:
         return usable
 
     def _is_stale(self, entry: Entry) -> bool:
-        return entry.kernel_source != source.source_hash(self.module.__file__)
+        return entry.kernel_source != compiled.source_of(self.module)
 
     def default_config(self, problem: Problem, device: DeviceSpec) -> Any:
         return self.module.default_config(problem, device)

@@ -10,6 +10,9 @@ under a lock: readers see a whole entry or none, and only one of several process
 its manifest is replaced. Reading an entry writes nothing, so a read-only cache works. A kernel that cannot be written into the
 cache, or whose entry another user may have written (`cache_folder`), is compiled into a private folder of the process.
 
+A folder that `gdn compile` built is such a cache with an index, which is asked first (`bundle`). GDN_COMPILE says what happens
+where a kernel is found nowhere.
+
 Loading an entry imports no DSL: the runtime library that the DSL ships is loaded by path, then tvm-ffi opens the kernel.
 """
 
@@ -22,6 +25,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 import uuid
@@ -33,7 +37,7 @@ import filelock
 import platformdirs
 
 from gdn.problems import Problem
-from gdn.runtime import cache_folder, env, log, packages, source, toolchain
+from gdn.runtime import bundle, cache_folder, env, log, packages, source, toolchain
 
 TARGET = "sm_90a"
 FORMAT = 1  # version of the layout on disk
@@ -60,6 +64,10 @@ class CompileError(RuntimeError):
     """Raised where a kernel that should compile does not."""
 
 
+class MissingKernel(CompileError):
+    """Raised with GDN_COMPILE=off for a kernel that is in no cache."""
+
+
 _loaded: dict[tuple[str, str, str, Any], Compiled] = {}
 _functions: dict[tuple[Any, ...], Mapping[str, Callable[..., Any]]] = {}  # keyed by the compiled fields only
 _lock = threading.RLock()
@@ -76,6 +84,7 @@ def forget() -> None:
     with _lock:
         _loaded.clear()
         _functions.clear()
+        bundle.forget()
 
 
 def get(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> Compiled:
@@ -132,6 +141,35 @@ def versions(backend: str) -> dict[str, str]:
     return {one.distribution: packages.version(one) or "not installed" for one in (packages.TVM_FFI, dsl)}
 
 
+def bundle_versions() -> dict[str, str]:
+    """Versions on which a folder of `gdn compile` depends: of gdn, the packages that compile and load, and the kernels' CUDA."""
+    found = {"gdn": str(getattr(sys.modules["gdn"], "__version__", "?")), **versions("cute"), **versions("tilelang")}
+    library = runtime_library("cute")
+    return {**found, "CUDA": "none" if library is None else library.parent.parent.name.removeprefix("cu")}
+
+
+def kept_bundle() -> tuple[bundle.Bundle | None, str | None]:
+    """The index of the kept cache, and the reason why there is one that is not believed."""
+    root = kept_cache()
+    try:
+        return (None, None) if root is None else (bundle.find(root, bundle_versions()), None)
+    except bundle.Unusable as unusable:
+        log.once(f"kernel cache: {unusable}. Its kernels are not used; {_rebuild(None)}", logging.WARNING)
+        return None, str(unusable)
+
+
+def _rebuild(found: bundle.Bundle | None) -> str:
+    command = "gdn compile --model NAME -o DIR" if found is None else f"{found.command} -o {found.root}"
+    return f"`{command}` builds them"
+
+
+def source_of(module: KernelModule) -> str:
+    """Hash of a kernel's sources: from the index of the kept cache, else by parsing them."""
+    known = kept_bundle()[0]
+    own = known.sources.get(getattr(module, "__name__", "")) if known is not None else None
+    return own or source.source_hash(module.__file__)
+
+
 def compiled_fields(config: Any) -> dict[str, Any]:
     """Part of a configuration that decides the machine code, by field."""
     fields = dataclasses.fields(config)
@@ -142,7 +180,7 @@ def entry_key(op: str, backend: str, module: KernelModule, problem: Problem, con
     """Name of an entry: changes with everything that may change the machine code."""
     parts = {
         "format": FORMAT, "op": op, "backend": backend, "problem": problem.static_fields(), "config": compiled_fields(config),
-        "source": source.source_hash(module.__file__), "versions": versions(backend), "target": TARGET,
+        "source": source_of(module), "versions": versions(backend), "target": TARGET,
     }  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -153,9 +191,23 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
     Needs no GPU and loads nothing. The entry is in the cache, or in this process's private folder where the cache cannot take
     it.
     """
+    known, missing = kept_bundle()
+    if known is not None:
+        try:
+            place = known.place(bundle.kernel_key(op, backend, problem.static_fields(), compiled_fields(config)))
+            if place is not None:
+                missing = cache_folder.distrust(known.root, place)
+                if missing is None and libraries_of(place):
+                    return place
+        except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+            missing = f"broken: {error}"
+        if missing is not None:
+            log.once(f"kernel cache: {missing}", logging.WARNING)
+    if missing is not None:
+        _refuse_if_off(op, backend, problem, config, missing)  # whatever else the folder may hold
     name = Path(f"{op}.{backend}", entry_key(op, backend, module, problem, config))
-    about = {"op": op, "backend": backend, "problem": problem.static_key(), "config": str(config)}
-    compile_once = functools.cache(lambda: _compile(op, backend, module, problem, config))
+    about = _about(op, backend, problem, config)
+    compile_once = functools.cache(lambda: _compile(op, backend, module, problem, config, missing))
 
     root, private = kept_cache(), cache_folder.existing_scratch()
     if private is not None and cache_folder.distrust(private, private / name) is None and is_whole(private / name):
@@ -204,7 +256,39 @@ def has_entries(op: str, backend: str) -> bool:
     return any(cache_folder.distrust(root, entry) is None for entry in entries)
 
 
-def _compile(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> dict[str, bytes]:
+def _compile(op: str, backend: str, module: KernelModule, problem: Problem, config: Any, missing: str | None) -> dict[str, bytes]:
+    """missing: reason why the kernel was not found where it should be."""
+    _refuse_if_off(op, backend, problem, config, missing)
+    if env.current().compile == "warn":
+        what = _absent(op, backend, problem, config, missing)
+        log.LOGGER.warning(f"{what}: it is compiled now (GDN_COMPILE=warn); {_rebuild(kept_bundle()[0])}")
+    return _libraries(op, backend, module, problem, config)
+
+
+def _absent(op: str, backend: str, problem: Problem, config: Any, missing: str | None) -> str:
+    because = "" if missing is None else f" ({missing})"
+    return f"{op}: the {backend} kernel for {problem.static_key()} with {config} is in no cache{because}"
+
+
+def _refuse_if_off(op: str, backend: str, problem: Problem, config: Any, missing: str | None) -> None:
+    if env.current().compile == "off":
+        what = _absent(op, backend, problem, config, missing)
+        raise MissingKernel(f"{what}, and GDN_COMPILE=off; {_rebuild(kept_bundle()[0])}")
+
+
+def build(root: Path, op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> str:
+    """Compiles a kernel into a folder unless its entry is there; returns the entry's name below the folder."""
+    name = Path(f"{op}.{backend}", entry_key(op, backend, module, problem, config))
+    _fill(root, name, lambda: _libraries(op, backend, module, problem, config), _about(op, backend, problem, config))
+    return str(name)
+
+
+def _about(op: str, backend: str, problem: Problem, config: Any) -> dict[str, str]:
+    """What a manifest says of its kernel to a reader."""
+    return {"op": op, "backend": backend, "problem": str(problem.static_key()), "config": str(config)}
+
+
+def _libraries(op: str, backend: str, module: KernelModule, problem: Problem, config: Any) -> dict[str, bytes]:
     global _compilations
     lacking = toolchain.missing(backend)
     if lacking is not None:
@@ -223,6 +307,8 @@ def _compile(op: str, backend: str, module: KernelModule, problem: Problem, conf
 
 def _write(place: Path, libraries: Mapping[str, bytes], about: Mapping[str, str]) -> None:
     """Writes a whole entry and moves it to its place. The caller holds the entry's lock."""
+    for left in place.parent.glob(f".{place.name}.*"):  # by processes that were killed while they held it
+        shutil.rmtree(left, ignore_errors=True)
     temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
     temporary.mkdir(mode=0o700)
     try:

@@ -122,7 +122,10 @@ class Switches:
         "GDN_TUNED_DIR", "path", None, "folder of tuned tables that are looked up before the shipped ones"
     )
     cache_dir: Path | None = _switch(
-        "GDN_CACHE_DIR", "path", None, "folder of compiled kernels; unset: the platform's user cache"
+        "GDN_CACHE_DIR",
+        "path",
+        None,
+        "folder of compiled kernels, for example one that `gdn compile` built; unset: the platform's user cache",
     )
     tuned: str = _switch(
         "GDN_TUNED", "choice", "auto",
@@ -137,6 +140,12 @@ class Switches:
         "GDN_VALIDATE", "bool", False,
         "1: values that live on the device (cu_seqlens, slots, block ids) are checked too, at the cost of a sync; "
         "on the CPU they always are",
+    )  # fmt: skip
+    compile: str = _switch(
+        "GDN_COMPILE", "choice", "auto",
+        "a kernel that is in no cache: auto compiles it, warn compiles it and says so, off raises and names the command that "
+        "builds it",
+        _words("auto", "warn", "off"),
     )  # fmt: skip
     log: str = _switch(
         "GDN_LOG", "choice", "off", "why a backend or tile was chosen, once per decision, on stderr",

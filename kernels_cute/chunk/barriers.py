@@ -1,18 +1,44 @@
-"""Barriers and shared memory of the blocks of the chunk kernels. What each barrier protects: fused.py, four_sm/kernel.py."""
+"""Barriers and shared memory of the blocks of the chunk kernels, as tables: what is chosen depends on their size. What each
+barrier protects: fused.py, four_sm/kernel.py."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import cutlass
-import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
-
+from gdn.problems import DTYPE_BYTES
+from kernels_cute.chunk.deal import RECORD_BYTES, RECORDS, SORTED
 from kernels_cute.chunk.four_sm.shape import CHAINS, SET_KEY_STAGES, SETS, SLOTS
 from kernels_cute.chunk.key_head.shape import SCRATCH_BYTES as HEAD_SCRATCH_BYTES
 from kernels_cute.chunk.key_head.shape import TRIANGLE_BYTES
-from kernels_cute.chunk.scheduler import RECORD_BYTES, RECORDS, SORTED
 from kernels_cute.chunk.shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, START_BUFFERS, SUM_BUFFERS, VECTOR_BYTES, Z_BUFFERS
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
+
+
+class Field(NamedTuple):
+    """An array in a block's shared memory."""
+
+    dtype: str
+    count: int
+    align: int  # bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * _BYTES[self.dtype]
+
+
+Fields = dict[str, Field]
+_BYTES = DTYPE_BYTES | {"uint8": 1, "int64": 8}
+
+
+def shared_bytes(fields: Fields) -> int:
+    """Bytes of shared memory: one field after the other, each at a multiple of its alignment, and the whole of the largest."""
+    end = 0
+    for one in fields.values():
+        end = _aligned(end, one.align) + one.num_bytes
+    return _aligned(end, max(one.align for one in fields.values()))
+
+
+def _aligned(num_bytes: int, align: int) -> int:
+    return -(-num_bytes // align) * align
 
 
 def _one(role: str, what: str = "") -> tuple[Arrivals]:
@@ -172,7 +198,7 @@ def maker_barriers(form: Any) -> BarrierTable:
     return table
 
 
-def block_storage(spec: ChunkSpec) -> Any:
+def block_fields(spec: ChunkSpec) -> Fields:
     """Shared memory of a block of the fused kernel."""
     pieces, stages = spec.dim // 64, spec.stages
     norm = {"z": Z_BUFFERS} if spec.has_norm else {}
@@ -181,66 +207,57 @@ def block_storage(spec: ChunkSpec) -> Any:
     )
     # With the norm there is no room for barriers that nobody waits for.
     table = block_barriers(spec, is_complete=not spec.has_norm)
-    return _struct(_barriers(table), _work(), _rows(BUFFERS, 1), tiles)
+    return _barriers(table) | _work() | _rows(BUFFERS, 1) | tiles
 
 
-def key_head_storage(spec: ChunkSpec) -> Any:
+def key_head_fields(spec: ChunkSpec) -> Fields:
     """Shared memory of a block of the form with several state heads a cluster; heads side by side."""
     pieces, heads = spec.dim // 64, spec.state_heads
     tiles = BUFFERS * heads
     rings = _tiles(spec, k=pieces * spec.key_stages, q=pieces * spec.stages, v=spec.value_stages, m=tiles, p=tiles)
-    lower = {"lower": _array(cutlass.Float16, heads * TRIANGLE_BYTES // 2, 1024)}
+    lower = {"lower": Field("float16", heads * TRIANGLE_BYTES // 2, 1024)}
     sizes = {"vectors": BUFFERS * heads * VECTOR_BYTES, "rows": 2 * heads * AUX_BYTES, "scratch": 4 * heads * HEAD_SCRATCH_BYTES}
-    rows = {name: _array(Float32, size // 4, 128) for name, size in sizes.items()}
-    return _struct(_barriers(key_head_barriers(spec)), _work(), rows, lower, rings)
+    rows = {name: Field("float32", size // 4, 128) for name, size in sizes.items()}
+    return _barriers(key_head_barriers(spec)) | _work() | rows | lower | rings
 
 
-def summary_storage(spec: ChunkSpec) -> Any:
+def summary_fields(spec: ChunkSpec) -> Fields:
     keys = spec.dim // 64 * spec.stages
     tiles = _tiles(spec, k=keys, v=keys, zeros=1, m=BUFFERS, lower=1)
-    return _struct(_barriers(summary_barriers(spec)), _rows(BUFFERS, 1), tiles)
+    return _barriers(summary_barriers(spec)) | _rows(BUFFERS, 1) | tiles
 
 
-def chain_storage(spec: ChunkSpec) -> Any:
+def chain_fields(spec: ChunkSpec) -> Fields:
     pieces, stages = spec.dim // 64, spec.stages
     tiles = _tiles(spec, k=pieces * stages, q=pieces * stages, z=pieces * SLOTS, p=SLOTS, v=stages)
-    return _struct(_TICKET, _barriers(chain_barriers(spec)), _rows(SLOTS, 0), tiles)
+    return _TICKET | _barriers(chain_barriers(spec)) | _rows(SLOTS, 0) | tiles
 
 
-def maker_storage(spec: ChunkSpec, form: Any) -> Any:
+def maker_fields(spec: ChunkSpec, form: Any) -> Fields:
     pieces = spec.dim // 64
     keys = pieces * SETS * SET_KEY_STAGES
     tiles = _tiles(spec, k=keys, q=pieces * SETS, z=pieces * SETS, p=SETS, plain=SETS, m=spec.parts * SETS, lower=SETS)
-    return _struct(_TICKET, _barriers(maker_barriers(form)), _rows(SETS, SETS), tiles)
+    return _TICKET | _barriers(maker_barriers(form)) | _rows(SETS, SETS) | tiles
 
 
-def _array(dtype: Any, count: int, align: int) -> Any:
-    return cute.struct.Align[cute.struct.MemRange[dtype, count], align]
+_TICKET = {"ticket": Field("int32", 4, 4)}  # of a pair of the L2 ring, in the same place in either kind of block
 
 
-_TICKET = {"ticket": _array(Int32, 4, 4)}  # of a pair of the L2 ring, in the same place in either kind of block
+def _barriers(table: BarrierTable) -> Fields:
+    return {name: Field("int64", barrier.stages, 8) for name, barrier in table.barriers.items()}
 
 
-def _barriers(table: BarrierTable) -> dict[str, Any]:
-    return {name: _array(Int64, barrier.stages, 8) for name, barrier in table.barriers.items()}
+def _work() -> Fields:
+    return {"records": Field("int32", RECORDS * RECORD_BYTES // 4, 16), "order": Field("uint8", SORTED, 16)}
 
 
-def _work() -> dict[str, Any]:
-    return {"records": _array(Int32, RECORDS * RECORD_BYTES // 4, 16), "order": _array(cutlass.Uint8, SORTED, 16)}
-
-
-def _rows(buffers: int, sets: int) -> dict[str, Any]:
+def _rows(buffers: int, sets: int) -> Fields:
     """Vectors of `buffers` chunks; and for each set of an inverse and a score warpgroup the rows that they share, and scratch."""
     sizes = {"vectors": buffers * VECTOR_BYTES, "rows": sets * 2 * AUX_BYTES, "scratch": sets * 4 * SCRATCH_BYTES}
-    return {name: _array(Float32, size // 4, 128) for name, size in sizes.items() if size}
+    return {name: Field("float32", size // 4, 128) for name, size in sizes.items() if size}
 
 
-def _tiles(spec: ChunkSpec, **counts: int) -> dict[str, Any]:
+def _tiles(spec: ChunkSpec, **counts: int) -> Fields:
     """64 x 64 tiles of 16-bit elements."""
-    dtypes = {"lower": cutlass.Float16}
-    return {name: _array(dtypes.get(name, spec.dtype), CHUNK * 64 * count, 1024) for name, count in counts.items()}
-
-
-def _struct(*parts: dict[str, Any]) -> Any:
-    fields = {name: field for part in parts for name, field in part.items()}
-    return cute.struct(type("Storage", (), {"__annotations__": fields}))
+    dtypes = {"lower": "float16"}
+    return {name: Field(dtypes.get(name, spec.dtype_name), CHUNK * 64 * count, 1024) for name, count in counts.items()}

@@ -41,7 +41,7 @@ from cutlass.cute.nvgpu import cpasync
 from gdn.problems import ChunkParams
 from kernels_cute.chunk import scheduler, shape
 from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies, works
-from kernels_cute.chunk.barriers import block_barriers, block_storage
+from kernels_cute.chunk.barriers import block_barriers
 from kernels_cute.chunk.operands import set_registers
 from kernels_cute.chunk.rings import chunks_in, own_chunks
 from kernels_cute.chunk.roles.copies import copy_warp, hand_over_warp, store_normed_warp, store_warp
@@ -56,8 +56,9 @@ from kernels_cute.chunk.shape import BUFFERS, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.segments import bring_start
 from kernels_cute.chunk.state_memory import prefetch_state
+from kernels_cute.chunk.storage import block_storage
 from kernels_cute.common import ptx
-from kernels_cute.common.barriers import init_barriers
+from kernels_cute.common.init_barriers import init_barriers
 
 
 def launch_shape(spec: ChunkSpec) -> dict[str, Any]:

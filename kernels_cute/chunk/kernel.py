@@ -16,27 +16,17 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from kernels_cute.common import build
-
-# isort: split
-import cutlass
-import cutlass.cute as cute
-
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkParams, ChunkProblem, unserved_dtypes
-from kernels_cute.chunk.barriers import block_storage, key_head_storage, summary_storage
-from kernels_cute.chunk.four_sm.kernel import FourSmChunk
+from kernels_cute.chunk.barriers import block_fields, key_head_fields, shared_bytes, summary_fields
+from kernels_cute.chunk.deal import max_scheduled_clusters
 from kernels_cute.chunk.four_sm.shape import DIM, SCALED_PARTS, chain_bytes, maker_bytes, ring_bytes
-from kernels_cute.chunk.fused import FusedChunk
 from kernels_cute.chunk.key_head import shape as key_head_shape
-from kernels_cute.chunk.key_head.kernel import KeyHeadChunk
+from kernels_cute.chunk.key_head.spec import key_head_spec
 from kernels_cute.chunk.plan import Model, four_sm_clusters
-from kernels_cute.chunk.scheduler import max_scheduled_clusters
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
-from kernels_cute.chunk.split.compose import SplitChunk
-from kernels_cute.chunk.split.segments import num_slots, summary_bytes
-from kernels_cute.common.memory import fake
+from kernels_cute.chunk.split.shape import num_slots, summary_bytes, summary_spec
 
 _ENTRIES = ("gdn_cute_chunk", "gdn_cute_chunk_split")  # the second with `split_if_longest_exceeds`
 HEAD_DIMS = (64, 128)
@@ -93,11 +83,11 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         return _fits_key_heads(problem, config, device)
     if config.stages != STAGES or config.max_l2_ring_groups:
         return False
-    kernel = _kernel(problem, config)
-    storages = [block_storage(kernel.spec)]
-    if isinstance(kernel, SplitChunk):
-        storages.append(summary_storage(kernel.summaries.spec))
-    shared = max(one.size_in_bytes() for one in storages)
+    spec = _spec(problem, config)
+    fields = [block_fields(spec)]
+    if spec.is_split:
+        fields.append(summary_fields(summary_spec(spec)))
+    shared = max(map(shared_bytes, fields))
     is_dealt = config.num_persistent_clusters <= max_scheduled_clusters(problem.head_v_dim == 128)
     return is_dealt and shared <= device.shared_bytes_per_block
 
@@ -111,12 +101,17 @@ def _fits_key_heads(problem: ChunkProblem, config: Config, device: DeviceSpec) -
     )
     is_dealt = 0 < config.num_persistent_clusters <= max_scheduled_clusters(True)
     is_whole = config.split_chunks == 0 and config.max_l2_ring_groups == 0
-    shared = key_head_storage(_key_heads(problem, config).spec).size_in_bytes()
+    shared = shared_bytes(key_head_fields(key_head_spec(_spec(problem, config))))
     return is_shared and is_dealt and is_whole and shared <= device.shared_bytes_per_block
 
 
-def _key_heads(problem: ChunkProblem, config: Config) -> KeyHeadChunk:
-    return KeyHeadChunk(ChunkSpec(problem, config.stages, config.prefetch, True, False, False))
+def _spec(problem: ChunkProblem, config: Config) -> ChunkSpec:
+    """Compile-time constants of a launch's kernel, before those of its form."""
+    if config.state_heads > 1:
+        return ChunkSpec(problem, config.stages, config.prefetch, True, False, False)
+    is_split = config.split_chunks > 0  # a block has one segment, whatever num_persistent_clusters says
+    is_persistent = config.num_persistent_clusters > 0 and not is_split
+    return ChunkSpec(problem, config.stages, config.prefetch, is_persistent, config.split_if_longest_exceeds > 0, is_split)
 
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
@@ -203,59 +198,14 @@ def num_l2_ring_groups(num_groups: int, config: Config) -> int:
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
-    variants, libraries = _variants(config), {}
-    params = fake_params(problem, any(one.split_chunks or one.num_four_sm_clusters for one in variants))
-    for entry, variant in zip(_ENTRIES, variants, strict=False):
-        scalars = map(cutlass.Int32, _scalars(variant, problem, 1, 1))
-        libraries[entry] = build.library(entry, _kernel(problem, variant).launch, *params, *scalars)
-    return libraries
+    from kernels_cute.chunk.library import library
 
-
-def _kernel(problem: ChunkProblem, config: Config) -> FusedChunk | SplitChunk | FourSmChunk | KeyHeadChunk:
-    if config.state_heads > 1:
-        return _key_heads(problem, config)
-    is_split = config.split_chunks > 0  # a block has one segment, whatever num_persistent_clusters says
-    is_persistent = config.num_persistent_clusters > 0 and not is_split
-    spec = ChunkSpec(problem, config.stages, config.prefetch, is_persistent, config.split_if_longest_exceeds > 0, is_split)
-    if config.num_four_sm_clusters:
-        return FourSmChunk(spec, SCALED_PARTS[problem.dtype])
-    return SplitChunk(spec) if spec.is_split else FusedChunk(spec)
-
-
-def fake_params(problem: ChunkProblem, has_workspace: bool = False) -> ChunkParams:
-    heads, dim = problem.num_state_heads, problem.head_k_dim
-    num_tokens, columns = cute.sym_int(), cute.sym_int()
-    pool_dtype = problem.state_dtype if problem.pooled else "float32"
-    checkpoints = problem.has_checkpoints
-
-    def tokens(count: int) -> Any:
-        return fake(problem.dtype, 1, num_tokens, count, dim, last=1, align=16)
-
-    def given(dtype: str | None, *shape: Any, last: int | None = None, present: Any = True) -> Any:
-        return fake(dtype, *shape, last=last) if present and dtype is not None else None
-
-    return ChunkParams(
-        q=tokens(problem.num_q_heads),
-        k=tokens(problem.num_k_heads),
-        v=tokens(problem.num_v_heads),
-        g=given(problem.gate_dtype, 1, num_tokens, heads),
-        beta=given(problem.beta_dtype, 1, num_tokens, heads),
-        A_log=given("float32", heads, last=1, present=problem.use_gate),
-        dt_bias=given("float32", heads, last=1, present=problem.use_gate),
-        initial_state=given(problem.state_dtype, cute.sym_int64(), heads, dim, dim, last=1, present=problem.has_initial_state),
-        state_indices=given(problem.index_dtype, cute.sym_int()),
-        has_initial_state=given("bool", cute.sym_int(), present=problem.has_mask),
-        final_state=given(pool_dtype, cute.sym_int64(), heads, dim, dim, last=1, present=problem.has_final_state),
-        final_state_indices=given(problem.index_dtype, cute.sym_int(), present=problem.has_final_indices),
-        cu_seqlens=given(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
-        checkpoint_offsets=given("int32", cute.sym_int(), columns, last=1, present=checkpoints),
-        checkpoint_slots=given(problem.checkpoint_index_dtype, cute.sym_int(), columns, last=1, present=checkpoints),
-        checkpoint_states=given(problem.checkpoint_state_dtype, cute.sym_int64(), heads, dim, dim, last=1),
-        out=tokens(heads),
-        workspace=fake("uint8", cute.sym_int64(), last=1, align=256) if has_workspace else None,
-        scale=cutlass.Float32(1.0),
-        null_slot=cutlass.Int64(-1),
-    )
+    variants = _variants(config)
+    has_workspace = any(one.split_chunks or one.num_four_sm_clusters for one in variants)
+    return {
+        entry: library(entry, problem, variant, _spec(problem, variant), has_workspace, _scalars(variant, problem, 1, 1))
+        for entry, variant in zip(_ENTRIES, variants, strict=False)
+    }
 
 
 def launch(compiled: Any, params: ChunkParams) -> None:

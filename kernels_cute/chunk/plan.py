@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem
+from kernels_cute.chunk.deal import max_scheduled_clusters
 from kernels_cute.chunk.four_sm.shape import BLOCKS, DIM
-from kernels_cute.chunk.scheduler import max_scheduled_clusters
 from kernels_cute.chunk.shape import CHUNK
 
 # Lengths in chunks that are considered: few enough that a process sees few configurations.

@@ -16,13 +16,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from kernels_cute.chunk.deal import RECORD_BYTES, RECORDS, SORTED, load_slots
 from kernels_cute.chunk.rings import chunks_in
 from kernels_cute.chunk.state_memory import starts_from_initial
 from kernels_cute.common import ptx
 
-SORTED = 256  # sequences at most: a byte names one
-RECORDS = 8
-RECORD_BYTES = 32
 _TAKEN = 0x7FFFFFFF  # the load of a cluster that is not there
 # Units of a cluster's load, in quarters of a chunk's time: an item's end and start take 0.75 of a chunk.
 _CHUNK_COST, _ITEM_COST = 4, 3
@@ -39,15 +37,6 @@ class WorkTile(NamedTuple):
     length: Any  # tokens
     live_length: Any  # 0 in a padding sequence
     read_slot: Any  # of the pool, or the sequence
-
-
-def load_slots(paired: bool) -> int:
-    """Clusters a lane of the gate warp keeps the loads of; no SM90 device has more than 144 multiprocessors."""
-    return 3 if paired else 5
-
-
-def max_scheduled_clusters(paired: bool) -> int:
-    return 32 * load_slots(paired)
 
 
 def num_clusters(spec: Any) -> Any:

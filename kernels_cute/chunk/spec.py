@@ -5,7 +5,6 @@ from typing import Any
 
 from gdn.problems import ChunkProblem
 from kernels_cute.chunk.shape import CHUNK, KEY_STAGES, STAGES, WARPGROUP
-from kernels_cute.common.memory import CUTE_DTYPES
 
 
 class ChunkSpec:
@@ -20,7 +19,7 @@ class ChunkSpec:
         self, problem: ChunkProblem, stages: int, prefetch: int, is_persistent: bool, has_both_variants: bool, is_split: bool
     ):  # fmt: skip
         heads, dim = problem.num_state_heads, problem.head_k_dim
-        self.heads, self.dim, self.dtype = heads, dim, CUTE_DTYPES[problem.dtype]
+        self.heads, self.dim, self.dtype_name = heads, dim, problem.dtype
         self.q_group, self.k_group = heads // problem.num_q_heads, heads // problem.num_k_heads
         self.v_group = heads // problem.num_v_heads
         self.has_gate, self.has_beta = problem.gate_dtype is not None, problem.beta_dtype is not None
@@ -51,6 +50,13 @@ class ChunkSpec:
         self.follows_rows = False  # a programmatic dependent of the launch that writes q, k and v
         self.key_bytes = CHUNK * dim * 2
         self.value_bytes = CHUNK * self.columns * 2
+
+    @property
+    def dtype(self) -> Any:
+        """Of the tokens, as the DSL names it."""
+        from kernels_cute.common.memory import CUTE_DTYPES
+
+        return CUTE_DTYPES[self.dtype_name]
 
     def changed(self, **changes: Any) -> "ChunkSpec":
         """The same with other values of these attributes."""

@@ -4,20 +4,14 @@ The kernel: split/parts.py. `gdn.problems.ChunkSummaryParams` is the contract of
 """
 
 from dataclasses import dataclass
-from typing import Any
-
-from kernels_cute.common import build
-
-# isort: split
-import cutlass.cute as cute
 
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkProblem, ChunkSummaryParams, ChunkSummaryProblem, unserved_dtypes
-from kernels_cute.chunk.barriers import summary_storage
+from gdn.problems import ChunkProblem, ChunkSummaryProblem, unserved_dtypes
+from kernels_cute.chunk.barriers import shared_bytes, summary_fields
 from kernels_cute.chunk.shape import STAGES
 from kernels_cute.chunk.spec import ChunkSpec
-from kernels_cute.chunk.split.parts import PartSummaries
-from kernels_cute.common.memory import fake
+from kernels_cute.chunk.split.shape import summary_spec
+from kernels_cute.common import choice
 
 _ENTRY = "gdn_cute_chunk_summary"
 HEAD_DIMS = (64, 128)
@@ -39,7 +33,7 @@ def refusal(problem: ChunkSummaryProblem) -> str | None:
 
 
 def fits(problem: ChunkSummaryProblem, config: Config, device: DeviceSpec) -> bool:
-    return bool(summary_storage(PartSummaries(_spec(problem)).spec).size_in_bytes() <= device.shared_bytes_per_block)
+    return shared_bytes(summary_fields(summary_spec(_spec(problem)))) <= device.shared_bytes_per_block
 
 
 def default_config(problem: ChunkSummaryProblem, device: DeviceSpec) -> Config:
@@ -70,31 +64,10 @@ def _spec(problem: ChunkSummaryProblem) -> ChunkSpec:
     return ChunkSpec(_as_chunk(problem), STAGES, 0, is_persistent=False, has_both_variants=False, is_split=False)
 
 
-def _fakes(problem: ChunkSummaryProblem) -> ChunkSummaryParams:
-    heads, dim, num_tokens, sequences = problem.num_state_heads, problem.head_k_dim, cute.sym_int(), cute.sym_int64()
-
-    def tokens(count: int) -> Any:
-        return fake(problem.dtype, 1, num_tokens, count, dim, last=1, align=16)
-
-    def matrices() -> Any:
-        return fake("float32", sequences, heads, dim, dim, last=1)
-
-    constants = "float32" if problem.use_gate else None
-    return ChunkSummaryParams(
-        k=tokens(problem.num_k_heads),
-        v=tokens(problem.num_v_heads),
-        g=fake(problem.gate_dtype, 1, num_tokens, heads),
-        beta=fake(problem.beta_dtype, 1, num_tokens, heads),
-        A_log=fake(constants, heads, last=1),
-        dt_bias=fake(constants, heads, last=1),
-        cu_seqlens=fake(problem.cu_seqlens_dtype, cute.sym_int(), last=1),
-        h=matrices(),
-        P=matrices(),
-    )
-
-
 def compile(problem: ChunkSummaryProblem, config: Config) -> dict[str, bytes]:
-    return build.one_entry(_ENTRY, PartSummaries(_spec(problem)).launch, _fakes(problem))
+    from kernels_cute.chunk.summaries_library import library
+
+    return library(_ENTRY, problem, _spec(problem))
 
 
-launch = build.launch
+launch = choice.launch

@@ -1,4 +1,4 @@
-"""Build of a CuTe DSL host function into a shared library that tvm-ffi loads, and its launch.
+"""Build of a CuTe DSL host function into a shared library that tvm-ffi loads.
 
 Needs a host linker, no GPU and no nvcc. The runtime stores the library's bytes and calls its entry; loading them needs
 libcute_dsl_runtime and no import of the DSL.
@@ -6,8 +6,7 @@ libcute_dsl_runtime and no import of the DSL.
 
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,6 @@ def one_entry(name: str, host: Any, fakes: Any) -> dict[str, bytes]:
     return {name: library(name, host, *fakes)}
 
 
-def launch(compiled: Any, params: Any) -> None:
-    """Launches a kernel of `one_entry`."""
-    (function,) = compiled.functions.values()
-    function(*params)
-
-
-def no_workspace(problem: Any, config: Any) -> int:
-    return 0
-
-
 class Kernel:
     """A kernel of one problem and configuration, whose other attributes are compile-time constants, and its launch.
 
@@ -67,38 +56,3 @@ class Kernel:
         params, stream = self.params(*values[:-1]), values[-1]
         grid, block = [self.blocks(params), 1, 1], [self.threads, 1, 1]
         self.kernel(params).launch(grid=grid, block=block, stream=stream, **self.limits)
-
-
-def step(
-    kernel: Callable[[Any, Any], Any],
-    fakes: Callable[[Any], Any],
-    config_type: Callable[..., Any],
-    allows: Callable[[Any, Any], bool] = lambda problem, config: True,
-    **choices: Sequence[int],
-) -> tuple[Callable[..., Any], ...]:
-    """The runtime's contract for an operator whose kernel is one entry: fits, configs, compile, launch, workspace_bytes.
-
-    kernel: of a problem and a configuration. fakes: Params of fake tensors and scalars to compile for. choices: values of each
-    field of a configuration; allows: what else decides whether one fits.
-    """
-
-    def fits(problem: Any, config: Any, device: Any) -> bool:
-        return all(getattr(config, name) in values for name, values in choices.items()) and allows(problem, config)
-
-    def configs(problem: Any, device: Any) -> list[Any]:
-        space = [config_type(*values) for values in product(*choices.values())]
-        return [config for config in space if fits(problem, config, device)]
-
-    def compile(problem: Any, config: Any) -> dict[str, bytes]:
-        return one_entry(problem.op, kernel(problem, config), fakes(problem))
-
-    return fits, configs, compile, launch, no_workspace
-
-
-def by_load(config: Callable[[int, int], Any], wanted: int, device: Any, rows: Sequence[int] = (4, 2), load: int = 1024) -> Any:
-    """Configuration (threads of a block, rows of a thread): the most rows that leave every SM `load` of the wanted threads, one a
-    row and element, then blocks small enough to reach every SM."""
-    for count in rows:
-        if wanted >= count * load * device.num_sms:
-            return config(128, count)
-    return config(128 if wanted >= 256 * device.num_sms else 32, 1)

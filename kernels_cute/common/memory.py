@@ -7,7 +7,6 @@ with int64 anyway (slots times strides). Where an int32 is wanted (registers, di
 promises that they are within the tokens, whose count is an int32, and they are narrowed as they are read.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import cutlass
@@ -15,21 +14,11 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Int32, Int64
 from cutlass.cute.runtime import make_fake_tensor
 
+from kernels_cute.common.choice import ACCESS_BYTES
+
 _FLOATS: dict[str, Any] = {"float32": cutlass.Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 _INTEGERS: dict[str, Any] = {"int32": Int32, "int64": Int64, "uint8": cutlass.Uint8}
 CUTE_DTYPES = _FLOATS | _INTEGERS | {"float8_e4m3fn": cutlass.Float8E4M3FN, "bool": cutlass.Boolean}
-FLOAT_DTYPES = tuple(_FLOATS)
-HALF_DTYPES, INDEX_DTYPES = ("bfloat16", "float16"), ("int32", "int64")
-ACCESS_BYTES = 16  # the widest load and store
-
-
-def unserved(tensors: Mapping[tuple[str, ...], Mapping[str, str | None]]) -> str | None:
-    """Reason of a refusal: the first tensor (not None) of no allowed dtype. tensors: allowed dtypes -> dtypes by name."""
-    for allowed, dtypes in tensors.items():
-        for name, dtype in dtypes.items():
-            if dtype is not None and dtype not in allowed:
-                return f"requires {name} of {', '.join(allowed[:-1])} or {allowed[-1]}, got {dtype}"
-    return None
 
 
 def fake(dtype: str | None, *shape: Any, last: Any = None, align: int | None = None) -> Any:

@@ -6,16 +6,12 @@ four neighbours, since P is transposed there.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from kernels_cute.common.memory import FLOAT_DTYPES, INDEX_DTYPES, unserved
-
 FLOAT_BYTES = 4
-HEAD_DIMS = (64, 128)
 BLOCK_COLUMNS = 32
 ROWS = 4  # entries of K of a thread
 PIECE = 32  # entries of the summed dimension of P that a stage holds
@@ -23,24 +19,6 @@ STAGES = 4
 UNIT_BYTES = 16  # of a copy
 BLOCKS_PER_SM = 2  # that shared memory allows at head dims of 128
 _PADDING = 4  # numbers after a row in shared memory, so that 8 lanes that read 16 bytes of 8 rows hit all banks
-
-
-@dataclass(frozen=True)
-class Config:
-    """Configuration without fields: the tiles follow from the head dims."""
-
-
-def refusal(problem: Any) -> str | None:
-    """Reason why the composing kernels do not serve a problem."""
-    if problem.sum_dtype != "float32":
-        return f"requires summaries of float32, got {problem.sum_dtype}"
-    for name in ("head_k_dim", "head_v_dim"):
-        if getattr(problem, name) not in HEAD_DIMS:
-            return f"requires {name} of 64 or 128, got {getattr(problem, name)}"
-    states = [getattr(problem, name, None) for name in ("state_dtype", "final_dtype")]
-    indices = {name: getattr(problem, name, None) for name in ("index_dtype", "final_index_dtype")}
-    pools = {"a state": next((dtype for dtype in states if dtype is not None), None)}
-    return unserved({FLOAT_DTYPES[:2]: pools, INDEX_DTYPES: indices})
 
 
 class Tiles:

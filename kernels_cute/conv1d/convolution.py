@@ -17,10 +17,7 @@ from kernels_cute.common import memory
 from kernels_cute.common.build import Kernel
 from kernels_cute.common.memory import fake, load, load_channels, pointer, sigmoid, store, store_channels, window_offset, words
 from kernels_cute.common.ptx import pack, unpack
-
-CHANNELS = 8  # neighbouring channels of a thread
-WORDS = CHANNELS // 2  # 32-bit words of two values in a thread's part of a row
-THREADS = (32, 64, 128, 256)  # of a block
+from kernels_cute.conv1d.shape import CHANNELS, WORDS, slices
 
 
 class Registers(NamedTuple):
@@ -30,25 +27,6 @@ class Registers(NamedTuple):
     bias: Any  # [channel]; zeros without a bias
     line: Any  # width - 1 rows of history and the rows of a batch
     out: Any  # [channel]
-
-
-def refusal(problem: ConvolutionProblem) -> str | None:
-    if problem.dim < 1 or problem.dim % CHANNELS:
-        return f"requires channels in multiples of {CHANNELS}, got dim={problem.dim}"
-    if not 2 <= problem.width <= 4:
-        return f"requires a width of 2 to 4, got {problem.width}"
-    others = {"weight": problem.weight_dtype, "bias": problem.bias_dtype, "the conv state": problem.state_dtype}
-    return memory.unserved({memory.HALF_DTYPES: {"x": problem.dtype}, memory.FLOAT_DTYPES: others})
-
-
-def threads_fit(problem: ConvolutionProblem, threads: int) -> bool:
-    """Whether blocks of this size are allowed: at most half of the threads are idle."""
-    return threads in THREADS and (threads == THREADS[0] or threads * CHANNELS < 2 * problem.dim)
-
-
-def slices(dim: int, threads: int) -> int:
-    """Number of blocks that share the channels of a row."""
-    return -(-dim // (threads * CHANNELS))
 
 
 def fake_common(problem: ConvolutionProblem, pool: str) -> dict[str, Any]:

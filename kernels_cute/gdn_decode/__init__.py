@@ -17,19 +17,15 @@ passes between blocks, and the window of q and k is written when all of them hav
 
 from itertools import product
 
-import cutlass.cute as cute
-from cutlass import Float32, Int64
-
 from gdn.device import H100, DeviceSpec
-from gdn.problems import DTYPE_BYTES, GdnDecodeParams, GdnDecodeProblem
+from gdn.problems import DTYPE_BYTES, GdnDecodeProblem
 from gdn.recurrent_tiles import Tiles as Config
 from gdn.recurrent_tiles import k_vector, reads_lines, v_per_thread_k_first
-from kernels_cute.common import build
-from kernels_cute.common.memory import FLOAT_DTYPES, HALF_DTYPES, fake, unserved
-from kernels_cute.gdn_decode.kernel import GdnDecode
-from kernels_cute.gdn_decode.spec import CHANNELS, Spec
+from kernels_cute.common import choice
+from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, unserved
+from kernels_cute.gdn_decode.shape import CHANNELS
 
-launch, workspace_bytes = build.launch, build.no_workspace
+launch, workspace_bytes = choice.launch, choice.no_workspace
 
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
 _MOST_BLOCKS = 8  # blocks of a cluster, on every device
@@ -165,24 +161,6 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
 
 
 def compile(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
-    p, HV, K, V = problem, problem.num_v_heads, problem.head_k_dim, problem.head_v_dim
-    num_tokens, dim = cute.sym_int(), p.dim
-    inner = (V, K) if p.state_v_first else (K, V)
-    channel_stride = 1 if p.conv_channels_contiguous else None
-    width = None if p.concatenated else dim + (HV * V if p.interleaved else 0)
-    mixed_qkv = fake(p.dtype, num_tokens, width, last=1)
-    z, out = fake(p.z_dtype, num_tokens, HV, V, last=1), fake(p.dtype, num_tokens, HV * V, last=1)
-    b, a = fake(p.b_dtype, num_tokens, 2 * HV if p.interleaved else HV), fake(p.a_dtype, num_tokens, HV)
-    conv_state = fake(p.conv_dtype, cute.sym_int64(), dim, cute.sym_int64(), last=(channel_stride, None))
-    conv_weight, conv_bias = fake(p.weight_dtype, dim, p.width, last=(p.width, 1)), fake(p.bias_dtype, dim, last=1)
-    A_log, dt_bias, norm_weight = fake(p.A_log_dtype, HV), fake(p.dt_bias_dtype, HV), fake(p.norm_dtype, V)
-    ssm_state = fake(p.state_dtype, cute.sym_int64(), HV, *inner, last=(inner[1], 1))
-    indices, accepted = fake(p.index_dtype, *[None] * (1 + p.has_columns)), fake("int32" if p.has_accepted else None, None)
-    cu_seqlens, seed = fake(p.cu_seqlens_dtype, None, last=1), fake("int64" if p.has_rounding else None, 1, last=1)
-    conv = (conv_state, conv_weight, conv_bias)
-    kept = fake(p.intermediate_dtype, cute.sym_int64(), cute.sym_int64(), HV, *inner, last=(inner[1], 1))
-    kept_rows = fake(p.index_dtype if p.intermediate_dtype else None, None)
-    slots = (ssm_state, indices, accepted, cu_seqlens, seed, kept, kept_rows)
-    scalars = (Float32(1.0), Float32(1e-6), Int64(-1))
-    fakes = GdnDecodeParams(mixed_qkv, z, b, a, *conv, A_log, dt_bias, norm_weight, *slots, out, *scalars)
-    return build.one_entry("gdn_decode", GdnDecode(Spec(problem, config)), fakes)
+    from kernels_cute.gdn_decode.library import library
+
+    return library(problem, config)

@@ -13,7 +13,8 @@ from cutlass import Constexpr, Float32, Int32, Int64
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
 from kernels_cute.common.memory import load, load_channels, pointer, sigmoid, store_channels, window_offset, words
-from kernels_cute.gdn_decode.spec import CHANNELS, WORDS, Block, Registers, Spec, column_in_head
+from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
+from kernels_cute.gdn_decode.spec import Block, Registers, Spec, column_in_head
 
 
 @cute.jit

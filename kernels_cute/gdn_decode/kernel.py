@@ -7,15 +7,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
-from kernels_cute.common.barriers import init_barriers
 from kernels_cute.common.delta_rule import HeadGate, store_zeros
+from kernels_cute.common.init_barriers import init_barriers
 from kernels_cute.common.memory import narrowed
 from kernels_cute.common.ptx import use
 from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.state_sums import carveout
 from kernels_cute.common.state_tile import Place, load_state
 from kernels_cute.gdn_decode.convolution import load_filter, load_gates, load_row, load_windows
-from kernels_cute.gdn_decode.spec import CHANNELS, WORDS, Block, Registers, Sequence, Shared, Spec
+from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
+from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec
 from kernels_cute.gdn_decode.token import run_token, slot_of
 
 

@@ -11,9 +11,7 @@ from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 from kernels_cute.common.memory import CUTE_DTYPES
 from kernels_cute.common.state_sums import parts_floats
 from kernels_cute.common.state_tile import Place, StateTile
-
-CHANNELS = 4  # channels of the convolution in an item, which a thread computes: one 8-byte access of a row
-WORDS = CHANNELS // 2  # words of two values of an item in a row
+from kernels_cute.gdn_decode.shape import CHANNELS
 
 
 class Block(NamedTuple):

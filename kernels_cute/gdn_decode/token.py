@@ -13,7 +13,8 @@ from kernels_cute.common.memory import narrowed, sigmoid
 from kernels_cute.common.state_sums import Exchange, add_up
 from kernels_cute.common.state_tile import Place, store_kept_state, store_state
 from kernels_cute.gdn_decode.convolution import convolve, load_gates, load_row, store_column
-from kernels_cute.gdn_decode.spec import CHANNELS, WORDS, Block, Registers, Sequence, Shared, Spec, column_in_head
+from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
+from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, column_in_head
 
 
 @cute.jit

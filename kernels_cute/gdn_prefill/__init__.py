@@ -13,16 +13,14 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-import cutlass
 import torch
 
 from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, GdnPrefillParams, GdnPrefillProblem
 from kernels_cute import chunk
 from kernels_cute.chunk.kernel import Config as ChunkConfig
-from kernels_cute.common import build
 from kernels_cute.conv1d import prefill as conv
-from kernels_cute.gdn_prefill import normed, parts, plan, side_by_side, steps
+from kernels_cute.gdn_prefill import parts, plan, shape
 from kernels_cute.gdn_steps import rms_norm_gated as norm
 
 # As the chunk kernel, which takes half of the time: for other sizes another of its designs may be faster.
@@ -115,27 +113,23 @@ def _with_steps(problem: GdnPrefillProblem, config: ChunkConfig, device: DeviceS
 
 def workspace_bytes(problem: GdnPrefillProblem, config: Config) -> int:
     if config.num_conv_blocks:
-        words = side_by_side.words(problem.num_tokens, problem.num_sequences, problem.num_v_heads)
-        return int(side_by_side.words_bytes(words)) + parts.rows_bytes(problem)
+        words = shape.words(problem.num_tokens, problem.num_sequences, problem.num_v_heads)
+        return int(shape.words_bytes(words)) + parts.rows_bytes(problem)
     if config.norm_in_chunk:
         return parts.rows_bytes(problem)
     return parts.rows_bytes(problem) + chunk.workspace_bytes(parts.chunk_problem(problem), config)
 
 
 def compile(problem: GdnPrefillProblem, config: Config) -> dict[str, bytes]:
+    from kernels_cute.gdn_prefill import library
+
     if config.num_conv_blocks:
-        host = side_by_side.SideBySide(problem, config.conv, config.num_persistent_clusters > 0).launch
-        scalars = (cutlass.Int32(2), cutlass.Int32(1))
-        return {_SIDE_BY_SIDE: build.library(_SIDE_BY_SIDE, host, *side_by_side.fakes(problem), *scalars)}
+        return {_SIDE_BY_SIDE: library.side_by_side(_SIDE_BY_SIDE, problem, config)}
     if config.norm_in_chunk:
-        host = normed.Normed(problem, config.conv, config.num_persistent_clusters > 0).launch
-        return {_NORMED: build.library(_NORMED, host, *side_by_side.fakes(problem), cutlass.Int32(2))}
-    found = {
-        **build.one_entry(_CONV, steps.PrefillConv(problem, config.conv), steps.conv_fakes(problem)),
-        **chunk.compile(parts.chunk_problem(problem), config),
-    }
+        return {_NORMED: library.normed(_NORMED, problem, config)}
+    found = {**library.conv(_CONV, problem, config), **chunk.compile(parts.chunk_problem(problem), config)}
     if problem.has_norm:
-        found |= build.one_entry(_NORM, steps.PrefillNorm(problem, config.norm), steps.norm_fakes(problem))
+        found |= library.norm(_NORM, problem, config)
     return found
 
 

@@ -5,13 +5,12 @@ from typing import Any
 
 from gdn.device import DeviceSpec
 from gdn.problems import GdnPrefillProblem
+from kernels_cute.chunk.deal import max_scheduled_clusters
 from kernels_cute.chunk.plan import Model
-from kernels_cute.chunk.scheduler import max_scheduled_clusters
 from kernels_cute.chunk.shape import CHUNK, STAGES
-from kernels_cute.conv1d.convolution import THREADS, threads_fit
+from kernels_cute.conv1d.shape import THREADS, threads_fit
 from kernels_cute.gdn_prefill import parts
-from kernels_cute.gdn_prefill.rows import CLUSTER, block_threads
-from kernels_cute.gdn_prefill.staged import PART_BYTES
+from kernels_cute.gdn_prefill.shape import CLUSTER, PART_BYTES, block_threads
 
 ALL_CLUSTERS = 2**31 - 1
 _DIM = 128

@@ -14,15 +14,8 @@ from kernels_cute.chunk import signals
 from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.conv1d.prefill import Config
 from kernels_cute.conv1d.tiles import find_sequence
-from kernels_cute.gdn_prefill.staged import is_plain
+from kernels_cute.gdn_prefill.shape import CLUSTER, block_threads
 from kernels_cute.gdn_prefill.steps import PrefillConv
-
-CLUSTER = 2  # blocks: with pairs the SMs that are left are pairs, too, which the chunk kernel's clusters need
-
-
-def block_threads(problem: GdnPrefillProblem) -> int:
-    """Threads of a block: as many as the registers of an SM allow without spills."""
-    return 512 if is_plain(problem) else 384
 
 
 class RowMaker(PrefillConv, params=Conv1dParams):

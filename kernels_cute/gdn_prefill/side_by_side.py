@@ -30,19 +30,10 @@ from kernels_cute.common.memory import fake
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.outputs import NormParams, OutputNorm
 from kernels_cute.gdn_prefill.rows import RowMaker
+from kernels_cute.gdn_prefill.shape import words, words_bytes
 from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
 
 _CLEAR_THREADS = 256
-
-
-def words(num_tokens: Any, num_sequences: Any, heads: int) -> Any:
-    """Number of words: one a chunk, and one a chunk and head."""
-    return (num_tokens // CHUNK + num_sequences) * (1 + heads)
-
-
-def words_bytes(num_words: Any) -> Any:
-    """Bytes of the words, in whole lines."""
-    return (num_words * 4 + 255) // 256 * 256
 
 
 class SideBySide:

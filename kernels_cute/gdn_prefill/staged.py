@@ -10,25 +10,16 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import Conv1dParams, GdnPrefillProblem
 from kernels_cute.common import ptx
-from kernels_cute.conv1d.convolution import CHANNELS, Registers
+from kernels_cute.conv1d.convolution import Registers
 from kernels_cute.conv1d.prefill import Config
+from kernels_cute.conv1d.shape import CHANNELS
 from kernels_cute.conv1d.tiles import find_sequence
+from kernels_cute.gdn_prefill.shape import PART_BYTES, resident_threads
 from kernels_cute.gdn_prefill.steps import PrefillConv
 
-PART_BYTES = 16  # of a thread's part of a row
 _EVICT_FIRST = 0x12F0000000000000  # policy of the L2 cache: gone first when room is needed
 # (target, source, bytes, L2 policy): 16 bytes to shared memory, zeros after the first `bytes`; in the thread's group of copies.
 _copy_part = ptx.instruction("cp.async.cg.shared.global.L2::cache_hint [{$r0}], [{$r1}], 16, {$r2}, {$r3};")
-
-
-def is_plain(problem: GdnPrefillProblem) -> bool:
-    """Whether the convolution takes the fewest registers."""
-    return problem.dtype == "bfloat16" and problem.bias_dtype is None and problem.silu and not problem.has_checkpoints
-
-
-def resident_threads(problem: GdnPrefillProblem) -> int:
-    """Threads of an SM that registers must allow, in small blocks: as many as there are without spills."""
-    return 640 if is_plain(problem) else 384
 
 
 @cute.jit

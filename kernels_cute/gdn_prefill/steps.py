@@ -7,10 +7,10 @@ from cutlass import Float32, Int32, Int64
 from gdn.problems import Conv1dParams, GdnPrefillProblem, RmsNormGatedParams
 from kernels_cute.common.memory import fake
 from kernels_cute.conv1d.prefill import Config as ConvConfig
-from kernels_cute.conv1d.prefill import Conv1d, fakes
+from kernels_cute.conv1d.prefill_kernel import Conv1d, fakes
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_steps.rms_norm_gated import Config as NormConfig
-from kernels_cute.gdn_steps.rms_norm_gated import RmsNormGated
+from kernels_cute.gdn_steps.rms_norm_gated_kernel import RmsNormGated
 
 
 class PrefillConv(Conv1d, params=Conv1dParams):

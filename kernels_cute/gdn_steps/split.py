@@ -9,16 +9,14 @@ loads together. The last slice of blocks of every row tile moves b and a, elemen
 """
 
 from dataclasses import dataclass
-from typing import Any
-
-import cutlass
-import cutlass.cute as cute
-from cutlass import Int32, Int64
 
 from gdn.device import DeviceSpec
-from gdn.problems import SplitParams, SplitProblem
-from kernels_cute.common import build
-from kernels_cute.common.memory import FLOAT_DTYPES, HALF_DTYPES, fake, load, pointer, store, unserved
+from gdn.problems import SplitProblem
+from kernels_cute.common import choice
+from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, space, unserved
+from kernels_cute.gdn_steps.accesses import row_pieces
+
+launch, workspace_bytes = choice.launch, choice.no_workspace
 
 
 @dataclass(frozen=True)
@@ -33,104 +31,20 @@ def refusal(problem: SplitProblem) -> str | None:
     return unserved({HALF_DTYPES: {"mixed_qkvz": problem.dtype}, FLOAT_DTYPES: {"mixed_ba": problem.ba_dtype}})
 
 
-def _pieces(problem: SplitProblem, threads: int) -> tuple[int, int]:
-    """Elements per access, a divisor of every part of a group; number of blocks that share a row of mixed_qkvz."""
-    vector = 4 if problem.head_k_dim % 8 or problem.head_v_dim % 8 else 8
-    return vector, -(-(problem.row_elements // vector) // threads)
-
-
 def default_config(problem: SplitProblem, device: DeviceSpec) -> Config:
     """The most rows per thread that leave every SM two full loads of threads."""
     threads = 128
-    per_row = _pieces(problem, threads)[1] * threads
+    per_row = row_pieces(problem, threads)[1] * threads
     for rows in (8, 4, 2):
         if -(-problem.num_tokens // rows) * per_row >= 2 * 1024 * device.num_sms:
             return Config(threads, rows)
     return Config(threads, 1)
 
 
-def _fakes(problem: SplitProblem) -> SplitParams:
-    rows, gates, heads, tokens = problem.dtype, problem.ba_dtype, problem.num_v_heads, cute.sym_int()
-    keys, values = problem.num_k_heads * problem.head_k_dim, heads * problem.head_v_dim
-    inputs = [(rows, problem.row_elements), (gates, 2 * heads)]
-    outputs = [(rows, 2 * keys + values), (rows, values), (gates, heads), (gates, heads)]
-    return SplitParams(*(fake(dtype, tokens, width, last=1) for dtype, width in inputs + outputs))
+fits, configs = space(Config, threads=(64, 128, 256), rows=(1, 2, 4, 8, 16))
 
 
-class _Split(build.Kernel, params=SplitParams):
-    def __init__(self, problem: SplitProblem, config: Config) -> None:
-        self.threads, self.rows = config.threads, config.rows
-        self.vector, self.slices = _pieces(problem, config.threads)
-        self.heads, self.ratio = problem.num_k_heads, problem.num_v_heads // problem.num_k_heads
-        # Sizes in accesses: a row, the parts of a group, and their starts in mixed_qkv.
-        self.row_pieces = problem.row_elements // self.vector
-        self.key = problem.head_k_dim // self.vector
-        self.value = self.ratio * problem.head_v_dim // self.vector
-        self.group = 2 * self.key + 2 * self.value
-        self.k_start, self.v_start = self.heads * self.key, 2 * self.heads * self.key
+def compile(problem: SplitProblem, config: Config) -> dict[str, bytes]:
+    from kernels_cute.gdn_steps.split_kernel import library
 
-    def blocks(self, params: SplitParams) -> Any:
-        return (params.mixed_qkvz.shape[0] + self.rows - 1) // self.rows * (self.slices + 1)
-
-    @cute.kernel
-    def kernel(self, params: SplitParams):
-        block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
-        first = block // (self.slices + 1) * self.rows
-        part = block % (self.slices + 1)
-        if part < self.slices:
-            piece = part * self.threads + thread
-            if piece < self.row_pieces:
-                self.move_piece(params, first, piece)
-        else:
-            for element in cutlass.range(thread, 2 * self.heads * self.ratio, self.threads, unroll=1):
-                self.move_gate(params, first, element)
-
-    @cute.jit
-    def move_piece(self, params: SplitParams, first: Int32, piece: Int32):
-        vector, align = cutlass.const_expr(self.vector), cutlass.const_expr(2 * self.vector)
-        head = piece // self.group
-        within = piece % self.group
-        is_z = within >= 2 * self.key + self.value
-        place = head * self.key + within
-        if is_z:
-            place = head * self.value + within - (2 * self.key + self.value)
-        elif within >= 2 * self.key:
-            place = self.v_start + head * self.value + within - 2 * self.key
-        elif within >= self.key:
-            place = self.k_start + head * self.key + within - self.key
-
-        rPieces = cute.make_rmem_tensor(self.rows * vector, params.mixed_qkvz.element_type)
-        last = params.mixed_qkvz.shape[0] - 1
-        for u in cutlass.range_constexpr(self.rows):
-            row = first + u
-            if row > last:
-                row = last
-            source = pointer(params.mixed_qkvz, Int64(row) * params.mixed_qkvz.stride[0] + piece * vector, align)
-            load(source, vector, rPieces, u * vector, True)
-        if is_z:
-            self.store_pieces(rPieces, first, place, last, params.z)
-        else:
-            self.store_pieces(rPieces, first, place, last, params.mixed_qkv)
-
-    @cute.jit
-    def store_pieces(self, rPieces: cute.Tensor, first: Int32, place: Int32, last: Int32, gOut: cute.Tensor):
-        for u in cutlass.range_constexpr(self.rows):
-            if first + u <= last:
-                offset = Int64(first + u) * gOut.stride[0] + place * self.vector
-                store(rPieces, u * self.vector, self.vector, pointer(gOut, offset, 2 * self.vector))
-
-    @cute.jit
-    def move_gate(self, params: SplitParams, first: Int32, element: Int32):
-        head = element // (2 * self.ratio)
-        within = element % (2 * self.ratio)
-        for u in cutlass.range_constexpr(self.rows):
-            if first + u < params.mixed_ba.shape[0]:
-                if within < self.ratio:
-                    params.b[first + u, head * self.ratio + within] = params.mixed_ba[first + u, element]
-                else:
-                    params.a[first + u, head * self.ratio + within - self.ratio] = params.mixed_ba[first + u, element]
-
-
-fits, configs, compile, launch, workspace_bytes = build.step(
-    _Split, _fakes, Config, threads=(64, 128, 256), rows=(1, 2, 4, 8, 16)
-)
+    return library(problem, config)

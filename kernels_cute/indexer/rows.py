@@ -16,50 +16,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from kernels_cute.common import memory
 from kernels_cute.common.build import Kernel
 from kernels_cute.common.memory import CUTE_DTYPES, load, narrowed, pointer, store, word_pointer, words
 from kernels_cute.common.ptx import pack, unpack
 from kernels_cute.indexer import ptx
-
-CHUNK = 8  # values per 16-byte load
-ELEMENTS = 2 * CHUNK  # values of a row in one lane
-WORDS = ELEMENTS // 2
-HEAD_DIMS = (32, 64, 128, 256)
-CACHE_DTYPES = ("uint8", "float8_e4m3fn", "bfloat16")
-FP8_MAX = 448.0
-LEAST_PEAK = 1e-4  # amax that gives the smallest scale
-
-# Encoded form of a row: the name of a 16-bit dtype, or one of these.
-SCALED = "scaled"  # e4m3 of value / scale
-CAST = "cast"  # e4m3 of the value
-
-
-def lanes_of(dim: int) -> int:
-    """Lanes that own a row together."""
-    return dim // ELEMENTS
-
-
-def form_of(cache_dtype: str | None) -> str:
-    """Encoded form of a key in a cache of this dtype."""
-    return {"uint8": SCALED, "float8_e4m3fn": CAST}.get(str(cache_dtype), str(cache_dtype))
-
-
-Dtypes = dict[str, str | None]  # of tensors; None = absent
-
-
-def refusal(dim: int, rows: Dtypes, cache_dtype: str | None, indices: Dtypes, others: Dtypes | None = None) -> str | None:
-    """None if a kernel can work on such rows, else the reason. others: floating-point tensors."""
-    if dim not in HEAD_DIMS:
-        return f"requires a head dim of {', '.join(map(str, HEAD_DIMS))}, got {dim}"
-    halves, floats, integers = memory.HALF_DTYPES, memory.FLOAT_DTYPES, memory.INDEX_DTYPES
-    return memory.unserved({halves: rows, CACHE_DTYPES: {"a cache": cache_dtype}, integers: indices, floats: others or {}})
-
-
-def rotation_refusal(rotary_dim: int, dim: int) -> str | None:
-    if rotary_dim % ELEMENTS or not ELEMENTS <= rotary_dim <= dim:
-        return f"requires a rotary_dim that is a multiple of {ELEMENTS} from {ELEMENTS} to the head dim, got {rotary_dim}"
-    return None
+from kernels_cute.indexer.forms import CAST, CHUNK, ELEMENTS, FP8_MAX, LEAST_PEAK, SCALED, WORDS, lanes_of
 
 
 def store_scale(address: Any, scale: Any) -> None:

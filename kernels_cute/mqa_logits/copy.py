@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from kernels_cute.common.ptx import copy_from_global
 from kernels_cute.mqa_logits.barriers import arrive, arrive_and_expect, pointer, wait
-from kernels_cute.mqa_logits.layouts import QUERIES_PER_GROUP
+from kernels_cute.mqa_logits.orders import QUERIES_PER_GROUP
 from kernels_cute.mqa_logits.paged_schedule import likely_first, walk_jobs
 from kernels_cute.mqa_logits.products import advance, query_partition
 from kernels_cute.mqa_logits.ragged_schedule import walk_items

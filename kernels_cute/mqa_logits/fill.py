@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from kernels_cute.mqa_logits.layouts import KEY_ROWS
+from kernels_cute.mqa_logits.orders import KEY_ROWS
 from kernels_cute.mqa_logits.paged_schedule import row_length
 from kernels_cute.mqa_logits.ragged_schedule import row_range
 from kernels_cute.mqa_logits.tiles import ranges_of

@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import cpasync
 from gdn.problems import MqaLogitsParams, PagedMqaLogitsParams
 from kernels_cute.mqa_logits import copy, fill, layouts, paged_math, publish, ragged_math
 from kernels_cute.mqa_logits.barriers import COSTS, arrive_named, initialise
-from kernels_cute.mqa_logits.layouts import KEY_ROWS
+from kernels_cute.mqa_logits.orders import KEY_ROWS
 from kernels_cute.mqa_logits.products import tiled_mma
 from kernels_cute.mqa_logits.ragged_schedule import clear_costs, head_items, sum_costs
 from kernels_cute.mqa_logits.tiles import Lengths, PagedTiles, RaggedTiles, Tma, Work

@@ -17,20 +17,16 @@ from itertools import product
 from math import ceil
 from typing import Any
 
-import cutlass
-
 from gdn.device import DeviceSpec
 from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
-from kernels_cute.common import build
-from kernels_cute.common.memory import fake
+from kernels_cute.common import choice
 from kernels_cute.mqa_logits import host
 from kernels_cute.mqa_logits.host import MAX_COLUMNS, row_bytes
-from kernels_cute.mqa_logits.kernel import PagedLogits
-from kernels_cute.mqa_logits.layouts import KEY_ROWS, QUERIES_PER_GROUP, HeadOrder, kv_heads_per_round
-from kernels_cute.mqa_logits.tiles import PAGED_QUERY_STAGES, REGISTERS, DraftColumns, PagedTiles
+from kernels_cute.mqa_logits.orders import KEY_ROWS, QUERIES_PER_GROUP, HeadOrder, kv_heads_per_round
+from kernels_cute.mqa_logits.shape import PAGED_QUERY_STAGES, REGISTERS, DraftColumns
 
 ENTRY = "gdn_cute_paged_mqa_logits"
-workspace_bytes = build.no_workspace
+workspace_bytes = choice.no_workspace
 SPARE_REGISTERS = 32  # of a math thread, next to accumulators and weights
 IN_FLIGHT_US = 2.2  # time for which a key tile is on its way
 # How near a tuned entry must be (see gdn.runtime.tuned): twice the sequences or their lengths. What gains 1 % with 64 x 32768
@@ -125,21 +121,9 @@ def configs(problem: PagedMqaLogitsProblem, device: DeviceSpec) -> list[Config]:
 
 
 def compile(problem: PagedMqaLogitsProblem, config: Config) -> dict[str, bytes]:
-    tiles = PagedTiles(problem, config, draft_columns(problem), _kv_heads_per_round(problem, config))
-    return build.one_entry(ENTRY, PagedLogits(tiles), (*_fakes(problem), cutlass.Int32(0)))
+    from kernels_cute.mqa_logits.paged_library import library
 
-
-def _fakes(problem: PagedMqaLogitsProblem) -> PagedMqaLogitsParams:
-    """Fake tensors and numbers of a launch."""
-    p = problem
-    page = p.page_size * p.num_kv_heads * (p.head_dim + 4 * p.has_k_scale)
-    # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
-    q = fake(p.dtype, None, None, p.num_heads, p.head_dim, last=1, align=16)
-    cache = fake("uint8" if p.has_k_scale else p.dtype, None, page, last=1, align=16)
-    context_lens = fake("int32", None, p.next_n, last=1) if p.per_draft_lengths else fake("int32", None)
-    weights, block_tables = fake(p.weights_dtype, None, p.num_heads, last=1), fake("int32", None, None, last=1)
-    scalars = (cutlass.Float32(1.0), cutlass.Int32(0))
-    return PagedMqaLogitsParams(q, cache, weights, context_lens, block_tables, fake(p.out_dtype, None, None, last=1), *scalars)
+    return library(ENTRY, problem, config, draft_columns(problem), _kv_heads_per_round(problem, config))
 
 
 def launch(compiled: Any, params: PagedMqaLogitsParams) -> None:

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.mqa_logits import products
 from kernels_cute.mqa_logits.barriers import TURN, arrive_named, wait, wait_named
-from kernels_cute.mqa_logits.layouts import KEY_ROWS
+from kernels_cute.mqa_logits.orders import KEY_ROWS
 
 
 @cute.jit

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from kernels_cute.common.ptx import run
 from kernels_cute.mqa_logits.barriers import TURN, arrive, arrive_named, wait, wait_named
-from kernels_cute.mqa_logits.layouts import KEY_ROWS
+from kernels_cute.mqa_logits.orders import KEY_ROWS
 
 
 @cute.jit

@@ -13,20 +13,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-import cutlass
-
 from gdn.device import DeviceSpec
-from gdn.problems import MqaLogitsParams, MqaLogitsProblem
-from kernels_cute.common import build
-from kernels_cute.common.memory import fake
+from gdn.problems import MqaLogitsProblem
+from kernels_cute.common import choice
 from kernels_cute.mqa_logits import host
 from kernels_cute.mqa_logits.host import MAX_COLUMNS, MAX_HEADS, row_bytes
-from kernels_cute.mqa_logits.kernel import RaggedLogits
-from kernels_cute.mqa_logits.layouts import KEY_ROWS, HeadOrder, kv_heads_per_round
-from kernels_cute.mqa_logits.tiles import PARTS, RaggedTiles, score_words
+from kernels_cute.mqa_logits.orders import KEY_ROWS, HeadOrder, kv_heads_per_round
+from kernels_cute.mqa_logits.shape import PARTS, score_words
 
 ENTRY = "gdn_cute_mqa_logits"
-launch, workspace_bytes = build.launch, build.no_workspace
+launch, workspace_bytes = choice.launch, choice.no_workspace
 # How near a tuned entry must be (see gdn.runtime.tuned): twice the queries, or 1.4 times the keys and columns. What gains 5 % at
 # 8192 x 8192 with 64 heads loses 6 % at 2048 x 8192.
 TUNED_WITHIN = 1.0
@@ -183,15 +179,6 @@ def _space(problem: MqaLogitsProblem, device: DeviceSpec) -> Iterator[Config]:
 
 
 def compile(problem: MqaLogitsProblem, config: Config) -> dict[str, bytes]:
-    return build.one_entry(ENTRY, RaggedLogits(RaggedTiles(problem, config)), _fakes(problem))
+    from kernels_cute.mqa_logits.ragged_library import library
 
-
-def _fakes(problem: MqaLogitsProblem) -> MqaLogitsParams:
-    """Fake tensors and numbers of a launch."""
-    p, dtype, dim = problem, problem.dtype, problem.head_dim
-    # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
-    q, k = [fake(dtype, None, heads, dim, last=1, align=16) for heads in (p.num_heads, p.num_kv_heads)]
-    k_scale = fake("float32" if p.has_k_scale else None, None, p.num_kv_heads)
-    weights, out = fake(p.weights_dtype, None, p.num_heads, last=1), fake(p.out_dtype, None, None, last=1)
-    bounds, scalars = [fake("int32", None) for _ in range(2)], (cutlass.Float32(1.0), cutlass.Int32(0))
-    return MqaLogitsParams(q, k, k_scale, weights, *bounds, out, *scalars)
+    return library(ENTRY, problem, config)

@@ -16,8 +16,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.mqa_logits import products
 from kernels_cute.mqa_logits.barriers import SCORES, TURN, arrive_named, wait, wait_named
-from kernels_cute.mqa_logits.layouts import KEY_ROWS
-from kernels_cute.mqa_logits.tiles import PITCH
+from kernels_cute.mqa_logits.orders import KEY_ROWS
+from kernels_cute.mqa_logits.shape import PITCH
 
 
 @cute.jit

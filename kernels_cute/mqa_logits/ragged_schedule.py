@@ -12,9 +12,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from kernels_cute.mqa_logits.barriers import COSTS, wait_named
-from kernels_cute.mqa_logits.layouts import KEY_ROWS
+from kernels_cute.mqa_logits.orders import KEY_ROWS
 from kernels_cute.mqa_logits.products import running_sum
-from kernels_cute.mqa_logits.tiles import PARTS, ROWS_PER_LANE, ranges_of
+from kernels_cute.mqa_logits.shape import PARTS
+from kernels_cute.mqa_logits.tiles import ROWS_PER_LANE, ranges_of
 
 NO_KEY = 2**31 - 1
 DONE = 2  # value of `tail`: 0 = round robin, 1 = the run

@@ -9,12 +9,10 @@ from cutlass import Float32, Int32, Int64
 from kernels_cute.common.memory import CUTE_DTYPES
 from kernels_cute.mqa_logits import layouts
 from kernels_cute.mqa_logits.barriers import barriers
-from kernels_cute.mqa_logits.layouts import KEY_ROWS, QUERIES_PER_GROUP
+from kernels_cute.mqa_logits.orders import KEY_ROWS, QUERIES_PER_GROUP, HeadOrder, kv_heads_per_round
+from kernels_cute.mqa_logits.shape import PAGED_QUERY_STAGES, PARTS, REGISTERS, DraftColumns, score_words
 
-PARTS = 32  # of the ragged items that are dealt in runs, one a lane
 ROWS_PER_LANE = 8  # ranges one lane reads when a warp looks for work
-PITCH = KEY_ROWS + 8  # words between rows of scores: four rows of eight keys then lie in 32 different banks
-PAGED_QUERY_STAGES = 2
 TURN_COLUMNS = 160  # from here on the sums of a paged tile take about as long as a tile's bytes
 
 
@@ -40,7 +38,7 @@ class LogitsTiles:
         self.relu, self.clean, self.relu_as_add_abs = problem.relu, problem.clean, False
         self.columns, self.query_stages, self.query_sets = columns, query_stages, query_sets
         self.lanes_per_query, self.key_stages = lanes_per_query, config.key_stages
-        self.order = layouts.HeadOrder(self.num_heads, self.num_kv_heads, lanes_per_query)
+        self.order = HeadOrder(self.num_heads, self.num_kv_heads, lanes_per_query)
         self.lane_heads = self.num_heads // lanes_per_query  # of a query, in one lane
         self.product_columns = columns // self.num_kv_heads
         self.queries_per_warpgroup = self.product_columns // self.order.slots
@@ -109,18 +107,13 @@ def ranges_of(params, work: Work) -> Ranges:
     return Ranges(params, work, cute.size(params.out, mode=[0]), cute.size(params.out, mode=[1]))
 
 
-def score_words(store_width: int, queries: int) -> int:
-    """Words of shared memory that both warpgroups' scores of one tile take; at least one, as a field of a struct."""
-    return queries * PITCH if store_width == 32 else 1
-
-
 class RaggedTiles(LogitsTiles):
     num_warps = 12  # copy, publish, two that fill, two math warpgroups
     takes_turns = True
 
     def __init__(self, problem, config):
         super().__init__(problem, config, config.columns, config.query_stages, query_sets=2)
-        self.set_keys(KEY_ROWS, layouts.kv_heads_per_round(self.num_kv_heads, self.row_bytes, KEY_ROWS))
+        self.set_keys(KEY_ROWS, kv_heads_per_round(self.num_kv_heads, self.row_bytes, KEY_ROWS))
         self.packed = problem.packed
         self.accumulator_sets, self.pass_turn_at_issue = config.accumulator_sets, config.pass_turn_at_issue
         self.steps_in_flight_at_turn = config.steps_in_flight_at_turn
@@ -150,28 +143,6 @@ class RaggedTiles(LogitsTiles):
     def storage_type(self):
         words = {"loads": self.load_words, "items": 4 * self.query_stages, "starts": self.slots, "ends": self.slots}
         return self.storage(words, {"weights": (self.slots * self.num_heads, 16), "scores": (self.score_words, 16)})
-
-
-class Registers(NamedTuple):
-    """Registers of a thread. What all threads of a block ask for stays within what it got at launch, else it would hang."""
-
-    launch: int  # an equal part of the multiprocessor's
-    copy: int
-    math: int
-    least_stages: int  # of keys, in a default configuration
-
-
-# By (math warpgroups, blocks side by side). A default is the first whose registers and tiles fit.
-REGISTERS = {(1, 2): Registers(128, 56, 200, 3), (2, 1): Registers(168, 56, 224, 4)}
-
-
-class DraftColumns(NamedTuple):
-    """Layout of a sequence's drafts as columns."""
-
-    lanes_per_query: int  # of a quad
-    groups: int  # of 4 / lanes_per_query drafts, in one pass
-    passes: int  # over a sequence's keys
-    columns: int  # queries x heads (odd numbers of a key head's rounded up) of one pass
 
 
 class Lengths(NamedTuple):

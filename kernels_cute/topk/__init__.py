@@ -14,15 +14,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import cutlass
-import cutlass.cute as cute
-
 from gdn.device import DeviceSpec
 from gdn.problems import TopkParams, TopkProblem
-from kernels_cute.common.build import library, no_workspace
-from kernels_cute.common.memory import fake
-from kernels_cute.topk.kernel import Topk
-from kernels_cute.topk.tiles import BINS, MOST_COLUMNS, SPARE_WORDS, Tiles
+from kernels_cute.common.choice import no_workspace
+from kernels_cute.topk.shape import BINS, MOST_COLUMNS, SPARE_WORDS
 
 workspace_bytes = no_workspace
 ENTRY = "gdn_cute_topk"
@@ -116,17 +111,10 @@ def suits(problem: TopkProblem, config: Config) -> bool:
 
 
 def compile(problem: TopkProblem, config: Config) -> dict[str, bytes]:
+    from kernels_cute.topk.library import libraries
+
     entries = {ENTRY: config} if config == ANY_SIZE else {ENTRY: config, ANY_ENTRY: ANY_SIZE}
-    return {name: library(name, Topk(Tiles(problem, tiles)), *_arguments(problem)) for name, tiles in entries.items()}
-
-
-def _arguments(problem: TopkProblem) -> TopkParams:
-    """Fake tensors and scalars to compile for."""
-    rows = cute.sym_int()
-    logits, out = [fake(dtype, rows, None, last=1) for dtype in (problem.dtype, "int32")]
-    starts, ends, positions = [fake(one, None) for one in (problem.starts_dtype, problem.ends_dtype, problem.position_dtype)]
-    list_short, num_keys, drafts = [cutlass.Int32(number) for number in (0, -1, 1)]
-    return TopkParams(logits, starts, ends, positions, out, list_short, num_keys, drafts)
+    return libraries(problem, entries)
 
 
 def launch(compiled: Any, params: TopkParams) -> None:

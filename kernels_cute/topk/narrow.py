@@ -7,7 +7,8 @@ from cutlass import Int32, Uint32
 from kernels_cute.common.ptx import load_words, store_zeros
 from kernels_cute.topk import ptx
 from kernels_cute.topk.read import load_quads, prefetch
-from kernels_cute.topk.tiles import BINS, COLUMN_BITS, DIGIT_BITS, FIRST_SHIFT, LAST_COLUMN, Digit
+from kernels_cute.topk.shape import BINS, DIGIT_BITS
+from kernels_cute.topk.tiles import COLUMN_BITS, FIRST_SHIFT, LAST_COLUMN, Digit
 
 OPEN = 32  # undecided bits of a key with no bound from above
 # Bins of the first digit that scores can have; the others hold what is less than the bound, NaN and -inf too.

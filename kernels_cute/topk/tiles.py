@@ -5,14 +5,12 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-DIGIT_BITS = 12
-BINS = 1 << DIGIT_BITS
+from kernels_cute.topk.shape import BINS, SPARE_WORDS
+
 LEAST_KEY = 0x00800000  # smallest key of a score that may be selected; keys of NaN and -inf are below
 FIRST_SHIFT = 20  # first digit: sign, exponent, three bits of the mantissa
 COLUMN_BITS = 21
 LAST_COLUMN = (1 << COLUMN_BITS) - 1
-MOST_COLUMNS = 1 << 20  # a bitmap of 128 KiB
-SPARE_WORDS = 2  # words of the bitmap for columns before the range
 ACCESS = 16  # bytes
 
 

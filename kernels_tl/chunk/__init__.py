@@ -40,15 +40,19 @@ import torch
 from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, ChunkParams, ChunkProblem, unserved_dtypes
 from kernels_tl.chunk import cost_model
-from kernels_tl.chunk.chain import BLOCK_REGISTERS, STAGES, chain
 from kernels_tl.chunk.constants import CHUNK, NUM_VECTORS, TRANSITION_DTYPE
-from kernels_tl.chunk.fused import FUSED_BYTES, FUSED_REGISTERS, fused
-from kernels_tl.chunk.makers import CHAINS, MOST_MAKERS
-from kernels_tl.chunk.prepare import prepare
-from kernels_tl.chunk.segments import starts, summaries
-from kernels_tl.chunk.state_chain import PANEL
-from kernels_tl.chunk.types import num_slots, num_tiles
-from kernels_tl.common import build
+from kernels_tl.chunk.sizes import (
+    BLOCK_REGISTERS,
+    CHAINS,
+    FUSED_BYTES,
+    FUSED_REGISTERS,
+    MOST_MAKERS,
+    PANEL,
+    STAGES,
+    num_slots,
+    num_tiles,
+)
+from kernels_tl.common.launch import arguments
 
 _HEAD_DIMS = (64, 128)
 _OTHER_BYTES = 2048  # static shared memory of the barriers and the block's sequence, each rounded up
@@ -143,22 +147,13 @@ def _both_variants(config: Config) -> tuple[Config, Config]:
 
 
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
-    functions: dict[str, Any] = {}
-    for variant in _variants(config):
-        functions |= _kernels(problem, variant)
-    return {name: build.library(function, pass_configs=_OWN_BARRIERS) for name, function in functions.items()}
+    from kernels_tl.chunk.library import libraries
 
-
-def _kernels(problem: ChunkProblem, config: Config) -> dict[str, Any]:
-    """Kernels of one variant."""
-    decides = config.split_if_longest_exceeds > 0
-    if _in_one_launch(problem, config):
-        return {"chunk_fused": fused(problem, config.cluster_size, decides)}
-    split = config.split_chunks > 0
-    functions = {"chunk_prepare": prepare(problem, decides), "chunk_chain": chain(problem, split, decides)}
-    if split:
-        functions |= {"chunk_summaries": summaries(problem, decides), "chunk_starts": starts(problem, decides)}
-    return functions
+    return {
+        name: library
+        for variant in _variants(config)
+        for name, library in libraries(problem, variant, _in_one_launch(problem, variant)).items()
+    }
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
@@ -171,7 +166,7 @@ def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
 
 
 def launch(compiled: Any, params: ChunkParams) -> None:
-    p, problem, functions, present = params, compiled.problem, compiled.functions, build.arguments
+    p, problem, functions, present = params, compiled.problem, compiled.functions, arguments
     q, k, v, out, cu_seqlens, null_slot = p.q[0], p.k[0], p.v[0], p.out[0], p.cu_seqlens, p.null_slot
     gates = present(*(x if x is None else x[0] for x in (p.g, p.beta)), *((p.A_log, p.dt_bias) if p.g is not None else ()))
     initial = present(p.initial_state, p.state_indices, p.has_initial_state)
@@ -215,8 +210,6 @@ def _parts(problem: ChunkProblem, config: Config) -> list[tuple[str, int, tuple[
     return parts
 
 
-# The kernels set every barrier themselves: the compiler's own would be in each chunk of the chain.
-_OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.disable_data_race_check": True, "tl.enable_fast_math": True}
 _MOST_SPLIT_CHUNKS = 1 << 20  # its tokens fit an int32
 
 

@@ -22,16 +22,10 @@ from tilelang.layout import make_swizzled_layout
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk import state_chain as steps
 from kernels_tl.chunk.constants import CHUNK, HALF
-from kernels_tl.chunk.state_chain import PANEL, STAGES
-from kernels_tl.chunk.types import MOST_RANKED, declare, exit_unless_chosen, find_ranked, find_segment, load_state
+from kernels_tl.chunk.sizes import MATH_REGISTERS, MATH_THREADS, MOST_RANKED, PANEL, PRODUCER_REGISTERS, PRODUCER_THREADS, STAGES
+from kernels_tl.chunk.types import declare, exit_unless_chosen, find_ranked, find_segment, load_state
 from kernels_tl.common import build
 from kernels_tl.common.versions import prim_func
-
-MATH_THREADS = 128  # one warpgroup: a block has one panel of V columns
-PRODUCER_THREADS = 128  # one warpgroup: register counts change by whole warpgroups
-PRODUCER_REGISTERS = 24
-MATH_REGISTERS = 240
-BLOCK_REGISTERS = MATH_THREADS * MATH_REGISTERS + PRODUCER_THREADS * PRODUCER_REGISTERS
 
 
 class Piece(NamedTuple):

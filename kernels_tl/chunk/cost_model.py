@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK
-from kernels_tl.chunk.makers import CHAINS
+from kernels_tl.chunk.sizes import CHAINS
 
 _CHAIN_US = 1.05  # a chunk of the chain, while few SMs work
 _FULL_CHAIN_US = 1.65  # the same with all SMs at work, bound by the L2 cache

@@ -44,27 +44,28 @@ from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk import state_chain as steps
-from kernels_tl.chunk.constants import CHUNK, DIAGONAL_PITCH, HALF, NUM_VECTORS, TILE_R, TILE_Z
+from kernels_tl.chunk.constants import CHUNK, HALF, TILE_R, TILE_Z
 from kernels_tl.chunk.inverse import inverse_role
-from kernels_tl.chunk.makers import CHAINS, MAKER_TILES, STAGES, MakerWork, allocate_makers, allocate_ring, feed_makers, gate_role
+from kernels_tl.chunk.makers import MakerWork, allocate_makers, allocate_ring, feed_makers, gate_role
 from kernels_tl.chunk.product import product_role
-from kernels_tl.chunk.state_chain import PANEL, ROWS, halves_of, load_halves
-from kernels_tl.chunk.types import MOST_RANKED, declare, exit_unless_chosen, find_ranked
+from kernels_tl.chunk.sizes import (
+    CHAIN_REGISTERS,
+    CHAINS,
+    COPY_REGISTERS,
+    FUSED_THREADS,
+    INVERSE_REGISTERS,
+    MOST_RANKED,
+    PANEL,
+    PRODUCT_REGISTERS,
+    RING_STAGES,
+)
+from kernels_tl.chunk.state_chain import ROWS, halves_of, load_halves
+from kernels_tl.chunk.types import declare, exit_unless_chosen, find_ranked
 from kernels_tl.common import build
 from kernels_tl.common.versions import prim_func
 
-THREADS = 512
-CHAIN_REGISTERS = 224
-INVERSE_REGISTERS = 120
-PRODUCT_REGISTERS = 128  # what all warpgroups begin with; set all the same, else the assembler gives them fewer
-COPY_REGISTERS = 40
-FUSED_REGISTERS = 128 * (CHAIN_REGISTERS + INVERSE_REGISTERS + PRODUCT_REGISTERS + COPY_REGISTERS)
 _INVERSE, _PRODUCT, _COPY = 128, 256, 384  # first threads of the warpgroups
 _LOAD, _STORE, _GIVE, _GATE = 384, 416, 448, 480  # and of the copying warps
-_TILE_BYTES = CHUNK * HALF * 2
-_TILES = 4 * STAGES + STAGES + 1 + MAKER_TILES  # K, Q; V; out
-_FLOATS = STAGES * NUM_VECTORS * CHUNK + CHUNK * DIAGONAL_PITCH + 9 * CHUNK + MOST_RANKED
-FUSED_BYTES = _TILES * _TILE_BYTES + 4 * _FLOATS + 1024  # barriers
 
 
 class ChainWork(NamedTuple):
@@ -81,11 +82,11 @@ def _allocate_shared(problem: ChunkProblem) -> Any:
     """Shared memory and barriers between a block's chain and its copies."""
     halves, dtype = halves_of(problem), problem.dtype
     return build.named(
-        k=tuple(T.alloc_shared((STAGES, CHUNK, HALF), dtype) for _ in halves),
-        q=tuple(T.alloc_shared((STAGES, CHUNK, HALF), dtype) for _ in halves),
-        v=tuple(T.alloc_shared((CHUNK, PANEL), dtype) for _ in range(STAGES)),  # matrix loads ignore the offset of a region
-        full=T.alloc_barrier([32] * STAGES),
-        empty=T.alloc_barrier([4] * STAGES),
+        k=tuple(T.alloc_shared((RING_STAGES, CHUNK, HALF), dtype) for _ in halves),
+        q=tuple(T.alloc_shared((RING_STAGES, CHUNK, HALF), dtype) for _ in halves),
+        v=tuple(T.alloc_shared((CHUNK, PANEL), dtype) for _ in range(RING_STAGES)),  # matrix loads ignore the offset of a region
+        full=T.alloc_barrier([32] * RING_STAGES),
+        empty=T.alloc_barrier([4] * RING_STAGES),
         out=T.alloc_shared((CHUNK, PANEL), dtype),  # the output of a full chunk on its way to global memory
         out_full=T.alloc_barrier(128),
         out_empty=T.alloc_barrier(32),
@@ -197,7 +198,7 @@ def fused(problem: ChunkProblem, makers: int = CHAINS, decides: bool = False) ->
         num_sequences = cu_seqlens.shape[0] - 1
         grid = (makers, problem.num_state_heads, num_sequences)
         # Sequences are the slowest index: blocks start in this order, those of the longest sequence first.
-        with T.ClusterKernel(*grid, threads=THREADS, cluster_dims=(makers, 1, 1)) as (rank, head, place):
+        with T.ClusterKernel(*grid, threads=FUSED_THREADS, cluster_dims=(makers, 1, 1)) as (rank, head, place):
             shared = _allocate_shared(problem)
             ring = allocate_ring(problem)
             maker_shared = allocate_makers(problem)

@@ -16,7 +16,8 @@ import tilelang.language as T
 
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, HALF
-from kernels_tl.chunk.makers import KEY_BUFFERS, WARPGROUP
+from kernels_tl.chunk.makers import WARPGROUP
+from kernels_tl.chunk.sizes import KEY_BUFFERS
 from kernels_tl.chunk.tile_math import BLOCK, inverse_dtype, mma, read_squares, scales_of
 from kernels_tl.common import build
 

@@ -15,18 +15,12 @@ import tilelang.language as T
 
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, DIAGONAL_PITCH, HALF, NUM_VECTORS
+from kernels_tl.chunk.sizes import CHAINS, KEY_BUFFERS, RING_COPIES, RING_STAGES, RING_TILES
 from kernels_tl.chunk.state_chain import halves_of, load_halves
 from kernels_tl.chunk.tile_math import LOG2_E, allocate_gates, inverse_dtype, make_gates
 from kernels_tl.common import build
 from kernels_tl.common.copies import bulk_load
 
-CHAINS = 2  # blocks of a cluster that run the chain, 64 V columns each; the others only make tiles
-MOST_MAKERS = 4  # blocks of a cluster, limited by the slots of the ring, see ring_slot
-KEY_BUFFERS = 2  # of K for the makers: one for the inverse, one for the product
-STAGES = 2  # slots of the ring, and chunks that a chain has in shared memory
-RING_TILES = 3  # R, the halves of Z
-RING_COPIES = 2  # that fill a slot: the tiles, the row factors
-MAKER_TILES = STAGES * RING_TILES + 2 * KEY_BUFFERS + 2 + 3  # [64, 64] in shared memory: ring; K, Q; L, X
 WARPGROUP = 128
 LOWER_PITCH = CHUNK + 8  # of L, in 16-bit numbers: rows that start in different banks
 
@@ -79,9 +73,9 @@ def allocate_makers(problem: ChunkProblem) -> Any:
 def allocate_ring(problem: ChunkProblem) -> Any:
     """The ring of tiles between makers and chains, and its barriers."""
     return build.named(
-        tiles=T.alloc_shared((STAGES, RING_TILES, CHUNK, HALF), problem.dtype),
-        vectors=T.alloc_shared((STAGES, NUM_VECTORS, CHUNK), "float32"),
-        ready=T.alloc_cluster_barrier([RING_COPIES] * STAGES),
+        tiles=T.alloc_shared((RING_STAGES, RING_TILES, CHUNK, HALF), problem.dtype),
+        vectors=T.alloc_shared((RING_STAGES, NUM_VECTORS, CHUNK), "float32"),
+        ready=T.alloc_cluster_barrier([RING_COPIES] * RING_STAGES),
         taken=T.alloc_cluster_barrier([4 * CHAINS]),
         room=T.alloc_barrier(32),
         made=T.alloc_barrier(128),

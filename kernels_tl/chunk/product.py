@@ -7,7 +7,8 @@ import tilelang.language as T
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, HALF, NUM_VECTORS, ROW_LAST, ROW_STATE_KEY, ROW_STATE_QUERY, TILE_R, TILE_Z
 from kernels_tl.chunk.inverse import QUARTER
-from kernels_tl.chunk.makers import CHAINS, KEY_BUFFERS, ring_slot
+from kernels_tl.chunk.makers import ring_slot
+from kernels_tl.chunk.sizes import CHAINS, KEY_BUFFERS
 from kernels_tl.chunk.state_chain import halves_of
 from kernels_tl.chunk.tile_math import BLOCK, read_squares, right_operands, square_rows
 from kernels_tl.common import build

@@ -26,9 +26,9 @@ from tilelang.layout import make_swizzled_layout
 
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk import state_chain as steps
-from kernels_tl.chunk.chain import MATH_REGISTERS, PRODUCER_REGISTERS, PRODUCER_THREADS
 from kernels_tl.chunk.constants import CHUNK, HALF, TRANSITION_DTYPE
-from kernels_tl.chunk.state_chain import ACCUMULATOR, PANEL, ROWS, STAGES, halves_of
+from kernels_tl.chunk.sizes import MATH_REGISTERS, PANEL, PRODUCER_REGISTERS, PRODUCER_THREADS, STAGES
+from kernels_tl.chunk.state_chain import ACCUMULATOR, ROWS, halves_of
 from kernels_tl.chunk.types import declare, exit_unless_chosen, find_segment, load_state
 from kernels_tl.common import build
 from kernels_tl.common.copies import bulk_load

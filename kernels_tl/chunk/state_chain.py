@@ -20,14 +20,13 @@ import tilelang.language as T
 
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, HALF, NUM_VECTORS, ROW_LAST, ROW_STATE_KEY, ROW_STATE_QUERY, TILE_R, TILE_Z
+from kernels_tl.chunk.sizes import PANEL, STAGES
 from kernels_tl.chunk.types import store_state
 from kernels_tl.common import build
 from kernels_tl.common.copies import bulk_load, bulk_store
 
-PANEL = 64  # V columns of a math warpgroup: the rows of its wgmmas
 ACCUMULATOR = 32  # registers per thread of a [64, 64] float32 accumulator
 ROWS = T.GemmWarpPolicy.FullRow  # each math warpgroup owns 64 rows of every product
-STAGES = 3  # chunks of `allocate_stages` in shared memory at a time
 
 
 def transposed_accumulator(columns: int) -> Any:

@@ -11,9 +11,8 @@ import tilelang.language as T
 
 from gdn.problems import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, HALF, NUM_VECTORS, TRANSITION_DTYPE
+from kernels_tl.chunk.sizes import MOST_RANKED, num_tiles
 from kernels_tl.common import build
-
-MOST_RANKED = 256  # sequences that a block of as many threads ranks by length
 
 
 def declare(problem: ChunkProblem, names: str) -> Any:
@@ -77,16 +76,6 @@ def _types(p: ChunkProblem, num_tokens: Any) -> dict[str, Any]:
         "split_chunks": T.int32(),
         "split_if_longest_exceeds": T.int32(),
     }
-
-
-def num_slots(num_tokens: int, num_sequences: int, chunks: int = 1) -> int:
-    """Slots that a call needs at most, whatever the lengths are; chunks: of a slot, 1 or a segment's."""
-    return -(-num_tokens // (CHUNK * chunks)) + num_sequences
-
-
-def num_tiles(problem: ChunkProblem) -> int:
-    """Tiles of a chunk and head: R and Z."""
-    return 1 + problem.head_k_dim // HALF
 
 
 @T.macro

@@ -29,11 +29,6 @@ def parameters(**types: Any) -> SimpleNamespace:
     return SimpleNamespace(**declared)
 
 
-def arguments(*values: Any) -> list[Any]:
-    """The arguments of a call: those that are not None."""
-    return [value for value in values if value is not None]
-
-
 def named(**values: Any) -> SimpleNamespace:
     """A kernel's buffers and tuples of buffers under their names, which its CUDA source shows; other values as they are."""
     for name, value in values.items():

@@ -9,7 +9,6 @@ from typing import Any
 
 import tilelang
 import tilelang.language as T
-import torch
 from tilelang.language.eager import builder
 
 IS_0_1_15 = hasattr(builder, "PythonLoopFrame")  # or later
@@ -54,18 +53,11 @@ def select(condition: Any, value: Any, other: Any) -> Any:
 
 
 # A matrix in global memory of any row stride, of which bulk copies take parts of a row. In 0.1.12 such a copy takes the rows for
-# rows without a gap: there the kernel takes all rows as one line, and counts the stride itself.
+# rows without a gap: there the kernel takes all rows as one line (`launch.as_line`), and counts the stride itself.
 
 
 def matrix_type(rows: Any, columns: int, stride: Any, dtype: str) -> Any:
     return T.Tensor((T.dynamic("line"),), dtype) if IS_0_1_12 else T.StridedTensor((rows, columns), (stride, 1), dtype)
-
-
-def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """The tensor [rows, columns] as a kernel takes its `matrix_type`."""
-    if not IS_0_1_12:
-        return x
-    return x.as_strided((max(0, (x.shape[0] - 1) * x.stride(0) + x.shape[1]),), (1,))  # nothing of no rows
 
 
 def part_of_row(matrix: Any, row: Any, stride: Any, begin: Any, count: int) -> Any:

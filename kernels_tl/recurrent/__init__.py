@@ -27,9 +27,7 @@ from gdn.device import DeviceSpec
 from gdn.problems import RecurrentParams, RecurrentProblem
 from gdn.recurrent_tiles import TUNED_WITHIN, refusal
 from gdn.recurrent_tiles import Tiles as Config
-from kernels_tl.common import build
-from kernels_tl.recurrent.kernel import kernel
-from kernels_tl.recurrent.spec import Spec
+from kernels_tl.common.launch import arguments
 
 __all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
 
@@ -54,9 +52,13 @@ def workspace_bytes(problem: RecurrentProblem, config: Config) -> int:
 
 def compile(problem: RecurrentProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
+    from kernels_tl.common import build
+    from kernels_tl.recurrent.kernel import kernel
+    from kernels_tl.recurrent.spec import Spec
+
     # All indices are masked here; the automatic bounds checks would undo the 16-byte accesses.
     return {"recurrent": build.library(kernel(Spec(problem, config)), pass_configs={"tl.disable_safe_memory_legalize": True})}
 
 
 def launch(compiled: Any, params: RecurrentParams) -> None:
-    compiled.functions["recurrent"](*build.arguments(*params))
+    compiled.functions["recurrent"](*arguments(*params))

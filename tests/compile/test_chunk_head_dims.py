@@ -20,7 +20,7 @@ from gdn.testing.inputs import chunk_inputs, chunk_problem
 from gdn.testing.oracle import oracle_of
 from kernels_cute import chunk
 from kernels_cute.chunk import head_dims
-from kernels_cute.chunk.head_dims import padding
+from kernels_cute.chunk.head_dims import copies as padding
 from tests.compile import checks
 from tests.ops.contract_kernel import WORKSPACE_BYTES, ContractKernel
 

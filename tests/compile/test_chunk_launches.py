@@ -1,6 +1,7 @@
 """The TileLang chunk kernel in one launch, in two, or in both: which the default takes, what is compiled, what does not fit."""
 
 import dataclasses
+import importlib
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def test_one_launch_is_compiled_for_whole_sequences_of_128(monkeypatch: pytest.M
     def script(function: Any, **options: Any) -> bytes:
         return b""
 
-    monkeypatch.setattr(chunk.build, "library", script)
+    monkeypatch.setattr(importlib.import_module("kernels_tl.common.build"), "library", script)
     two = {"chunk_prepare", "chunk_chain"}
     assert set(chunk.compile(_problem(4, 8, 8192), chunk.Config(split_chunks=0))) == {"chunk_fused"}
     assert set(chunk.compile(_problem(4, 8, 8192), chunk.Config(split_chunks=16))) > two

@@ -1,6 +1,7 @@
 """Segments of the TileLang chunk kernel, as far as they need no GPU: compiled code, defaults, slots, workspace."""
 
 import dataclasses
+import importlib
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def test_only_whether_there_are_segments_is_compiled_in(monkeypatch: pytest.Monk
     def script(function: Any, **options: Any) -> bytes:
         return bytes(function.script(), "utf-8")
 
-    monkeypatch.setattr(chunk.build, "library", script)
+    monkeypatch.setattr(importlib.import_module("kernels_tl.common.build"), "library", script)
     problem = dataclasses.replace(_problem(4, 8, 8192), head_k_dim=64, head_v_dim=64)  # without segments: two launches
     config = chunk.default_config(problem, H100)
     whole, short, long = (
@@ -94,7 +95,7 @@ def test_configs_hold_the_default_and_whole_sequences() -> None:
 @pytest.mark.parametrize("piece", [64, 128, 192])
 def test_slots_of_sequences_do_not_overlap(piece: int) -> None:
     """Every sequence, the empty ones too, owns a slot for each of its pieces and at least one."""
-    from kernels_tl.chunk.types import CHUNK, num_slots
+    from kernels_tl.chunk.sizes import CHUNK, num_slots
 
     lengths = [0, 1, piece, 0, piece + 1, piece - 1, 5 * piece, 0, 0, 7 * piece + 3, 1]
     begin, end = 0, 0

@@ -13,7 +13,7 @@ from gdn.runtime.env import Switches
 from gdn.testing.inputs import chunk_problem
 
 chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
-segments = pytest.importorskip("kernels_cute.chunk.split.segments", reason="needs the CuTe DSL")
+segments = pytest.importorskip("kernels_cute.chunk.split.shape", reason="needs the CuTe DSL")
 
 
 def problem_of(heads: int, num_tokens: int, num_sequences: int, head_dim: int = 128) -> ChunkProblem:

@@ -60,10 +60,10 @@ def test_every_head_has_one_slot(lanes: int) -> None:
     """All head counts: boxes stay within a row (a single head's reaches beyond an extent instead), slots hold what the sum
     takes them for."""
     importlib.import_module("kernels_cute.common.build")
-    layouts = importlib.import_module("kernels_cute.mqa_logits.layouts")
+    orders = importlib.import_module("kernels_cute.mqa_logits.orders")
     for heads in range(1, 65):
         for kv_heads in (count for count in range(1, heads + 1) if heads % count == 0):
-            order = layouts.HeadOrder(heads, kv_heads, lanes)
+            order = orders.HeadOrder(heads, kv_heads, lanes)
             if lanes > 1 and order.slots > order.group:
                 continue  # an odd count, or one that lanes do not divide, keeps to one lane
             (in_run, positions), (run_stride, position_stride) = order.view(1)

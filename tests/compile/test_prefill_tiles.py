@@ -30,7 +30,7 @@ def tiles_of(lengths: list[int], prefixes: list[int], padding: int, queries: int
     import cutlass.cute as cute
     from cutlass.cute.runtime import from_dlpack
 
-    tiles, unions = (importlib.import_module(f"kernels_cute.attention.prefill.{name}") for name in ("tiles", "unions"))
+    shape, unions = (importlib.import_module(f"kernels_cute.attention.prefill.{name}") for name in ("shape", "unions"))
 
     @cute.jit
     def find(q: cute.Tensor, query_start_loc: cute.Tensor, seq_lens: cute.Tensor, found: cute.Tensor, count: cutlass.Int32):
@@ -43,7 +43,7 @@ def tiles_of(lengths: list[int], prefixes: list[int], padding: int, queries: int
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     seq_lens = torch.tensor([a + b for a, b in zip(lengths, prefixes, strict=True)], dtype=torch.int32)
     tokens = int(bounds[-1]) + padding
-    count = tiles.num_tiles(128 // queries, tokens, len(lengths))
+    count = shape.num_tiles(128 // queries, tokens, len(lengths))
     found = torch.full((count, 4), -99, dtype=torch.int32)
     find(*(from_dlpack(x) for x in (torch.zeros(tokens), bounds, seq_lens, found)), cutlass.Int32(count))
     return found.tolist()

@@ -34,6 +34,7 @@ SPECIFIED = {
     "GDN_BACKEND": ("auto", BACKENDS),
     "GDN_TUNED_DIR": (None, {"/tables": Path("/tables")}),
     "GDN_CACHE_DIR": (None, {"/cache": Path("/cache")}),
+    "GDN_COMPILE": ("auto", {"auto": "auto", "warn": "warn", "OFF": "off"}),
     "GDN_TUNED": ("auto", {"auto": "auto", "strict": "strict", "OFF": "off"}),
     "GDN_BATCH_INVARIANT": (False, BOOLS),
     "GDN_VALIDATE": (False, BOOLS),

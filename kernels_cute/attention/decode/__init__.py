@@ -15,18 +15,14 @@ distributed shared memory. The kernel: kernel.py; copies, products and the merge
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
-
-import cutlass
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import SparseDecodeParams, SparseDecodeProblem
-from kernels_cute.attention.decode.kernel import SparseDecode
-from kernels_cute.attention.decode.spec import Spec
-from kernels_cute.common import build
-from kernels_cute.common.memory import HALF_DTYPES, INDEX_DTYPES, fake, unserved
+from gdn.problems import SparseDecodeProblem
+from kernels_cute.attention.decode.sizes import Sizes
+from kernels_cute.common import choice
+from kernels_cute.common.choice import HALF_DTYPES, INDEX_DTYPES, unserved
 
-launch, workspace_bytes = build.launch, build.no_workspace
+launch, workspace_bytes = choice.launch, choice.no_workspace
 
 ENTRY = "gdn_cute_sparse_attention_decode"
 HEAD_DIMS = (128, 256)
@@ -78,11 +74,11 @@ def fits(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) -> bo
     # barrier while the one before it may still be open, whose parity would let it pass.
     if config.stages % config.readers or config.stages % config.copy_warps:
         return False
-    spec = Spec(problem, config)
+    sizes = Sizes(problem, config)
     # The hardware keeps 1 KiB of every block, which the limit of a single block leaves out.
     room = (device.shared_bytes_per_block + 1024) // config.blocks_per_sm - 1024
-    registers = min(255, device.registers_per_sm // (spec.threads * config.blocks_per_sm) // 8 * 8)
-    return spec.threads <= 512 and spec.registers <= registers and spec.shared_bytes <= room
+    registers = min(255, device.registers_per_sm // (sizes.threads * config.blocks_per_sm) // 8 * 8)
+    return sizes.threads <= 512 and sizes.registers <= registers and sizes.shared_bytes <= room
 
 
 def _stages(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) -> Config | None:
@@ -113,7 +109,7 @@ def _microseconds(problem: SparseDecodeProblem, config: Config, device: DeviceSp
     at_once = CLUSTERS_AT_ONCE[config.splits] * config.blocks_per_sm * device.num_sms // H100.num_sms
     rounds = -(-clusters // at_once)
     running = min(clusters, at_once) * config.splits  # blocks
-    row_bytes = Spec(problem, config).row_bytes + ROW_OVERHEAD_BYTES
+    row_bytes = Sizes(problem, config).row_bytes + ROW_OVERHEAD_BYTES
     gbps = min(device.copy_gbps / running, MOST_SHARES * device.copy_gbps / device.num_sms)
     moved_us = 2 * row_bytes * _positions(problem, config) / gbps / 1e3
     merge_us = 0.0 if config.splits == 1 else 0.8 + 0.05 * config.splits
@@ -141,18 +137,6 @@ def default_config(problem: SparseDecodeProblem, device: DeviceSpec) -> Config:
 
 
 def compile(problem: SparseDecodeProblem, config: Config) -> dict[str, bytes]:
-    return build.one_entry(ENTRY, SparseDecode(Spec(problem, config)), _fakes(problem))
+    from kernels_cute.attention.decode.library import library
 
-
-def _fakes(problem: SparseDecodeProblem) -> Any:
-    """Fake tensors and numbers of a launch."""
-    p = problem
-    k_cache, v_cache = (fake(p.dtype, None, p.block_size, p.num_kv_heads, p.head_dim, last=1, align=16) for _ in range(2))
-    topk_length = fake("int32" if p.has_topk_length else None, None)
-    return SparseDecodeParams(
-        # Contiguous by contract: the strides are not read, and left open because those of extent-1 modes may be anything.
-        fake(p.dtype, None, p.num_heads, p.head_dim, last=1, align=16), k_cache, v_cache,
-        fake(p.index_dtype, None, None, last=1), fake("int32", None, None, last=1), fake("int32", None), fake("int32", None),
-        topk_length, fake(p.dtype if p.has_gate else None, None, p.num_heads, p.head_dim, last=1, align=16),
-        fake(p.dtype, None, p.num_heads, p.head_dim, last=1), fake("float32", None, p.num_heads), None, cutlass.Float32(1.0),
-    )  # fmt: skip
+    return library(ENTRY, problem, config)

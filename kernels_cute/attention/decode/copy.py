@@ -6,7 +6,8 @@ from cutlass import Int32, Int64
 
 from gdn.problems import SparseDecodeParams
 from kernels_cute.attention.decode.places import columns_of, sequence_of
-from kernels_cute.attention.decode.spec import COPY_BARRIER, TILE, Spec, Work
+from kernels_cute.attention.decode.sizes import TILE
+from kernels_cute.attention.decode.spec import COPY_BARRIER, Spec, Work
 from kernels_cute.common import ptx
 from kernels_cute.common.memory import narrowed
 

@@ -8,7 +8,7 @@ from kernels_cute.attention.decode.copy import copy_warp
 from kernels_cute.attention.decode.math import math_warp
 from kernels_cute.attention.decode.merge import load_gates, merge
 from kernels_cute.attention.decode.spec import Spec, Work
-from kernels_cute.common.barriers import init_barriers
+from kernels_cute.common.init_barriers import init_barriers
 
 
 class SparseDecode:

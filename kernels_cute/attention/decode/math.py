@@ -16,7 +16,8 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import SparseDecodeParams
 from kernels_cute.attention.decode.places import columns_of, sequence_of
-from kernels_cute.attention.decode.spec import COLUMNS, COPY_BARRIER, LOWEST, MATH_BARRIER, TILE, Spec, Work
+from kernels_cute.attention.decode.sizes import COLUMNS, TILE
+from kernels_cute.attention.decode.spec import COPY_BARRIER, LOWEST, MATH_BARRIER, Spec, Work
 from kernels_cute.common import ptx
 
 _LOG2_E = 1.4426950408889634

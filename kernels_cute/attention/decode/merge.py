@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from gdn.problems import SparseDecodeParams
-from kernels_cute.attention.decode.spec import COLUMNS, LOWEST, VECTOR, Spec, Work
+from kernels_cute.attention.decode.sizes import COLUMNS, VECTOR
+from kernels_cute.attention.decode.spec import LOWEST, Spec, Work
 from kernels_cute.common import ptx
 from kernels_cute.common.memory import sigmoid
 

@@ -5,7 +5,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from gdn.problems import SparseDecodeParams
-from kernels_cute.attention.decode.spec import TILE, Spec, Work
+from kernels_cute.attention.decode.sizes import TILE
+from kernels_cute.attention.decode.spec import Spec, Work
 
 _AT_ONCE = 4  # offsets that a lane asks for before it compares any
 

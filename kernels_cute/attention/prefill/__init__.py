@@ -13,15 +13,11 @@ registers, shared memory and barriers: DESIGN.md.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cutlass
-
 from gdn.device import DeviceSpec
 from gdn.problems import SparsePrefillParams, SparsePrefillProblem
-from kernels_cute.attention.prefill import tiles as tiles_of
-from kernels_cute.attention.prefill.kernel import Attend, Unions
-from kernels_cute.attention.prefill.tiles import ROWS, PrefillTiles
-from kernels_cute.common.build import library
-from kernels_cute.common.memory import HALF_DTYPES, INDEX_DTYPES, fake, unserved
+from kernels_cute.attention.prefill import shape as tiles_of
+from kernels_cute.attention.prefill.shape import ROWS
+from kernels_cute.common.choice import HALF_DTYPES, INDEX_DTYPES, unserved
 
 UNIONS, ATTEND = "gdn_cute_sparse_prefill_unions", "gdn_cute_sparse_prefill"
 HEAD_DIMS = (128, 256)
@@ -85,29 +81,9 @@ def configs(problem: SparsePrefillProblem, device: DeviceSpec) -> list[Config]:
 
 
 def compile(problem: SparsePrefillProblem, config: Config) -> dict[str, bytes]:
-    tiles, arguments = PrefillTiles(problem, config), _arguments(problem)
-    return {name: library(name, kernel(tiles), *arguments) for name, kernel in ((UNIONS, Unions), (ATTEND, Attend))}
+    from kernels_cute.attention.prefill.library import libraries
 
-
-def _arguments(problem: SparsePrefillProblem) -> tuple[Any, ...]:
-    """Fake tensors and scalars to compile for: Params, the first tile of a launch, and how many it has."""
-    p, heads, dim = problem, problem.num_heads, problem.head_dim
-    caches = [fake(p.dtype, None, p.block_size, p.num_kv_heads, dim, last=1, align=16) for _ in range(2)]
-    params = SparsePrefillParams(
-        fake(p.dtype, None, heads, dim, last=(dim, 1), align=16),
-        *caches,
-        topk_indices=fake(p.index_dtype, None, None, last=1),
-        block_tables=fake("int32", None, None, last=1),
-        query_start_loc=fake("int32", None, last=1),
-        seq_lens=fake("int32", None, last=1),
-        topk_length=fake("int32" if p.has_topk_length else None, None, last=1),
-        gate=fake(p.dtype if p.has_gate else None, None, heads, dim, last=1, align=16),
-        out=fake(p.dtype, None, heads, dim, last=1),
-        lse=fake("float32", None, heads, last=1),
-        workspace=fake("uint8", None, last=1, align=16),
-        scale=cutlass.Float32(1.0),
-    )
-    return (*params, cutlass.Int32(0), cutlass.Int32(1))
+    return libraries(problem, config, UNIONS, ATTEND)
 
 
 def _tiles_of_pass(group: int, k: int, context: int, tiles: int) -> int:

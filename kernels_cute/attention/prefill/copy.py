@@ -10,13 +10,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from kernels_cute.attention.prefill import ptx
+from kernels_cute.attention.prefill.shape import STEP
 from kernels_cute.attention.prefill.tiles import (
     COPY_BARRIER,
     COPY_THREADS,
     COPY_WARPS,
     ITEM_WORDS,
     PIECE_BYTES,
-    STEP,
     masks_address,
     place,
     record_address,

@@ -11,7 +11,7 @@ from kernels_cute.attention.prefill import unions
 from kernels_cute.attention.prefill.copy import copy_warp
 from kernels_cute.attention.prefill.math import math_warpgroup
 from kernels_cute.attention.prefill.tiles import COPY_WARPS, PrefillTiles, lists_of
-from kernels_cute.common.barriers import init_barriers
+from kernels_cute.common.init_barriers import init_barriers
 
 
 def params_of(values: tuple[Any, ...]) -> tuple[SparsePrefillParams, Any, Any, Any]:

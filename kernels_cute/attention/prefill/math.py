@@ -19,7 +19,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from kernels_cute.attention.prefill import ptx
 from kernels_cute.attention.prefill.copy import advance
 from kernels_cute.attention.prefill.rows import finish
-from kernels_cute.attention.prefill.tiles import ITEM_WORDS, STEP, place
+from kernels_cute.attention.prefill.shape import STEP
+from kernels_cute.attention.prefill.tiles import ITEM_WORDS, place
 
 COLUMNS = STEP // 8  # groups of 8 columns of the scores
 

@@ -12,7 +12,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from kernels_cute.attention.prefill import ptx
-from kernels_cute.attention.prefill.tiles import STEP, masks_address, rows_address
+from kernels_cute.attention.prefill.shape import STEP
+from kernels_cute.attention.prefill.tiles import masks_address, rows_address
 from kernels_cute.common.memory import sigmoid
 
 LN2 = 0.6931471805599453

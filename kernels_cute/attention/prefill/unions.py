@@ -13,12 +13,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from kernels_cute.attention.prefill import ptx
-from kernels_cute.attention.prefill.tiles import (
-    STEP,
-    masks_address,
-    record_address,
-    rows_address,
-)
+from kernels_cute.attention.prefill.shape import STEP
+from kernels_cute.attention.prefill.tiles import masks_address, record_address, rows_address
 
 LOADS = 4  # indices of a thread in flight
 

@@ -41,7 +41,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from gdn.problems import ChunkParams
 from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies, works
-from kernels_cute.chunk.barriers import chain_barriers, chain_storage, maker_barriers, maker_storage
+from kernels_cute.chunk.barriers import chain_barriers, maker_barriers
 from kernels_cute.chunk.four_sm import shape
 from kernels_cute.chunk.four_sm.chain import chain_warpgroup
 from kernels_cute.chunk.four_sm.copies import chain_copy_warp, maker_copy_warp, value_warp
@@ -55,8 +55,9 @@ from kernels_cute.chunk.roles.score import score_warpgroup
 from kernels_cute.chunk.scheduler import WorkTile, sequence_of
 from kernels_cute.chunk.shape import TILE_BYTES, WARPGROUP
 from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.chunk.storage import chain_storage, maker_storage
 from kernels_cute.common import ptx
-from kernels_cute.common.barriers import init_barriers
+from kernels_cute.common.init_barriers import init_barriers
 
 _COPIER = 4 * (WARPGROUPS - 1)  # the warp that loads K and Q
 

@@ -20,7 +20,7 @@ import torch
 from gdn.problems import DTYPE_BYTES, ChunkParams, ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
 from kernels_cute import recurrent
 from kernels_cute.chunk import kernel as chunk
-from kernels_cute.chunk.head_dims import padding
+from kernels_cute.chunk.head_dims import copies
 
 LARGEST = 256
 _ALIGNMENT = 256  # bytes
@@ -30,7 +30,7 @@ _ALIGNMENT = 256  # bytes
 def padded(problem: ChunkProblem) -> ChunkProblem:
     """The problem with the head dim that is computed, on copies of its states."""
     dim = next(dim for dim in (*chunk.HEAD_DIMS, problem.head_k_dim) if problem.head_k_dim <= dim)
-    copied = padding.has_state_copies(problem)
+    copied = copies.has_state_copies(problem)
     indices = {"index_dtype": "int32" if copied else None, "has_final_indices": False, "has_mask": False}
     states = {"state_dtype": "float32", "has_initial_state": copied, "has_final_state": copied}
     return replace(problem, **states, **indices, head_k_dim=dim, head_v_dim=dim)
@@ -78,6 +78,8 @@ def workspace_bytes(problem: ChunkProblem, config: Any) -> int:
 
 
 def compile(problem: ChunkProblem, config: Any) -> dict[str, bytes]:
+    from kernels_cute.chunk.head_dims import padding
+
     return kernel(problem).compile(stand_in(problem), config) | padding.compile(problem, padded(problem))
 
 
@@ -98,13 +100,13 @@ def launch(compiled: Any, params: ChunkParams) -> None:
         checkpoint_slots=checkpoint_slots, workspace=rest if rest is not None and rest.numel() else None, null_slot=-1,
     )  # fmt: skip
     null_slot = params.null_slot if problem.pooled else -1  # names slots of a pool alone
-    if padding.PAD in compiled.functions:
-        compiled.functions[padding.PAD](*padding.values(params, inner, null_slot, is_pad=True))
-    functions = {name: entry for name, entry in compiled.functions.items() if name not in (padding.PAD, padding.UNPAD)}
+    if copies.PAD in compiled.functions:
+        compiled.functions[copies.PAD](*copies.values(params, inner, null_slot, is_pad=True))
+    functions = {name: entry for name, entry in compiled.functions.items() if name not in (copies.PAD, copies.UNPAD)}
     own = SimpleNamespace(functions=functions, problem=instead, config=compiled.config)
     kernel(problem).launch(own, _recurrent_params(inner) if isinstance(instead, RecurrentProblem) else inner)
-    if padding.UNPAD in compiled.functions:
-        compiled.functions[padding.UNPAD](*padding.values(params, inner, null_slot, is_pad=False))
+    if copies.UNPAD in compiled.functions:
+        compiled.functions[copies.UNPAD](*copies.values(params, inner, null_slot, is_pad=False))
 
 
 def _recurrent_params(p: ChunkParams) -> RecurrentParams:

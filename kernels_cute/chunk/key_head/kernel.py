@@ -13,11 +13,12 @@ from cutlass.cute.nvgpu import cpasync
 from gdn.problems import ChunkParams
 from kernels_cute.chunk import scheduler
 from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies
-from kernels_cute.chunk.barriers import key_head_barriers, key_head_storage
+from kernels_cute.chunk.barriers import key_head_barriers
 from kernels_cute.chunk.fused import launch_shape
 from kernels_cute.chunk.key_head import shape
 from kernels_cute.chunk.key_head.copies import copy_warp
 from kernels_cute.chunk.key_head.maker import maker_warpgroup
+from kernels_cute.chunk.key_head.spec import key_head_spec
 from kernels_cute.chunk.key_head.state import head_chunks, head_sources
 from kernels_cute.chunk.operands import set_registers
 from kernels_cute.chunk.rings import chunks_in, own_chunks
@@ -28,19 +29,11 @@ from kernels_cute.chunk.scheduler import goes_on, take_work_tile
 from kernels_cute.chunk.shape import BUFFERS, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.state_memory import prefetch_state
+from kernels_cute.chunk.storage import key_head_storage
 from kernels_cute.common import ptx
-from kernels_cute.common.barriers import init_barriers
+from kernels_cute.common.init_barriers import init_barriers
 
 _FIRST_MAKER, _FIRST_COPIER = 8, 12  # warps
-
-
-def key_head_spec(spec: ChunkSpec) -> ChunkSpec:
-    """The spec of this form, from one of the fused kernel."""
-    heads = shape.STATE_HEADS
-    rings = {
-        "key_stages": shape.KEY_STAGES, "stages": shape.STAGES, "query_stages": shape.STAGES, "value_stages": shape.VALUE_STAGES
-    }  # fmt: skip
-    return spec.changed(state_heads=heads, units=spec.heads // heads, **rings)
 
 
 class KeyHeadChunk:

@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from gdn.problems import ChunkSummaryParams
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.arguments import TokenCopies, token_tensor
-from kernels_cute.chunk.barriers import summary_barriers, summary_storage
+from kernels_cute.chunk.barriers import summary_barriers
 from kernels_cute.chunk.fused import launch_shape
 from kernels_cute.chunk.operands import load_factors, multiply, set_registers, smem_operand_b, tiled_mma
 from kernels_cute.chunk.rings import OwnChunks, chunks_in
@@ -32,9 +32,11 @@ from kernels_cute.chunk.scheduler import WorkTile, sequence_of
 from kernels_cute.chunk.shape import BUFFERS, CHUNK, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split import summary
+from kernels_cute.chunk.split.shape import summary_spec
 from kernels_cute.chunk.state_memory import write_state
+from kernels_cute.chunk.storage import summary_storage
 from kernels_cute.common import ptx
-from kernels_cute.common.barriers import init_barriers
+from kernels_cute.common.init_barriers import init_barriers
 from kernels_cute.common.memory import without_batch
 
 _STATE_REGISTERS, _INVERSE_REGISTERS, _COPY_REGISTERS = 168, 136, 40  # a thread
@@ -45,7 +47,7 @@ class PartSummaries:
     """The launch: a pair of blocks, at D = 64 one block, for every sequence and state head."""
 
     def __init__(self, spec: ChunkSpec):
-        self.spec = spec.changed(stages=summary.STAGES, key_stages=summary.STAGES)
+        self.spec = summary_spec(spec)
 
     @cute.jit
     def launch(self, *values):

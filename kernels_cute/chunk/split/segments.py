@@ -31,19 +31,9 @@ from kernels_cute.chunk import operands
 from kernels_cute.chunk.operands import accumulators, register_operand, tiled_mma
 from kernels_cute.chunk.scheduler import sequence_of
 from kernels_cute.chunk.shape import CHUNK, START_BUFFERS
+from kernels_cute.chunk.split.shape import summary_bytes
 from kernels_cute.chunk.state_memory import load_state
 from kernels_cute.common import ptx
-
-
-def num_slots(num_tokens: int, num_sequences: int, segment_tokens: int) -> int:
-    """Slots of a call; one sequence never needs the slot after its tokens."""
-    whole, rest = divmod(num_tokens, segment_tokens)
-    return max(whole + bool(rest), 1) if num_sequences == 1 else whole + num_sequences
-
-
-def summary_bytes(dim: int) -> int:
-    """Bytes of a slot and state head: h, then P."""
-    return 8 * dim * dim
 
 
 class Segment(NamedTuple):

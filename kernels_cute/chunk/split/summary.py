@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from gdn.problems import ChunkParams
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.arguments import TokenCopies, partition_tiles, works
-from kernels_cute.chunk.barriers import summary_barriers, summary_storage
+from kernels_cute.chunk.barriers import summary_barriers
 from kernels_cute.chunk.operands import exp2_clamped, load_factors, multiply, set_registers, smem_operand_b, tiled_mma
 from kernels_cute.chunk.rings import OwnChunks
 from kernels_cute.chunk.roles.copies import hand_over_warp
@@ -32,11 +32,12 @@ from kernels_cute.chunk.scheduler import segment_work_tile
 from kernels_cute.chunk.shape import BUFFERS, CHUNK, CUM, KEY_BETA, KEY_FACTOR, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.segments import find_segment, store_summary, summary_address, transition_address
+from kernels_cute.chunk.split.shape import summary_spec
 from kernels_cute.chunk.state_memory import load_state
+from kernels_cute.chunk.storage import summary_storage
 from kernels_cute.common import ptx
-from kernels_cute.common.barriers import init_barriers
+from kernels_cute.common.init_barriers import init_barriers
 
-STAGES = 5
 _STATE_REGISTERS, _INVERSE_REGISTERS, _COPY_REGISTERS = 168, 136, 40  # a thread
 STATE_GROUPS = 2
 
@@ -45,7 +46,7 @@ class SummaryChunk:
     """The first launch of a split call. spec: of the second."""
 
     def __init__(self, spec: ChunkSpec):
-        self.spec = spec.changed(stages=STAGES, key_stages=STAGES)
+        self.spec = summary_spec(spec)
 
     @cute.kernel
     def kernel(self, params: ChunkParams, copies: TokenCopies, segment_tokens: Int32, split_if_longest_exceeds: Int32):

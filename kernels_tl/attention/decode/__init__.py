@@ -22,10 +22,8 @@ import torch
 
 from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, SparseDecodeParams, SparseDecodeProblem
-from kernels_tl.attention.decode.kernel import kernel
-from kernels_tl.attention.decode.merge import merge
-from kernels_tl.attention.decode.spec import ROWS, TILE, Spec
-from kernels_tl.common import build
+from kernels_tl.attention.decode.sizes import ROWS, TILE, Spec
+from kernels_tl.common.launch import arguments
 
 HEAD_DIMS = (128, 256)
 MOST_SPLITS = 64
@@ -117,6 +115,10 @@ def workspace_bytes(problem: SparseDecodeProblem, config: Config) -> int:
 
 
 def compile(problem: SparseDecodeProblem, config: Config) -> dict[str, bytes]:
+    from kernels_tl.attention.decode.kernel import kernel
+    from kernels_tl.attention.decode.merge import merge
+    from kernels_tl.common import build
+
     spec = Spec(problem, config)
     entries = {"sparse_decode": kernel(spec)} | ({"merge_parts": merge(spec)} if config.splits > 1 else {})
     return {name: build.library(function, pass_configs=PASS_CONFIGS) for name, function in entries.items()}
@@ -125,10 +127,10 @@ def compile(problem: SparseDecodeProblem, config: Config) -> dict[str, bytes]:
 def launch(compiled: Any, params: SparseDecodeParams) -> None:
     p = params
     workspace = None if compiled.config.splits == 1 else p.workspace.view(torch.float32)
-    attended = build.arguments(
+    attended = arguments(
         p.q, p.k_cache, p.v_cache, p.topk_indices, p.block_tables, p.query_start_loc, p.seq_lens, p.topk_length,
         p.gate if workspace is None else None, p.out, p.lse, workspace,
     )  # fmt: skip
     compiled.functions["sparse_decode"](*attended, p.scale)
     if workspace is not None:
-        compiled.functions["merge_parts"](*build.arguments(workspace, p.gate, p.out, p.lse))
+        compiled.functions["merge_parts"](*arguments(workspace, p.gate, p.out, p.lse))

@@ -4,7 +4,8 @@ from typing import Any
 
 import tilelang.language as T
 
-from kernels_tl.attention.decode.spec import ROWS, THREADS, TILE, VECTOR, Spec, allocate, parameter_types
+from kernels_tl.attention.decode.sizes import ROWS, THREADS, TILE, VECTOR, Spec
+from kernels_tl.attention.decode.spec import allocate, parameter_types
 from kernels_tl.common import build
 from kernels_tl.common.versions import prim_func
 

@@ -5,7 +5,8 @@ from typing import Any
 import tilelang.language as T
 
 from kernels_tl.attention.decode.kernel import LN_2, LOWEST, gated
-from kernels_tl.attention.decode.spec import Spec, parameter_types
+from kernels_tl.attention.decode.sizes import Spec
+from kernels_tl.attention.decode.spec import parameter_types
 from kernels_tl.common import build
 from kernels_tl.common.versions import prim_func
 

@@ -1,0 +1,74 @@
+"""`gdn compile`: every kernel that a model can reach, in a folder that GDN_CACHE_DIR names where the model is served."""
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from gdn import served
+from gdn.cli.plain import print_json
+from gdn.device import H100, H200
+from gdn.layers.config import HybridConfig
+from gdn.layers.named import NAMED
+from gdn.runtime import reach
+
+_SPECS = {"h100": H100, "h200": H200}
+_STATES = {"float32": ("float32",), "bfloat16": ("bfloat16",), "both": ("float32", "bfloat16")}
+
+
+def compile_command(
+    model: Annotated[str, typer.Option(help=f"{', '.join(NAMED)}, or the config.json of a checkpoint.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder; kernels that it has already are kept.")],
+    tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the kernels of one rank are built.")] = 1,
+    num_spec: Annotated[int, typer.Option(help="Most drafts of a sequence (speculative decoding).")] = 0,
+    state_dtype: Annotated[str, typer.Option(help="Of the recurrent states: float32, bfloat16 or both.")] = "float32",
+    device: Annotated[str, typer.Option(help="The GPU that will run them: h100 or h200.")] = "h100",
+    workers: Annotated[int | None, typer.Option(help="Processes that compile; default: one a CPU.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Build every kernel that a model can reach into a folder, without a GPU.
+
+    GDN_CACHE_DIR=FOLDER uses it: with GDN_COMPILE=off nothing is compiled while serving, and a kernel that is missing raises.
+    """
+    if device not in _SPECS:
+        raise ValueError(f"device: expected {' or '.join(_SPECS)}, got {device!r}")
+    if state_dtype not in _STATES:
+        raise ValueError(f"state_dtype: expected {', '.join(_STATES)}, got {state_dtype!r}")
+    if num_spec < 0:
+        raise ValueError(f"num_spec: expected a number of drafts >= 0, got {num_spec}")
+    config = config_of(model).per_rank(tp)
+    problems = served.of_config(config, num_spec=num_spec, state_dtypes=_STATES[state_dtype])
+    wanted = reach.kernels(problems, _SPECS[device])
+    options = {"model": model, "tp": tp, "num-spec": num_spec, "state-dtype": state_dtype, "device": device}
+    command = shlex.join(["gdn", "compile", *(f"--{name}={value}" for name, value in options.items())])
+    columns = (TextColumn("kernels"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(wanted))
+        reach.build(
+            output, wanted, command, workers or os.cpu_count() or 1,
+            lambda kernel: progress.update(task, advance=1, description=f"{kernel.op} ({kernel.backend})"),
+        )  # fmt: skip
+    size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+    if as_json:
+        print_json({"folder": str(output), "kernels": len(wanted), "bytes": size, "command": command})
+        return
+    Console().print(
+        f"{len(wanted)} kernels, {size / 1e6:.1f} MB. Serve with GDN_CACHE_DIR={output} GDN_COMPILE=off", soft_wrap=True
+    )
+
+
+def config_of(model: str) -> HybridConfig:
+    """Configuration of a named model, or of a config.json of Transformers."""
+    if model in NAMED:
+        return NAMED[model]
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model: expected one of {', '.join(NAMED)} or a config.json, got {model!r}")
+    return HybridConfig.from_transformers(json.loads(path.read_text(encoding="utf-8")))

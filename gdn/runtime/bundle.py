@@ -1,0 +1,137 @@
+"""Folders of compiled kernels that `gdn compile` builds: whole, checksummed, and loaded without a compiler.
+
+Such a folder is a kernel cache (`compiled`), named by GDN_CACHE_DIR, with an index in `bundle.json`: the entry of every kernel by
+what was asked for, the checksum of every entry's manifest (which has those of its libraries), the versions that the kernels were
+built with, and the command that builds the folder again. It holds no paths, so it can be moved and copied.
+
+What a process does for its first call, where the kernel is in the folder:
+
+    choice      imports the kernel's module, which imports no DSL; hashes of sources come from the index
+    search      one look-up in the index; no source is parsed
+    loading     checksums of the manifest and the libraries, then tvm-ffi opens them next to the DSL's runtime library
+
+The index is believed where the sources of the kernels are those it was built from, byte for byte, and gdn, the DSLs, tvm-ffi and
+CUDA have the versions that it names. Nothing in it is believed that another user could have written (`cache_folder`). A folder
+that is not believed, or an entry that is broken, is named; GDN_COMPILE says whether the kernel is then compiled.
+"""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gdn.runtime import cache_folder, source
+
+NAME = "bundle.json"
+FORMAT = 1
+
+
+class Unusable(Exception):
+    """Reason why a folder's index is not believed, naming the folder."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A folder whose index is believed."""
+
+    root: Path
+    entries: Mapping[str, tuple[str, str]]  # kernel -> name of its entry below the root, SHA-256 of the entry's manifest
+    sources: Mapping[str, str]  # kernel module -> hash of its sources
+    command: str  # builds the folder again
+
+    def place(self, kernel: str) -> Path | None:
+        """Folder of a kernel's entry; None where the index lacks it. ValueError where the entry is broken."""
+        if kernel not in self.entries:
+            return None
+        name, digest = self.entries[kernel]
+        place = self.root / name
+        try:
+            found = hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest()
+        except OSError as error:
+            raise ValueError(f"{place / 'manifest.json'} cannot be read ({error.strerror or error})") from error
+        if found != digest:
+            raise ValueError(f"{place / 'manifest.json'} does not match the index of its folder")
+        return place
+
+
+def kernel_key(op: str, backend: str, static: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """A kernel in the index: what is asked for, without the sources and versions, which are those of the whole folder."""
+    parts = {"op": op, "backend": backend, "problem": dict(static), "config": dict(config)}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def find(root: Path, versions: Mapping[str, str]) -> Bundle | None:
+    """The folder's index, read once a process; None where the folder has none. versions: of this process.
+
+    Raises Unusable where the index must not be believed.
+    """
+    found = _read(root, tuple(sorted(versions.items())))
+    if isinstance(found, str):
+        raise Unusable(found)
+    return found
+
+
+@functools.cache
+def _read(root: Path, versions: tuple[tuple[str, str], ...]) -> Bundle | str | None:
+    """The index, or the reason why it is not believed."""
+    path = root / NAME
+    if not path.exists():
+        return None
+    if (reason := cache_folder.distrust(root, root)) is not None:
+        return reason
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        digest = content.pop("sha256")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        return f"{path} is not a whole index ({type(error).__name__}: {error})"
+    if digest != _digest(content) or content.get("format") != FORMAT:
+        return f"{path} is not a whole index of format {FORMAT}: its checksum differs"
+    for what, here in versions:
+        if (built := content["versions"].get(what)) != here:
+            return f"{path} was built with {what} {built}, here is {here}"
+    if content["kernel_sources"] != kernel_sources():
+        return f"{path} was built from other sources of the kernels than these"
+    entries = {kernel: (name, digest) for kernel, (name, digest) in content["kernels"].items()}
+    return Bundle(root, entries, content["sources"], content["command"])
+
+
+def write(root: Path, versions: Mapping[str, str], entries: Mapping[str, str], sources: Mapping[str, str], command: str) -> None:
+    """Writes the index of a folder whose entries are there. entries: kernel -> name of its entry below the root."""
+    digests = {
+        kernel: (name, hashlib.sha256((root / name / "manifest.json").read_bytes()).hexdigest())
+        for kernel, name in sorted(entries.items())
+    }
+    content: dict[str, Any] = {
+        "format": FORMAT, "versions": dict(versions), "kernel_sources": kernel_sources(), "sources": dict(sources),
+        "command": command, "kernels": digests,
+    }  # fmt: skip
+    content = json.loads(json.dumps(content))  # tuples become lists, as a reader gets them
+    temporary = root / f".{NAME}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    cache_folder.write_private(temporary, json.dumps({**content, "sha256": _digest(content)}, indent=1).encode())
+    os.replace(temporary, root / NAME)
+    forget()
+
+
+def forget() -> None:
+    """Drops what was read, so that folders are read again."""
+    _read.cache_clear()
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache
+def kernel_sources() -> str:
+    """SHA-256 of all Python files of the kernels, and of the leaves that decide what they compile to."""
+    files = [path for name in ("kernels_cute", "kernels_tl", "gdn/problems") for path in (source.ROOT / name).rglob("*.py")]
+    digest = hashlib.sha256()
+    for path in sorted([*files, source.ROOT / "gdn" / "recurrent_tiles.py"]):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(source.ROOT)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()

@@ -1,0 +1,83 @@
+"""Kernels that problems reach on a device, and their compilation into a folder by several processes at once."""
+
+import importlib
+import multiprocessing
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gdn.device import DeviceSpec
+from gdn.problems import Problem
+from gdn.runtime import bundle, cache_folder, compiled, registry, source
+from gdn.runtime import explain_problem as choose
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel to compile: a problem, of which only the static fields count, and its configuration."""
+
+    op: str
+    backend: str
+    module: str
+    problem: Problem
+    config: Any
+
+    @property
+    def key(self) -> str:
+        """The kernel in the index of a folder."""
+        static, config = self.problem.static_fields(), compiled.compiled_fields(self.config)
+        return bundle.kernel_key(self.op, self.backend, static, config)
+
+
+def kernels(problems: Iterable[Problem], device: DeviceSpec) -> list[Kernel]:
+    """The kernels that calls of these problems run under the present switches, each once."""
+    found: dict[str, Kernel] = {}
+    for problem in problems:
+        choice = choose(problem, device)
+        if choice.backend != "reference":
+            module = registry.operator(problem.op).modules[choice.backend]
+            kernel = Kernel(problem.op, choice.backend, module, problem, choice.config)
+            found.setdefault(kernel.key, kernel)
+    return list(found.values())
+
+
+def build(
+    root: Path, wanted: Sequence[Kernel], command: str, workers: int, done: Callable[[Kernel], None] = lambda kernel: None
+) -> None:
+    """Compiles kernels into a folder and writes its index; what is there already is kept. Needs no GPU.
+
+    done: called after each kernel. CompileError where one does not compile: the folder then has no index of these kernels.
+    """
+    cache_folder.make_private(root)
+    if (reason := cache_folder.distrust(root, root)) is not None:
+        raise cache_folder.Distrusted(f"{reason}; a folder of kernels is loaded only where nobody else may write it")
+    entries = {}
+    # Processes of their own: a DSL compiles one kernel at a time, and this process need not import one.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.submit(_build_one, root, kernel): kernel for kernel in wanted}
+        try:
+            for future in as_completed(waiting):
+                entries[waiting[future].key] = future.result()
+                done(waiting[future])
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    modules = {kernel.module: importlib.import_module(kernel.module).__file__ for kernel in wanted}
+    sources = {name: source.source_hash(str(file)) for name, file in modules.items()}
+    bundle.write(root, compiled.bundle_versions(), entries, sources, command)
+
+
+def _build_one(root: Path, kernel: Kernel) -> str:
+    import_module: Any = importlib.import_module
+    return compiled.build(root, kernel.op, kernel.backend, import_module(kernel.module), kernel.problem, kernel.config)
+
+
+def load(wanted: Sequence[Kernel]) -> int:
+    """Loads kernels into this process, from the cache or compiled now; returns how many were compiled."""
+    before = compiled.compilations()
+    for kernel in wanted:
+        module: Any = importlib.import_module(kernel.module)
+        compiled.get(kernel.op, kernel.backend, module, kernel.problem, kernel.config)
+    return compiled.compilations() - before

@@ -1,0 +1,29 @@
+"""Builds the libraries of a prefill step; config: of the family."""
+
+from typing import Any
+
+import cutlass
+
+from gdn.problems import GdnPrefillProblem
+from kernels_cute.common import build
+from kernels_cute.gdn_prefill import steps
+from kernels_cute.gdn_prefill.normed import Normed
+from kernels_cute.gdn_prefill.side_by_side import SideBySide, fakes
+
+
+def side_by_side(entry: str, problem: GdnPrefillProblem, config: Any) -> bytes:
+    host = SideBySide(problem, config.conv, config.num_persistent_clusters > 0).launch
+    return build.library(entry, host, *fakes(problem), cutlass.Int32(2), cutlass.Int32(1))
+
+
+def normed(entry: str, problem: GdnPrefillProblem, config: Any) -> bytes:
+    host = Normed(problem, config.conv, config.num_persistent_clusters > 0).launch
+    return build.library(entry, host, *fakes(problem), cutlass.Int32(2))
+
+
+def conv(entry: str, problem: GdnPrefillProblem, config: Any) -> dict[str, bytes]:
+    return build.one_entry(entry, steps.PrefillConv(problem, config.conv), steps.conv_fakes(problem))
+
+
+def norm(entry: str, problem: GdnPrefillProblem, config: Any) -> dict[str, bytes]:
+    return build.one_entry(entry, steps.PrefillNorm(problem, config.norm), steps.norm_fakes(problem))

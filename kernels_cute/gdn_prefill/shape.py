@@ -1,0 +1,36 @@
+"""Sizes of the forms of a prefill step that the choice of one needs."""
+
+from typing import Any
+
+from gdn.problems import GdnPrefillProblem
+from kernels_cute.chunk.shape import CHUNK
+
+PART_BYTES = 16  # of a thread's part of a row
+
+
+def is_plain(problem: GdnPrefillProblem) -> bool:
+    """Whether the convolution takes the fewest registers."""
+    return problem.dtype == "bfloat16" and problem.bias_dtype is None and problem.silu and not problem.has_checkpoints
+
+
+def resident_threads(problem: GdnPrefillProblem) -> int:
+    """Threads of an SM that registers must allow, in small blocks: as many as there are without spills."""
+    return 640 if is_plain(problem) else 384
+
+
+CLUSTER = 2  # blocks: with pairs the SMs that are left are pairs, too, which the chunk kernel's clusters need
+
+
+def block_threads(problem: GdnPrefillProblem) -> int:
+    """Threads of a block: as many as the registers of an SM allow without spills."""
+    return 512 if is_plain(problem) else 384
+
+
+def words(num_tokens: Any, num_sequences: Any, heads: int) -> Any:
+    """Number of words: one a chunk, and one a chunk and head."""
+    return (num_tokens // CHUNK + num_sequences) * (1 + heads)
+
+
+def words_bytes(num_words: Any) -> Any:
+    """Bytes of the words, in whole lines."""
+    return (num_words * 4 + 255) // 256 * 256

@@ -1,0 +1,200 @@
+"""Folders of kernels that are built ahead: found without sources and compiler, and named where they must not be believed."""
+
+import hashlib
+import json
+import logging
+import re
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdn.runtime import bundle, compiled, env, source, toolchain
+from tests.runtime import fake_kernel
+from tests.runtime.fake_kernel import Config, FakeProblem
+
+CONFIG = Config(tile=32, wide=False)
+OTHER = Config(tile=64, wide=False)
+COMMAND = "gdn compile --model tiny --tp 2"
+
+
+@pytest.fixture(autouse=True)
+def plain_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake kernels are C: they need neither nvcc nor a DSL's runtime library."""
+    compiled.forget()
+    monkeypatch.setattr(toolchain, "missing", lambda backend: None)
+    monkeypatch.setattr(compiled, "_preload", lambda backend: None)
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> FakeProblem:
+    return FakeProblem("bfloat16", 128, str(tmp_path / "journal"), 0.0, 1)
+
+
+def compilations(problem: FakeProblem) -> int:
+    path = Path(problem.journal)
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.fixture
+def folder(problem: FakeProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one kernel, built elsewhere and moved; it is the process's cache."""
+    built, moved = tmp_path / "built", tmp_path / "moved"
+    name = compiled.build(built, "recurrent", "tilelang", fake_kernel, problem, CONFIG)
+    key = bundle.kernel_key("recurrent", "tilelang", problem.static_fields(), compiled.compiled_fields(CONFIG))
+    sources = {fake_kernel.__name__: source.source_hash(fake_kernel.__file__)}
+    bundle.write(built, compiled.bundle_versions(), {key: name}, sources, COMMAND)
+    built.rename(moved)
+    Path(problem.journal).unlink()
+    monkeypatch.setenv("GDN_CACHE_DIR", str(moved))
+    return moved
+
+
+def mode(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("GDN_COMPILE", value)
+    env.reload()
+    compiled.forget()
+
+
+def run(problem: FakeProblem, config: Config = CONFIG) -> int:
+    kernel = compiled.get("recurrent", "tilelang", fake_kernel, problem, config)
+    return int(kernel.functions["first"](1))
+
+
+def test_a_moved_folder_serves_its_kernels_without_sources(
+    folder: Path, problem: FakeProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode(monkeypatch, "off")
+    monkeypatch.setattr(source, "source_hash", lambda file: pytest.fail("a source was parsed"))
+    assert run(problem) == 32
+    assert compiled.source_of(fake_kernel) == json.loads((folder / bundle.NAME).read_text())["sources"][fake_kernel.__name__]
+    assert compilations(problem) == 0
+
+
+def test_a_kernel_that_is_not_there_names_the_command(
+    folder: Path, problem: FakeProblem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mode(monkeypatch, "off")
+    with pytest.raises(compiled.MissingKernel, match=f"in no cache.*GDN_COMPILE=off.*`{COMMAND} -o {folder}`"):
+        run(problem, OTHER)
+    assert compilations(problem) == 0
+    mode(monkeypatch, "warn")
+    with caplog.at_level(logging.WARNING, "gdn"):
+        assert run(problem, OTHER) == 64
+    assert "compiled now (GDN_COMPILE=warn)" in caplog.text and "tile=64" in caplog.text and COMMAND in caplog.text
+    caplog.clear()
+    compiled.forget()
+    with caplog.at_level(logging.WARNING, "gdn"):
+        assert run(problem, OTHER) == 64  # from the folder, which is a cache too
+    assert not caplog.records and compilations(problem) == 1
+
+
+def test_without_a_folder_off_names_the_general_command(problem: FakeProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode(monkeypatch, "off")
+    with pytest.raises(compiled.MissingKernel, match="`gdn compile --model NAME -o DIR`"):
+        run(problem)
+
+
+def test_warn_says_nothing_of_a_kernel_that_is_found(
+    folder: Path, problem: FakeProblem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mode(monkeypatch, "warn")
+    with caplog.at_level(logging.WARNING, "gdn"):
+        assert run(problem) == 32
+    assert not caplog.records
+
+
+def index(folder: Path, **changes: Any) -> None:
+    """Rewrites the index with other contents and a right checksum."""
+    path = folder / bundle.NAME
+    content = {**json.loads(path.read_text()), **changes}
+    del content["sha256"]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**content, "sha256": digest}))
+
+
+def versions(**changes: str) -> dict[str, str]:
+    return {**compiled.bundle_versions(), **{name.replace("_", "-"): value for name, value in changes.items()}}
+
+
+def damage(folder: Path, kind: str) -> None:
+    """Spoils a folder in one way."""
+    (manifest,) = folder.glob("*/*/manifest.json")
+    library, path = next(manifest.parent.glob("*.so")), folder / bundle.NAME
+    if kind == "truncated library":
+        library.write_bytes(library.read_bytes()[:-1])
+    elif kind == "changed library":
+        content = bytearray(library.read_bytes())
+        content[len(content) // 2] ^= 1
+        library.write_bytes(content)
+    elif kind == "no library":
+        library.unlink()
+    elif kind == "changed manifest":
+        manifest.write_text(manifest.read_text() + " ")
+    elif kind == "no entry":
+        shutil.rmtree(manifest.parent)
+    elif kind == "truncated index":
+        path.write_text(path.read_text()[:-40])
+    elif kind == "changed index":
+        path.write_text(path.read_text().replace(COMMAND, "rm -rf /"))
+    elif kind == "other format":
+        index(folder, format=0)
+    elif kind == "other gdn":
+        index(folder, versions=versions(gdn="0.0.1"))
+    elif kind == "other DSL":
+        index(folder, versions=versions(tilelang="0.0.1"))
+    elif kind == "other CUDA":
+        index(folder, versions=versions(CUDA="11"))
+    elif kind == "other sources":
+        index(folder, kernel_sources="0" * 64)
+    elif kind == "writable by others":
+        folder.chmod(0o777)
+    else:
+        manifest.parent.chmod(stat.S_IMODE(manifest.parent.stat().st_mode) | stat.S_IWGRP)
+
+
+DAMAGES = {
+    "truncated library": r"\.so: does not match its manifest",
+    "changed library": r"\.so: does not match its manifest",
+    "no library": r"No such file.*\.so",
+    "changed manifest": r"manifest\.json does not match the index",
+    "no entry": r"manifest\.json cannot be read",
+    "truncated index": r"bundle\.json is not a whole index",
+    "changed index": r"bundle\.json is not a whole index.*checksum",
+    "other format": r"bundle\.json is not a whole index of format",
+    "other gdn": r"built with gdn 0\.0\.1, here is",
+    "other DSL": r"built with tilelang 0\.0\.1, here is",
+    "other CUDA": r"built with CUDA 11, here is",
+    "other sources": r"built from other sources of the kernels",
+    "writable by others": r"may be written by its group or others",
+    "entry writable by the group": r"may be written by its group or others",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_off_raises_for_a_folder_that_must_not_be_believed(
+    folder: Path, problem: FakeProblem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    damage(folder, kind)
+    mode(monkeypatch, "off")
+    with caplog.at_level(logging.WARNING, "gdn"), pytest.raises(compiled.MissingKernel, match=DAMAGES[kind]):
+        run(problem)
+    assert str(folder) in caplog.text and compilations(problem) == 0
+
+
+@pytest.mark.parametrize("value", ["auto", "warn"])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_such_a_folder_is_named_and_its_kernel_compiled(
+    folder: Path, problem: FakeProblem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, value: str
+) -> None:
+    damage(folder, kind)
+    if kind.startswith("other") or "index" in kind:  # the entry is whole; with another version its key would be another
+        monkeypatch.setattr(compiled, "FORMAT", compiled.FORMAT + 1)
+    mode(monkeypatch, value)
+    with caplog.at_level(logging.WARNING, "gdn"):
+        assert run(problem) == 32
+    assert re.search(DAMAGES[kind], caplog.text) and str(folder) in caplog.text
+    assert compilations(problem) == (0 if kind == "changed manifest" else 1)  # its libraries are those of the manifest
+    assert ("compiled now" in caplog.text) == (value == "warn" and kind != "changed manifest")

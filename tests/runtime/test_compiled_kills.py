@@ -1,0 +1,54 @@
+"""Processes that share one cache while some of them are killed: nothing is lost or corrupt, and nobody waits for the dead."""
+
+import multiprocessing
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdn.runtime import compiled, toolchain
+from tests.runtime import fake_kernel
+from tests.runtime.fake_kernel import Config, FakeProblem
+
+PROCESSES, KILLS = 8, 24
+CONFIGS = [Config(tile, wide) for tile in (1, 2, 4, 8, 16, 32) for wide in (False, True)]
+
+
+def _work(problem: FakeProblem, seed: int) -> None:
+    """Gets all kernels in an order of its own and checks them."""
+    for config in random.Random(seed).sample(CONFIGS, len(CONFIGS)):
+        kernel = compiled.get("recurrent", "tilelang", fake_kernel, problem, config)
+        assert [kernel.functions[name](3) for name in ("first", "second")] == [3 * config.tile, 30 * config.tile]
+
+
+def test_processes_that_are_killed_lose_and_corrupt_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "missing", lambda backend: None)
+    monkeypatch.setattr(compiled, "_preload", lambda backend: None)
+    compiled.forget()
+    problem = FakeProblem("bfloat16", 128, str(tmp_path / "journal"), 0.01, 1)
+    context, rng = multiprocessing.get_context("fork"), random.Random(0)
+    running: list[Any] = []
+    for number in range(PROCESSES + KILLS):  # a killed process is replaced by the next one
+        if len(running) == PROCESSES:
+            time.sleep(rng.uniform(0.0, 0.03))
+            victim = running.pop(rng.randrange(PROCESSES))
+            victim.kill()  # it may have ended before
+            victim.join(30)
+            assert victim.exitcode in (0, -signal.SIGKILL)
+        running.append(context.Process(target=_work, args=(problem, number)))
+        running[-1].start()
+    for process in running:
+        process.join(60)
+    assert [process.exitcode for process in running] == [0] * PROCESSES
+
+    compiled.forget()
+    before = compiled.compilations()
+    for config in CONFIGS:
+        place = compiled.ensure("recurrent", "tilelang", fake_kernel, problem, config)
+        assert compiled.is_whole(place)
+    assert compiled.compilations() == before  # every kernel is in the cache
+    lines = Path(problem.journal).read_text().splitlines()
+    assert len(lines) <= len(CONFIGS) + KILLS  # nothing is compiled twice but what a dead process held

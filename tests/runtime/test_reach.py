@@ -1,0 +1,128 @@
+"""`gdn compile` and what it builds: a model's kernels, each once; and a process that serves them imports no DSL."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gdn
+from gdn import examples, served
+from gdn.cli import app
+from gdn.device import H100
+from gdn.layers.named import NAMED
+from gdn.models import QWEN3_NEXT_80B
+from gdn.runtime import bundle, compiled, env, reach
+
+ROOT = Path(__file__).parents[2]
+
+
+def of_model(name: str, tp: int = 1, **options: Any) -> list[Any]:
+    return served.of_config(NAMED[name].per_rank(tp), **options)
+
+
+def test_the_calls_of_a_model() -> None:
+    problems = of_model("qwen3-next-80b", tp=4, num_spec=2)
+    by_op: dict[str, list[Any]] = {}
+    for problem in problems:
+        by_op.setdefault(problem.op, []).append(problem)
+    decode = by_op["gdn_decode"]
+    assert {(p.interleaved, p.concatenated) for p in decode} == {(True, False), (False, True)}
+    assert {(p.num_k_heads, p.num_v_heads, p.state_dtype) for p in decode} == {(4, 8, "float32")}
+    assert {p.has_accepted for p in decode} == {False, True}
+    assert {p.has_checkpoints for p in by_op["gdn_prefill"]} == {False, True}
+    assert {p.next_n for p in by_op["paged_mqa_logits"]} == {1, 2, 3}
+    assert {"topk", "prepare_indexer", "sparse_attention_decode", "add_rms_norm"} <= by_op.keys()
+    # Without an indexer, with hyper-connections, and without Gated DeltaNet.
+    assert {p.op for p in of_model("qwen3.5-35b")} == {"gdn_decode", "gdn_prefill", "sparse_attention_decode", "add_rms_norm"}
+    assert "add_rms_norm" not in {p.op for p in of_model("qwen3.8-flash-next")}
+    assert "compress_indexer_keys" in {p.op for p in of_model("qwen3.8-flash-next")}
+    only_full = dataclasses.replace(NAMED["tiny"], num_hidden_layers=1, layer_types=("full_attention",))
+    assert "gdn_decode" not in {p.op for p in served.of_config(only_full)}
+
+
+def test_kernels_are_each_listed_once_and_hold_those_of_sizes_between() -> None:
+    found = {kernel.key for kernel in reach.kernels(of_model("qwen3-next-80b", num_spec=1), H100)}
+    decode = next(p for p in of_model("qwen3-next-80b", num_spec=1) if p.op == "gdn_decode" and p.cu_seqlens_dtype is None)
+    prefill = next(p for p in of_model("qwen3-next-80b", num_spec=1) if p.op == "gdn_prefill")
+    sizes = [dataclasses.replace(decode, num_tokens=n, num_sequences=n) for n in (1, 5, 17, 77, 130, 250, 400)]
+    sizes += [
+        dataclasses.replace(prefill, num_tokens=t, num_sequences=n) for t in (333, 2049, 8192, 8192 + 64) for n in (1, 5, 33)
+    ]
+    for kernel in reach.kernels(sizes, H100):
+        assert kernel.key in found, (kernel.problem, kernel.config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "nothing"), "model: expected one of qwen3-next-80b.*got 'nothing'"),
+        (("--model", "qwen3-next-80b", "--tp", "3"), "expected a multiple of 3 ranks, got 16"),
+        (("--model", "tiny", "--num-spec", "-1"), "num_spec: expected a number of drafts >= 0, got -1"),
+        (("--model", "tiny", "--state-dtype", "half"), "state_dtype: expected float32, bfloat16, both, got 'half'"),
+        (("--model", "tiny", "--device", "a100"), "device: expected h100 or h200, got 'a100'"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_2(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    ran = CliRunner().invoke(app.app, ["compile", *arguments, "-o", str(tmp_path / "folder")])
+    assert ran.exit_code == 2
+    line = ran.stderr.strip()
+    assert "\n" not in line
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(line)
+    assert not (tmp_path / "folder").exists()
+
+
+def test_warmup_names_a_bad_argument_and_does_nothing_without_a_gpu() -> None:
+    config = NAMED["tiny"]
+    with pytest.raises(TypeError, match="config: expected a gdn.layers.HybridConfig, got dict"):
+        gdn.warmup({})
+    with pytest.raises(ValueError, match="num_spec: expected a number of drafts >= 0, got -1"):
+        gdn.warmup(config, num_spec=-1)
+    with pytest.raises(ValueError, match="state_dtype: expected torch.float32 or torch.bfloat16, got torch.float16"):
+        gdn.warmup(config, state_dtype=torch.float16)
+    if not torch.cuda.is_available():
+        assert gdn.warmup(config) == 0
+
+
+SERVE = """
+import sys, importlib
+from gdn import examples
+from gdn.device import H100
+from gdn.models import QWEN3_NEXT_80B
+from gdn.runtime import compiled, reach, source, toolchain
+toolchain.missing = lambda backend: None
+source._module = lambda *a: (_ for _ in ()).throw(AssertionError("a source was parsed"))
+(kernel,) = reach.kernels([examples.gating(QWEN3_NEXT_80B)], H100)
+place = compiled.ensure(kernel.op, kernel.backend, importlib.import_module(kernel.module), kernel.problem, kernel.config)
+assert set(compiled.libraries_of(place)) == {"gating"}
+assert not {name.partition(".")[0] for name in sys.modules} & {"tilelang", "cutlass", "tvm"}
+print(compiled.compilations())
+"""
+
+
+@pytest.mark.cover
+def test_a_folder_of_a_kernel_serves_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass")
+    wanted = reach.kernels([examples.gating(QWEN3_NEXT_80B)], H100)
+    told: list[str] = []
+    reach.build(tmp_path / "built", wanted, "gdn compile", 1, lambda kernel: told.append(kernel.op))
+    assert told == ["gating"]
+    (tmp_path / "built").rename(tmp_path / "moved")
+    content = json.loads((tmp_path / "moved" / bundle.NAME).read_text())
+    assert str(tmp_path) not in json.dumps(content) and content["versions"] == compiled.bundle_versions()
+    environment = {**os.environ, "GDN_CACHE_DIR": str(tmp_path / "moved"), "GDN_COMPILE": "off"}
+    ran = subprocess.run([sys.executable, "-c", SERVE], cwd=ROOT, capture_output=True, text=True, env=environment, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "0\n"
+    monkeypatch.setenv("GDN_COMPILE", "off")
+    env.reload()
+    compiled.forget()
+    with pytest.raises(compiled.MissingKernel):
+        reach.load(wanted)  # another cache, without the kernel
