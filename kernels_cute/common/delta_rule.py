@@ -43,10 +43,16 @@ def make_work(tile: StateTile, num_sums: int, words: Any = None) -> Work:
 @cute.jit
 def decay(raw: Float32, minus_decay: Float32):
     """exp(g) of raw = a + dt_bias."""
+    return cute.math.exp(log_decay(raw, minus_decay))
+
+
+@cute.jit
+def log_decay(raw: Float32, minus_decay: Float32):
+    """g of raw = a + dt_bias."""
     softplus = raw
     if raw <= 20.0:
         softplus = cute.math.log1p(cute.math.exp(raw))
-    return cute.math.exp(minus_decay * softplus)
+    return minus_decay * softplus
 
 
 @cute.jit

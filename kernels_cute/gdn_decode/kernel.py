@@ -11,9 +11,11 @@ from kernels_cute.common.delta_rule import HeadGate, store_zeros
 from kernels_cute.common.init_barriers import init_barriers
 from kernels_cute.common.memory import narrowed
 from kernels_cute.common.ptx import use
+from kernels_cute.common.ring import boundary, entries_at, is_served, load_entries
 from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.state_sums import carveout
 from kernels_cute.common.state_tile import Place, load_state
+from kernels_cute.gdn_decode import replay
 from kernels_cute.gdn_decode.convolution import load_filter, load_gates, load_row, load_windows
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
 from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec
@@ -36,7 +38,8 @@ class GdnDecode:
         min_blocks = spec.tiles.min_threads_per_sm // spec.tiles.threads
         grid, cluster = [num_sequences * (spec.problem.num_k_heads * spec.cluster), 1, 1], [spec.cluster, 1, 1]
         # Percent: a few KiB a block; without a value the DSL asks a device for its limit.
-        percent = max(16, carveout(spec.shared_bytes, min_blocks)) if spec.tile.k_warps > 1 else 16
+        needs_much = spec.tile.k_warps > 1 or spec.ring is not None
+        percent = max(16, carveout(spec.shared_bytes, min_blocks)) if needs_much else 16
         limits = {"min_blocks_per_mp": min_blocks, "preferred_smem_carveout": percent}
         by_head = cute.make_layout(
             (params.out.shape[0], spec.problem.num_v_heads, spec.problem.head_v_dim),
@@ -61,6 +64,9 @@ class GdnDecode:
         accepted = Int32(1)
         if cutlass.const_expr(problem.has_accepted):
             accepted = params.num_accepted_tokens[sequence]
+        committed = Int32(0)
+        if cutlass.const_expr(spec.ring is not None):
+            committed = Int32(params.num_computed_tokens[sequence])
         lane_slot = Int32(0)  # with columns: of column `lane of the warp`; -1 is null: null_slot is never less
         if cutlass.const_expr(problem.has_columns):
             lane_slot = narrowed(gIndices[sequence, cutlass.min(thread % 32, gIndices.shape[1] - 1)])
@@ -91,9 +97,17 @@ class GdnDecode:
             if is_live:
                 window_slot = cute.arch.shuffle_sync(lane_slot, 0)
                 read_slot = slot_of(column, sequence, lane_slot, gIndices)
+        first = Int32(0)
+        if cutlass.const_expr(spec.ring is not None):
+            is_live = is_live & is_served(spec.ring, committed, accepted, count) & (Int64(read_slot) < params.ring.shape[0])
+            first = boundary(spec.ring, committed - accepted, params.fold_phase)
+            if cutlass.const_expr(spec.keeps_columns):
+                column = accepted - 1
+                most = params.conv_state.shape[2] - spec.history
+                is_live = is_live & (column <= most) & (count <= most + 1)
         is_live = is_live & (Int64(read_slot) > params.null_slot) & (Int64(window_slot) > params.null_slot)
         if is_live:
-            live = Sequence(begin, count, read_slot, window_slot, lane_slot, column, seed)
+            live = Sequence(begin, count, read_slot, window_slot, lane_slot, column, seed, first, committed)
             run_sequence(spec, params, block, live, HeadGate(minus_decay, dt_bias), rGates)
         else:
             store_zeros(spec.tile, params.out, begin, begin + count, Int32(1), place)
@@ -120,6 +134,14 @@ def block_of(spec: Spec) -> Block:
 def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, gate: HeadGate, rGates: cute.Tensor):
     """A sequence that is no padding: all blocks of a cluster come here, or none."""
     place, registers = block.place, make_registers(spec, rGates)
+    storage = cutlass.utils.SmemAllocator().allocate(spec.storage())
+    tokens, sums, parts = [part.data_ptr().toint() for part in (storage.tokens, storage.sums, storage.warp_parts)]
+    entries = None
+    if cutlass.const_expr(spec.ring is not None):
+        entries = entries_at(spec.ring, storage.entries.data_ptr().toint())
+        tensors, positions = (params.ring, params.state_tokens), (sequence.first, sequence.committed)
+        slot = Int64(sequence.read_slot)
+        load_entries(spec.ring, tensors, slot, block.key_head, place, positions, block.thread, entries)
     # The few bytes of the convolution before the many of the state: it is done while those are under way.
     load_windows(spec, params, block, Int64(sequence.window_slot), sequence.column, registers.line)
     load_row(spec, params, sequence.begin, block, registers)
@@ -132,9 +154,7 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
             norm_weight = params.norm_weight[place.v_start + place.lane].to(Float32)
     load_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, registers.state)
 
-    storage = cutlass.utils.SmemAllocator().allocate(spec.storage())
-    tokens, sums, parts = [part.data_ptr().toint() for part in (storage.tokens, storage.sums, storage.warp_parts)]
-    shared = Shared(tokens, sums, storage.sums_full.data_ptr(), parts)
+    shared = Shared(tokens, sums, storage.sums_full.data_ptr(), parts, entries)
     if cutlass.const_expr(spec.sends_squares):
         if block.thread == 0:
             init_barriers(spec.barriers, storage, 0)
@@ -144,12 +164,13 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
 
     head_gate = HeadGate(-cute.math.exp(gate.minus_decay), gate.bias)
     filled = registers._replace(norm_weight=norm_weight)
+    one_token = run_token if spec.ring is None else replay.run_token
     if cutlass.const_expr(spec.has_several_tokens):
         for step in cutlass.range(sequence.count, unroll=1):
-            run_token(spec, params, block, sequence, step, head_gate, filled, shared)
+            one_token(spec, params, block, sequence, step, head_gate, filled, shared)
         use(registers.state[0])
     else:
-        run_token(spec, params, block, sequence, Int32(0), head_gate, filled, shared)
+        one_token(spec, params, block, sequence, Int32(0), head_gate, filled, shared)
 
 
 def make_registers(spec: Spec, rGates: Any) -> Registers:

@@ -1,7 +1,7 @@
 """Builds the library of the fused decode step."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 from gdn.recurrent_tiles import Tiles as Config
@@ -29,7 +29,10 @@ def library(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
     conv = (conv_state, conv_weight, conv_bias)
     kept = fake(p.intermediate_dtype, cute.sym_int64(), cute.sym_int64(), HV, *inner, last=(inner[1], 1))
     kept_rows = fake(p.index_dtype if p.intermediate_dtype else None, None)
-    slots = (ssm_state, indices, accepted, cu_seqlens, seed, kept, kept_rows)
-    scalars = (Float32(1.0), Float32(1e-6), Int64(-1))
+    has_ring = p.ring_rows is not None
+    ring = fake("float32" if has_ring else None, cute.sym_int64(), p.ring_rows, cute.sym_int64(), last=1)
+    counts = [fake("int32" if has_ring else None, size) for size in (cute.sym_int64(), None)]
+    slots = (ssm_state, indices, accepted, cu_seqlens, seed, kept, kept_rows, ring, *counts)
+    scalars = (Float32(1.0), Float32(1e-6), Int64(-1), Int32(0) if has_ring else None)
     fakes = GdnDecodeParams(mixed_qkv, z, b, a, *conv, A_log, dt_bias, norm_weight, *slots, out, *scalars)
     return build.one_entry("gdn_decode", GdnDecode(Spec(problem, config)), fakes)

@@ -9,6 +9,7 @@ from gdn.problems import GdnDecodeProblem
 from gdn.recurrent_tiles import Tiles
 from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 from kernels_cute.common.memory import CUTE_DTYPES
+from kernels_cute.common.ring import Entries, RingTile
 from kernels_cute.common.state_sums import parts_floats
 from kernels_cute.common.state_tile import Place, StateTile
 from kernels_cute.gdn_decode.shape import CHANNELS
@@ -34,6 +35,8 @@ class Sequence(NamedTuple):
     lane_slot: Any  # Int32: state_indices of the sequence; with columns, the one of column `lane of the warp`
     column: Any  # Int32: of the window's first input
     seed: Any  # Int32, mixed: of stochastic rounding
+    first: Any  # Int32, with a ring: position of the first entry that may be live
+    committed: Any  # Int32, with a ring: position of its first token
 
 
 class Registers(NamedTuple):
@@ -56,6 +59,7 @@ class Shared(NamedTuple):
     sums: Any  # sums of squares of o, of every warp of the head, for even and odd tokens
     sums_full: Any  # pointer to two barriers, which count the bytes of those sums
     warp_parts: Any  # sums over K of warps that share columns
+    entries: Entries | None  # of the ring
 
 
 class Spec:
@@ -80,19 +84,26 @@ class Spec:
         self.z_at = p.dim  # elements of a concatenated row before z
         self.group_width = 2 * k + 2 * self.ratio * v  # elements of an interleaved row, per key head
         self.has_several_tokens = p.cu_seqlens_dtype is not None  # without cu_seqlens each sequence has one token
+        self.ring = None
+        if p.ring_rows is not None:
+            counts = (p.ring_rows, p.fold_every, p.has_accepted, p.num_k_heads, p.num_v_heads)
+            self.ring = RingTile(*counts, self.tile)
+        # Whether a window keeps the inputs of all tokens of a step, since some may be rejected.
+        self.keeps_columns = p.has_columns or self.ring is not None and p.has_accepted
         self.shared_items = 2 * k // CHANNELS  # items of q and k: every block of the cluster computes them
         self.items = self.shared_items + tiles.block_v // CHANNELS  # of a block
         self.passes = -(-self.items // tiles.threads)  # items of a thread
         self.gates_at = 2 * k + tiles.block_v  # place of decay and beta in Shared.tokens
         self.num_parts = parts_floats(self.tile, 2 if self.has_several_tokens else 1)  # sums of warps that share columns
-        self.shared_bytes = 16 + 2 * self.parity_bytes + 4 * (self.gates_at + 4) + 4 * self.num_parts
+        self.num_entries = 0 if self.ring is None else self.ring.floats
+        self.shared_bytes = 16 + 2 * self.parity_bytes + 4 * (self.gates_at + 4) + 4 * (self.num_parts + self.num_entries)
         # One barrier for even and one for odd tokens; used where a head has several blocks.
         sums_full = Arrivals("token", "role", what="with the bytes of the head's warps")
         self.barriers = BarrierTable({"token": self.warps}, [Barrier("sums_full", 2, (sums_full,), ("token",))])
 
     def storage(self) -> Any:
         """Shared memory of a block."""
-        num_sums, num_tokens, num_parts = self.parity_bytes // 2, self.gates_at + 4, self.num_parts
+        num_sums, num_tokens, num_parts, num_entries = self.parity_bytes // 2, self.gates_at + 4, self.num_parts, self.num_entries
         num_barriers = self.barriers.barriers["sums_full"].stages
 
         @cute.struct
@@ -101,6 +112,7 @@ class Spec:
             sums: cute.struct.Align[cute.struct.MemRange[Float32, num_sums], 16]
             tokens: cute.struct.Align[cute.struct.MemRange[Float32, num_tokens], 16]
             warp_parts: cute.struct.Align[cute.struct.MemRange[Float32, num_parts], 16]
+            entries: cute.struct.Align[cute.struct.MemRange[Float32, num_entries], 16]
 
         return Storage
 

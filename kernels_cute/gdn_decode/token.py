@@ -46,10 +46,7 @@ def run_token(
 
     # While the sums are under way: the window's new columns, the next token's inputs, and the state.
     move_windows(spec, params, block, sequence, step, registers.line)
-    norm_gate = Float32(1.0)
-    if cutlass.const_expr(spec.has_norm):
-        z = registers.z[0]
-        norm_gate = sigmoid(z) if spec.problem.gate_sigmoid else z * sigmoid(z)
+    norm_gate = gate_of_norm(spec, registers)
     if cutlass.const_expr(spec.has_several_tokens):
         if step + 1 < sequence.count:
             token = sequence.begin + step + 1
@@ -71,16 +68,33 @@ def run_token(
 
 
 @cute.jit
+def gate_of_norm(spec: Spec, registers: Registers):
+    """Factor of the thread's output after the norm."""
+    norm_gate = Float32(1.0)
+    if cutlass.const_expr(spec.has_norm):
+        z = registers.z[0]
+        norm_gate = sigmoid(z) if spec.problem.gate_sigmoid else z * sigmoid(z)
+    return norm_gate
+
+
+@cute.jit
 def write_inputs(spec: Spec, block: Block, gate: HeadGate, registers: Registers, shared: Shared):
     """q, k and v after the convolution, and decay and beta, to shared memory."""
-    rOut, rGates, threads = registers.out, registers.gates, spec.tiles.threads
-    for p in cutlass.range_constexpr(spec.passes):
-        item = p * threads + block.thread
-        convolve(spec, p, registers)
-        ptx.store_where(shared.tokens + item * (4 * CHANNELS), [rOut[c] for c in range(CHANNELS)], spec.items - item)
-    if block.thread == threads - 1:
+    rGates = registers.gates
+    write_convolved(spec, block, registers, shared)
+    if block.thread == spec.tiles.threads - 1:
         ptx.store_one(shared.tokens + 4 * spec.gates_at, decay(rGates[0] + gate.bias, gate.minus_decay))
         ptx.store_one(shared.tokens + 4 * spec.gates_at + 4, 1.0 / (1.0 + cute.math.exp(-rGates[1])))
+
+
+@cute.jit
+def write_convolved(spec: Spec, block: Block, registers: Registers, shared: Shared):
+    """q, k and v after the convolution to shared memory."""
+    rOut = registers.out
+    for p in cutlass.range_constexpr(spec.passes):
+        item = p * spec.tiles.threads + block.thread
+        convolve(spec, p, registers)
+        ptx.store_where(shared.tokens + item * (4 * CHANNELS), [rOut[c] for c in range(CHANNELS)], spec.items - item)
 
 
 @cute.jit
@@ -109,12 +123,19 @@ def finish(spec: Spec, block: Block, factors: Any, work: Work, tokens: Int32):
         at = tokens + (2 * tile.head_k_dim + r) * 4
         work.v[r] = ptx.load_one(at + (place.v_start - column_in_head(spec, block.rank)) * 4)
     o_value, squares = combine(tile, (alpha, beta, *of_rows), place.lane, work)
+    return o_value, squares_of_head(spec, squares)
+
+
+@cute.jit
+def squares_of_head(spec: Spec, squares: Float32):
+    """The warp's sum of squared outputs, from those of its threads."""
+    tile = spec.tile
     if cutlass.const_expr(spec.has_norm):
         if cutlass.const_expr(tile.k_warps > 1):
             squares = cute.arch.warp_reduction_sum(squares)
         for bit in cutlass.range_constexpr(tile.groups_per_warp.bit_length() - 1 if tile.k_warps == 1 else 0):
             squares += cute.arch.shuffle_sync_bfly(squares, offset=tile.group_step << bit)
-    return o_value, squares
+    return squares
 
 
 @cute.jit
@@ -135,15 +156,28 @@ def send_squares(spec: Spec, block: Block, squares: Float32, parity: Int32, shar
 @cute.jit
 def move_windows(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, rLine: cute.Tensor):
     """The line of every item moves on by a token; with columns, the window's new columns are stored before."""
+    if cutlass.const_expr(spec.problem.has_columns):
+        store_columns(spec, params, block, sequence, step, rLine)
+    move_line(spec, rLine)
+
+
+@cute.jit
+def store_columns(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, rLine: cute.Tensor):
+    """The window's column of a token; with the first token also those before."""
     history, slot = spec.history, sequence.window_slot
     for p in cutlass.range_constexpr(spec.passes):
-        if cutlass.const_expr(spec.problem.has_columns):
-            if step == 0:
-                for c in cutlass.range_constexpr(1, history):
-                    store_column(spec, params, block, Int64(slot), Int32(c - 1), (p, c), rLine)
-            if history - 1 + step < params.conv_state.shape[2]:
-                store_column(spec, params, block, Int64(slot), Int32(history - 1) + step, (p, history), rLine)
-        for i in cutlass.range_constexpr(history * WORDS):
+        if step == 0:
+            for c in cutlass.range_constexpr(1, history):
+                store_column(spec, params, block, Int64(slot), Int32(c - 1), (p, c), rLine)
+        if history - 1 + step < params.conv_state.shape[2]:
+            store_column(spec, params, block, Int64(slot), Int32(history - 1) + step, (p, history), rLine)
+
+
+@cute.jit
+def move_line(spec: Spec, rLine: cute.Tensor):
+    """The line of every item moves on by a token."""
+    for p in cutlass.range_constexpr(spec.passes):
+        for i in cutlass.range_constexpr(spec.history * WORDS):
             at = cutlass.const_expr(p * spec.problem.width * WORDS + i)
             rLine[at] = rLine[at + WORDS]
 

@@ -1,0 +1,137 @@
+"""A token of the fused decode step with a ring: convolution, delta rule on a state some tokens old and its entries, norm.
+
+The state stays as it is in registers over the sequence's tokens. After the last one, where the positions pass a fold, the state
+takes in committed entries and is stored.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from gdn.problems import GdnDecodeParams
+from kernels_cute.common import ptx, ring
+from kernels_cute.common.delta_rule import HeadGate, Work, log_decay, make_work, row_factors, store_out
+from kernels_cute.common.ring import Live
+from kernels_cute.common.state_sums import Exchange, add_up
+from kernels_cute.common.state_tile import store_state
+from kernels_cute.gdn_decode.convolution import load_gates, load_row, store_column
+from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, column_in_head
+from kernels_cute.gdn_decode.token import (
+    gate_of_norm,
+    move_line,
+    multiply,
+    send_squares,
+    squares_of_head,
+    store_columns,
+    sum_of_squares,
+    write_convolved,
+)
+
+
+@cute.jit
+def run_token(
+    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, gate: HeadGate, registers: Registers,
+    shared: Shared,
+):  # fmt: skip
+    """Token `step` of the sequence: registers hold its inputs, afterwards those of the next one."""
+    tile, place, rState, entries = spec.tile, block.place, registers.state, shared.entries
+    positions = (sequence.first, sequence.committed)
+    newest = sequence.committed - sequence.first + step
+    write_convolved(spec, block, registers, shared)
+    if block.thread == spec.tiles.threads - 1:
+        rGates = registers.gates
+        ptx.store_one(entries.decays + newest * 4, log_decay(rGates[0] + gate.bias, gate.minus_decay))
+        ptx.store_one(shared.tokens + 4 * spec.gates_at + 4, 1.0 / (1.0 + cute.math.exp(-rGates[1])))
+    if step == 0:
+        cute.arch.cp_async_wait_group(0)
+    cute.arch.sync_threads()
+    if cutlass.const_expr(spec.cluster > 1):
+        # The windows of this block are read (its values have been used), and its barriers are set up.
+        if step == 0:
+            cute.arch.cluster_arrive_relaxed()
+
+    live = ring.live_entries(spec.ring, entries, positions, params.fold_phase)
+    rQ = cute.make_rmem_tensor(4 * spec.ring.key_passes, Float32)
+    rK = cute.make_rmem_tensor(4 * spec.ring.key_passes, Float32)
+    lane = block.thread % 32
+    ring.lane_values(spec.ring, shared.tokens, lane, rQ)
+    ring.lane_values(spec.ring, shared.tokens + 4 * tile.head_k_dim, lane, rK)
+    alpha = ring.weigh(spec.ring, entries, live, newest, (rQ, rK), block.thread)
+    own_decay = ptx.load_one(entries.decays + newest * 4)
+    beta = ptx.load_one(shared.tokens + 4 * spec.gates_at + 4)
+    cute.arch.sync_threads()  # all weights are there
+
+    work = make_work(tile, 2 * tile.v_per_thread + 3)
+    multiply(spec, shared.tokens, place.lane, rState, work)
+    ring.add_entries(spec.ring, entries, live, newest, alpha, place, block.thread, work.sums)
+    add_up(tile, work.sums, 2 * tile.v_per_thread + 3, Exchange(shared.warp_parts, step % 2))
+    k_factor, q_factor = row_factors(tile, work.sums, params.scale, True)
+    value, squares = finish(spec, block, (beta, k_factor, q_factor), work, shared.tokens)
+
+    if cutlass.const_expr(spec.cluster > 1):
+        if step == 0:
+            cute.arch.cluster_wait()
+    parity = step % 2
+    if cutlass.const_expr(spec.has_norm):
+        send_squares(spec, block, squares, parity, shared)
+
+    # While the sums are under way: the entry, the window's new columns, and the next token's inputs.
+    writes_key = block.rank == 0
+    heads = (cutlass.select_(writes_key, block.key_head, Int32(-1)), block.rank % spec.splits == 0)
+    slot = Int64(sequence.read_slot)
+    ring.append(
+        spec.ring, params.ring, slot, live, newest, k_factor, own_decay, heads, place, block.thread, work, entries,
+        spec.has_several_tokens,
+    )  # fmt: skip
+    if live.is_valid:
+        store_window(spec, params, block, sequence, step, registers)
+    move_line(spec, registers.line)
+    norm_gate = gate_of_norm(spec, registers)
+    if cutlass.const_expr(spec.has_several_tokens):
+        if step + 1 < sequence.count:
+            token = sequence.begin + step + 1
+            load_row(spec, params, token, block, registers)
+            load_gates(spec, params, token, block, registers.gates)
+
+    if cutlass.const_expr(spec.has_norm):
+        total = sum_of_squares(spec, block, step, parity, shared)
+        inverse = cute.math.rsqrt(total * (1.0 / tile.head_v_dim) + params.eps)
+        value = value * inverse * registers.norm_weight * norm_gate
+    elif cutlass.const_expr(spec.has_several_tokens):
+        cute.arch.sync_threads()  # all have read the token's inputs, which the next one's replace
+    store_out(tile, params.out, sequence.begin + step, place, cutlass.select_(live.is_valid, value, Float32(0.0)))
+    if step + 1 == sequence.count:
+        store_folded(spec, params, block, sequence, live, registers, shared)
+
+
+@cute.jit
+def finish(spec: Spec, block: Block, factors: tuple[Float32, Float32, Float32], work: Work, tokens: Int32):
+    """Sets work.u to the correction of each column; returns the output of column `lane`, and the warp's sum of squared outputs."""
+    tile, place = spec.tile, block.place
+    for r in cutlass.range_constexpr(tile.v_per_thread):
+        at = tokens + (2 * tile.head_k_dim + r) * 4
+        work.v[r] = ptx.load_one(at + (place.v_start - column_in_head(spec, block.rank)) * 4)
+    o_value, squares = ring.combine(tile, factors, place.lane, work)
+    return o_value, squares_of_head(spec, squares)
+
+
+@cute.jit
+def store_window(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, registers: Registers):
+    """The window's new columns: with accepted counts those of every token, else the window after the token."""
+    if cutlass.const_expr(spec.keeps_columns):
+        store_columns(spec, params, block, sequence, step, registers.line)
+    else:
+        for p in cutlass.range_constexpr(spec.passes):
+            for c in cutlass.range_constexpr(spec.history):
+                store_column(spec, params, block, Int64(sequence.window_slot), Int32(c), (p, c + 1), registers.line)
+
+
+@cute.jit
+def store_folded(
+    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, live: Live, registers: Registers, shared: Shared
+):  # fmt: skip
+    """The state with the entries that it takes in after this call, if there are any."""
+    tile, place, rState = spec.tile, block.place, registers.state
+    if ring.needs_fold(live):
+        ring.fold(spec.ring, shared.entries, live, place, block.thread, rState)
+        store_state(tile, Int64(sequence.read_slot), place, tile.width, params.ssm_state, rState, sequence.seed)
