@@ -44,6 +44,8 @@ def refusal(problem: GdnDecodeProblem) -> str | None:
         return f"requires head dims that are multiples of 32 up to 256, got K={k}, V={v}"
     if problem.intermediate_dtype not in (None, "float32", "bfloat16"):
         return f"requires intermediate_states of float32 or bfloat16, got {problem.intermediate_dtype}"
+    if problem.ring_rows is not None:
+        return f"requires no ring, got one of {problem.ring_rows} rows"
     if not 2 <= problem.width <= 4:
         return f"requires a convolution of width 2 to 4, got {problem.width}"
     others = {

@@ -29,7 +29,7 @@ def library(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
     conv = (conv_state, conv_weight, conv_bias)
     kept = fake(p.intermediate_dtype, cute.sym_int64(), cute.sym_int64(), HV, *inner, last=(inner[1], 1))
     kept_rows = fake(p.index_dtype if p.intermediate_dtype else None, None)
-    slots = (ssm_state, indices, accepted, cu_seqlens, seed, kept, kept_rows)
+    slots = (ssm_state, indices, accepted, cu_seqlens, seed, kept, kept_rows, None, None, None)  # a ring is refused
     scalars = (Float32(1.0), Float32(1e-6), Int64(-1))
-    fakes = GdnDecodeParams(mixed_qkv, z, b, a, *conv, A_log, dt_bias, norm_weight, *slots, out, *scalars)
+    fakes = GdnDecodeParams(mixed_qkv, z, b, a, *conv, A_log, dt_bias, norm_weight, *slots, out, *scalars, None)
     return build.one_entry("gdn_decode", GdnDecode(Spec(problem, config)), fakes)
