@@ -29,6 +29,9 @@ from gdn.ops.paged_mqa_logits import get_paged_mqa_logits_metadata as get_paged_
 from gdn.ops.paged_mqa_logits import paged_mqa_logits as paged_mqa_logits
 from gdn.ops.prefill import fused_gdn_prefill as fused_gdn_prefill
 from gdn.ops.recurrent import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
+from gdn.ops.replay import accept_draft_tree as accept_draft_tree
+from gdn.ops.replay import fold_states as fold_states
+from gdn.ops.replay import ring_shape as ring_shape
 from gdn.ops.sparse_attention import sparse_attention as sparse_attention
 from gdn.ops.split import fused_qkvzba_split_reshape_cat as fused_qkvzba_split_reshape_cat
 from gdn.ops.topk import expand_topk_groups as expand_topk_groups

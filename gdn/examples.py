@@ -104,6 +104,43 @@ def gdn_decode(model: ModelShape, fp8: bool = False) -> problems.GdnDecodeProble
     )
 
 
+def fold_states(model: ModelShape, fp8: bool = False) -> problems.FoldStatesProblem:
+    """The states of 8 sequences in 36 layers, before their next prompts."""
+    rows, fold_every = problems.ring_choice(1, "float32")
+    return problems.FoldStatesProblem(
+        num_k_heads=model.num_k_heads,
+        num_state_heads=model.num_v_heads,
+        head_k_dim=model.head_k_dim,
+        head_v_dim=model.head_v_dim,
+        state_dtype="float32",
+        state_v_first=True,
+        ring_rows=rows,
+        fold_every=fold_every,
+        index_dtype="int32",
+        **_all(False, "has_accepted", "has_final_indices", "has_rounding"),
+        num_layers=36,
+        num_sequences=8,
+    )
+
+
+def accept_draft_tree(model: ModelShape, fp8: bool = False) -> problems.AcceptDraftTreeProblem:
+    """128 sequences in 36 layers, after trees of 4 nodes."""
+    rows, _ = problems.ring_choice(4, "float32")
+    entry = problems.entry_width(model.num_k_heads, model.num_v_heads, model.head_k_dim, model.head_v_dim)
+    return problems.AcceptDraftTreeProblem(
+        ring_rows=rows,
+        ring_width=-(-entry // 4) * 4,
+        conv_dim=model.conv_dim,
+        conv_dtype=_BF16,
+        conv_channels_contiguous=True,
+        conv_width=model.conv_width,
+        **_all("int32", "index_dtype", "cu_seqlens_dtype"),
+        num_layers=36,
+        num_tokens=512,
+        num_sequences=128,
+    )
+
+
 def gdn_prefill(model: ModelShape, fp8: bool = False) -> problems.GdnPrefillProblem:
     """The whole prefill step of a layer for four prompts, some of which continue from cached states: flat projections."""
     return problems.GdnPrefillProblem(

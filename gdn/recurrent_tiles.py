@@ -67,6 +67,8 @@ def refusal(problem: RecurrentProblem) -> str | None:
             return f"requires head counts that divide {problem.num_state_heads}, got {heads}"
     if problem.intermediate_dtype not in (None, "float32", "bfloat16"):
         return f"requires intermediate_states of float32 or bfloat16, got {problem.intermediate_dtype}"
+    if problem.ring_rows is not None:
+        return f"requires no ring, got one of {problem.ring_rows} rows"
     if problem.has_parent and not (problem.write_every_token or problem.intermediate_dtype):
         return "requires a column of indices per token with parent_token, got one slot per sequence"
     return None

@@ -36,7 +36,7 @@ def _first(bad: Tensor) -> list[int]:
     return place
 
 
-def _require(name: str, values: Tensor, *bad: tuple[Tensor, str]) -> None:
+def require(name: str, values: Tensor, *bad: tuple[Tensor, str]) -> None:
     """Raises for the first bad value, with its place. bad: masks of bad values, each with what is expected instead."""
     if _is_clean(*(mask for mask, _ in bad)):
         return
@@ -55,7 +55,7 @@ def _require_distinct(name: str, slots: Tensor, bad: tuple[Tensor, str], keys: T
     is_repeated = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
     if _is_clean(bad[0], is_repeated):
         return
-    _require(name, slots, bad)
+    require(name, slots, bad)
     (place,) = _first(is_repeated)
     first, second = int(order[place]), int(order[place + 1])
     bad_value(name, expected, f"{int(slots[second])} at [{second}], {earlier} [{first}]")
@@ -336,7 +336,7 @@ def check_accepted(num_accepted_tokens: Tensor, columns: int, bounds: Tensor, in
     bad = (lengths > 0) & ((accepted < 1) | (accepted > columns))
     if indices is not None:
         bad = bad & (_as_columns(indices, count) > null_slot).any(dim=1)
-    _require("num_accepted_tokens", accepted, (bad, f"1 to {columns} (the states or windows to start from)"))
+    require("num_accepted_tokens", accepted, (bad, f"1 to {columns} (the states or windows to start from)"))
 
 
 def check_checkpoint_offsets(name: str, offsets: Tensor, is_live: Tensor, *, multiple: int) -> None:
@@ -344,7 +344,7 @@ def check_checkpoint_offsets(name: str, offsets: Tensor, is_live: Tensor, *, mul
     values = offsets[: is_live.numel()].long()
     is_negative, is_odd = (is_live[:, None] & bad for bad in (values < 0, values % multiple != 0))
     counts = "0 (none) or a number of tokens"
-    _require(name, values, (is_negative, counts), (is_odd, f"multiples of {multiple} tokens, or 0"))
+    require(name, values, (is_negative, counts), (is_odd, f"multiples of {multiple} tokens, or 0"))
 
 
 def check_checkpoints(
@@ -377,7 +377,7 @@ def check_table_lengths(name: str, lengths: Tensor, block_tables: Tensor, page_s
     longest = _longest(lengths)
     limit = block_tables.shape[1] * page_size
     expected = f"sequences of at most {limit} ({block_tables.shape[1]} columns of block_tables, {page_size} in a page)"
-    _require(name, longest, (longest > limit, expected))
+    require(name, longest, (longest > limit, expected))
 
 
 def check_pages(
@@ -442,7 +442,7 @@ def check_rope_positions(
     if is_read is not None:
         is_negative, is_beyond = is_negative & is_read, is_beyond & is_read
     expected = f"positions below {num_positions + before} (cos_sin has {num_positions} rows)"
-    _require(name, values, (is_negative, "positions >= 0"), (is_beyond, expected))
+    require(name, values, (is_negative, "positions >= 0"), (is_beyond, expected))
 
 
 def check_ranges(starts: Tensor, ends: Tensor, num_keys: int, max_seqlen_k: int | None) -> None:
@@ -453,7 +453,7 @@ def check_ranges(starts: Tensor, ends: Tensor, num_keys: int, max_seqlen_k: int 
     limit = num_keys if max_seqlen_k is None else max_seqlen_k
     if _is_clean(is_negative, visible > limit):
         return
-    _require("cu_seqlen_ks", start, (is_negative, "starts >= 0"))
+    require("cu_seqlen_ks", start, (is_negative, "starts >= 0"))
     bad_value("max_seqlen_k", f"at least {int(visible.max())}, the longest range", max_seqlen_k)
 
 
@@ -494,4 +494,4 @@ def check_topk_length(name: str, topk_length: Tensor, k: int, bounds: Tensor) ->
         return
     _, is_real = _sequence_of(bounds, topk_length.numel())
     lengths = topk_length.long()
-    _require(name, lengths, (is_real & ((lengths < 0) | (lengths > k)), f"0 to {k} (the columns of topk_indices)"))
+    require(name, lengths, (is_real & ((lengths < 0) | (lengths > k)), f"0 to {k} (the columns of topk_indices)"))

@@ -188,9 +188,11 @@ def causal_conv1d_update(
         Token offsets of packed sequences, int32 or int64, starting at 0. None = N is B, and what is [>= N] here has exactly N
         rows; else rows beyond N are ignored.
     parent_token : Tensor [tokens] of int32, optional
-        Draft tree, with 2-D indices. Node i follows the window of its parent (-1: the window in slot
-        conv_state_indices[n, num_accepted_tokens[n] - 1]), and its own window goes to columns 0..w-2 of slot
-        conv_state_indices[n, i].
+        Draft tree. Node i follows the window of its parent, -1: the window before the first token. With 2-D indices that one is
+        in slot conv_state_indices[n, num_accepted_tokens[n] - 1], and the node's own goes to columns 0..w-2 of slot
+        conv_state_indices[n, i]. With 1-D indices (replay decode) the one slot has the inputs of all nodes in token order, as
+        with a line of drafts: the window starts at column num_accepted_tokens[n] - 1, and afterwards the slot holds it shifted
+        by one, followed by all of this step's inputs.
     null_slot, out : int, Tensor or None
         `null_slot`: see `causal_conv1d_fn`. `out` has the shape and dtype of `x`; it is `x` (in place) or overlaps no argument.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -234,8 +236,8 @@ def causal_conv1d_update(
     check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES, has_offsets=has_offsets)
     if parent_token is not None:
         check.tensor("parent_token", parent_token, shape=(num_tokens,), dtypes=(torch.int32,), device=device)
-        if conv_state_indices is None or conv_state_indices.dim() != 2:
-            bad_value("parent_token", "None without 2-D conv_state_indices", "a tensor")
+        if conv_state_indices is None:
+            bad_value("parent_token", "None without conv_state_indices", "a tensor")
     check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
         packed = (1, num_tokens) if query_start_loc is not None else (count, num_tokens // max(count, 1))
@@ -248,11 +250,13 @@ def causal_conv1d_update(
         if slots is None:
             null, slots = -1, torch.arange(bounds.numel() - 1, device=device)
         use = ("conv_state_indices", bounds, slots, null)
-        if parent_token is not None:  # one slot per node of a draft tree
+        if parent_token is not None and slots.dim() == 2:  # one slot per node of a draft tree
             touched = _values.decode_slots(*use, num_accepted_tokens=num_accepted_tokens)
             _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
         else:
             touched = _values.window_slots(*use, num_accepted_tokens=num_accepted_tokens, num_windows=num_windows)
+            if parent_token is not None:
+                _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
         if num_accepted_tokens is not None and validates(device):
             first = slots if parent_token is not None or slots.dim() == 1 else slots[:, 0]
             _values.check_accepted(num_accepted_tokens, num_windows, bounds, first, null)

@@ -10,13 +10,14 @@ from gdn.ops._check import INDEX_DTYPES, bad_value, dtype_name
 from gdn.ops._intermediate import check_intermediate, check_intermediate_values
 from gdn.ops._modes import is_empty
 from gdn.ops._projections import Layer, check_layer, check_projections
+from gdn.ops._replay import Replay, Sequences, check_replay, check_replay_values
 from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional
 from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 from gdn.runtime.registry import Backend
 
 
 @operator(
-    writes={"out": always, "conv_state": always, "ssm_state": always, "intermediate_states": always},
+    writes={"out": always, "conv_state": always, "ssm_state": always, "intermediate_states": always, "ring": always},
     varies=("mixed_qkv", "query_start_loc"),
     contiguous=("mixed_qkv", "z"),
 )
@@ -47,6 +48,12 @@ def fused_gdn_decode(
     rounding_seed: Tensor | None = None,
     intermediate_states: Tensor | None = None,
     intermediate_indices: Tensor | None = None,
+    ring: Tensor | None = None,
+    state_tokens: Tensor | None = None,
+    num_computed_tokens: Tensor | None = None,
+    fold_every: int | None = None,
+    fold_phase: int = 0,
+    parent_token: Tensor | None = None,
     state_v_first: bool = False,
     null_slot: int = -1,
     out: Tensor | None = None,
@@ -103,7 +110,7 @@ def fused_gdn_decode(
         Token offsets of the sequences, int32 or int64, starting at 0. None = one token per sequence, and what is [>= N] here has
         exactly N rows; else rows beyond N are ignored.
     num_accepted_tokens : Tensor [>= N], optional
-        Accepted tokens of the previous step, with 2-D `state_indices`, as for `fused_recurrent_gated_delta_rule`.
+        Accepted tokens of the previous step, with 2-D `state_indices` or a ring, as for `fused_recurrent_gated_delta_rule`.
     num_k_heads, head_k_dim, head_v_dim : int
         H, K and V.
     scale, eps : float
@@ -118,6 +125,22 @@ def fused_gdn_decode(
         The state after token i of sequence n goes to intermediate_states[intermediate_indices[n], i], and nothing to either pool
         (the window after a token is the old one followed by the rows of `mixed_qkv`). With 1-D `state_indices`, as for
         `fused_recurrent_gated_delta_rule`.
+    ring, state_tokens, num_computed_tokens, fold_every : Tensor [ring slots, R, W], Tensor [slots], Tensor [>= N], int, optional
+        Replay decode, all four together, with 1-D `state_indices`: a state is a few tokens old, `ring` has an entry (key,
+        correction, log decay) of each later token, and the state is written once in `fold_every` tokens. Position j of a
+        sequence is row j mod R of its slot: [k of all key heads | u of all state heads | g of all state heads], float32, W at
+        least H * K + HV * (V + 1), R at least fold_every + 1; last dimension contiguous, other strides and address multiples of
+        16 bytes. Slots of the pool beyond those of the ring are for states alone. state_tokens (int32): the tokens that the
+        state of a slot contained when something other than a decode call last wrote it; whoever does so sets it, which empties
+        the ring. num_computed_tokens (int32 or int64): committed tokens of each sequence before this call. Both are only read.
+        A sequence may have (R + 1 - fold_every) // 2 tokens in a call, and at most columns - w + 2, without
+        `num_accepted_tokens` one. More tokens, a count of accepted tokens outside of 1 to that, fewer committed tokens than
+        state_tokens, or a slot without a ring: padding, on the CPU and with ``GDN_VALIDATE=1`` an error. See `ring_shape`,
+        `fold_states` and `accept_draft_tree`.
+    fold_phase : int
+        0 to fold_every - 1, one of each layer: folds are where position + fold_phase passes a multiple of `fold_every`.
+    parent_token : None
+        Draft trees are refused here: use `causal_conv1d_update`, `fused_recurrent_gated_delta_rule` and `rms_norm_gated`.
     state_v_first, null_slot : bool, int
         Layout of a state, and largest slot index that means padding, as for `fused_recurrent_gated_delta_rule`.
     out : Tensor [tokens, HV * V], optional
@@ -156,27 +179,40 @@ def fused_gdn_decode(
     _delta_rule.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
     if num_accepted_tokens is not None:
         check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES, has_offsets=has_offsets)
-        if state_indices.dim() != 2:
-            bad_value("num_accepted_tokens", "None without 2-D state_indices", "a tensor")
+        if state_indices.dim() != 2 and ring is None:
+            bad_value("num_accepted_tokens", "None without 2-D state_indices or a ring", "a tensor")
     check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     check_intermediate(
         intermediate_states, intermediate_indices, sizes, state_v_first, mixed_qkv, starts=("state_indices", state_indices),
         unused={"rounding_seed": rounding_seed}, has_offsets=has_offsets,
     )  # fmt: skip
     is_kept = intermediate_states is not None
+    replay = Replay(ring, state_tokens, num_computed_tokens, fold_every, fold_phase)
+    called = Sequences(count, ("state_indices", state_indices), num_accepted_tokens, None if has_offsets else 1, has_offsets)
+    has_ring = check_replay(
+        replay, called, ("ssm_state", ssm_state), (num_k_heads, heads, head_k_dim, head_v_dim),
+        {"intermediate_states": intermediate_states},
+    )  # fmt: skip
+    if parent_token is not None:
+        bad_value("parent_token", "None (the operators of the single steps take draft trees)", "a tensor")
     check.out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
     if reads_values(device):
         bounds = _values.token_bounds("query_start_loc", query_start_loc, length, 1, device)
         slots = ("state_indices", bounds, state_indices, null_slot)
         states = _values.decode_slots(
-            *slots, num_accepted_tokens=num_accepted_tokens, first_column_decides=True, is_updated=not is_kept
+            *slots,
+            num_accepted_tokens=None if has_ring else num_accepted_tokens,
+            first_column_decides=True,
+            is_updated=not is_kept,
         )
         windows = _values.window_slots(*slots, is_live=states.is_live, is_updated=not is_kept)
-        if num_accepted_tokens is not None and validates(device):
+        if num_accepted_tokens is not None and not has_ring and validates(device):
             _values.check_accepted(num_accepted_tokens, num_columns, bounds, state_indices, null_slot)
         _values.check_touched(states, ssm_state, null_slot)
         _values.check_touched(windows, conv_state, null_slot)
         check_intermediate_values(intermediate_states, intermediate_indices, states.is_live, null_slot)
+        most = conv_state.shape[2] - conv_weight.shape[1] + 2
+        check_replay_values(replay, states, ("state_indices", state_indices), bounds, num_accepted_tokens, most)
 
     index_dtype = common_dtype(state_indices, intermediate_indices)
     problem = GdnDecodeProblem(
@@ -195,21 +231,24 @@ def fused_gdn_decode(
         has_columns=state_indices.dim() == 2,
         has_accepted=num_accepted_tokens is not None,
         has_rounding=rounding_seed is not None and ssm_state.dtype == torch.bfloat16,
+        ring_rows=None if ring is None else ring.shape[1],
+        fold_every=fold_every,
     )
     prepared = prepare(problem, device, backend)
     o = new(mixed_qkv.dtype, device, length, heads * head_v_dim) if out is None else out
     if is_empty(length, count):
         return o.zero_()
     rows, weight, bias = aligned("mixed_qkv", mixed_qkv), constant(conv_weight), optional(constant, conv_bias)
-    accepted = None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens)
+    accepted, computed = (None if x is None else make(as_int32, x) for x in (num_accepted_tokens, num_computed_tokens))
     indices, kept_rows = (_delta_rule.widened(x, index_dtype) for x in (state_indices, intermediate_indices))
     cu_seqlens = optional(Tensor.contiguous, query_start_loc)
     scale = head_k_dim**-0.5 if scale is None else scale
     params = GdnDecodeParams(
         rows, z, b, a, conv_state, weight, bias, A_log, dt_bias, norm_weight, ssm_state, indices, accepted, cu_seqlens,
-        rounding_seed if problem.has_rounding else None, intermediate_states, kept_rows, o, scale, eps, null_slot,
+        rounding_seed if problem.has_rounding else None, intermediate_states, kept_rows, ring, state_tokens, computed,
+        o, scale, eps, null_slot, None if ring is None else fold_phase,
     )  # fmt: skip
     channels_last = conv_state if problem.conv_channels_contiguous else None
-    aligned_ones = (mixed_qkv, conv_weight, conv_bias, channels_last, ssm_state, intermediate_states)
+    aligned_ones = (mixed_qkv, conv_weight, conv_bias, channels_last, ssm_state, intermediate_states, ring)
     launch(prepared, params, (o,), aligned=aligned_ones)
     return o

@@ -13,6 +13,7 @@ from gdn.ops._check import INDEX_DTYPES, bad_value
 from gdn.ops._constants import row_indices
 from gdn.ops._intermediate import check_intermediate, check_intermediate_values
 from gdn.ops._modes import is_empty
+from gdn.ops._replay import Replay, Sequences, check_replay, check_replay_values
 from gdn.ops._tensors import as_int32, common_dtype, constant, dtypes_of, given_of
 from gdn.problems import RecurrentParams, RecurrentProblem
 from gdn.runtime.registry import Backend
@@ -32,7 +33,7 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 @operator(
-    writes={"out": always, "initial_state": _in_place, "intermediate_states": always},
+    writes={"out": always, "initial_state": _in_place, "intermediate_states": always, "ring": always},
     returns=_returns,
     varies=("q", "cu_seqlens"),
     contiguous=("q", "k", "v"),
@@ -63,6 +64,11 @@ def fused_recurrent_gated_delta_rule(
     rounding_seed: Tensor | None = None,
     intermediate_states: Tensor | None = None,
     intermediate_indices: Tensor | None = None,
+    ring: Tensor | None = None,
+    state_tokens: Tensor | None = None,
+    num_computed_tokens: Tensor | None = None,
+    fold_every: int | None = None,
+    fold_phase: int = 0,
     null_slot: int = -1,
     out: Tensor | None = None,
     backend: Backend | None = None,
@@ -100,7 +106,8 @@ def fused_recurrent_gated_delta_rule(
         A slot to read that is <= `null_slot` is padding: rows of o are zero, no slot is read or written. A null slot to write
         skips that write alone. A sequence without tokens touches nothing.
     num_accepted_tokens : Tensor [>= N], optional
-        Accepted tokens of the previous step, int32 (or int64), with 2-D indices. Outside 1..columns the sequence is padding.
+        Accepted tokens of the previous step, int32 (or int64), with 2-D indices or a ring. Outside 1..columns the sequence is
+        padding.
     use_qk_l2norm_in_kernel, state_v_first, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel : bool or Tensor
         Norm, state layout and raw gates, as for `chunk_gated_delta_rule`.
     output_final_state : bool
@@ -109,9 +116,9 @@ def fused_recurrent_gated_delta_rule(
         Slots to write instead of those of `ssm_state_indices`, of the same rank and number of columns; a null one skips that
         write alone.
     disable_state_update : bool
-        True writes no state (a verification that is committed later).
+        True writes no state and no ring (a verification that is committed later).
     parent_token : Tensor [tokens] or [B, T] of int32, optional
-        Draft tree, with 2-D indices or `intermediate_states`: token i of a sequence continues the state after token
+        Draft tree, with 2-D indices, `intermediate_states` or a ring: token i of a sequence continues the state after token
         parent_token[i] of the same sequence (less than i), or the starting state where it is -1.
     rounding_seed : Tensor [1] of int64, optional
         Seed on the device: states stored in a bfloat16 pool are rounded stochastically, with the noise that
@@ -122,6 +129,19 @@ def fused_recurrent_gated_delta_rule(
         slots to start from. float32 or bfloat16, [rows, T_max, HS, V, K] with `state_v_first`: inner three dimensions contiguous,
         the two strides and the address multiples of 16 bytes; rows int32 or int64. Tokens from T_max on are not stored; a row
         <= `null_slot` stores nothing.
+    ring, state_tokens, num_computed_tokens, fold_every : Tensor [ring slots, R, W], Tensor [slots], Tensor [>= N], int, optional
+        Replay decode, all four together, with 1-D `ssm_state_indices`: a state is a few tokens old, `ring` has an entry (key,
+        correction, log decay) of each later token, and the state is written once in `fold_every` tokens. Position j of a
+        sequence is row j mod R of its slot: [k of all key heads | u of all state heads | g of all state heads], float32, W at
+        least Hk * K + HS * (V + 1), R at least fold_every + 1; last dimension contiguous, other strides and address multiples
+        of 16 bytes. Slots of the pool beyond those of the ring are for states alone. state_tokens (int32): the tokens that the
+        state of a slot contained when something other than a decode call last wrote it; whoever does so sets it, which empties
+        the ring. num_computed_tokens (int32 or int64): committed tokens of each sequence before this call. Both are only read.
+        A sequence may have (R + 1 - fold_every) // 2 tokens in a call, without `num_accepted_tokens` one. More tokens, a count
+        of accepted tokens outside of 1 to that, fewer committed tokens than state_tokens, or a slot without a ring: padding, on
+        the CPU and with ``GDN_VALIDATE=1`` an error. See `ring_shape`, `fold_states` and `accept_draft_tree`.
+    fold_phase : int
+        0 to fold_every - 1, one of each layer: folds are where position + fold_phase passes a multiple of `fold_every`.
     null_slot, out : int, Tensor [B, T, HS, V] or None
         Largest slot index that means padding, and tensor to write o into, as for `chunk_gated_delta_rule`.
     backend : {"tilelang", "cute", "reference"}, optional
@@ -176,21 +196,34 @@ def fused_recurrent_gated_delta_rule(
         unused={"final_state_indices": final_state_indices, "rounding_seed": rounding_seed}, has_offsets=cu_seqlens is not None,
     )  # fmt: skip
     is_kept = intermediate_states is not None
-    _check_optional(sizes, given, ssm_state_indices, final_state_indices, num_accepted_tokens, parent_token, is_kept)
+    replay = Replay(ring, state_tokens, num_computed_tokens, fold_every, fold_phase)
+    length = sizes.length if cu_seqlens is None else None
+    called = Sequences(count, ("ssm_state_indices", ssm_state_indices), num_accepted_tokens, length, cu_seqlens is not None)
+    heads = (sizes.num_k_heads, sizes.num_heads, sizes.head_k_dim, sizes.head_v_dim)
+    has_ring = check_replay(
+        replay, called, ("initial_state", initial_state), heads,
+        {"final_state_indices": final_state_indices, "intermediate_states": intermediate_states},
+    )  # fmt: skip
+    keeps_nodes = is_kept or has_ring
+    _check_optional(
+        sizes, given, ssm_state_indices, final_state_indices, num_accepted_tokens, parent_token, keeps_nodes, has_ring
+    )
     check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     if reads_values(device):
         bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, device)
         is_live = None
         if ssm_state_indices is not None and initial_state is not None:
             touched = _values.decode_slots(
-                "ssm_state_indices", bounds, ssm_state_indices, null_slot, num_accepted_tokens=num_accepted_tokens,
+                "ssm_state_indices", bounds, ssm_state_indices, null_slot,
+                num_accepted_tokens=None if has_ring else num_accepted_tokens,
                 final_indices=final_state_indices, is_updated=not (disable_state_update or is_kept),
             )  # fmt: skip
-            if num_accepted_tokens is not None and validates(device):
+            if num_accepted_tokens is not None and not has_ring and validates(device):
                 _values.check_accepted(num_accepted_tokens, ssm_state_indices.shape[1], bounds, ssm_state_indices, null_slot)
             if parent_token is not None:
                 _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
             _values.check_touched(touched, initial_state, null_slot)
+            check_replay_values(replay, touched, ("ssm_state_indices", ssm_state_indices), bounds, num_accepted_tokens)
             is_live = touched.is_live
             check_intermediate_values(intermediate_states, intermediate_indices, is_live, null_slot)
         _delta_rule.check_decays(given, bounds, is_live)
@@ -209,6 +242,8 @@ def fused_recurrent_gated_delta_rule(
         has_final_state=writes,
         write_every_token=ssm_state_indices is not None and ssm_state_indices.dim() == 2,
         **dtypes_of(intermediate=intermediate_states),
+        ring_rows=None if ring is None else ring.shape[1],
+        fold_every=fold_every,
         **given_of(final_indices=final_state_indices, accepted=num_accepted_tokens, parent=parent_token, rounding=rounding_seed),
     )
     prepared = prepare(problem, device, backend)
@@ -229,24 +264,25 @@ def fused_recurrent_gated_delta_rule(
         indices, null_slot = make(functools.partial(row_indices, count, device)), -1
     if not is_inplace and initial_state is not None:
         initial_state = constant(initial_state)
-    accepted = None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens)
+    accepted, computed = (None if x is None else make(as_int32, x) for x in (num_accepted_tokens, num_computed_tokens))
     parents = None if parent_token is None else parent_token.reshape(-1).contiguous()
     scale = sizes.head_k_dim**-0.5 if scale is None else scale
     params = RecurrentParams(
         *tokens, initial_state, indices, accepted, final_state, final_state_indices, cu_seqlens, parents, rounding_seed,
-        intermediate_states, intermediate_indices, written, scale, null_slot,
+        intermediate_states, intermediate_indices, ring, state_tokens, computed, written, scale, null_slot,
+        None if ring is None else fold_phase,
     )  # fmt: skip
-    launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, intermediate_states, out))
+    launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, intermediate_states, ring, out))
     return _delta_rule.finish(o, written), returned
 
 
 def _check_optional(
     sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, slots: Tensor | None, last: Tensor | None, accepted: Tensor | None,
-    parent: Tensor | None, is_kept: bool,
+    parent: Tensor | None, keeps_nodes: bool, has_ring: bool,
 ) -> None:  # fmt: skip
     """Checks the arguments that need indices: final_state_indices, num_accepted_tokens and parent_token.
 
-    is_kept: intermediate_states are given, which serve a draft tree too.
+    keeps_nodes: intermediate_states or a ring are given, which serve a draft tree too.
     """
     count, device, has_columns = sizes.num_sequences, given.q.device, slots is not None and slots.dim() == 2
     has_offsets = given.cu_seqlens is not None
@@ -260,7 +296,7 @@ def _check_optional(
     if parent is not None:
         shape = (sizes.num_tokens,) if parent.dim() == 1 else (sizes.batch, sizes.length)
         check.tensor("parent_token", parent, shape=shape, dtypes=(torch.int32,), device=device)
-    if accepted is not None and not has_columns:
-        bad_value("num_accepted_tokens", "None without 2-D ssm_state_indices", "a tensor")
-    if parent is not None and not (has_columns or is_kept):
-        bad_value("parent_token", "None without 2-D ssm_state_indices or intermediate_states", "a tensor")
+    if accepted is not None and not (has_columns or has_ring):
+        bad_value("num_accepted_tokens", "None without 2-D ssm_state_indices or a ring", "a tensor")
+    if parent is not None and not (has_columns or keeps_nodes):
+        bad_value("parent_token", "None without 2-D ssm_state_indices, intermediate_states or a ring", "a tensor")

@@ -48,6 +48,15 @@ from gdn.problems.logits import TopkParams as TopkParams
 from gdn.problems.logits import TopkProblem as TopkProblem
 from gdn.problems.prefill import GdnPrefillParams as GdnPrefillParams
 from gdn.problems.prefill import GdnPrefillProblem as GdnPrefillProblem
+from gdn.problems.replay import AcceptDraftTreeParams as AcceptDraftTreeParams
+from gdn.problems.replay import AcceptDraftTreeProblem as AcceptDraftTreeProblem
+from gdn.problems.replay import FoldStatesParams as FoldStatesParams
+from gdn.problems.replay import FoldStatesProblem as FoldStatesProblem
+from gdn.problems.replay import entry_width as entry_width
+from gdn.problems.replay import mean_live as mean_live
+from gdn.problems.replay import most_tokens as most_tokens
+from gdn.problems.replay import ring_choice as ring_choice
+from gdn.problems.replay import state_position as state_position
 from gdn.problems.steps import AddRmsNormParams as AddRmsNormParams
 from gdn.problems.steps import AddRmsNormProblem as AddRmsNormProblem
 from gdn.problems.steps import Conv1dParams as Conv1dParams

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
+from gdn.problems.replay import replay_bytes
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,8 @@ class ChunkSummaryParams(NamedTuple):
 class RecurrentProblem(DeltaRuleProblem, op="recurrent"):
     """`gdn.fused_recurrent_gated_delta_rule` on packed ragged tokens; launched with RecurrentParams.
 
-    Without write_every_token only the state after the last token is stored. With it (2-D indices) the state is read from
+    With ring_rows: replay decode (see gdn.problems.replay), index_dtype is set and write_every_token False. Else, without
+    write_every_token only the state after the last token is stored. With it (2-D indices) the state is read from
     column num_accepted_tokens - 1 (column 0 without), and the state after token i goes to column i (tokens beyond the last
     column are not stored). A sequence of a pool without tokens touches nothing; without a pool its state passes on. Every row of
     out is written, padding with zeros. A launch has at least one token and one sequence.
@@ -191,6 +193,10 @@ class RecurrentProblem(DeltaRuleProblem, op="recurrent"):
     has_rounding: bool = field(metadata=COMPILES)  # stochastic rounding of a bf16 state
     # Of intermediate_states, which take the state after every token instead of the pool; None = not given.
     intermediate_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
+    # Replay decode: rows R of the ring, and the tokens F from one fold to the next; both None = no ring. With one the indices
+    # are 1-D, and has_final_state False writes neither states nor the ring.
+    ring_rows: int | None = field(default=None, kw_only=True, metadata=TUNES)
+    fold_every: int | None = field(default=None, kw_only=True, metadata=COMPILES)
     num_tokens: int = size()
     num_sequences: int = size()
 
@@ -198,8 +204,14 @@ class RecurrentProblem(DeltaRuleProblem, op="recurrent"):
         return self.num_tokens * self.num_state_heads * 6 * self.head_k_dim * self.head_v_dim
 
     def bytes_moved(self) -> int:
-        written = self.num_tokens if self.write_every_token else self.num_sequences
         state = self.num_state_heads * self.head_k_dim * self.head_v_dim
+        if self.fold_every is not None:
+            entry = self.num_k_heads * self.head_k_dim + self.num_state_heads * (self.head_v_dim + 1)
+            sizes = (self.num_tokens, self.num_sequences)
+            return self.num_tokens * self._token_bytes() + replay_bytes(
+                state * DTYPE_BYTES[self.state_dtype], 4 * entry, self.fold_every, *sizes, is_written=self.has_final_state
+            )
+        written = self.num_tokens if self.write_every_token else self.num_sequences
         intermediate = self.num_tokens * state * dtype_bytes(self.intermediate_dtype)
         return self.num_tokens * self._token_bytes() + self._state_bytes(self.num_sequences, written) + intermediate
 
@@ -226,9 +238,18 @@ class RecurrentParams(NamedTuple):
     # multiples of 16 bytes. None without intermediate_dtype.
     intermediate_states: Tensor
     intermediate_indices: Tensor  # [>= N] of index_dtype, any stride: the row of each sequence, null = nothing is stored
+    # With ring_rows, else None: [slots, R, W] float32, a row [k of all key heads | u of all state heads | g of all state
+    # heads], last dim contiguous, address and strides multiples of 16 bytes; may have fewer slots than the pool, those beyond
+    # have no ring.
+    ring: Tensor
+    state_tokens: (
+        Tensor  # [slots of the pool] int32, any stride: tokens that the state contained when it was last written otherwise
+    )
+    num_computed_tokens: Tensor  # [>= N] int32, any stride: committed tokens of the sequence before this call
     out: Tensor  # [1, L, HS, V], as q; every row is written
     scale: float
     null_slot: int
+    fold_phase: int | None  # 0 to fold_every - 1; None without a ring
 
 
 @dataclass(frozen=True)
@@ -237,7 +258,8 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
 
     Rules of slots and windows as in RecurrentProblem and Conv1dUpdateProblem; a sequence one of whose two slots to read
     is null is padding: nothing of it is read or written. Every row of out is written. A launch has at least one token and one
-    sequence.
+    sequence. With ring_rows: replay decode (see gdn.problems.replay); has_columns is False, and with has_accepted the windows are
+    those of speculative rows, in the one slot of the sequence.
     """
 
     num_k_heads: int = field(metadata=TUNES)
@@ -269,6 +291,9 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
     has_rounding: bool = field(metadata=COMPILES)  # stochastic rounding of a bf16 state
     # Of intermediate_states, which take the state after every token: nothing goes to the pools then. None = not given.
     intermediate_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
+    # Replay decode, as in RecurrentProblem: the ring's rows R and the tokens F from one fold to the next; both None = no ring.
+    ring_rows: int | None = field(default=None, kw_only=True, metadata=TUNES)
+    fold_every: int | None = field(default=None, kw_only=True, metadata=COMPILES)
     num_tokens: int = size()
     num_sequences: int = size()
 
@@ -290,8 +315,14 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
         states = self.num_sequences + (self.num_tokens if self.has_columns else self.num_sequences)
         columns = 2 * self.num_sequences * (self.width - 1)
         intermediate = 0
+        replayed = states * state
+        if self.fold_every is not None:
+            entry = self.num_k_heads * self.head_k_dim + values + self.num_v_heads
+            replayed = replay_bytes(state, 4 * entry, self.fold_every, self.num_tokens, self.num_sequences)
+            if self.has_accepted:
+                columns = self.num_sequences * (2 * self.width - 3) + self.num_tokens
         if self.intermediate_dtype is not None:
-            states, columns = self.num_sequences, columns // 2
+            replayed, columns = self.num_sequences * state, columns // 2
             intermediate = self.num_tokens * values * self.head_k_dim * DTYPE_BYTES[self.intermediate_dtype]
         if self.has_columns:
             columns = self.num_sequences * (2 * self.width - 3) + self.num_tokens
@@ -301,7 +332,7 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
         row = (self.dim + values) * DTYPE_BYTES[self.dtype] + z_bytes + gates
         filters = self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + dtype_bytes(self.bias_dtype))
         windows = columns * self.dim * DTYPE_BYTES[self.conv_dtype]
-        return states * state + intermediate + windows + self.num_tokens * row + filters
+        return replayed + intermediate + windows + self.num_tokens * row + filters
 
 
 class GdnDecodeParams(NamedTuple):
@@ -326,7 +357,11 @@ class GdnDecodeParams(NamedTuple):
     rounding_seed: Tensor  # [1] int64; None: round to nearest
     intermediate_states: Tensor  # as in RecurrentParams
     intermediate_indices: Tensor  # as in RecurrentParams
+    ring: Tensor  # as in RecurrentParams
+    state_tokens: Tensor  # as in RecurrentParams
+    num_computed_tokens: Tensor  # as in RecurrentParams
     out: Tensor  # [L, HV * V], last dim contiguous; every row is written
     scale: float
     eps: float
     null_slot: int
+    fold_phase: int | None  # 0 to fold_every - 1; None without a ring

@@ -81,21 +81,21 @@ class Conv1dUpdateProblem(ConvolutionProblem, op="conv1d_update"):
 
     has_columns: bool = field(metadata=TUNES)  # 2-D indices: drafts
     has_accepted: bool = field(metadata=COMPILES)  # num_accepted_tokens given
-    has_parent: bool = field(metadata=TUNES)  # drafts are a tree
+    has_parent: bool = field(metadata=TUNES)  # drafts are a tree: a window per node with has_columns, else inputs in token order
     num_tokens: int = size()
     num_sequences: int = size()
 
     @property
     def keeps_every_input(self) -> bool:
         """The slot takes the shifted window and all inputs of the step, not the last width - 1 columns."""
-        return self.has_columns or self.has_accepted
+        return self.has_columns or self.has_accepted or self.has_parent
 
     def flops(self) -> int:
         return 2 * self.num_tokens * self.dim * self.width
 
     def bytes_moved(self) -> int:
         rows = 2 * self.num_tokens * self.dim * DTYPE_BYTES[self.dtype]
-        if self.has_parent:
+        if self.has_parent and self.has_columns:
             windows = (self.num_sequences + self.num_tokens) * self._window_bytes()
         elif self.keeps_every_input:
             columns = self.num_sequences * (2 * self.width - 3) + self.num_tokens

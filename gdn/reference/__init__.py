@@ -16,6 +16,8 @@ from gdn.reference.indexer import write_indexer_cache as write_indexer_cache
 from gdn.reference.logits import mqa_logits as mqa_logits
 from gdn.reference.logits import paged_mqa_logits as paged_mqa_logits
 from gdn.reference.prefill import fused_gdn_prefill as fused_gdn_prefill
+from gdn.reference.replay import accept_draft_tree as accept_draft_tree
+from gdn.reference.replay import fold_states as fold_states
 from gdn.reference.steps import add_rms_norm as add_rms_norm
 from gdn.reference.steps import fused_gdn_decode as fused_gdn_decode
 from gdn.reference.steps import fused_gdn_gating as fused_gdn_gating

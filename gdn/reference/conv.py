@@ -71,13 +71,15 @@ def causal_conv1d_update(
 
     for n, tokens in enumerate(inputs):
         column = 0 if accepted is None else accepted[n] - 1  # column of the last accepted token
-        last_start = conv_state.shape[2] - window if parents is None else column
+        is_per_node = parents is not None and two_dimensional
+        last_start = column if is_per_node else conv_state.shape[2] - window
         if two_dimensional:
             last_start = min(last_start, len(rows[n]) - 1)
         if tokens.shape[1] == 0 or not 0 <= column <= last_start:
             continue
-        # A draft tree keeps one window per node, in the node's own slot; a line of drafts keeps one line in the first slot.
-        slot, first = (rows[n][0], column) if parents is None else (rows[n][column], 0)
+        # A draft tree keeps one window per node, in the node's own slot; a line of drafts, or a tree with 1-D indices, keeps one
+        # line in the first slot.
+        slot, first = (rows[n][column], 0) if is_per_node else (rows[n][0], column)
         if conv_state_indices is not None and slot <= null_slot:
             continue
         history = conv_state[slot, :, first : first + window].to(x.dtype)
@@ -89,6 +91,10 @@ def causal_conv1d_update(
                 line = torch.cat([history if parent < 0 else windows[parent], tokens[:, i : i + 1]], dim=1)
                 outputs[n][:, i : i + 1] = _convolve(line, weight, bias, activation).to(y.dtype)
                 windows.append(line[:, 1:])
+            if not is_per_node:
+                kept = torch.cat([history, tokens], dim=1)[:, 1:][:, : conv_state.shape[2]]
+                conv_state[slot, :, : kept.shape[1]] = kept.to(conv_state.dtype)
+                continue
             for i, node_slot in enumerate(rows[n][: tokens.shape[1]]):
                 if node_slot > null_slot:
                     conv_state[node_slot, :, :window] = windows[i].to(conv_state.dtype)

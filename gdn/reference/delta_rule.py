@@ -9,16 +9,15 @@ form of the delta rule (Yang et al., arXiv:2406.06484).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gdn.reference.modes import compute_dtype, inference_only, listed, ranges
-from gdn.reference.rounding import stochastic_bfloat16
+from gdn.reference.modes import inference_only, listed
+from gdn.reference.replay import Pool, Ring, replay_decode
+from gdn.reference.tokens import Tokens, columns_of, load_state, sequences_of, store_state
 
 CHUNK_SIZE = 64  # tokens
-L2_NORM_EPS = 1e-6  # added to the sum of squares
 _INVERSE_SCALE = 32.0  # by which a kernel multiplies the inverse in float16 with normalised keys
 
 
@@ -35,11 +34,11 @@ def chunk_gated_delta_rule(
     """`gdn.chunk_gated_delta_rule`, chunk by chunk of 64 tokens."""
     if head_first:
         raise ValueError("head_first: expected False, got True")
-    tokens = _Tokens(
+    tokens = Tokens(
         q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
     )
     o = tokens.zero_output()
-    sequences = _sequences(q, cu_seqlens)
+    sequences = sequences_of(q, cu_seqlens)
     final_state = None
     if state_indices is None and output_final_state:
         final_state = tokens.new_state(len(sequences), state_v_first)
@@ -59,7 +58,7 @@ def chunk_gated_delta_rule(
         if initial_state is None or (is_continued is not None and not is_continued[n]):
             state = tokens.zero_state()
         else:
-            state = _load(initial_state, read_slots[n], state_v_first, tokens.dtype)
+            state = load_state(initial_state, read_slots[n], state_v_first, tokens.dtype)
 
         for first in range(start, end, CHUNK_SIZE):
             last = min(first + CHUNK_SIZE, end)
@@ -67,13 +66,13 @@ def chunk_gated_delta_rule(
             o[b, first:last] = o_rows.transpose(0, 1).to(o.dtype)
             for offset, slot in checkpoints[n]:
                 if offset == last - start and offset % CHUNK_SIZE == 0 and slot > null_slot and kept is not None:
-                    _store(kept, slot, state, state_v_first)
+                    store_state(kept, slot, state, state_v_first)
 
         if state_indices is not None and initial_state is not None:
             if write_slots[n] > null_slot:
-                _store(initial_state, write_slots[n], state, state_v_first)
+                store_state(initial_state, write_slots[n], state, state_v_first)
         elif final_state is not None:
-            _store(final_state, n, state, state_v_first)
+            store_state(final_state, n, state, state_v_first)
 
     pool = initial_state if output_final_state else None
     return (o if out is None else out.copy_(o)), (final_state if state_indices is None else pool)
@@ -91,10 +90,10 @@ def largest_chunk_operand(
 
     Nothing is written. (0, "") without tokens. NaN does not count: it comes from an argument, or from an infinity, which does.
     """
-    tokens = _Tokens(
+    tokens = Tokens(
         q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
     )
-    sequences, is_continued, largest = _sequences(q, cu_seqlens), listed(has_initial_state), (0.0, "")
+    sequences, is_continued, largest = sequences_of(q, cu_seqlens), listed(has_initial_state), (0.0, "")
     slots = list(range(len(sequences))) if state_indices is None else state_indices.tolist()
     for n, (b, start, end) in enumerate(sequences):
         if start == end or (state_indices is not None and slots[n] <= null_slot):
@@ -102,7 +101,7 @@ def largest_chunk_operand(
         if initial_state is None or (is_continued is not None and not is_continued[n]):
             state = tokens.zero_state()
         else:
-            state = _load(initial_state, slots[n], state_v_first, tokens.dtype)
+            state = load_state(initial_state, slots[n], state_v_first, tokens.dtype)
         for first in range(start, end, CHUNK_SIZE):
             last = min(first + CHUNK_SIZE, end)
             rows = tokens.rows(b, first, last)
@@ -151,10 +150,10 @@ def chunk_summary(
     A_log: Tensor | None = None, dt_bias: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`gdn.chunk_summary`: final states from zeros, and from the identity without values."""
-    tokens = _Tokens(
+    tokens = Tokens(
         q, k, v, g, beta, None, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
     )
-    sequences = _sequences(q, cu_seqlens)
+    sequences = sequences_of(q, cu_seqlens)
     found: list[Tensor] = []
     for column_dim in (v.shape[-1], k.shape[-1]):
         is_offset = not found
@@ -178,15 +177,23 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False, output_final_state: bool = True, final_state_indices: Tensor | None = None,
     disable_state_update: bool = False, parent_token: Tensor | None = None, rounding_seed: Tensor | None = None,
-    intermediate_states: Tensor | None = None, intermediate_indices: Tensor | None = None, null_slot: int = -1,
-    out: Tensor | None = None,
+    intermediate_states: Tensor | None = None, intermediate_indices: Tensor | None = None, ring: Tensor | None = None,
+    state_tokens: Tensor | None = None, num_computed_tokens: Tensor | None = None, fold_every: int | None = None,
+    fold_phase: int = 0, null_slot: int = -1, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`gdn.fused_recurrent_gated_delta_rule`, token by token."""
-    tokens = _Tokens(
+    tokens = Tokens(
         q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel
     )
     o = tokens.zero_output()
-    sequences = _sequences(q, cu_seqlens)
+    if ring is not None:
+        assert initial_state is not None and ssm_state_indices is not None and fold_every is not None  # checked by the operator
+        assert state_tokens is not None and num_computed_tokens is not None
+        replay = Ring(ring, state_tokens, num_computed_tokens, num_accepted_tokens, fold_every, fold_phase, k.shape[2], null_slot)
+        pool = Pool(initial_state, state_v_first, None if rounding_seed is None else int(rounding_seed.item()))
+        replay_decode(tokens, cu_seqlens, ssm_state_indices, replay, pool, parent_token, o, is_written=not disable_state_update)
+        return (o if out is None else out.copy_(o)), initial_state if output_final_state else None
+    sequences = sequences_of(q, cu_seqlens)
     pooled = ssm_state_indices is not None
     every_token = ssm_state_indices is not None and ssm_state_indices.dim() == 2
 
@@ -202,8 +209,8 @@ def fused_recurrent_gated_delta_rule(
 
     # Slots as [N][columns]; one column where only the last state is kept.
     rows = [[n] for n in range(len(sequences))]
-    read_slots = rows if ssm_state_indices is None else _columns(ssm_state_indices)
-    write_slots = read_slots if final_state_indices is None else _columns(final_state_indices)
+    read_slots = rows if ssm_state_indices is None else columns_of(ssm_state_indices)
+    write_slots = read_slots if final_state_indices is None else columns_of(final_state_indices)
     accepted, kept_rows = listed(num_accepted_tokens), listed(intermediate_indices)
     seed = None if rounding_seed is None else int(rounding_seed.item())
     parents = None if parent_token is None else parent_token.flatten().tolist()
@@ -213,7 +220,9 @@ def fused_recurrent_gated_delta_rule(
         if pooled and (start == end or not 0 <= column < len(read_slots[n]) or read_slots[n][column] <= null_slot):
             continue  # padding: no slot is read or written, its rows stay zero
         slot = read_slots[n][column]
-        first_state = tokens.zero_state() if initial_state is None else _load(initial_state, slot, state_v_first, tokens.dtype)
+        first_state = (
+            tokens.zero_state() if initial_state is None else load_state(initial_state, slot, state_v_first, tokens.dtype)
+        )
 
         state = first_state
         history: list[Tensor] = []  # the state after each token; kept for tree drafts only
@@ -228,14 +237,14 @@ def fused_recurrent_gated_delta_rule(
                 history.append(state)
             if intermediate_states is not None and kept_rows is not None and i < intermediate_states.shape[1]:
                 if kept_rows[n] > null_slot:
-                    _store(intermediate_states[kept_rows[n]], i, state, state_v_first)
+                    store_state(intermediate_states[kept_rows[n]], i, state, state_v_first)
             if every_token and target is not None and i < len(write_slots[n]) and write_slots[n][i] > null_slot:
-                _store(target, write_slots[n][i], state, state_v_first, seed)
+                store_state(target, write_slots[n][i], state, state_v_first, seed)
 
         if not every_token and target is not None:
             slot = write_slots[n][0]
             if not pooled or slot > null_slot:
-                _store(target, slot, state, state_v_first, seed)
+                store_state(target, slot, state, state_v_first, seed)
 
     return (o if out is None else out.copy_(o)), final_state
 
@@ -295,91 +304,3 @@ def _decay_between(g: Tensor) -> Tensor:
     ones = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool, device=g.device)
     exponent = torch.where(ones.tril(-1), g[:, :, None], 0.0).cumsum(1)
     return torch.where(ones.tril(), exponent, -torch.inf).exp()
-
-
-@dataclass
-class _Tokens:
-    """Tokens of a call: `rows` returns a range of them with norm, scale and gates applied and heads expanded."""
-
-    q: Tensor  # [B, T, Hq, K]
-    k: Tensor  # [B, T, Hk, K]
-    v: Tensor  # [B, T, HV, V]
-    g: Tensor | None  # [B, T, HS]
-    beta: Tensor | None  # [B, T, HS]
-    scale: float | None
-    use_qk_l2norm: bool
-    use_gate: bool
-    A_log: Tensor | None  # [HS]
-    dt_bias: Tensor | None  # [HS]
-    use_beta_sigmoid: bool
-
-    def __post_init__(self) -> None:
-        self.dtype = compute_dtype(self.q)
-        self.num_heads = max(self.q.shape[2], self.v.shape[2])
-
-    def rows(self, b: int, start: int, end: int) -> tuple[Tensor, ...]:
-        """q, k [HS, T, K], v [HS, T, V], g (log decay), beta [HS, T] of tokens start..end."""
-        q, k, v = (self._expanded(x[b, start:end]) for x in (self.q, self.k, self.v))
-        if self.use_qk_l2norm:
-            q = q * (q.square().sum(-1, keepdim=True) + L2_NORM_EPS).rsqrt()
-            k = k * (k.square().sum(-1, keepdim=True) + L2_NORM_EPS).rsqrt()
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        g, beta = q.new_zeros(self.num_heads, end - start), q.new_ones(self.num_heads, end - start)
-        if self.g is not None:
-            g = self._log_decay(self.g[b, start:end].to(self.dtype)).t()
-        if self.beta is not None:
-            beta = self.beta[b, start:end].to(self.dtype).t()
-            beta = beta.sigmoid() if self.use_beta_sigmoid else beta
-        return q * scale, k, v, g, beta
-
-    def key_factors(self, b: int, start: int, end: int) -> Tensor:
-        """1 / |k| [HS, T] of tokens start..end, 1 without the norm."""
-        squares = self._expanded(self.k[b, start:end]).square().sum(-1)
-        return (squares + L2_NORM_EPS).rsqrt() if self.use_qk_l2norm else torch.ones_like(squares)
-
-    def _expanded(self, x: Tensor) -> Tensor:
-        """[T, heads, D] -> [HS, T, D]: state head s reads head s // (HS // heads)."""
-        return x.to(self.dtype).repeat_interleave(self.num_heads // x.shape[1], dim=1).transpose(0, 1)
-
-    def _log_decay(self, g: Tensor) -> Tensor:
-        if not self.use_gate:
-            return g
-        assert self.A_log is not None  # checked by the operator
-        a = g if self.dt_bias is None else g + self.dt_bias.to(self.dtype)
-        return -self.A_log.to(self.dtype).exp() * torch.nn.functional.softplus(a, beta=1.0, threshold=20.0)
-
-    def zero_output(self) -> Tensor:
-        """[B, T, HS, V]: rows that no live sequence owns stay zero."""
-        return self.v.new_zeros(*self.q.shape[:2], self.num_heads, self.v.shape[-1])
-
-    def zero_state(self) -> Tensor:
-        return self.q.new_zeros(self.num_heads, self.q.shape[-1], self.v.shape[-1], dtype=self.dtype)
-
-    def new_state(self, num_sequences: int, state_v_first: bool) -> Tensor:
-        k_dim, v_dim = self.q.shape[-1], self.v.shape[-1]
-        inner = (v_dim, k_dim) if state_v_first else (k_dim, v_dim)
-        return self.q.new_zeros(num_sequences, self.num_heads, *inner, dtype=self.dtype)
-
-
-def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:
-    """(batch row, first token, end) of every sequence; a length below zero counts as empty."""
-    if cu_seqlens is None:
-        return [(b, 0, q.shape[1]) for b in range(q.shape[0])]
-    return [(0, start, end) for start, end in ranges(cu_seqlens)]
-
-
-def _columns(indices: Tensor) -> list[list[int]]:
-    return (indices[:, None] if indices.dim() == 1 else indices).tolist()
-
-
-def _load(pool: Tensor, slot: int, state_v_first: bool, dtype: torch.dtype) -> Tensor:
-    """Copy of the state in a slot, as [HS, K, V]: a draft tree needs it again after the slot has been written."""
-    state = pool[slot].to(dtype, copy=True)
-    return state.mT if state_v_first else state
-
-
-def _store(pool: Tensor, slot: int, state: Tensor, state_v_first: bool, seed: int | None = None) -> None:
-    """Stores state [HS, K, V] in a slot, rounded to the pool's dtype: to nearest, or stochastically with a seed."""
-    if seed is not None and pool.dtype == torch.bfloat16:
-        state = stochastic_bfloat16(state, seed, slot)
-    pool[slot].copy_(state.mT if state_v_first else state)

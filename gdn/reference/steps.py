@@ -7,7 +7,8 @@ from torch import Tensor
 
 from gdn.reference.conv import causal_conv1d_update
 from gdn.reference.delta_rule import fused_recurrent_gated_delta_rule
-from gdn.reference.modes import compute_dtype, inference_only
+from gdn.reference.modes import compute_dtype, inference_only, ranges
+from gdn.reference.replay import Ring
 
 
 @inference_only
@@ -82,7 +83,9 @@ def fused_gdn_decode(
     num_k_heads: int, head_k_dim: int, head_v_dim: int, scale: float | None = None, eps: float = 1e-6,
     activation: str | None = "silu", gate_activation: str = "silu", projection_layout: str = "flat",
     rounding_seed: Tensor | None = None, intermediate_states: Tensor | None = None, intermediate_indices: Tensor | None = None,
-    state_v_first: bool = False, null_slot: int = -1, out: Tensor | None = None,
+    ring: Tensor | None = None, state_tokens: Tensor | None = None, num_computed_tokens: Tensor | None = None,
+    fold_every: int | None = None, fold_phase: int = 0, parent_token: Tensor | None = None, state_v_first: bool = False,
+    null_slot: int = -1, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`gdn.fused_gdn_decode`, as the composition of its steps; intermediate results have the dtype of mixed_qkv.
 
@@ -104,6 +107,19 @@ def fused_gdn_decode(
     if state_indices.dim() == 2:
         state_indices = _without_padding(state_indices, num_accepted_tokens, query_start_loc.shape[0] - 1, null_slot)
 
+    replay: dict[str, Any] = {}
+    if ring is not None:
+        assert state_tokens is not None and num_computed_tokens is not None and fold_every is not None
+        integers = Ring(
+            ring, state_tokens, num_computed_tokens, num_accepted_tokens, fold_every, fold_phase, num_k_heads, null_slot
+        )
+        lengths = [end - start for start, end in ranges(query_start_loc)]
+        most = conv_state.shape[2] - conv_weight.shape[1] + 2
+        is_live = [place is not None for place in integers.places(state_indices.tolist(), lengths, most)]
+        live = torch.tensor(is_live, dtype=torch.bool, device=state_indices.device)
+        state_indices = state_indices[: len(lengths)].masked_fill(~live, null_slot)
+        replay = {"ring": ring, "state_tokens": state_tokens, "num_computed_tokens": num_computed_tokens}
+        replay |= {"fold_every": fold_every, "fold_phase": fold_phase}
     slots: dict[str, Any] = {"num_accepted_tokens": num_accepted_tokens, "null_slot": null_slot}
     if intermediate_states is not None:
         conv_state = conv_state.clone()  # the pools stay as they are
@@ -117,7 +133,7 @@ def fused_gdn_decode(
     state: dict[str, Any] = {"ssm_state_indices": state_indices, "state_v_first": state_v_first, "rounding_seed": rounding_seed}
     o, _ = fused_recurrent_gated_delta_rule(
         q, k, v, g[None], beta[None], scale, ssm_state, None, query_start_loc, use_qk_l2norm_in_kernel=True,
-        intermediate_states=intermediate_states, intermediate_indices=intermediate_indices, **state, **slots,
+        intermediate_states=intermediate_states, intermediate_indices=intermediate_indices, **state, **slots, **replay,
     )  # fmt: skip
     o = o[0]
     if norm_weight is not None:

@@ -95,6 +95,8 @@ _OPERATORS = (
     Operator("gated_delta_rule", None, ("gated_delta_rule",), composed_of=("chunk", "recurrent")),
     Operator("gdn_decode", _DECODE, ("fused_gdn_decode",), _modules("gdn_decode", "cute")),
     Operator("gdn_prefill", _DECODE, ("fused_gdn_prefill",), _modules("gdn_prefill", "cute")),
+    Operator("fold_states", _DELTA_RULE, ("fold_states",)),
+    Operator("accept_draft_tree", _DELTA_RULE, ("accept_draft_tree",)),
     Operator("gating", _STEPS, ("fused_gdn_gating",), _modules("gdn_steps.gating", "cute")),
     Operator("split", _STEPS, ("fused_qkvzba_split_reshape_cat",), _modules("gdn_steps.split", "cute")),
     Operator("conv1d", _STEPS, ("causal_conv1d_fn",), _modules("conv1d.prefill", "cute")),

@@ -24,7 +24,7 @@ from gdn.runtime.order import Statement
 # Sizes for which GDN_BATCH_INVARIANT chooses a configuration, whatever the batch holds.
 INVARIANT_SIZES = {
     "num_tokens": 8192, "num_sequences": 64, "num_queries": 4096, "num_keys": 32768, "num_columns": 32768, "batch": 64,
-    "max_context_len": 32768, "num_rows": 4096, "k": 2048, "num_segments": 2, "num_ranks": 2,
+    "max_context_len": 32768, "num_rows": 4096, "k": 2048, "num_segments": 2, "num_ranks": 2, "num_layers": 36,
 }  # fmt: skip
 # For an operator whose configuration splits sequences: one long sequence, or few tokens, so that they are split at all.
 _INVARIANT_SIZES_OF = {

@@ -12,7 +12,8 @@ from gdn.device import DeviceSpec
 from gdn.problems import Conv1dUpdateProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import space
-from kernels_cute.conv1d.shape import THREADS, refusal, slices, threads_fit
+from kernels_cute.conv1d import shape
+from kernels_cute.conv1d.shape import THREADS, slices, threads_fit
 
 __all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
 
@@ -28,6 +29,12 @@ TUNED_WITHIN = 1.5
 class Config:
     threads: int  # threads per block, 8 channels each
     batch: int  # rows of x that a thread loads at once: all tokens of a sequence, or a few
+
+
+def refusal(problem: Conv1dUpdateProblem) -> str | None:
+    if problem.has_parent and not problem.has_columns:
+        return "requires a slot per node with parent_token, got one per sequence"
+    return shape.refusal(problem)
 
 
 def _allows(problem: Conv1dUpdateProblem, config: Config) -> bool:

@@ -30,6 +30,8 @@ def library(problem: RecurrentProblem, config: Config) -> dict[str, bytes]:
     scalars = (Float32(1.0), Int64(-1))
     kept = fake(p.intermediate_dtype, cute.sym_int64(), cute.sym_int64(), heads, *inner, last=(inner[1], 1))
     kept_rows = fake(p.index_dtype if p.intermediate_dtype else None, None)
-    given = (q, k, v, g, beta, A_log, dt_bias, *pool, cu_seqlens, parent_token, rounding_seed, kept, kept_rows, out, *scalars)
+    ring = (None, None, None)  # refused, so that its fold_phase, the last argument, is None too
+    tokens, kept = (q, k, v, g, beta, A_log, dt_bias), (kept, kept_rows)
+    given = (*tokens, *pool, cu_seqlens, parent_token, rounding_seed, *kept, *ring, out, *scalars, None)
     fakes = RecurrentParams(*given)
     return build.one_entry("recurrent", Recurrent(Spec(problem, config)), fakes)

@@ -66,12 +66,17 @@ class ContractKernel:
         problem = self.problem
         (
             q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, num_accepted_tokens, final_state, final_state_indices,
-            cu_seqlens, parent_token, rounding_seed, kept, kept_rows, out, scale, null_slot,
+            cu_seqlens, parent_token, rounding_seed, kept, kept_rows, ring, state_tokens, num_computed_tokens, out, scale,
+            null_slot, fold_phase,
         ) = params  # fmt: skip
         assert isinstance(problem, RecurrentProblem)
         assert problem.has_accepted == (num_accepted_tokens is not None)
         assert problem.has_parent == (parent_token is not None)
         assert problem.has_rounding == (rounding_seed is not None)
+        assert (ring is None) == (problem.ring_rows is None) == (problem.fold_every is None) == (fold_phase is None)
+        if ring is not None:
+            assert problem.pooled and ring.shape[1] == problem.ring_rows and num_computed_tokens.dtype == torch.int32
+            assert ring.stride(2) == 1 and not any(number % 4 for number in (*ring.stride()[:2], ring.data_ptr() // 4))
         self._is_kept(kept, problem.intermediate_dtype)
         assert kept is None or (not problem.has_final_state and str(kept_rows.dtype) == f"torch.{problem.index_dtype}")
         if problem.pooled:
@@ -89,7 +94,8 @@ class ContractKernel:
             use_beta_sigmoid_in_kernel=problem.use_beta_sigmoid, output_final_state=problem.has_final_state,
             final_state_indices=final_state_indices, disable_state_update=not problem.has_final_state,
             parent_token=parent_token, rounding_seed=rounding_seed, intermediate_states=kept, intermediate_indices=kept_rows,
-            null_slot=null_slot,
+            ring=ring, state_tokens=state_tokens, num_computed_tokens=num_computed_tokens, fold_every=problem.fold_every,
+            fold_phase=fold_phase or 0, null_slot=null_slot,
         )  # fmt: skip
         self._finish(o, state, out, final_state)
 

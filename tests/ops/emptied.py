@@ -18,7 +18,7 @@ OFFSETS = ("cu_seqlens", "query_start_loc")
 HOST_LENGTHS = ("lengths_host", "query_lens_host", "seq_lens_host")
 TOKENS = ("T", "tokens", "M", "D0")
 PAGES = ("cache", "v_cache", "kv_cache", "kv_cache[0]", "kv_cache[1]")
-POOLS = ("initial_state", "conv_state", "conv_states", "ssm_state", "ring")
+POOLS = ("initial_state", "conv_state", "conv_states", "ssm_state", "ring", "state_tokens")
 SLOTS = (
     "state_indices", "ssm_state_indices", "final_state_indices", "cache_indices", "conv_state_indices", "checkpoint_slots",
     "ring_slots",
@@ -98,6 +98,8 @@ def without_sequences(call: Call) -> Emptied | None:
     if offsets is not None:
         found = _cut(call, "N")
         return Emptied(_set(found.call, {offsets: lambda x: x[:1], **dict.fromkeys(HOST_LENGTHS, _nobody)}), found.names)
+    if call.operator == "fold_states":
+        return _cut(call, "N")
     if _has(call, "B"):
         return _cut(call, "B", "N", "rows", "tokens")
     return _cut(_with_token_rows(call), "T", "N") if call.operator == "fused_gdn_decode" else None
@@ -149,7 +151,9 @@ def without_slots(call: Call) -> Emptied | None:
     null = call.arguments.get("null_slot", -1)
     changes: dict[str, Callable[[Any], Any]] = {name: lambda x: torch.full_like(x, null) for name in slots}
     changes["slot_mapping"] = lambda x: torch.full_like(x, -1)
-    return Emptied(_set(call, changes | {name: lambda x: x[:0] for name in pools}), frozenset())
+    has_layers = "L" in call.dims.get("ring", ())  # whose slots come second
+    cut: Callable[[Any], Any] = lambda x: x[:, :0] if has_layers and x.dim() > 1 else x[:0]  # noqa: E731
+    return Emptied(_set(call, changes | dict.fromkeys(pools, cut)), frozenset())
 
 
 def without_choice(call: Call) -> Emptied | None:

@@ -98,12 +98,31 @@ def _split(tokens: int) -> Arguments:
     return {"mixed_qkvz": _random(tokens, 96), "mixed_ba": _random(tokens, 8), **sizes}
 
 
+def _fold(tokens: int) -> Arguments:
+    return {
+        "ssm_state": _random(9, 4, 8, 8).float(), "state_indices": torch.arange(tokens, dtype=INT32),
+        "ring": -torch.rand(9, 8, 52), "state_tokens": torch.zeros(9, dtype=INT32), "num_computed_tokens": torch.arange(tokens),
+        "num_k_heads": 2, "fold_every": 3,
+    }  # fmt: skip
+
+
+def _accept(tokens: int) -> Arguments:
+    return {
+        "ring": _random(9, 16, 12).float(), "conv_state": _random(9, 12, 18), "state_indices": torch.tensor([3], dtype=INT32),
+        "parent_token": torch.arange(tokens, dtype=INT32) // 2 - 1, "accepted_nodes": torch.tensor([1], dtype=INT32),
+        "num_computed_tokens": torch.tensor([5]), "num_accepted_tokens": torch.ones(1, dtype=INT32),
+        "query_start_loc": torch.tensor([0, tokens]), "conv_width": 4,
+    }  # fmt: skip
+
+
 BY_TOKENS: dict[str, Callable[[int], Arguments]] = {
     "chunk_gated_delta_rule": lambda n: chunk_inputs(chunk_problem(index_dtype="int32"), lengths=[n, 2]),
     "chunk_summary": _summary,
     "fused_recurrent_gated_delta_rule": lambda n: recurrent_inputs(recurrent_problem(index_dtype="int32"), lengths=[n, 2]),
     "gated_delta_rule": lambda n: chunk_inputs(chunk_problem(index_dtype="int32"), lengths=[n, 2]),
     "fused_gdn_decode": arguments_of,
+    "fold_states": _fold,
+    "accept_draft_tree": _accept,
     "fused_gdn_prefill": prefill_arguments,
     "fused_gdn_gating": lambda n: {"A_log": _random(4), "a": _random(n, 4), "b": _random(n, 4), "dt_bias": _random(4)},
     "fused_qkvzba_split_reshape_cat": _split,

@@ -34,7 +34,8 @@ class Kernel:
     def launch(self, params: GdnDecodeParams) -> None:
         (
             mixed_qkv, z, b, a, conv_state, conv_weight, conv_bias, A_log, dt_bias, norm_weight, ssm_state, state_indices,
-            num_accepted_tokens, cu_seqlens, rounding_seed, kept, kept_rows, out, scale, eps, null_slot,
+            num_accepted_tokens, cu_seqlens, rounding_seed, kept, kept_rows, ring, state_tokens, num_computed_tokens, out,
+            scale, eps, null_slot, fold_phase,
         ) = params  # fmt: skip
         problem = self.problem
         assert problem is not None
@@ -53,6 +54,10 @@ class Kernel:
         assert num_accepted_tokens is None or num_accepted_tokens.dtype == torch.int32
         assert problem.has_rounding == (rounding_seed is not None)
         assert kept_rows is None if kept is None else kept_rows.dtype == state_indices.dtype
+        assert (ring is None) == (problem.ring_rows is None) == (problem.fold_every is None) == (fold_phase is None)
+        if ring is not None:
+            assert ring.shape[1] == problem.ring_rows and num_computed_tokens.dtype == torch.int32
+            assert ring.stride(2) == 1 and not any(number % 4 for number in (*ring.stride()[:2], ring.data_ptr() // 4))
         assert isinstance(scale, float) and isinstance(eps, float) and isinstance(null_slot, int)
         assert problem.num_sequences == (mixed_qkv.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         out.copy_(
@@ -63,7 +68,8 @@ class Kernel:
                 eps=eps, activation="silu" if problem.silu else None,
                 gate_activation="sigmoid" if problem.gate_sigmoid else "silu",
                 projection_layout=layout_of(problem), rounding_seed=rounding_seed, intermediate_states=kept,
-                intermediate_indices=kept_rows,
+                intermediate_indices=kept_rows, ring=ring, state_tokens=state_tokens, num_computed_tokens=num_computed_tokens,
+                fold_every=problem.fold_every, fold_phase=fold_phase or 0,
                 state_v_first=problem.state_v_first, null_slot=null_slot,
             )
         )  # fmt: skip

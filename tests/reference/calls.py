@@ -9,7 +9,7 @@ from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, re
 
 Arguments = dict[str, Any]
 FP8 = torch.float8_e4m3fn
-WRITES_ONLY = ("write_indexer_cache", "compress_indexer_keys")  # they return None
+WRITES_ONLY = ("write_indexer_cache", "compress_indexer_keys", "fold_states", "accept_draft_tree")  # they return None
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -83,6 +83,23 @@ def _prefill() -> Arguments:
     }  # fmt: skip
 
 
+def _fold() -> Arguments:
+    return {
+        "ssm_state": randn(5, 4, 8, 6), "state_indices": torch.tensor([3, -1, 0]), "ring": -randn(5, 7, 44).abs(),
+        "state_tokens": torch.tensor([4, 9, 9, 2, 9], dtype=torch.int32), "num_computed_tokens": torch.tensor([5, 0, 7]),
+        "num_k_heads": 2, "fold_every": 4, "num_accepted_tokens": torch.tensor([2, 1, 1]),
+    }  # fmt: skip
+
+
+def _accept() -> Arguments:
+    return {
+        "ring": randn(5, 8, 12), "conv_state": randn(5, 6, 7, seed=1), "state_indices": torch.tensor([3, -1, 0]),
+        "parent_token": torch.tensor([-1, 0, 0, -1, -1, 0, 1], dtype=torch.int32),
+        "accepted_nodes": torch.tensor([2, 0, 2], dtype=torch.int32), "num_computed_tokens": torch.tensor([5, 0, 7]),
+        "num_accepted_tokens": torch.ones(3, dtype=torch.int32), "query_start_loc": torch.tensor([0, 3, 4, 7]), "conv_width": 4,
+    }  # fmt: skip
+
+
 def _prepare() -> Arguments:
     return {
         "q": randn(4, 3, 32), "k": randn(4, 32, seed=1), "weights": randn(4, 3, seed=2), "positions": torch.arange(4),
@@ -131,6 +148,8 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "causal_conv1d_update": _conv_update,
     "fused_gdn_decode": _decode,
     "fused_gdn_prefill": _prefill,
+    "fold_states": _fold,
+    "accept_draft_tree": _accept,
     "fused_gdn_gating": lambda: {"A_log": randn(4), "a": randn(3, 4, seed=1), "b": randn(3, 4, seed=2), "dt_bias": randn(4)},
     "fused_qkvzba_split_reshape_cat": lambda: {
         "mixed_qkvz": randn(3, 88), "mixed_ba": randn(3, 8, seed=1), "num_heads_qk": 2, "num_heads_v": 4, "head_qk": 6,

@@ -82,6 +82,32 @@ def decode() -> dict[str, Any]:
     }
 
 
+def fold() -> dict[str, Any]:
+    return {
+        "ssm_state": ones(SLOTS, HV, D, D, dtype=F32),
+        "state_indices": arange(2),
+        "ring": -ones(SLOTS, 16, H * D + HV * (D + 1), dtype=F32),
+        "state_tokens": torch.zeros(SLOTS, dtype=I32),
+        "num_computed_tokens": arange(2),
+        "num_k_heads": H,
+        "fold_every": 15,
+    }
+
+
+def accept() -> dict[str, Any]:
+    return {
+        "ring": ones(SLOTS, 16, 16, dtype=F32),
+        "conv_state": None,
+        "state_indices": arange(1),
+        "parent_token": torch.tensor([-1, 0], dtype=I32),
+        "accepted_nodes": arange(1),
+        "num_computed_tokens": arange(1),
+        "num_accepted_tokens": torch.ones(1, dtype=I32),
+        "query_start_loc": torch.tensor([0, 2], dtype=I32),
+        "conv_width": 4,
+    }
+
+
 def prefill() -> dict[str, Any]:
     one = decode()
     one["conv_states"] = one.pop("conv_state")
@@ -119,6 +145,8 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "fused_gdn_decode": decode,
     "fused_gdn_prefill": prefill,
+    "fold_states": fold,
+    "accept_draft_tree": accept,
     "fused_gdn_gating": lambda: {"A_log": ones(HV), "a": ones(T, HV), "b": ones(T, HV), "dt_bias": ones(HV)},
     "fused_qkvzba_split_reshape_cat": lambda: {
         "mixed_qkvz": ones(T, 2 * H * D + 2 * HV * D),
@@ -184,7 +212,7 @@ def test_without_a_gpu_the_reference_would_run(name: str, monkeypatch: pytest.Mo
     def forbidden(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the reference ran")
 
-    modules = {"delta_rule", "gated_delta_rule", "steps", "conv", "logits", "topk", "indexer", "attention"}
+    modules = {"delta_rule", "gated_delta_rule", "replay", "steps", "conv", "logits", "topk", "indexer", "attention"}
     for place in [gdn.reference, *(importlib.import_module(f"gdn.reference.{module}") for module in modules)]:
         if hasattr(place, name):
             monkeypatch.setattr(place, name, forbidden)

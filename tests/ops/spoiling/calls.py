@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tests.ops.spoiling import calls_delta_rule, calls_indexer, calls_projections, calls_steps
+from tests.ops.spoiling import calls_delta_rule, calls_indexer, calls_projections, calls_replay, calls_steps
 from tests.ops.spoiling.call import Call, Draw
 
 OPERATORS: dict[str, Callable[[Draw], Call]] = {
@@ -11,6 +11,8 @@ OPERATORS: dict[str, Callable[[Draw], Call]] = {
     "fused_recurrent_gated_delta_rule": calls_delta_rule.recurrent,
     "gated_delta_rule": calls_delta_rule.step,
     "fused_gdn_decode": calls_projections.decode,
+    "fold_states": calls_replay.fold,
+    "accept_draft_tree": calls_replay.accept,
     "fused_gdn_prefill": calls_projections.prefill,
     "fused_gdn_gating": calls_steps.gating,
     "fused_qkvzba_split_reshape_cat": calls_steps.split,

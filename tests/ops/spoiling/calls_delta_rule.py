@@ -285,6 +285,11 @@ def _parents(draw: Draw, call: Call, num_tokens: int, length: int) -> list[int]:
         bounds = call.index("cu_seqlens")
     else:
         bounds = list(range(0, num_tokens + 1, max(1, length)))
+    return parents_of(draw, bounds, num_tokens)
+
+
+def parents_of(draw: Draw, bounds: list[int], num_tokens: int) -> list[int]:
+    """A parent of every token of sequences with these offsets: -1 or an earlier token of its sequence."""
     parents = [-1] * num_tokens
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         for node in range(end - start):

@@ -31,6 +31,8 @@ def lengths(call: Call) -> list[int]:
     if name is not None:
         bounds = call.index(name)
         return [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    if call.operator == "fold_states":
+        return [1] * call.get("state_indices").shape[0]
     if "q" in call.arguments:
         return [call.arguments["q"].shape[1]] * call.arguments["q"].shape[0]
     if call.operator == "causal_conv1d_fn":
@@ -148,6 +150,25 @@ def _decode(call: Call) -> dict[str, Tensor]:
     return {"conv_state": _slots_mask(conv, windows), "ssm_state": _slots_mask(state, slots)}
 
 
+def _fold(call: Call) -> dict[str, Tensor]:
+    slots = _written_slots(call, "state_indices", "final_state_indices")
+    state, counts = call.get("ssm_state"), call.get("state_tokens")
+    own = _slots_mask(counts, slots)
+    return {"ssm_state": own.view(*own.shape, 1, 1, 1).expand(state.shape), "state_tokens": own}
+
+
+def _accept(call: Call) -> dict[str, Tensor]:
+    slots = _written_slots(call, "state_indices", None)
+    masks = {}
+    for name in ("ring", "conv_state"):
+        if isinstance(pool := call.get(name), Tensor):
+            own = _slots_mask(pool.flatten(0, pool.dim() - 4)[0] if pool.dim() == 4 else pool, slots)
+            masks[name] = own.expand(pool.shape)
+    accepted = torch.zeros(call.get("num_accepted_tokens").shape, dtype=torch.bool)
+    accepted[live_sequences(call)] = True
+    return masks | {"num_accepted_tokens": accepted}
+
+
 def _prefill(call: Call) -> dict[str, Tensor]:
     slots = _written_slots(call, "state_indices", None)
     windows, state = call.get("conv_states"), call.get("ssm_state")
@@ -214,6 +235,8 @@ _POOLS = {
     "fused_recurrent_gated_delta_rule": _delta_rule,
     "gated_delta_rule": _delta_rule,
     "fused_gdn_decode": _decode,
+    "fold_states": _fold,
+    "accept_draft_tree": _accept,
     "fused_gdn_prefill": _prefill,
     "causal_conv1d_fn": _conv_fn,
     "causal_conv1d_update": _conv_update,

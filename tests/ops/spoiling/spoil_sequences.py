@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.indices import FAR, POOLS, as_int64, copied, places_looked_at, register_entry, with_value
-from tests.ops.spoiling.live import indices_of, kept_of, lengths, live_sequences, null_slot, rows_of
+from tests.ops.spoiling.live import column_read, indices_of, kept_of, lengths, live_sequences, null_slot, rows_of
 from tests.ops.spoiling.spoiling import SPOILINGS, Spoiled, spoiling
 
 Tensor = torch.Tensor
@@ -45,7 +45,7 @@ def _ends_late(call: Call, path: str, _: random.Random) -> Spoiled | None:
     offsets = copied(call, path)
     if offsets is None or offsets.numel() < 2:
         return None
-    first = call.get(next(name for name in ("q", "x", "mixed_qkv") if name in call.dims))
+    first = call.get(next(name for name in ("q", "x", "mixed_qkv", "parent_token") if name in call.dims))
     tokens = first.shape[1] if first.dim() == 4 else first.shape[0]
     offsets[-1] = tokens + 1
     return with_value(call, path, offsets, "seq_lens")
@@ -85,6 +85,8 @@ _lengths("a longer first sequence", lambda found: [found[0] + 1, *found[1:]])
 def _pool_size(call: Call, path: str) -> int | None:
     if path == "intermediate_indices":
         return call.get("intermediate_states").shape[0]
+    if call.operator in ("fold_states", "accept_draft_tree"):
+        return call.get("state_tokens").shape[0] if call.operator == "fold_states" else call.get("ring").shape[-3]
     if path == "checkpoint_slots" and kept_of(call):
         return min(call.get(name).shape[0] for name in kept_of(call))
     sizes = [call.get(name).shape[0] for name in POOLS if isinstance(call.get(name), Tensor)]
@@ -146,7 +148,7 @@ def _read_by_another(call: Call, path: str, _: random.Random) -> Spoiled | None:
     tensor, live, reads = copied(call, path), live_sequences(call), indices_of(call)
     if tensor is None or reads is None or len(live) < 2 or call.arguments.get("disable_state_update"):
         return None
-    read = call.get("num_accepted_tokens").tolist()[live[0]] - 1 if isinstance(call.get("num_accepted_tokens"), Tensor) else 0
+    read = column_read(call, live[0])
     tensor.view(tensor.shape[0], -1)[live[1], 0] = rows_of(call, reads)[live[0]][read]
     return with_value(call, path, tensor, reads)
 

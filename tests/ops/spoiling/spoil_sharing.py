@@ -126,7 +126,7 @@ def _overlap_read(call: Call, path: str, rng: random.Random) -> Spoiled | None:
 # Arguments that some operator writes.
 WRITTEN = {
     "out", "initial_state", "conv_state", "conv_states", "ssm_state", "checkpoint_states", "checkpoint_windows",
-    "intermediate_states", "cache", "v_cache", "ring",
+    "intermediate_states", "cache", "v_cache", "ring", "state_tokens", "num_accepted_tokens",
 }  # fmt: skip
 
 

@@ -228,8 +228,10 @@ def _odd_pages(call: Call, path: str, _: random.Random) -> Spoiled | None:
 def _few_columns(call: Call, path: str, _: random.Random) -> Spoiled | None:
     """Pool with fewer columns than the filter needs."""
     pool = call.get(path)
-    width = call.get("weight" if "weight" in call.arguments else "conv_weight").shape[1]
-    return Spoiled(call.with_values({path: pool[:, :, : width - 2]})) if isinstance(pool, Tensor) else None
+    width = call.get("conv_width")
+    if width is None:
+        width = call.get("weight" if "weight" in call.arguments else "conv_weight").shape[1]
+    return Spoiled(call.with_values({path: pool[..., : width - 2]})) if isinstance(pool, Tensor) else None
 
 
 @spoiling("one tap")

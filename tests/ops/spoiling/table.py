@@ -216,6 +216,14 @@ _PAGED: dict[str, Kind] = _SCORES | {
     "block_tables": _TABLES,
 }
 
+# Counts that a call writes: int32, one for each slot or sequence.
+_COUNTS: Kind = but(INT32, "one longer") | {
+    "all rows in one place": VALUE, "overlaps another argument": VALUE, "adjacent to another argument": SAME,
+}  # fmt: skip
+_WITHOUT_OFFSETS: Kind = but(PER_SEQUENCE, "extra rows of anything")
+_RING: Kind = but(STATE_POOL, "dtype float64", "one longer", "one shorter", "interleaved with another argument")
+_RING_READ: Kind = but(_RING, "all rows in one place", "overlapping rows", "overlaps another argument") | {"dtype float64": TYPE}
+
 TABLE: dict[str, dict[str, Kind]] = {
     "chunk_gated_delta_rule": _DELTA_RULE | {
         "state_indices": SLOTS | _SHARED_SLOTS,
@@ -285,6 +293,38 @@ TABLE: dict[str, dict[str, Kind]] = {
         "backend": BACKEND,
         "*": FLOAT_CALL,
     },
+    "fold_states": {
+        "ssm_state": REQUIRED | but(STATE_POOL, "two dims more", "interleaved with another argument"),
+        "state_indices": REQUIRED | but(SLOTS, "one shorter", "extra rows of anything", "extra rows without offsets") | {
+            "two live sequences, one slot": VALUE, "null slots twice": SAME,
+        },
+        "ring": REQUIRED | _RING_READ,
+        "state_tokens": REQUIRED | but(_COUNTS, "all rows in one place"),
+        "num_computed_tokens": REQUIRED | _WITHOUT_OFFSETS,
+        "num_accepted_tokens": _WITHOUT_OFFSETS,
+        "final_state_indices": but(SLOTS, "extra rows of anything") | _FINAL_SLOTS,
+        "num_k_heads, fold_every": AT_LEAST_ONE,
+        "fold_phase": COUNT,
+        "rounding_seed": _SEED,
+        "state_v_first": FLAG,
+        "null_slot": NULL_SLOT,
+        "backend": BACKEND,
+        "*": WHOLE,
+    },
+    "accept_draft_tree": {
+        "ring": REQUIRED | _RING,
+        "conv_state": but(WINDOWS, "one longer"),
+        "state_indices": REQUIRED | _with_offsets(SLOTS) | _SHARED_SLOTS,
+        "parent_token": REQUIRED | but(_PARENTS, "the indices 1-D", "one longer"),
+        "accepted_nodes": REQUIRED | _with_offsets(but(PER_SEQUENCE, "the other index dtype") | {"dtype int64": TYPE}),
+        "num_computed_tokens": REQUIRED | _with_offsets(PER_SEQUENCE),
+        "num_accepted_tokens": REQUIRED | _COUNTS,
+        "query_start_loc": REQUIRED | OFFSETS,
+        "conv_width": AT_LEAST_ONE,
+        "null_slot": NULL_SLOT,
+        "backend": BACKEND,
+        "*": WHOLE,
+    },
     "fused_gdn_prefill": {
         "mixed_qkv": REQUIRED | ROWS | MATRIX,
         "z": ROWS | {
@@ -347,7 +387,7 @@ TABLE: dict[str, dict[str, Kind]] = {
         "query_start_loc": OFFSETS,
         "conv_state_indices": SLOTS | _SHARED_SLOTS,
         "num_accepted_tokens": _ACCEPTED,
-        "parent_token": _PARENTS,
+        "parent_token": but(_PARENTS, "the indices 1-D"),
         "out": _FILTERED["out"] | {"x in the other memory order": VALUE},
     },
     "add_rms_norm": {

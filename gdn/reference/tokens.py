@@ -1,0 +1,99 @@
+"""Tokens of a delta-rule call in plain torch, with norm, scale and gates applied, and states in their slots."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gdn.reference.modes import compute_dtype, ranges
+from gdn.reference.rounding import stochastic_bfloat16
+
+L2_NORM_EPS = 1e-6  # added to the sum of squares
+
+
+@dataclass
+class Tokens:
+    """Tokens of a call: `rows` returns a range of them with norm, scale and gates applied and heads expanded."""
+
+    q: Tensor  # [B, T, Hq, K]
+    k: Tensor  # [B, T, Hk, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor | None  # [B, T, HS]
+    beta: Tensor | None  # [B, T, HS]
+    scale: float | None
+    use_qk_l2norm: bool
+    use_gate: bool
+    A_log: Tensor | None  # [HS]
+    dt_bias: Tensor | None  # [HS]
+    use_beta_sigmoid: bool
+
+    def __post_init__(self) -> None:
+        self.dtype = compute_dtype(self.q)
+        self.num_heads = max(self.q.shape[2], self.v.shape[2])
+
+    def rows(self, b: int, start: int, end: int) -> tuple[Tensor, ...]:
+        """q, k [HS, T, K], v [HS, T, V], g (log decay), beta [HS, T] of tokens start..end."""
+        q, k, v = (self._expanded(x[b, start:end]) for x in (self.q, self.k, self.v))
+        if self.use_qk_l2norm:
+            q = q * (q.square().sum(-1, keepdim=True) + L2_NORM_EPS).rsqrt()
+            k = k * (k.square().sum(-1, keepdim=True) + L2_NORM_EPS).rsqrt()
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        g, beta = q.new_zeros(self.num_heads, end - start), q.new_ones(self.num_heads, end - start)
+        if self.g is not None:
+            g = self._log_decay(self.g[b, start:end].to(self.dtype)).t()
+        if self.beta is not None:
+            beta = self.beta[b, start:end].to(self.dtype).t()
+            beta = beta.sigmoid() if self.use_beta_sigmoid else beta
+        return q * scale, k, v, g, beta
+
+    def key_factors(self, b: int, start: int, end: int) -> Tensor:
+        """1 / |k| [HS, T] of tokens start..end, 1 without the norm."""
+        squares = self._expanded(self.k[b, start:end]).square().sum(-1)
+        return (squares + L2_NORM_EPS).rsqrt() if self.use_qk_l2norm else torch.ones_like(squares)
+
+    def _expanded(self, x: Tensor) -> Tensor:
+        """[T, heads, D] -> [HS, T, D]: state head s reads head s // (HS // heads)."""
+        return x.to(self.dtype).repeat_interleave(self.num_heads // x.shape[1], dim=1).transpose(0, 1)
+
+    def _log_decay(self, g: Tensor) -> Tensor:
+        if not self.use_gate:
+            return g
+        assert self.A_log is not None  # checked by the operator
+        a = g if self.dt_bias is None else g + self.dt_bias.to(self.dtype)
+        return -self.A_log.to(self.dtype).exp() * torch.nn.functional.softplus(a, beta=1.0, threshold=20.0)
+
+    def zero_output(self) -> Tensor:
+        """[B, T, HS, V]: rows that no live sequence owns stay zero."""
+        return self.v.new_zeros(*self.q.shape[:2], self.num_heads, self.v.shape[-1])
+
+    def zero_state(self) -> Tensor:
+        return self.q.new_zeros(self.num_heads, self.q.shape[-1], self.v.shape[-1], dtype=self.dtype)
+
+    def new_state(self, num_sequences: int, state_v_first: bool) -> Tensor:
+        k_dim, v_dim = self.q.shape[-1], self.v.shape[-1]
+        inner = (v_dim, k_dim) if state_v_first else (k_dim, v_dim)
+        return self.q.new_zeros(num_sequences, self.num_heads, *inner, dtype=self.dtype)
+
+
+def sequences_of(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:
+    """(batch row, first token, end) of every sequence; a length below zero counts as empty."""
+    if cu_seqlens is None:
+        return [(b, 0, q.shape[1]) for b in range(q.shape[0])]
+    return [(0, start, end) for start, end in ranges(cu_seqlens)]
+
+
+def columns_of(indices: Tensor) -> list[list[int]]:
+    return (indices[:, None] if indices.dim() == 1 else indices).tolist()
+
+
+def load_state(pool: Tensor, slot: int, state_v_first: bool, dtype: torch.dtype) -> Tensor:
+    """Copy of the state in a slot, as [HS, K, V]: a draft tree needs it again after the slot has been written."""
+    state = pool[slot].to(dtype, copy=True)
+    return state.mT if state_v_first else state
+
+
+def store_state(pool: Tensor, slot: int, state: Tensor, state_v_first: bool, seed: int | None = None) -> None:
+    """Stores state [HS, K, V] in a slot, rounded to the pool's dtype: to nearest, or stochastically with a seed."""
+    if seed is not None and pool.dtype == torch.bfloat16:
+        state = stochastic_bfloat16(state, seed, slot)
+    pool[slot].copy_(state.mT if state_v_first else state)

@@ -1,0 +1,96 @@
+"""Good calls of the operators around replay decode."""
+
+import torch
+
+from gdn.problems import entry_width, state_position
+from tests.ops.spoiling.call import Call, Draw
+from tests.ops.spoiling.calls_delta_rule import parents_of, slots_of
+
+HEADS = ((2, 2), (2, 4), (2, 6), (1, 3))  # of keys, of states
+
+
+def ring_of(draw: Draw, slots: int, rows: int, width: int) -> torch.Tensor:
+    """[slots, rows, >= width], decays among it below 0."""
+    ring = -torch.rand(slots, rows, -(-width // 4) * 4, generator=draw.generator)
+    return draw.pool(ring)
+
+
+def fold(draw: Draw) -> Call:
+    call = Call("fold_states")
+    (key_heads, heads), k_dim, v_dim = draw.pick(*HEADS), draw.pick(4, 8), draw.pick(4, 8, 12)
+    count, most, fold_every = draw.pick(1, 2, 3), draw.pick(1, 2, 4), draw.pick(1, 2, 5)
+    rows, layers = fold_every - 1 + 2 * most + draw.pick(0, 3), draw.pick(0, 0, 1, 2)
+    slots, size = slots_of(draw, call, count, columns=2)
+    v_first = call.arguments["state_v_first"] = draw.maybe()
+    shape, dims = ((heads, v_dim, k_dim), "H V K") if v_first else ((heads, k_dim, v_dim), "H K V")
+    outer, named = ((layers,), "L ") if layers else ((), "")
+    state = draw.floats(*outer, size, *shape, dtype=draw.pick(torch.float32, torch.bfloat16))
+    call.give("ssm_state", draw.pool(state), f"{named}slots {dims}")
+    ring = ring_of(draw, max(layers, 1) * size, rows, entry_width(key_heads, heads, k_dim, v_dim))
+    ring = ring.unflatten(0, (layers, size)) if layers else ring
+    call.give("ring", ring, f"{named}~ ~ ~")
+    written = [draw.random.randint(0, 40) for _ in range(size)]
+    null_slot = call.arguments.get("null_slot", -1)
+    reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
+    call.give("state_tokens", torch.tensor(written, dtype=torch.int32), "slots")
+    call.give("state_indices", draw.indices(reads), "N")
+    accepted = [draw.random.randint(1, (rows + 1 - fold_every) // 2) for _ in range(count)]
+    if draw.maybe():
+        call.give("num_accepted_tokens", draw.indices(accepted), "N")
+    call.give("num_computed_tokens", draw.indices([written[slot] + draw.pick(0, 1, 3, 20) for slot in reads]), "N")
+    if draw.maybe(0.4):
+        final = [null_slot if draw.maybe(0.2) else slot for slot in slots[count:]]
+        call.give("final_state_indices", draw.indices(final), "N")
+    if state.dtype == torch.bfloat16 and draw.maybe():
+        call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
+        call.ties["one"] = ("rounding_seed",)
+    call.arguments |= {"num_k_heads": key_heads, "fold_every": fold_every}
+    if draw.maybe():
+        call.arguments["fold_phase"] = draw.random.randrange(fold_every)
+    call.sizes["N"] = count
+    return call
+
+
+def folded_slots(call: Call) -> set[int]:
+    """Slots whose state or count may change."""
+    null_slot, reads = call.arguments.get("null_slot", -1), call.index("state_indices")
+    final = call.index("final_state_indices") if call.get("final_state_indices") is not None else reads
+    return {target for slot, target in zip(reads, final, strict=True) if slot > null_slot and target > null_slot}
+
+
+def has_entries(call: Call, n: int) -> bool:
+    """Whether a sequence has live entries."""
+    slot, p = call.index("state_indices")[n], call.index("num_computed_tokens")[n]
+    a = 1 if call.get("num_accepted_tokens") is None else call.index("num_accepted_tokens")[n]
+    phase = call.arguments.get("fold_phase", 0)
+    return state_position(call.index("state_tokens")[slot], p - a, call.arguments["fold_every"], phase) < p
+
+
+def accept(draw: Draw) -> Call:
+    call = Call("accept_draft_tree")
+    lengths, layers, width = draw.lengths(4), draw.pick(0, 0, 1, 2), draw.pick(2, 4)
+    count, offsets = len(lengths), draw.offsets(lengths)
+    call.sizes["N"] = count
+    call.give("query_start_loc", draw.indices(offsets), "~")
+    call.ties["N"] = call.ties["tokens"] = ("query_start_loc",)
+    tokens = offsets[-1] + draw.pick(0, 2)
+    call.give("parent_token", torch.tensor(parents_of(draw, offsets, tokens), dtype=torch.int32), "tokens")
+    slots, size = slots_of(draw, call, count)
+    null_slot = call.arguments.get("null_slot", -1)
+    reads = [null_slot if draw.maybe(0.15) else slot for slot in slots]
+    call.give("state_indices", draw.indices(reads), "N+")
+    rows = draw.pick(4, 7, 16)
+    ring = ring_of(draw, max(layers, 1) * size, rows, draw.pick(8, 20))
+    call.give("ring", ring.unflatten(0, (layers, size)) if layers else ring, "L ~ ~ ~" if layers else "~ ~ ~")
+    if draw.maybe(0.7):
+        outer = (layers,) if layers else ()
+        windows = draw.floats(*outer, size, 8, width - 2 + 4, dtype=draw.any_float())
+        call.give("conv_state", draw.pool(windows), "L ~ ~ ~" if layers else "~ ~ ~")
+    else:
+        call.arguments["conv_state"] = None
+    nodes = [draw.random.randrange(length) if length else 0 for length in lengths]
+    call.give("accepted_nodes", torch.tensor(nodes, dtype=torch.int32), "N+")
+    call.give("num_computed_tokens", draw.indices([draw.random.randint(0, 50) for _ in lengths]), "N+")
+    call.give("num_accepted_tokens", torch.ones(count, dtype=torch.int32), "N+")
+    call.arguments["conv_width"] = width
+    return call
