@@ -119,11 +119,15 @@ def load_entries(
     for unit in cutlass.range(thread, count * ring.key_units, ring.tile.threads, unroll=1):
         row = source + Int64(row_of(ring, base, unit // ring.key_units)) * gRing.stride[1] * 4
         _COPIES[4](entries.keys + unit * 16, row + (key_at + unit % ring.key_units * 16))
-    size = cutlass.const_expr(4 * ring.update_width)
-    update_at = 4 * (ring.updates_at + place.head * ring.head_v_dim + first_column(ring, place, thread))
+    size, copy = cutlass.const_expr(4 * ring.update_width), _COPIES[ring.update_width]
+    column = first_column(ring, place, thread)
+    update_at = 4 * (ring.updates_at + place.head * ring.head_v_dim + column)
+    left = (ring.head_v_dim - column) * 4  # bytes of the head's columns from the block's first on
     for unit in cutlass.range(thread, count * ring.update_units, ring.tile.threads, unroll=1):
         row = source + Int64(row_of(ring, base, unit // ring.update_units)) * gRing.stride[1] * 4
-        _COPIES[ring.update_width](entries.updates + unit * size, row + (update_at + unit % ring.update_units * size))
+        within = unit % ring.update_units * size
+        if within < left:
+            copy(entries.updates + unit * size, row + (update_at + within))
     for entry in cutlass.range(thread, count, ring.tile.threads, unroll=1):
         row = source + Int64(row_of(ring, base, entry)) * gRing.stride[1] * 4
         _COPIES[1](entries.decays + entry * 4, row + 4 * (ring.decays_at + place.head))
@@ -161,16 +165,19 @@ def live_entries(ring: RingTile, entries: Entries, first_and_committed: Any, pha
 
 
 @cute.jit
-def log_decays(ring: RingTile, entries: Entries, first: Int32, end: Int32, lane: Int32, rTails: cute.Tensor):
-    """rTails[c] = sum of g of the entries after entry 32 c + lane and before `end`; returns the sum from `first` on.
+def log_decays(ring: RingTile, entries: Entries, ends: Any, path: Any, lane: Int32, rTails: cute.Tensor):
+    """rTails[c] = sum of g of the entries after entry 32 c + lane; returns the sum of all.
 
-    Added from the newest entry back; entries before `first` may hold anything."""
+    ends: first entry, first one after the last, and the number of those before the call. path: as `is_on` has it. Added from the
+    newest entry back; entries before the first may hold anything.
+    """
+    first, end, before = ends
     total = Float32(0.0)
     for back in cutlass.range_constexpr(ring.chunks):
         c = cutlass.const_expr(ring.chunks - 1 - back)
         entry = c * _WARP + lane
         value = Float32(0.0)
-        if (entry >= first) & (entry < end):
+        if (entry >= first) & (entry < end) & is_on(path, entry - before):
             value = ptx.load_one(entries.decays + entry * 4)
         for bit in cutlass.range_constexpr(5):
             later = cute.arch.shuffle_sync_down(value, offset=1 << bit)
@@ -181,15 +188,20 @@ def log_decays(ring: RingTile, entries: Entries, first: Int32, end: Int32, lane:
     return total
 
 
+def is_on(path: Any, node: Any) -> Any:
+    """Whether an entry counts: those before the call's tokens (node < 0), and of these the ones with a bit in `path`; None = all."""
+    return Boolean(True) if path is None else (node < 0) | ((path >> cutlass.max(node, 0)) & 1 != 0)
+
+
 @cute.jit
-def weigh(ring: RingTile, entries: Entries, live: Live, newest: Int32, q_and_k: Any, thread: Int32):
+def weigh(ring: RingTile, entries: Entries, live: Live, newest: Int32, path: Any, q_and_k: Any, thread: Int32):
     """Weights of the entries before `newest`, the token's own, into shared memory; returns D.
 
-    q_and_k: the lane's 4 entries of K of every pass, as `lane_values` has them; not normalised."""
+    path: a bit for every token of the call that counts, None = all. q_and_k: the lane's 4 entries of K of every pass, as `lane_values` has them; not normalised."""
     rQ, rK = q_and_k
     lane, warp = thread % _WARP, thread // _WARP
     rTails = cute.make_rmem_tensor(ring.chunks, Float32)
-    total = log_decays(ring, entries, live.start, newest + 1, lane, rTails)
+    total = log_decays(ring, entries, (live.start, newest + 1, live.count), path, lane, rTails)
     for c in cutlass.range_constexpr(ring.chunks):
         factor = cute.math.exp(rTails[c])
         low = cutlass.max(live.start, Int32(c * _WARP))
@@ -225,19 +237,21 @@ def lane_values(ring: RingTile, at: Int32, lane: Int32, rX: cute.Tensor):
 
 @cute.jit
 def add_entries(
-    ring: RingTile, entries: Entries, live: Live, newest: Int32, decay: Float32, place: Place, thread: Int32, rSums: cute.Tensor
-):
+    ring: RingTile, entries: Entries, live: Live, newest: Int32, path: Any, decay: Float32, place: Place, thread: Int32,
+    rSums: cute.Tensor,
+):  # fmt: skip
     """The thread's sums over S0, of 2 columns each, become those over S: its share of the entries joins them."""
     columns, lanes = cutlass.const_expr(ring.tile.v_per_thread), cutlass.const_expr(ring.tile.threads_per_column)
     for i in cutlass.range_constexpr(2 * columns):
         rSums[i] *= decay
     at = entries.updates + group_of(ring, thread) * (4 * columns)
     for entry in cutlass.range(live.start + ((place.lane - live.start) & (lanes - 1)), newest, lanes, unroll=1):
-        of_k, of_q = ptx.load_pair(entries.weights + entry * 8)
-        u_values = load_columns(at + entry * (4 * ring.block_v), columns)
-        for r in cutlass.range_constexpr(columns):
-            rSums[2 * r] += of_k * u_values[r]
-            rSums[2 * r + 1] += of_q * u_values[r]
+        if is_on(path, entry - live.count):
+            of_k, of_q = ptx.load_pair(entries.weights + entry * 8)
+            u_values = load_columns(at + entry * (4 * ring.block_v), columns)
+            for r in cutlass.range_constexpr(columns):
+                rSums[2 * r] += of_k * u_values[r]
+                rSums[2 * r + 1] += of_q * u_values[r]
 
 
 def load_columns(at: Any, columns: int) -> list[Any]:
@@ -286,11 +300,15 @@ def append(
         for i in cutlass.range_constexpr(0, tile.k_per_thread, 4):
             at = ((i // tile.vector * tile.threads_per_column + place.lane) * tile.vector + i % tile.vector) * 4
             values = [k_factor * work.k[i + e] for e in range(4)]
+            exists = Int32(ring.head_k_dim) * 4 - at  # > 0 where the tile's entry is one of K
             if cutlass.const_expr(is_followed):
-                ptx.store_where(entries.keys + newest * (4 * ring.head_k_dim) + at, values, Int32(1))
-            if (key_head >= 0) & live.is_valid:
+                ptx.store_where(entries.keys + newest * (4 * ring.head_k_dim) + at, values, exists)
+            if (key_head >= 0) & live.is_valid & (exists > 0):
                 ptx.store_global_four(row + (key_head * (4 * ring.head_k_dim) + at), values)
-    if place.lane < columns:
+    has_column = place.lane < columns
+    if cutlass.const_expr(tile.masks_v):
+        has_column = has_column & (place.v_start < ring.head_v_dim)
+    if has_column:
         value = own_column(tile, place.lane, work.u)
         column = group * columns + place.lane
         if cutlass.const_expr(is_followed):
@@ -307,7 +325,7 @@ def fold(ring: RingTile, entries: Entries, live: Live, place: Place, thread: Int
     """The state takes in the entries from live.start on and before live.target."""
     columns, lane = cutlass.const_expr(ring.tile.v_per_thread), thread % _WARP
     rTails = cute.make_rmem_tensor(ring.chunks, Float32)
-    total = cute.math.exp(log_decays(ring, entries, live.start, live.target, lane, rTails))
+    total = cute.math.exp(log_decays(ring, entries, (live.start, live.target, live.count), None, lane, rTails))
     for i in cutlass.range_constexpr(ring.tile.values):
         rState[i] *= total
     column = group_of(ring, thread) * columns

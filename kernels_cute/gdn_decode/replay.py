@@ -56,14 +56,14 @@ def run_token(
     lane = block.thread % 32
     ring.lane_values(spec.ring, shared.tokens, lane, rQ)
     ring.lane_values(spec.ring, shared.tokens + 4 * tile.head_k_dim, lane, rK)
-    alpha = ring.weigh(spec.ring, entries, live, newest, (rQ, rK), block.thread)
+    alpha = ring.weigh(spec.ring, entries, live, newest, None, (rQ, rK), block.thread)
     own_decay = ptx.load_one(entries.decays + newest * 4)
     beta = ptx.load_one(shared.tokens + 4 * spec.gates_at + 4)
     cute.arch.sync_threads()  # all weights are there
 
     work = make_work(tile, 2 * tile.v_per_thread + 3)
     multiply(spec, shared.tokens, place.lane, rState, work)
-    ring.add_entries(spec.ring, entries, live, newest, alpha, place, block.thread, work.sums)
+    ring.add_entries(spec.ring, entries, live, newest, None, alpha, place, block.thread, work.sums)
     add_up(tile, work.sums, 2 * tile.v_per_thread + 3, Exchange(shared.warp_parts, step % 2))
     k_factor, q_factor = row_factors(tile, work.sums, params.scale, True)
     value, squares = finish(spec, block, (beta, k_factor, q_factor), work, shared.tokens)

@@ -12,6 +12,7 @@ from kernels_cute.common.state_sums import Exchange, carveout
 from kernels_cute.common.state_tile import load_state, opaque_place
 from kernels_cute.recurrent import tokens
 from kernels_cute.recurrent.draft_tree import run_tree
+from kernels_cute.recurrent.replay import run_replayed
 from kernels_cute.recurrent.single_token import run_without_prefetch
 from kernels_cute.recurrent.tokens import Spec
 
@@ -30,14 +31,16 @@ class Recurrent:
         q, k, v, g, beta, out = without_batch(params.q, params.k, params.v, params.g, params.beta, params.out)
         min_blocks = spec.config.min_threads_per_sm // spec.config.threads
         # Without a value the DSL asks a device for its limit.
-        percent = carveout(4 * spec.shared_floats, min_blocks) if spec.shared_floats else 0
+        percent = carveout(spec.shared_bytes, min_blocks) if spec.shared_bytes else 0
         limits = {"min_blocks_per_mp": min_blocks, "preferred_smem_carveout": percent}
         kernel = self.kernel(params._replace(q=q, k=k, v=v, g=g, beta=beta, out=out))
         kernel.launch(grid=[blocks, 1, 1], block=[spec.config.threads, 1, 1], stream=stream, **limits)
 
     @cute.kernel
     def kernel(self, params: RecurrentParams):
-        if cutlass.const_expr(self.spec.config.prefetch_next_token):
+        if cutlass.const_expr(self.spec.ring is not None):
+            run_replayed(self.spec, params)
+        elif cutlass.const_expr(self.spec.config.prefetch_next_token):
             run_with_prefetch(self.spec, params)
         else:
             run_without_prefetch(self.spec, params)

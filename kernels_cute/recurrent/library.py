@@ -1,7 +1,7 @@
 """Builds the library of the recurrent kernel."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 
 from gdn import recurrent_tiles
 from gdn.problems import RecurrentParams, RecurrentProblem
@@ -30,8 +30,11 @@ def library(problem: RecurrentProblem, config: Config) -> dict[str, bytes]:
     scalars = (Float32(1.0), Int64(-1))
     kept = fake(p.intermediate_dtype, cute.sym_int64(), cute.sym_int64(), heads, *inner, last=(inner[1], 1))
     kept_rows = fake(p.index_dtype if p.intermediate_dtype else None, None)
-    ring = (None, None, None)  # refused, so that its fold_phase, the last argument, is None too
+    has_ring = p.ring_rows is not None
+    ring_states = fake("float32" if has_ring else None, cute.sym_int64(), p.ring_rows, cute.sym_int64(), last=1)
+    ring = (ring_states, *[fake("int32" if has_ring else None, size) for size in (cute.sym_int64(), None)])
     tokens, kept = (q, k, v, g, beta, A_log, dt_bias), (kept, kept_rows)
-    given = (*tokens, *pool, cu_seqlens, parent_token, rounding_seed, *kept, *ring, out, *scalars, None)
+    scalars = (*scalars, Int32(0) if has_ring else None)
+    given = (*tokens, *pool, cu_seqlens, parent_token, rounding_seed, *kept, *ring, out, *scalars)
     fakes = RecurrentParams(*given)
     return build.one_entry("recurrent", Recurrent(Spec(problem, config)), fakes)

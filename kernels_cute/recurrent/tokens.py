@@ -11,6 +11,7 @@ from gdn.recurrent_tiles import Config, writes_new_state
 from kernels_cute.common.delta_rule import HeadGate, Work, add_products, combine, decay, row_factors, store_out, store_zeros
 from kernels_cute.common.memory import CUTE_DTYPES, load, pointer
 from kernels_cute.common.ptx import use
+from kernels_cute.common.ring import RingTile
 from kernels_cute.common.state_sums import Exchange, add_up, parts_floats, storage_type
 from kernels_cute.common.state_tile import Place, StateTile, is_live, store_kept_state, store_state
 
@@ -41,7 +42,21 @@ class Spec:
 
         # Sums of a thread: S k and S q of each column; k q; with norms k k and q q.
         self.num_sums = 2 * config.v_per_thread + (3 if problem.use_qk_l2norm else 1)
-        self.shared_floats = parts_floats(self.tile, 1 if problem.has_parent else 2)  # for the sums that warps exchange
+        has_one_buffer = problem.has_parent and problem.ring_rows is None
+        self.shared_floats = parts_floats(self.tile, 1 if has_one_buffer else 2)  # for the sums that warps exchange
+        self.ring = None
+        if problem.ring_rows is not None:
+            counts = (problem.ring_rows, problem.fold_every, problem.has_accepted, problem.num_k_heads, self.heads)
+            self.ring = RingTile(*counts, self.tile)
+            self.row_floats = self.tile.k_per_thread * self.tile.threads_per_column  # of q or k, with what the tile pads
+            self.row_passes = -(-2 * self.ring.key_units // self.tile.threads)  # parts of q and k in a thread
+
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        replayed = 0 if self.ring is None else 4 * self.row_floats + self.ring.floats
+        return 4 * (self.shared_floats + replayed)
 
 
 class Inputs(NamedTuple):
