@@ -1,0 +1,58 @@
+"""The live entries of sequences go into their states, in all layers at once; then the counts of the slots follow.
+
+`gdn.problems.FoldStatesProblem` has the rule, FoldStatesParams the contract of each tensor. A block holds columns of V of one
+state head in registers, as the decode kernels do; blocks stay and take work items in turn, so that the number of layers costs
+nothing where rings are empty.
+"""
+
+from gdn.device import DeviceSpec
+from gdn.problems import FoldStatesProblem
+from gdn.recurrent_tiles import TUNED_WITHIN, Tiles, k_vector
+from kernels_cute.common import choice
+from kernels_cute.common.choice import unserved
+
+__all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
+
+Config = Tiles
+launch, workspace_bytes = choice.launch, choice.no_workspace
+
+_SHAPES = ((128, 8, 4), (256, 8, 4), (128, 16, 4), (64, 8, 4))  # threads, threads a column, columns a thread
+_MIN_THREADS_PER_SM = 512
+_MAX_STATE_REGISTERS = 64  # state values a thread may hold
+
+
+def refusal(problem: FoldStatesProblem) -> str | None:
+    k, v = problem.head_k_dim, problem.head_v_dim
+    if k % 4 or v % 4 or not 4 <= k <= 256 or not 4 <= v <= 256:
+        return f"requires head dims that are multiples of 4 up to 256, got K={k}, V={v}"
+    return unserved({("float32", "bfloat16"): {"ssm_state": problem.state_dtype}})
+
+
+def _entries(problem: FoldStatesProblem, lanes: int) -> int:
+    """K entries of a thread, some of which may lie beyond the last."""
+    vector = k_vector(problem.state_v_first, problem.state_dtype, problem.head_k_dim)
+    return -(-problem.head_k_dim // (lanes * vector)) * vector
+
+
+def fits(problem: FoldStatesProblem, config: Config, device: DeviceSpec) -> bool:
+    """Whether the configuration can be compiled, without spills, and launched."""
+    shape = (config.threads, config.threads_per_column, config.v_per_thread)
+    if shape not in _SHAPES or config.min_threads_per_sm != _MIN_THREADS_PER_SM:
+        return False
+    return _entries(problem, config.threads_per_column) * config.v_per_thread <= _MAX_STATE_REGISTERS
+
+
+def configs(problem: FoldStatesProblem, device: DeviceSpec) -> list[Config]:
+    every = [Config(*shape, _MIN_THREADS_PER_SM) for shape in _SHAPES]
+    return [config for config in every if fits(problem, config, device)]
+
+
+def default_config(problem: FoldStatesProblem, device: DeviceSpec) -> Config:
+    """The most of a state a thread."""
+    return configs(problem, device)[0]
+
+
+def compile(problem: FoldStatesProblem, config: Config) -> dict[str, bytes]:
+    from kernels_cute.replay.fold_states_kernel import library
+
+    return library(problem, config)
