@@ -26,7 +26,7 @@ from kernels_cute.common.delta_rule import Work, own_column
 from kernels_cute.common.state_sums import load_some
 from kernels_cute.common.state_tile import Place, StateTile
 
-_WARP = 32
+_WARP, TEAM = 32, 8
 _COPIES = {
     width: ptx.instruction(f"cp.async.{mode}.shared.global [{{$r0}}], [{{$r1}}], {4 * width};")
     for width, mode in ((1, "ca"), (2, "ca"), (4, "cg"))
@@ -49,11 +49,13 @@ class RingTile:
         self.warps = tile.threads // _WARP
         self.chunks = -(-rows // _WARP)  # entries of a lane, 32 apart
         self.key_passes = -(-self.key_units // _WARP)  # copies of a key in a lane
+        self.passes_of_team = -(-self.key_units // TEAM)  # the same in a lane of a team
 
-    @property
-    def floats(self) -> int:
-        """Of shared memory: keys, updates, a pair of weights and a decay an entry, and the slot's count."""
-        return self.rows * (self.head_k_dim + self.block_v) + 4 * (-(-(3 * self.rows + 1) // 4))
+    def floats(self, batch: int = 1) -> int:
+        """Of shared memory: keys, updates, weights (a pair for each token that is computed at once) and a decay an entry, and the
+        slot's count."""
+        rows = self.rows + batch - 1  # places of a batch's tokens that are beyond the last
+        return self.rows * (self.head_k_dim + self.block_v) + 4 * (-(-((2 * batch + 1) * rows + 1) // 4))
 
 
 class Entries(NamedTuple):
@@ -76,12 +78,13 @@ class Live(NamedTuple):
     is_valid: Any  # Boolean: False where the sequence turns out to be padding
 
 
-def entries_at(ring: RingTile, address: Any) -> Entries:
-    """Shared memory of `ring.floats` floats from address, a multiple of 16, on."""
+def entries_at(ring: RingTile, address: Any, batch: int = 1) -> Entries:
+    """Shared memory of `ring.floats(batch)` floats from address, a multiple of 16, on."""
     updates = address + 4 * ring.rows * ring.head_k_dim
     weights = updates + 4 * ring.rows * ring.block_v
-    decays = weights + 8 * ring.rows
-    return Entries(address, updates, weights, decays, decays + 4 * ring.rows)
+    rows = ring.rows + batch - 1
+    decays = weights + 8 * batch * rows
+    return Entries(address, updates, weights, decays, decays + 4 * rows)
 
 
 @cute.jit

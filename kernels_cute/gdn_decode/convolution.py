@@ -20,12 +20,18 @@ from kernels_cute.gdn_decode.spec import Block, Registers, Spec, column_in_head
 @cute.jit
 def convolve(spec: Spec, p: Constexpr, registers: Registers):
     """registers.out [CHANNELS] = the convolution's output for item p of the thread."""
-    rOut, rBias, rLine, taps = registers.out, registers.bias, registers.line, spec.problem.width
+    convolve_row(spec, p, p * spec.line_rows * WORDS, registers, registers.line)
+
+
+@cute.jit
+def convolve_row(spec: Spec, p: Constexpr, start: Constexpr, registers: Registers, rLine: cute.Tensor):
+    """The same for the rows that begin with word `start` of the line."""
+    rOut, rBias, taps = registers.out, registers.bias, spec.problem.width
     for c in cutlass.range_constexpr(CHANNELS):
         rOut[c] = rBias[p * CHANNELS + c]
     for j in cutlass.range_constexpr(taps):
         for word in cutlass.range_constexpr(WORDS):
-            values = ptx.unpack(spec.dtype, rLine[(p * taps + j) * WORDS + word])
+            values = ptx.unpack(spec.dtype, rLine[start + j * WORDS + word])
             for half in cutlass.range_constexpr(2):
                 c = cutlass.const_expr(2 * word + half)
                 rOut[c] += weight_of(spec, registers.weight, p, c * taps + j) * values[half]
@@ -106,7 +112,7 @@ def load_row(spec: Spec, params: GdnDecodeParams, token: Int32, block: Block, re
     gX, gZ, rLine, rZ, place = params.mixed_qkv, params.z, registers.line, registers.z, block.place
     for p in cutlass.range_constexpr(spec.passes):
         offset = Int64(token) * gX.stride[0] + place_in_row(spec, loaded_item(spec, p, block.thread), block)
-        load(words(gX, offset, 4 * WORDS), WORDS, rLine, (p * spec.problem.width + spec.history) * WORDS, True)
+        load(words(gX, offset, 4 * WORDS), WORDS, rLine, (p * spec.line_rows + spec.history) * WORDS, True)
     if cutlass.const_expr(spec.has_norm):
         if place.lane < spec.tile.v_per_thread:
             if cutlass.const_expr(spec.problem.interleaved):
@@ -136,7 +142,7 @@ def load_windows(spec: Spec, params: GdnDecodeParams, block: Block, slot: Int64,
         channel = channel_of(spec, loaded_item(spec, p, block.thread), block)
         for c in cutlass.range_constexpr(spec.history):
             offset = window_offset(gWindows, slot, column + c, channel)
-            at = cutlass.const_expr((p * spec.problem.width + c) * WORDS)
+            at = cutlass.const_expr((p * spec.line_rows + c) * WORDS)
             if cutlass.const_expr(spec.copies_windows):
                 load(words(gWindows, offset, 4 * WORDS), WORDS, rLine, at, True)
             else:
@@ -158,7 +164,7 @@ def store_column(
     item = p * spec.tiles.threads + block.thread
     if is_mine(spec, item, block.rank):
         offset = window_offset(gWindows, slot, column, channel_of(spec, item, block))
-        at = cutlass.const_expr((p * spec.problem.width + row) * WORDS)
+        at = cutlass.const_expr((p * spec.line_rows + row) * WORDS)
         if cutlass.const_expr(spec.copies_windows):
             ptx.store_global_pair(gWindows.iterator.toint() + offset * size, rLine[at], rLine[at + 1])
         else:

@@ -15,7 +15,7 @@ from kernels_cute.common.ring import boundary, entries_at, is_served, load_entri
 from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.state_sums import carveout
 from kernels_cute.common.state_tile import Place, load_state
-from kernels_cute.gdn_decode import replay
+from kernels_cute.gdn_decode import replay, replay_batch
 from kernels_cute.gdn_decode.convolution import load_filter, load_gates, load_row, load_windows
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
 from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec
@@ -138,19 +138,26 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
     tokens, sums, parts = [part.data_ptr().toint() for part in (storage.tokens, storage.sums, storage.warp_parts)]
     entries = None
     if cutlass.const_expr(spec.ring is not None):
-        entries = entries_at(spec.ring, storage.entries.data_ptr().toint())
+        entries = entries_at(spec.ring, storage.entries.data_ptr().toint(), spec.batch)
         tensors, positions = (params.ring, params.state_tokens), (sequence.first, sequence.committed)
         slot = Int64(sequence.read_slot)
         load_entries(spec.ring, tensors, slot, block.key_head, place, positions, block.thread, entries)
     # The few bytes of the convolution before the many of the state: it is done while those are under way.
     load_windows(spec, params, block, Int64(sequence.window_slot), sequence.column, registers.line)
-    load_row(spec, params, sequence.begin, block, registers)
+    if cutlass.const_expr(spec.batch > 1):
+        replay_batch.load_rows(spec, params, block, sequence, Int32(0), registers)
+    else:
+        load_row(spec, params, sequence.begin, block, registers)
     load_filter(spec, params, block, registers)
-    if cutlass.const_expr(spec.has_several_tokens):
+    if cutlass.const_expr(spec.has_several_tokens and spec.batch == 1):
         load_gates(spec, params, sequence.begin, block, rGates)
     norm_weight = Float32(0.0)
     if cutlass.const_expr(spec.has_norm):
-        if place.lane < spec.tile.v_per_thread:
+        columns = cutlass.const_expr(spec.tile.v_per_thread)
+        if cutlass.const_expr(spec.batch > 1):
+            if place.lane < 2 * columns:
+                norm_weight = params.norm_weight[place.v_start + place.lane % columns].to(Float32)
+        elif place.lane < columns:
             norm_weight = params.norm_weight[place.v_start + place.lane].to(Float32)
     load_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, registers.state)
 
@@ -160,12 +167,14 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
             init_barriers(spec.barriers, storage, 0)
             cute.arch.mbarrier_init_fence()
             for i in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_arrive_and_expect_tx(shared.sums_full + i, 4 * spec.parts)
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.sums_full + i, 4 * spec.parts * spec.batch)
 
     head_gate = HeadGate(-cute.math.exp(gate.minus_decay), gate.bias)
     filled = registers._replace(norm_weight=norm_weight)
     one_token = run_token if spec.ring is None else replay.run_token
-    if cutlass.const_expr(spec.has_several_tokens):
+    if cutlass.const_expr(spec.batch > 1):
+        replay_batch.run_tokens(spec, params, block, sequence, head_gate, filled, shared)
+    elif cutlass.const_expr(spec.has_several_tokens):
         for step in cutlass.range(sequence.count, unroll=1):
             one_token(spec, params, block, sequence, step, head_gate, filled, shared)
         use(registers.state[0])
@@ -177,8 +186,8 @@ def make_registers(spec: Spec, rGates: Any) -> Registers:
     """Registers of a sequence, without the weight of the norm."""
     rWeight = cute.make_rmem_tensor(spec.passes * spec.weight_words, Int32)
     rBias = cute.make_rmem_tensor(spec.passes * CHANNELS, Float32)
-    rLine = cute.make_rmem_tensor(spec.passes * spec.problem.width * WORDS, Int32)
-    rZ = cute.make_rmem_tensor(1, Float32)
+    rLine = cute.make_rmem_tensor(spec.passes * spec.line_rows * WORDS, Int32)
+    rZ = cute.make_rmem_tensor(spec.batch, Float32)
     rState = cute.make_rmem_tensor(spec.tile.values, Float32)
     rOut = cute.make_rmem_tensor(CHANNELS, Float32)
     rBias.fill(0.0)

@@ -9,6 +9,7 @@ from gdn.problems import GdnDecodeProblem
 from gdn.recurrent_tiles import Tiles
 from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 from kernels_cute.common.memory import CUTE_DTYPES
+from kernels_cute.common import ring_batch
 from kernels_cute.common.ring import Entries, RingTile
 from kernels_cute.common.state_sums import parts_floats
 from kernels_cute.common.state_tile import Place, StateTile
@@ -75,7 +76,7 @@ class Spec:
         self.has_norm = p.has_norm
         self.sends_squares = self.has_norm and self.splits > 1  # between the blocks of a value head
         self.parts = self.splits * self.warps  # of a sum over the head: one of each of its warps
-        self.parity_bytes = -(-self.parts // 4) * 16  # of the sums of a token in shared memory, read four at a time
+        self.padded_parts = -(-self.parts // 4) * 4  # read four at a time
         self.history = p.width - 1  # inputs of a window
         self.dtype, self.weight_dtype = CUTE_DTYPES[p.dtype], CUTE_DTYPES[p.weight_dtype]
         self.weight_words = CHANNELS * p.width * self.weight_dtype.width // 32  # of the filter of an item
@@ -88,6 +89,12 @@ class Spec:
         if p.ring_rows is not None:
             counts = (p.ring_rows, p.fold_every, p.has_accepted, p.num_k_heads, p.num_v_heads)
             self.ring = RingTile(*counts, self.tile)
+        # Tokens of a sequence that are computed at once, with a ring.
+        self.batch = 1
+        if self.ring is not None and p.has_accepted and ring_batch.serves(self.tile):
+            self.batch = 4 if self.ring.most_tokens > 2 else 2
+        self.line_rows = p.width - 1 + self.batch  # rows of an item: its window, and those of the tokens
+        self.parity_bytes = 4 * self.batch * self.padded_parts  # of the sums of the tokens that are computed at once
         # Whether a window keeps the inputs of all tokens of a step, since some may be rejected.
         self.keeps_columns = p.has_columns or self.ring is not None and p.has_accepted
         self.shared_items = 2 * k // CHANNELS  # items of q and k: every block of the cluster computes them
@@ -95,15 +102,17 @@ class Spec:
         self.passes = -(-self.items // tiles.threads)  # items of a thread
         self.gates_at = 2 * k + tiles.block_v  # place of decay and beta in Shared.tokens
         self.num_parts = parts_floats(self.tile, 2 if self.has_several_tokens else 1)  # sums of warps that share columns
-        self.num_entries = 0 if self.ring is None else self.ring.floats
-        self.shared_bytes = 16 + 2 * self.parity_bytes + 4 * (self.gates_at + 4) + 4 * (self.num_parts + self.num_entries)
+        self.num_entries = 0 if self.ring is None else self.ring.floats(self.batch)
+        self.token_floats = self.gates_at + 4
+        self.num_tokens = self.batch * self.token_floats + (4 if self.batch > 1 else 0)  # and q . q of each
+        self.shared_bytes = 16 + 2 * self.parity_bytes + 4 * (self.num_tokens + self.num_parts + self.num_entries)
         # One barrier for even and one for odd tokens; used where a head has several blocks.
         sums_full = Arrivals("token", "role", what="with the bytes of the head's warps")
         self.barriers = BarrierTable({"token": self.warps}, [Barrier("sums_full", 2, (sums_full,), ("token",))])
 
     def storage(self) -> Any:
         """Shared memory of a block."""
-        num_sums, num_tokens, num_parts, num_entries = self.parity_bytes // 2, self.gates_at + 4, self.num_parts, self.num_entries
+        num_sums, num_tokens, num_parts, num_entries = self.parity_bytes // 2, self.num_tokens, self.num_parts, self.num_entries
         num_barriers = self.barriers.barriers["sums_full"].stages
 
         @cute.struct
@@ -120,3 +129,15 @@ class Spec:
 def column_in_head(spec: Spec, rank: Any) -> Any:
     """First column of V of a block, in its head."""
     return rank % spec.splits * spec.tiles.block_v
+
+
+def place_of_gates(spec: Spec, params: Any, block: Block) -> Any:
+    """Tensor and column of a token's raw a, and of its b."""
+    head = block.place.head
+    if spec.problem.concatenated:
+        at = spec.z_at + spec.problem.num_v_heads * spec.problem.head_v_dim + head
+        return (params.mixed_qkv, at + spec.problem.num_v_heads), (params.mixed_qkv, at)
+    if spec.problem.interleaved:
+        at = block.key_head * (2 * spec.ratio) + block.rank // spec.splits
+        return (params.b, at + spec.ratio), (params.b, at)
+    return (params.a, head), (params.b, head)

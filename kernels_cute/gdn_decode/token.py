@@ -178,7 +178,7 @@ def move_line(spec: Spec, rLine: cute.Tensor):
     """The line of every item moves on by a token."""
     for p in cutlass.range_constexpr(spec.passes):
         for i in cutlass.range_constexpr(spec.history * WORDS):
-            at = cutlass.const_expr(p * spec.problem.width * WORDS + i)
+            at = cutlass.const_expr(p * spec.line_rows * WORDS + i)
             rLine[at] = rLine[at + WORDS]
 
 

@@ -111,7 +111,7 @@ def run_sequence(
 
 def shared_of(spec: Spec) -> Shared:
     """Shared memory of the block."""
-    num_rows, num_entries, num_parts = 4 * spec.row_floats, spec.ring.floats, spec.shared_floats
+    num_rows, num_entries, num_parts = 4 * spec.row_floats, spec.ring.floats(), spec.shared_floats
 
     @cute.struct
     class Storage:

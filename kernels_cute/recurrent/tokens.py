@@ -51,11 +51,10 @@ class Spec:
             self.row_floats = self.tile.k_per_thread * self.tile.threads_per_column  # of q or k, with what the tile pads
             self.row_passes = -(-2 * self.ring.key_units // self.tile.threads)  # parts of q and k in a thread
 
-
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
-        replayed = 0 if self.ring is None else 4 * self.row_floats + self.ring.floats
+        replayed = 0 if self.ring is None else 4 * self.row_floats + self.ring.floats()
         return 4 * (self.shared_floats + replayed)
 
 

@@ -46,10 +46,10 @@ class Spec:
         self.warps = tiles.threads // 32
         self.min_blocks = tiles.min_threads_per_sm // tiles.threads
         self.list_words = _FACTS * tiles.threads
-        self.shared_bytes = 4 * (self.ring.floats + self.list_words + self.warps)
+        self.shared_bytes = 4 * (self.ring.floats() + self.list_words + self.warps)
 
     def storage(self) -> Any:
-        num_entries, num_words, num_counts = self.ring.floats, self.list_words, self.warps
+        num_entries, num_words, num_counts = self.ring.floats(), self.list_words, self.warps
 
         @cute.struct
         class Storage:
