@@ -192,7 +192,7 @@ def log_decays(ring: RingTile, entries: Entries, ends: Any, path: Any, lane: Int
 
 
 def is_on(path: Any, node: Any) -> Any:
-    """Whether an entry counts: those before the call's tokens (node < 0), and of these the ones with a bit in `path`; None = all."""
+    """Whether an entry counts: those before the call's tokens (node < 0), and tokens with a bit in `path`; None = all."""
     return Boolean(True) if path is None else (node < 0) | ((path >> cutlass.max(node, 0)) & 1 != 0)
 
 
@@ -200,7 +200,9 @@ def is_on(path: Any, node: Any) -> Any:
 def weigh(ring: RingTile, entries: Entries, live: Live, newest: Int32, path: Any, q_and_k: Any, thread: Int32):
     """Weights of the entries before `newest`, the token's own, into shared memory; returns D.
 
-    path: a bit for every token of the call that counts, None = all. q_and_k: the lane's 4 entries of K of every pass, as `lane_values` has them; not normalised."""
+    path: a bit for every token of the call that counts, None = all. q_and_k: the lane's 4 entries of K of every pass, as
+    `lane_values` has them; not normalised.
+    """
     rQ, rK = q_and_k
     lane, warp = thread % _WARP, thread // _WARP
     rTails = cute.make_rmem_tensor(ring.chunks, Float32)
@@ -265,8 +267,8 @@ def load_columns(at: Any, columns: int) -> list[Any]:
 
 @cute.jit
 def combine(tile: StateTile, factors: Any, lane: Int32, work: Work):
-    """work.u = the corrections of the columns; returns the output of column `lane`, and the thread's sum of squares of outputs, as
-    `delta_rule.combine` does. factors: beta, those of k and q."""
+    """work.u = the corrections of the columns; returns what `delta_rule.combine` does: the output of column `lane`, and the
+    thread's sum of squares of outputs. factors: beta, those of k and q."""
     beta, k_factor, q_factor = factors
     rSums, rU, rV = work.sums, work.u, work.v
     columns = cutlass.const_expr(tile.v_per_thread)

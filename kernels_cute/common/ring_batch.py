@@ -8,8 +8,8 @@ triangular system of a few values a column:
     o_i = the same sums with q_i, + sum_(j <= i) d_ij (k_j . q_i) u_j
 
 Weights: for every entry e before the batch, and for the batch's own tokens as entries n, n + 1, ..., a row of 2 * batch floats in
-shared memory, (of k_i, of q_i) for every token i: exp(log decay after e, up to i) times the dot product. A team of 8 lanes takes an
-entry; its lanes add up in a butterfly that halves what each holds, so that lane l ends with value l of the row.
+shared memory, (of k_i, of q_i) for every token i: exp(log decay after e, up to i) times the dot product. A team of 8 lanes takes
+an entry; its lanes add up in a butterfly that halves what each holds, so that lane l ends with value l of the row.
 
 V first, with 2 * v_per_thread of the lanes of a column at least: of the sums over K, in the same kind of butterfly, lane l keeps
 those of S^T k (l < v_per_thread) or S^T q of its group's column l % v_per_thread, for all tokens.

@@ -106,7 +106,7 @@ def run_token(
 
 @cute.jit
 def finish(spec: Spec, block: Block, factors: tuple[Float32, Float32, Float32], work: Work, tokens: Int32):
-    """Sets work.u to the correction of each column; returns the output of column `lane`, and the warp's sum of squared outputs."""
+    """Sets work.u to the correction of each column; returns the output of column `lane`, and the warp's sum of squares."""
     tile, place = spec.tile, block.place
     for r in cutlass.range_constexpr(tile.v_per_thread):
         at = tokens + (2 * tile.head_k_dim + r) * 4

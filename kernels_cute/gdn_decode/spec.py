@@ -7,9 +7,9 @@ from cutlass import Float32, Int64
 
 from gdn.problems import GdnDecodeProblem
 from gdn.recurrent_tiles import Tiles
+from kernels_cute.common import ring_batch
 from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 from kernels_cute.common.memory import CUTE_DTYPES
-from kernels_cute.common import ring_batch
 from kernels_cute.common.ring import Entries, RingTile
 from kernels_cute.common.state_sums import parts_floats
 from kernels_cute.common.state_tile import Place, StateTile

@@ -25,7 +25,7 @@ from kernels_cute.common.delta_rule import HeadGate, Work, add_products, log_dec
 from kernels_cute.common.memory import load, narrowed, pointer
 from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.state_sums import Exchange, add_up
-from kernels_cute.common.state_tile import is_live, load_state, store_state
+from kernels_cute.common.state_tile import load_state, store_state
 from kernels_cute.recurrent import tokens
 from kernels_cute.recurrent.draft_tree import parent_of
 from kernels_cute.recurrent.tokens import Block, Spec
@@ -51,8 +51,7 @@ class Inputs(NamedTuple):
 @cute.jit
 def run_replayed(spec: Spec, params: RecurrentParams):
     """A sequence, head and columns of V."""
-    tile, problem = spec.tile, spec.problem
-    block = tokens.block_of(spec)
+    problem, block = spec.problem, tokens.block_of(spec)
     sequence, thread, place = block
 
     # Everything that the places of the entries depend on, at once.
@@ -89,10 +88,9 @@ def run_sequence(
     shared = shared_of(spec)
     tensors = (params.ring, params.state_tokens)
     ring.load_entries(spec.ring, tensors, slot, key_head, place, positions, thread, shared.entries)
-    following = Inputs(*[
-        cute.make_rmem_tensor(size, dtype)
-        for size, dtype in ((4 * spec.row_passes, spec.dtype), (tile.v_per_thread, spec.dtype), (1, spec.gate_dtype), (1, spec.beta_dtype))
-    ])  # fmt: skip
+    dtypes = (spec.dtype, spec.dtype, spec.gate_dtype, spec.beta_dtype)
+    sizes = (4 * spec.row_passes, tile.v_per_thread, 1, 1)
+    following = Inputs(*[cute.make_rmem_tensor(size, dtype) for size, dtype in zip(sizes, dtypes, strict=True)])
     for rX in following:
         rX.fill(0)
     load_token(spec, params, begin, block, following)
@@ -178,7 +176,7 @@ def run_token(
     spec: Spec, params: RecurrentParams, block: Block, at: Any, slot: Int64, positions: Any, gate: HeadGate, inputs: Inputs,
     rState: cute.Tensor, shared: Shared,
 ):  # fmt: skip
-    """A token; at: the sequence's first token, this one's number, how many there are. inputs: afterwards those of the next one."""
+    """A token. at: the sequence's first token, this one's number, how many there are. inputs: then those of the next one."""
     tile, (_, thread, place), (begin, step, count) = spec.tile, block, at
     entries, lane = shared.entries, thread % 32
     newest = positions[1] - positions[0] + step
