@@ -106,7 +106,7 @@ class Composed(ContractKernel):
 
     def launch(self, inner: Any, *tensors: Any) -> None:
         params = tensors[0] if len(tensors) == 1 else ()
-        q, *_, scale, null_slot = params or tensors
+        q, *_, scale, null_slot, _ = params or tensors
         cu_seqlens = (params or tensors)[12]
         sizes = {"num_tokens": q.shape[-3], "num_sequences": cu_seqlens.shape[0] - 1}
         self.problem = type(inner.problem)(**inner.problem.static_fields(), **sizes)
