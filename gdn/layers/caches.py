@@ -115,7 +115,8 @@ class GDNStateCache(_Buffers):
         if state_dtype not in STATE_DTYPES:
             raise TypeError(f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype}")
         self.num_slots, self.num_spec, self.null_slot = num_slots, num_spec, null_slot
-        layers, columns = config.num_linear_layers, config.linear_conv_kernel_dim - 1 + num_spec
+        self._window = config.linear_conv_kernel_dim - 1
+        layers, columns = config.num_linear_layers, self._window + num_spec
         heads = (config.linear_num_value_heads, config.linear_value_head_dim, config.linear_key_head_dim)
         self._conv = torch.zeros(layers, num_slots, columns, config.conv_dim, dtype=dtype, device=device)
         self._ssm = torch.zeros(layers, num_slots, *heads, dtype=state_dtype, device=device)
@@ -187,8 +188,8 @@ class GDNStateCache(_Buffers):
     def begin_step(self, metadata: Any) -> None:
         """Makes ready for the prompts of a step: once a step, before the first layer. Nothing to do without replay or prompts.
 
-        States that a prompt continues get the entries of their rings, and the counts of the slots that the step's prompts write
-        are set.
+        States that a prompt continues get the entries of their rings, and their windows move to the start of their slots, from
+        where drafts left them. The counts of the slots that the step's prompts write are set.
 
         Parameters
         ----------
@@ -203,6 +204,10 @@ class GDNStateCache(_Buffers):
                 num_k_heads=self.num_key_heads, fold_every=self.fold_every,
                 num_accepted_tokens=metadata.prefill_accepted_tokens, state_v_first=True, null_slot=self.null_slot,
             )  # fmt: skip
+            if metadata.prefill_accepted_tokens is not None:
+                rows, columns = metadata.prefill_slots.long()[:, None], torch.arange(self._window, device=self._conv.device)
+                accepted = metadata.prefill_accepted_tokens[:, None] - 1 + columns
+                self._conv[:, rows, columns] = self._conv[:, rows, accepted]
         self.state_tokens.index_copy_(0, metadata.prefill_written_slots, metadata.prefill_seq_lens)
 
 

@@ -66,7 +66,8 @@ class GDNMetadata:
         With replay: committed tokens of the decode rows, or of the speculative rows, before the step.
     prefill_slots, prefill_computed_tokens, prefill_accepted_tokens : Tensor [rows] of int32, optional
         With replay: slots of the prefilling rows that continue a state, their committed tokens, and those that their previous
-        step accepted. None where no row continues one.
+        step accepted. None where no row continues one;
+        prefill_accepted_tokens also where all are 1.
     prefill_written_slots, prefill_seq_lens : Tensor [slots] of int64, Tensor [slots] of int32, optional
         With replay: the slots that prefill writes, checkpoints included, and the tokens that their states contain afterwards.
     prefill_query_start_loc : Tensor [prefilling rows + 1] of int32, optional
@@ -439,7 +440,8 @@ class GDNMetadataBuilder:
         if is_continued.any():
             fields["prefill_slots"] = slots[is_continued].astype(np.int32)
             fields["prefill_computed_tokens"] = computed[is_continued].astype(np.int32)
-            fields["prefill_accepted_tokens"] = rows.accepted[is_continued].astype(np.int32)
+            if (accepted := rows.accepted[is_continued].astype(np.int32)).max() > 1:
+                fields["prefill_accepted_tokens"] = accepted
         return {name: to_device(value, self.device) for name, value in fields.items()}
 
     def _check_padding(self, count: int, pad_to: int) -> None:
