@@ -86,7 +86,7 @@ class Steps:
 def test_decode_rows_next_to_prompts() -> None:
     steps = Steps(0)
     steps.step([4, 70, 1], [-1] * 3)
-    for _ in range(20):
+    for _ in range(10):
         kind = steps.draw(3)
         # Decode rows first; then, in some steps, prompt tokens of a sequence that has decoded, or of two.
         queries = [[1, 1, 1], [1, 1, 2 + steps.draw(3)], [1, 3, 66]][kind]

@@ -30,9 +30,24 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(operator, (), given, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("form", ["compiled", "exported"])
+def test_the_same_outcome(form: str) -> None:
+    check_outcome("fold_states", form)
+
+
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("form", ["compiled", "exported", "inference"])
-def test_the_same_outcome(name: str, form: str) -> None:
+def test_the_same_outcome_in_inference_mode(name: str) -> None:
+    check_outcome(name, "inference")
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("name", ["fused_recurrent_gated_delta_rule", "fused_gdn_decode"])
+@pytest.mark.parametrize("form", ["compiled", "exported"])
+def test_the_same_outcome_of_a_decode_call(name: str, form: str) -> None:
+    check_outcome(name, form)
+
+
+def check_outcome(name: str, form: str) -> None:
     given, function = CALLS[name](), getattr(gdn, name)
     want = outcome(function, copied(given))
     flags = {key: x for key, x in given.items() if not isinstance(x, Tensor)}
