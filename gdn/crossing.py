@@ -1,4 +1,4 @@
-"""Length up to which a sequence takes the recurrent form of the gated delta rule, and which sequences of a step do."""
+"""Crossings: up to which length a sequence takes the recurrent form of the gated delta rule, from which size a cache replays."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,15 @@ from collections.abc import Sequence
 # up to 12, 8, 8 and 8 tokens each. The lower end counts, since a prompt chunk of so few tokens is rare.
 # Less than 64 always: only the chunk form stores checkpoints, and none lies before the 64th token.
 RECURRENT_TOKENS = 8
+
+# Value heads of a cache, over all of its sequences, from which replay decode is on by itself; with drafts it always is. None:
+# never, as long as no kernel takes a ring.
+REPLAY_HEADS: int | None = None
+
+
+def replays(num_value_heads: int, num_sequences: int, num_spec: int) -> bool:
+    """Whether a cache of so many sequences, with so many value heads each, decodes by replay where nothing else is said."""
+    return REPLAY_HEADS is not None and (num_spec > 0 or num_value_heads * num_sequences >= REPLAY_HEADS)
 
 
 def recurrent_rows(lengths: Sequence[int]) -> int:

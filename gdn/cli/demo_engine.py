@@ -91,8 +91,11 @@ class Engine:
         )  # fmt: skip
         self.allocator = CacheAllocator(self.caches)
         rows = sizes.max_num_sequences
-        ranks = {"cp_rank": model.context_parallel.rank, "cp_size": model.context_parallel.size}
-        self._gdn = GDNMetadataBuilder(self.device, num_spec=sizes.num_spec, max_num_sequences=rows, null_slot=null_slot, **ranks)
+        ranks: dict[str, Any] = {"cp_rank": model.context_parallel.rank, "cp_size": model.context_parallel.size}
+        self._gdn = GDNMetadataBuilder(
+            self.device, num_spec=sizes.num_spec, max_num_sequences=rows, null_slot=null_slot,
+            replay=self.caches.gdn.has_replay, **ranks,
+        )  # fmt: skip
         self._attention = AttentionMetadataBuilder(
             self.device, block_size=sizes.block_size, max_seq_len=sizes.max_seq_len, index_ratio=config.index_ratio,
             max_num_sequences=rows, max_query_len=1 + sizes.num_spec, **ranks,

@@ -52,6 +52,8 @@ class CacheAllocator:
     def __init__(self, caches: HybridCaches) -> None:
         self.caches = caches
         self.block_size = caches.kv.block_size
+        # Slots of sequences must be below it: those that have a ring. None = any.
+        self._below = caches.gdn.num_rings if caches.gdn.has_replay else None
         self._owned = Ledger(
             Pool("blocks", 0, caches.kv.num_blocks),
             Pool("state slots", caches.gdn.null_slot + 1, caches.gdn.num_slots),
@@ -231,9 +233,9 @@ class CacheAllocator:
         rest = sequence.blocks[full:]
         with ExitStack() as stack:
             (slot,) = stack.enter_context(self._owned.taken(self._owned.slots, 1))
-            self._owned.make_room(len(rest), gdn.slots_per_sequence)
+            self._owned.make_room(len(rest), gdn.slots_per_sequence, self._below)
             own = stack.enter_context(self._owned.taken(self._owned.blocks, len(rest)))
-            states = stack.enter_context(self._owned.taken(self._owned.states, gdn.slots_per_sequence))
+            states = stack.enter_context(self._owned.taken(self._owned.states, gdn.slots_per_sequence, self._below))
             for source, target in zip(rest, own, strict=True):
                 self.caches.copy_block(source, target)
             for source, target in zip(sequence.state_slots, states, strict=True):
@@ -276,7 +278,7 @@ class CacheAllocator:
         if num_tokens > sequence.num_tokens:
             refuse("num_tokens", f"at most {sequence.num_tokens}, the sequence's tokens", num_tokens)
         self._owned.make_room(0, 1)
-        (slot,) = self._owned.states.take(1)
+        slot = self._owned.states.take(1)[0] if self._below is None else self._owned.states.take_last()
         blocks = tuple(sequence.blocks[: self._blocks_of(num_tokens)])
         self._owned.blocks.share(blocks)
         checkpoint = Checkpoint(slot, num_tokens, blocks)
@@ -337,8 +339,8 @@ class CacheAllocator:
         shared = () if checkpoint is None else checkpoint.blocks[: cached // self.block_size]
         missing = self._blocks_of(num_tokens) - len(shared)
         (slot,) = self._owned.slots.take(1)
-        self._owned.make_room(missing, gdn.slots_per_sequence)
-        own, states = self._owned.blocks.take(missing), self._owned.states.take(gdn.slots_per_sequence)
+        self._owned.make_room(missing, gdn.slots_per_sequence, self._below)
+        own, states = self._owned.blocks.take(missing), self._owned.states.take(gdn.slots_per_sequence, self._below)
         self._owned.blocks.share(shared)
         sequence = CachedSequence(slot, tuple(states), [*shared, *own], num_tokens, cached)
         self._owned.live.add(sequence)

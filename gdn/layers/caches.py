@@ -4,11 +4,13 @@ Each kind of tensor is one buffer for all layers of its cache, of which every la
 one copy. Two kinds never share a buffer: an operator writes several of them, and compilers copy arguments that share memory.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import gdn
+from gdn.crossing import replays
 from gdn.layers.config import HybridConfig
 from gdn.layers.host_arrays import at_least, refuse
 from gdn.runtime import env
@@ -38,8 +40,21 @@ class _Buffers:
         self._make_views()
 
 
+class Replay(NamedTuple):
+    """What a layer needs to decode by replay; see `gdn.fused_recurrent_gated_delta_rule`."""
+
+    ring: Tensor  # [ring slots, R, W] of the layer
+    state_tokens: Tensor  # [slots], one for all layers
+    fold_every: int
+    fold_phase: int
+
+
 class GDNStateCache(_Buffers):
-    """States of the Gated DeltaNet layers: a pool of slots, 1 + num_spec of them for a sequence.
+    """States of the Gated DeltaNet layers: a pool of slots, 1 + num_spec of them for a sequence, one with replay.
+
+    With replay a decode call leaves the newest tokens of a sequence as entries of its slot's ring, and writes the state once in
+    `fold_every` tokens. Who writes a state in another way sets `state_tokens` of its slot: `begin_step` does so for prompts,
+    `copy_slot` for copies.
 
     Parameters
     ----------
@@ -54,16 +69,29 @@ class GDNStateCache(_Buffers):
     dtype, state_dtype : torch.dtype
         Dtypes of the windows of the convolution and of the recurrent states (float32 or bfloat16).
     device : torch.device
+    replay : bool, optional
+        Whether decode is by replay. None = as ``GDN_REPLAY`` says now.
+    num_rings : int, optional
+        Leading slots that have a ring, those up to `null_slot` included: the rest are for checkpoints. None = all.
 
     Attributes
     ----------
+    has_replay : bool
+    replay : tuple of Replay or None
+        What each layer needs for it; None without.
+    rings : tuple of Tensor [num_rings, R, W]
+        Entries of each layer; empty without replay.
+    state_tokens : Tensor [slots] of int32, or None
+        Tokens that a slot's states contained when something other than a decode call last wrote them.
+    fold_every : int or None
+        Tokens from one write of a state to the next.
     conv_states : tuple of Tensor [slots, conv_dim, w - 1 + num_spec]
         Windows of each layer; channels are adjacent in memory.
     ssm_states : tuple of Tensor [slots, HV, V, K]
         Recurrent states of each layer, V first.
     """
 
-    _VIEWS = ("conv_states", "ssm_states")
+    _VIEWS = ("conv_states", "ssm_states", "rings", "replay")
 
     def __init__(
         self,
@@ -75,27 +103,55 @@ class GDNStateCache(_Buffers):
         dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        replay: bool | None = None,
+        num_rings: int | None = None,
     ) -> None:
         at_least("num_slots", num_slots, 0)
         at_least("num_spec", num_spec, 0)
         at_least("null_slot", null_slot, -1)
+        num_rings = num_slots if num_rings is None else num_rings
+        if not 0 <= num_rings <= num_slots:
+            refuse("num_rings", f"0 to {num_slots} (num_slots)", num_rings)
         if state_dtype not in STATE_DTYPES:
             raise TypeError(f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype}")
         self.num_slots, self.num_spec, self.null_slot = num_slots, num_spec, null_slot
-        layers, columns = config.num_linear_layers, config.linear_conv_kernel_dim - 1 + num_spec
+        self._window = config.linear_conv_kernel_dim - 1
+        layers, columns = config.num_linear_layers, self._window + num_spec
         heads = (config.linear_num_value_heads, config.linear_value_head_dim, config.linear_key_head_dim)
         self._conv = torch.zeros(layers, num_slots, columns, config.conv_dim, dtype=dtype, device=device)
         self._ssm = torch.zeros(layers, num_slots, *heads, dtype=state_dtype, device=device)
+        self.num_key_heads, switch = config.linear_num_key_heads, env.current().replay
+        if replay is None and switch == "auto":
+            replay = replays(heads[0], max(0, num_rings - null_slot - 1), num_spec)
+        self.has_replay = bool(layers) and (switch == "1" if replay is None else replay)
+        self._rings: Tensor | None = None
+        self.state_tokens: Tensor | None = None
+        self.fold_every: int | None = None
+        if self.has_replay:
+            dims = (self.num_key_heads, heads[0], heads[2], heads[1])
+            rows, width, self.fold_every = gdn.ring_shape(*dims, num_spec=num_spec, state_dtype=state_dtype)
+            self._rings = torch.zeros(layers, num_rings, rows, width, device=device, dtype=torch.float32)
+            self.state_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self._make_views()
 
     def _make_views(self) -> None:
         self.conv_states = tuple(layer.mT for layer in self._conv)
         self.ssm_states = tuple(self._ssm)
+        self.rings: tuple[Tensor, ...] = ()
+        self.replay: tuple[Replay | None, ...] = (None,) * len(self.ssm_states)
+        if self._rings is not None and self.state_tokens is not None and self.fold_every is not None:
+            self.rings, every, tokens = tuple(self._rings), self.fold_every, self.state_tokens
+            self.replay = tuple(Replay(ring, tokens, every, layer % every) for layer, ring in enumerate(self.rings))
+
+    @property
+    def num_rings(self) -> int:
+        """Leading slots that have a ring; 0 without replay."""
+        return 0 if self._rings is None else self._rings.shape[1]
 
     @property
     def slots_per_sequence(self) -> int:
         """Slots that a sequence holds."""
-        return 1 + self.num_spec
+        return 1 if self.has_replay else 1 + self.num_spec
 
     @property
     def bytes_per_slot(self) -> int:
@@ -105,18 +161,54 @@ class GDNStateCache(_Buffers):
     @property
     def bytes_per_sequence(self) -> int:
         """Bytes that a sequence holds in all layers, whatever its length."""
-        return self.slots_per_sequence * self.bytes_per_slot
+        ring = 0 if self._rings is None else _row_bytes(self._rings, 1)
+        return self.slots_per_sequence * self.bytes_per_slot + ring
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole cache."""
-        return self._conv.nbytes + self._ssm.nbytes
+        rings = 0 if self._rings is None else self._rings.nbytes
+        counts = 0 if self.state_tokens is None else self.state_tokens.nbytes
+        return self._conv.nbytes + self._ssm.nbytes + rings + counts
 
     def copy_slot(self, source: int, target: int, *, conv: bool = True, ssm: bool = True) -> None:
-        """Copies the window, the recurrent state, or both of one slot to another, in all layers."""
+        """Copies the window, the recurrent state, or both of one slot to another, in all layers.
+
+        With the state go its count, and the entries of the ring where both slots have one. A state with entries is never copied
+        to a slot without a ring: `gdn.fold_states` writes it there.
+        """
         for buffer, wanted in ((self._conv, conv), (self._ssm, ssm)):
             if wanted:
                 buffer[:, target].copy_(buffer[:, source])
+        if ssm and self.state_tokens is not None and self._rings is not None:
+            self.state_tokens[target].copy_(self.state_tokens[source])
+            if source < self.num_rings and target < self.num_rings:
+                self._rings[:, target].copy_(self._rings[:, source])
+
+    def begin_step(self, metadata: Any) -> None:
+        """Makes ready for the prompts of a step: once a step, before the first layer. Nothing to do without replay or prompts.
+
+        States that a prompt continues get the entries of their rings, and their windows move to the start of their slots, from
+        where drafts left them. The counts of the slots that the step's prompts write are set.
+
+        Parameters
+        ----------
+        metadata : GDNMetadata
+            Of the step, from a builder with `replay`.
+        """
+        if self.state_tokens is None or self._rings is None or self.fold_every is None or not metadata.num_prefills:
+            return
+        if metadata.prefill_slots is not None:
+            gdn.fold_states(
+                self._ssm, metadata.prefill_slots, self._rings, self.state_tokens, metadata.prefill_computed_tokens,
+                num_k_heads=self.num_key_heads, fold_every=self.fold_every,
+                num_accepted_tokens=metadata.prefill_accepted_tokens, state_v_first=True, null_slot=self.null_slot,
+            )  # fmt: skip
+            if metadata.prefill_accepted_tokens is not None:
+                rows, columns = metadata.prefill_slots.long()[:, None], torch.arange(self._window, device=self._conv.device)
+                accepted = metadata.prefill_accepted_tokens[:, None] - 1 + columns
+                self._conv[:, rows, columns] = self._conv[:, rows, accepted]
+        self.state_tokens.index_copy_(0, metadata.prefill_written_slots, metadata.prefill_seq_lens)
 
 
 class KVCache(_Buffers):
@@ -295,13 +387,15 @@ class HybridCaches:
     num_blocks, block_size : int
         Blocks of `kv` and `indexer`, and tokens of a block.
     max_num_sequences : int
-        Sequences that may be live at a time: each has 1 + num_spec slots of `gdn` and a ring.
+        Sequences that may be live at a time: each has its slots of `gdn` (`slots_per_sequence`) and its rings.
     num_checkpoints : int
         Further slots of `gdn` for kept prefixes.
     num_spec, null_slot : int
         Largest number of drafts of a sequence, and largest state slot that is never used.
     use_fp8_indexer : bool, optional
         As `use_fp8` of `IndexerCache`.
+    replay : bool, optional
+        As `replay` of `GDNStateCache`; checkpoints have no ring.
     dtype, state_dtype, device : torch.dtype, torch.dtype, torch.device
         Dtypes of the model and of the recurrent states, and where the caches are.
 
@@ -326,14 +420,21 @@ class HybridCaches:
         dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        replay: bool | None = None,
     ) -> None:
         at_least("max_num_sequences", max_num_sequences, 0)
         at_least("num_checkpoints", num_checkpoints, 0)
         self.max_num_sequences, self.num_spec = max_num_sequences, num_spec
         self.max_seq_len = config.max_position_embeddings
-        slots = null_slot + 1 + max_num_sequences * (1 + num_spec) + num_checkpoints
+        if replay is None:
+            switch, heads = env.current().replay, config.linear_num_value_heads
+            replay = replays(heads, max_num_sequences, num_spec) if switch == "auto" else switch == "1"
+        first = null_slot + 1 + max_num_sequences * (1 if replay else 1 + num_spec)
         placed: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.gdn = GDNStateCache(config, slots, num_spec=num_spec, null_slot=null_slot, state_dtype=state_dtype, **placed)
+        self.gdn = GDNStateCache(
+            config, first + num_checkpoints, num_spec=num_spec, null_slot=null_slot, state_dtype=state_dtype, replay=replay,
+            num_rings=first, **placed,
+        )  # fmt: skip
         self.kv = KVCache(config, num_blocks, block_size, **placed)
         self.indexer = IndexerCache(
             config, num_blocks, block_size, max_num_sequences, num_spec=num_spec, use_fp8=use_fp8_indexer, **placed

@@ -139,7 +139,8 @@ class DecoderLayer(nn.Module):
         place = self.place
         if self.layer_type == "linear_attention":
             states = caches.gdn
-            mixed: Tensor = self.linear_attn(hidden_states, step.gdn, states.conv_states[place], states.ssm_states[place])
+            pools = (states.conv_states[place], states.ssm_states[place], states.replay[place])
+            mixed: Tensor = self.linear_attn(hidden_states, step.gdn, *pools)
         else:
             keys, ring = (caches.indexer.keys[place], caches.indexer.rings[place]) if self.has_indexer else (None, None)
             parts = self.context_parallel.parts(step.gdn, "positions", positions, own=False)

@@ -10,10 +10,12 @@ from torch.nn.functional import linear
 
 import gdn
 import gdn.distributed
+from gdn.layers.caches import Replay
 from gdn.layers.config import HybridConfig
 from gdn.layers.parallel import ContextParallel, TensorParallel
 
 ROW_MULTIPLE = 8  # rows of the input projection: a token's projections then start at a multiple of 16 bytes
+NO_RING: dict[str, Any] = {}  # arguments of a decode call about its ring, without replay
 
 
 class GatedDeltaNet(nn.Module):
@@ -95,7 +97,9 @@ class GatedDeltaNet(nn.Module):
         self.norm_weight = parameter(self.head_v_dim)
         self.out_proj = parameter(config.hidden_size, self.value_dim)
 
-    def forward(self, hidden_states: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor, replay: Replay | None = None
+    ) -> Tensor:
         """Mixes the tokens of a step and updates the states in place.
 
         Parameters
@@ -109,6 +113,9 @@ class GatedDeltaNet(nn.Module):
             Windows of the convolution, as for `gdn.causal_conv1d_update`.
         ssm_states : Tensor [slots, HV, V, K]
             Recurrent states, float32 or bfloat16, V first.
+        replay : Replay, optional
+            Ring and counts of this layer where decode is by replay; `metadata` is then from a builder with `replay`, and
+            `GDNStateCache.begin_step` has run. Decode rows next to prompts then take the decode operator too.
 
         Returns
         -------
@@ -123,18 +130,19 @@ class GatedDeltaNet(nn.Module):
         parameters: dict[str, Any] = self._parameters
         projected = linear(hidden_states, parameters["in_proj"])
         pools = (conv_states, ssm_states)
+        ring = NO_RING if replay is None else {**replay._asdict(), "num_computed_tokens": metadata.num_computed_tokens}
         if metadata.num_spec_decodes:
             if metadata.num_prefills or metadata.num_decodes:
-                core = self._mixed(projected, metadata, *pools)
+                core = self._mixed(projected, metadata, *pools, ring)
             else:
-                core = self._spec(projected, metadata, *pools)
+                core = self._spec(projected, metadata, *pools, ring)
         elif metadata.num_prefills:
-            core = self._prefill(projected, metadata, *pools)
+            core = self._prefill(projected, metadata, *pools, ring if metadata.num_decodes else NO_RING)
         elif metadata.num_decodes:
             slots = metadata.non_spec_state_indices_tensor
             # As many tokens as rows: each row has one, or is padding with a null slot. Otherwise the offsets say which has one.
             offsets = None if slots.shape[0] == projected.shape[0] else metadata.non_spec_query_start_loc
-            core = self._decode(projected, *pools, slots, offsets, None)
+            core = self._decode(projected, *pools, slots, offsets, None, ring)
         else:
             core = projected.new_zeros(projected.shape[0], self.value_dim)
         return self.tensor_parallel.sum(linear(core, parameters["out_proj"]))
@@ -150,24 +158,37 @@ class GatedDeltaNet(nn.Module):
         slots: Tensor,
         offsets: Tensor | None,
         accepted: Tensor | None,
+        ring: dict[str, Any] = NO_RING,
     ) -> Tensor:
-        """Decode rows, speculative ones with 2-D `slots`: everything between the projections in one operator."""
+        """Decode rows, speculative ones with 2-D `slots` or a ring: everything between the projections in one operator."""
         parameters: dict[str, Any] = self._parameters
         core: Tensor = gdn.fused_gdn_decode(
             projected, None, None, None, conv_states, parameters["conv_weight"], parameters["A_log"], parameters["dt_bias"],
             parameters["norm_weight"], ssm_states, slots, query_start_loc=offsets, num_accepted_tokens=accepted,
             num_k_heads=self.num_k_heads, head_k_dim=self.head_k_dim, head_v_dim=self.head_v_dim, eps=self.eps,
             gate_activation=self.gate_activation, projection_layout="concatenated", state_v_first=True,
-            null_slot=self.null_slot,
+            null_slot=self.null_slot, **ring,
         )  # fmt: skip
         return core
 
-    def _spec(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
+    def _beside(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor, ring: dict[str, Any]) -> Tensor:
+        """Decode rows before prompts, each by its own operators."""
+        count, tokens = ring["num_computed_tokens"].shape[0], metadata.num_decode_tokens
+        slots, offsets = metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc
+        core = self._decode(projected[:tokens], conv_states, ssm_states, slots[:count], offsets[: count + 1], None, ring)
+        options = {"has_initial_state": metadata.has_initial_state[count:]}
+        for name in ("checkpoint_offsets", "checkpoint_slots"):
+            if (kept := getattr(metadata, name, None)) is not None:
+                options[name] = kept[count:]
+        pools, starts = (conv_states, ssm_states), metadata.prefill_query_start_loc
+        return torch.cat([core, self._continue(projected[tokens:], pools, slots[count:], starts, options)])
+
+    def _spec(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor, ring: dict[str, Any]) -> Tensor:
         """Speculative rows: chains of drafts, or draft trees, which the fused operator refuses."""
         slots, offsets = metadata.spec_state_indices_tensor, metadata.spec_query_start_loc
         accepted, parents = metadata.num_accepted_tokens, getattr(metadata, "retrieve_parent_token", None)
         if parents is None:
-            return self._decode(projected, conv_states, ssm_states, slots, offsets, accepted)
+            return self._decode(projected, conv_states, ssm_states, slots, offsets, accepted, ring)
         mixed_qkv, z, b, a, *_ = projected.split_with_sizes(self._sizes, 1)
         tree: dict[str, Any] = {"num_accepted_tokens": accepted, "parent_token": parents, "null_slot": self.null_slot}
         mixed_qkv = gdn.causal_conv1d_update(
@@ -175,18 +196,22 @@ class GatedDeltaNet(nn.Module):
         )
         q, k, v = self._heads(mixed_qkv)
         o, _ = gdn.fused_recurrent_gated_delta_rule(
-            q, k, v, **self._gates(a, b), **tree, initial_state=ssm_states, cu_seqlens=offsets, ssm_state_indices=slots
+            q, k, v, **self._gates(a, b), **tree, initial_state=ssm_states, cu_seqlens=offsets, ssm_state_indices=slots, **ring
         )
         return self._norm(o, z)
 
-    def _prefill(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
-        """Prompt chunks, with or without a state to continue, and the decode rows before them."""
+    def _prefill(
+        self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor, ring: dict[str, Any] = NO_RING
+    ) -> Tensor:
+        """Prompt chunks, with or without a state to continue, and the decode rows before them. ring: of these, with replay."""
         slots, offsets, mask = (
             metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc, metadata.has_initial_state
         )  # fmt: skip
         pools = (conv_states, ssm_states)
         parts = self.context_parallel.parts(metadata, "hidden_states", projected, own=True)
         if parts is None or self.context_parallel.size == 1:
+            if ring:
+                return self._beside(projected, metadata, *pools, ring)
             checkpoints = {name: getattr(metadata, name, None) for name in ("checkpoint_offsets", "checkpoint_slots")}
             return self._continue(projected, pools, slots, offsets, {"has_initial_state": mask, **checkpoints})
         rows, count = parts.shared_rows, parts.shared_sequences
@@ -194,7 +219,11 @@ class GatedDeltaNet(nn.Module):
         own = (slots[count:], offsets[count:] - rows, {"has_initial_state": mask[count:], **ranks})
         if not rows:
             return self._continue_apart(projected, pools, *own)
-        first = self._continue(projected[:rows], pools, slots[:count], offsets[: count + 1], {"has_initial_state": mask[:count]})
+        shared = (slots[:count], offsets[: count + 1])
+        if ring:
+            first = self._decode(projected[:rows], *pools, *shared, None, ring)
+        else:
+            first = self._continue(projected[:rows], pools, *shared, {"has_initial_state": mask[:count]})
         return torch.cat([first, self._continue_apart(projected[rows:], pools, *own)])
 
     def _continue(
@@ -229,13 +258,14 @@ class GatedDeltaNet(nn.Module):
         )
         return self._norm(o, z)
 
-    def _mixed(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
+    def _mixed(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor, ring: dict[str, Any]) -> Tensor:
         """Speculative rows and others: each kind by itself, results merged in the order of the tokens."""
         core = projected.new_empty(projected.shape[0], self.value_dim)
         if projected.shape[0] > metadata.num_actual_tokens:
             core.zero_()
-        for indices, part in ((metadata.spec_token_indx, self._spec), (metadata.non_spec_token_indx, self._prefill)):
-            result = part(projected.index_select(0, indices), metadata, conv_states, ssm_states)
+        kinds: Any = ((metadata.spec_token_indx, self._spec, ring), (metadata.non_spec_token_indx, self._prefill, NO_RING))
+        for indices, part, own in kinds:
+            result = part(projected.index_select(0, indices), metadata, conv_states, ssm_states, own)
             core.index_copy_(0, indices.long(), result)
         return core
 

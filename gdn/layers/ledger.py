@@ -89,16 +89,23 @@ class Ledger:
         if holder not in self.live:
             refuse(name, "one of this allocator", holder)
 
-    def make_room(self, blocks: int, states: int) -> None:
-        """Drops kept prefixes until so much is free; none where even dropping all would not do, or where none need go."""
-        if not self.kept or (blocks <= self.blocks.num_free and states <= self.states.num_free):
+    def make_room(self, blocks: int, states: int, below: int | None = None) -> None:
+        """Drops kept prefixes until so much is free; none where even dropping all would not do, or where none need go.
+
+        below: the states must be slots below it, which have a ring; None = any.
+        """
+        free = self.states.num_free_below(below)
+        if not self.kept or (blocks <= self.blocks.num_free and states <= free):
             return
         uses = Counter(block for kept in self.kept.values() for block in kept.blocks)
         reclaimable = sum(self.blocks.owners(block) == count for block, count in uses.items())
-        if blocks > self.blocks.num_free + reclaimable or states > self.states.num_free + len(self.kept):
+        of_states = sum(below is None or kept.slot < below for kept in self.kept.values())
+        if blocks > self.blocks.num_free + reclaimable or states > free + of_states:
             return
-        while blocks > self.blocks.num_free or states > self.states.num_free:
+        while blocks > self.blocks.num_free:
             self.drop_oldest()
+        while states > self.states.num_free_below(below):
+            self.drop(next(kept for kept in self.kept.values() if below is None or kept.slot < below))
 
     def must_copy(self, block: int, num_tokens: int) -> bool:
         """Whether another owner needs the rows of a block after `num_tokens` tokens of its sequence.
@@ -136,9 +143,9 @@ class Ledger:
         self.drop(next(iter(self.kept.values())))
 
     @contextmanager
-    def taken(self, pool: Pool, count: int) -> Iterator[list[int]]:
-        """Ids that go back to the pool where the body fails."""
-        ids = pool.take(count)
+    def taken(self, pool: Pool, count: int, below: int | None = None) -> Iterator[list[int]]:
+        """Ids that go back to the pool where the body fails. below: as for `Pool.take`."""
+        ids = pool.take(count, below)
         try:
             yield ids
         except BaseException:

@@ -48,7 +48,7 @@ class GDNMetadata:
     spec_query_start_loc, non_spec_query_start_loc : Tensor [rows + 1] of int32, optional
         Token offsets of the rows of each kind, counted among the tokens of that kind.
     spec_state_indices_tensor, non_spec_state_indices_tensor : Tensor [rows, 1 + num_spec], Tensor [rows] of int32, optional
-        State slots of the rows of each kind.
+        State slots of the rows of each kind; with replay [rows] for both.
     spec_sequence_masks : Tensor [rows of both kinds] of bool, optional
         Which rows are speculative. None where none is.
     spec_token_indx, non_spec_token_indx : Tensor [tokens] of int32, optional
@@ -62,13 +62,24 @@ class GDNMetadata:
     non_spec_lengths_host : tuple of int, optional
         Query lengths of the non-speculative rows, as `lengths_host` of `gdn.gated_delta_rule`. None in batches for a captured
         graph.
+    num_computed_tokens : Tensor [rows that decode] of int32, optional
+        With replay: committed tokens of the decode rows, or of the speculative rows, before the step.
+    prefill_slots, prefill_computed_tokens, prefill_accepted_tokens : Tensor [rows] of int32, optional
+        With replay: slots of the prefilling rows that continue a state, their committed tokens, and those that their previous
+        step accepted. None where no row continues one;
+        prefill_accepted_tokens also where all are 1.
+    prefill_written_slots, prefill_seq_lens : Tensor [slots] of int64, Tensor [slots] of int32, optional
+        With replay: the slots that prefill writes, checkpoints included, and the tokens that their states contain afterwards.
+    prefill_query_start_loc : Tensor [prefilling rows + 1] of int32, optional
+        With replay, in a step of decode rows before prompts: offsets of the prompts' tokens among themselves.
     parts : ContextParts, optional
         How the tokens of the step lie on context-parallel ranks. Then non_spec_query_start_loc are the offsets of this rank's
         tokens of every row. None = every rank computes all.
 
     References
     ----------
-    .. [1] The fields and their meanings are those of ``GDNAttentionMetadata`` in vLLM; the last four are this project's.
+    .. [1] The fields and their meanings are those of ``GDNAttentionMetadata`` in vLLM; those from checkpoint_offsets on are this
+       project's.
     """
 
     num_prefills: int = 0
@@ -91,6 +102,13 @@ class GDNMetadata:
     checkpoint_offsets: Tensor | None = None
     checkpoint_slots: Tensor | None = None
     non_spec_lengths_host: tuple[int, ...] | None = None
+    num_computed_tokens: Tensor | None = None
+    prefill_slots: Tensor | None = None
+    prefill_computed_tokens: Tensor | None = None
+    prefill_accepted_tokens: Tensor | None = None
+    prefill_written_slots: Tensor | None = None
+    prefill_seq_lens: Tensor | None = None
+    prefill_query_start_loc: Tensor | None = None
     parts: ContextParts | None = None
 
 
@@ -128,6 +146,9 @@ class GDNMetadataBuilder:
     cp_rank, cp_size : int
         This process among context-parallel ranks. The tokens of prompts, packed, are parted over them; every rank computes decode
         rows, and steps with speculative rows or checkpoints, by itself.
+    replay : bool
+        Whether the caches decode by replay (`GDNStateCache.has_replay`): a sequence then has one slot, and the metadata has its
+        committed tokens.
 
     Notes
     -----
@@ -144,12 +165,13 @@ class GDNMetadataBuilder:
         null_slot: int = -1,
         cp_rank: int = 0,
         cp_size: int = 1,
+        replay: bool = False,
     ) -> None:
         at_least("num_spec", num_spec, 0)
         at_least("max_num_sequences", max_num_sequences, 1)
         at_least("null_slot", null_slot, -1)
         check_rank(cp_rank, cp_size)
-        self.cp_rank, self.cp_size = cp_rank, cp_size
+        self.cp_rank, self.cp_size, self.replay = cp_rank, cp_size, replay
         self.device = torch.device(device)
         self.num_spec, self.max_num_sequences, self.null_slot = num_spec, max_num_sequences, null_slot
         self._buffers = PersistentBuffers(self.device)
@@ -176,7 +198,8 @@ class GDNMetadataBuilder:
             New tokens of each row, and all its tokens, the new ones included. Decode rows come first where no row is
             speculative.
         slots : sequence or CPU tensor [N] or [N, >= 1 + num_spec]
-            State slots of each row. Rows that are not speculative use column 0, speculative ones 1 + num_spec columns. No two
+            State slots of each row. Rows that are not speculative use column 0, as all do with replay, speculative ones
+            1 + num_spec columns. No two
             of those in use are the same, of one row or of two; slots up to `null_slot`, and rows without tokens, do not count.
             Slots are values of the host, so that this is checked in every step, without a sync.
         num_draft_tokens : [N], optional
@@ -184,7 +207,8 @@ class GDNMetadataBuilder:
             the speculative path alone starts from the accepted state. None = no row is speculative; not with
             num_accepted_tokens or parent_token.
         num_accepted_tokens : [N], optional
-            Accepted tokens of each row's previous step, 1..1 + num_spec; read for speculative rows. None = 1.
+            Accepted tokens of each row's previous step, 1..1 + num_spec; read for speculative rows, with replay also for prompts
+            that continue a sequence. None = 1.
         is_prefilling : [N] of bool, optional
             Whether a row still works on its prompt. Only a first chunk of one token (query length 1 = sequence length) needs
             it: True = it is prefill, and clears a recycled slot; False = a row made up for a capture, a decode. None = True,
@@ -224,7 +248,7 @@ class GDNMetadataBuilder:
         if num_accepted_tokens is not None:
             accepted = as_array("num_accepted_tokens", num_accepted_tokens, count)
             outside = (accepted < 1) | (accepted > 1 + self.num_spec)
-            if (outside & (drafts >= 0)).any():
+            if (outside & ((drafts >= 0) | (self.replay & (lengths > queries)))).any():
                 refuse("num_accepted_tokens", f"1 to {1 + self.num_spec} in speculative rows", accepted.tolist())
         prefilling = np.full(count, pad_to is None)
         if is_prefilling is not None:
@@ -244,9 +268,10 @@ class GDNMetadataBuilder:
         found = as_indices("slots", slots, rows=count, ranks=(1, 2))
         if found.ndim == 1:
             found = found[:, None]
-        if found.shape[1] < 1 + self.num_spec and count:
-            refuse("slots", f"at least {1 + self.num_spec} columns (1 + num_spec)", f"shape {list(found.shape)}")
-        return found[:, : 1 + self.num_spec]
+        columns = 1 if self.replay else 1 + self.num_spec
+        if found.shape[1] < columns and count:
+            refuse("slots", f"at least {columns} columns (1 + num_spec)", f"shape {list(found.shape)}")
+        return found[:, :columns]
 
     def _check_slots(self, rows: _Rows) -> None:
         """Two sequences in one slot would read and write each other's states."""
@@ -278,12 +303,21 @@ class GDNMetadataBuilder:
         if num_prefills:
             if pad_to is not None:
                 refuse("pad_to", "None for a batch with prefills", pad_to)
-            metadata = GDNMetadata(**counts, **self._non_spec(rows, np.full(queries.shape[0], True)))
+            own = self._non_spec(rows, np.full(queries.shape[0], True))
+            if self.replay:
+                is_prefill = np.arange(queries.shape[0]) >= first_prefill
+                computed = (rows.lengths - queries)[:first_prefill].astype(np.int32)
+                own |= self._written(rows, is_prefill) | {"num_computed_tokens": to_device(computed, self.device)}
+                own["prefill_query_start_loc"] = to_device(_offsets(queries[first_prefill:]), self.device)
+            metadata = GDNMetadata(**counts, **own)
             return self._parted(metadata, queries, first_prefill)
         # Rows without tokens are left out: token i is then that of row i, which lets a decode step do without offsets.
         slots = rows.slots[has_tokens, 0].astype(np.int32)
         offsets = np.arange(num_decodes + 1, dtype=np.int32)
+        computed = (rows.lengths - queries)[has_tokens].astype(np.int32)
         if pad_to is None:
+            if self.replay:
+                counts["num_computed_tokens"] = to_device(computed, self.device)
             return GDNMetadata(
                 **counts,
                 non_spec_query_start_loc=to_device(offsets, self.device),
@@ -292,6 +326,8 @@ class GDNMetadataBuilder:
             )
         self._check_padding(num_decodes, pad_to)
         write, most = self._buffers.write, self.max_num_sequences
+        if self.replay:
+            counts["num_computed_tokens"] = write("computed", computed, pad_to, 0, most=most)
         return GDNMetadata(
             **counts,
             non_spec_query_start_loc=write("offsets", offsets, pad_to + 1, num_decodes, most=most + 1),
@@ -325,10 +361,13 @@ class GDNMetadataBuilder:
         offsets, slots = _offsets(queries[is_spec]), rows.slots[is_spec].astype(np.int32)
         accepted = rows.accepted[is_spec].astype(np.int32)
         parents = None if rows.parents is None else rows.parents[token_is_spec].astype(np.int32)
+        computed = (rows.lengths - queries)[is_spec].astype(np.int32) if self.replay else None
+        if self.replay:
+            slots = slots[:, 0]
         if pad_to is not None:
             if counts["num_prefills"]:
                 refuse("pad_to", "None for a batch with prefills", pad_to)
-            return GDNMetadata(**counts, **self._padded_spec(offsets, slots, accepted, parents, pad_to))
+            return GDNMetadata(**counts, **self._padded_spec(offsets, slots, accepted, parents, computed, pad_to))
         fields: dict[str, Any] = {
             "spec_query_start_loc": offsets,
             "spec_state_indices_tensor": slots,
@@ -339,14 +378,20 @@ class GDNMetadataBuilder:
         }
         if parents is not None:
             fields["retrieve_parent_token"] = parents
+        if computed is not None:
+            fields["num_computed_tokens"] = computed
         moved: dict[str, Any] = {name: to_device(value, self.device) for name, value in fields.items()}
         if counts["num_prefills"]:
             moved |= self._non_spec(rows, ~is_spec)
+            if self.replay:
+                moved |= self._written(rows, ~is_spec)
         return GDNMetadata(**counts, **moved)
 
-    def _padded_spec(self, offsets: Array, slots: Array, accepted: Array, parents: Array | None, pad_to: int) -> dict[str, Any]:
+    def _padded_spec(
+        self, offsets: Array, slots: Array, accepted: Array, parents: Array | None, computed: Array | None, pad_to: int
+    ) -> dict[str, Any]:
         """Fields of a batch of speculative rows alone, in the persistent buffers."""
-        count, columns = slots.shape
+        count, columns = slots.shape[0], 1 + self.num_spec
         self._check_padding(count, pad_to)
         write, most = self._buffers.write, self.max_num_sequences
         fields = {
@@ -357,6 +402,8 @@ class GDNMetadataBuilder:
             "spec_token_indx": self._buffers.constant("tokens", np.arange(most * columns, dtype=np.int32))[: pad_to * columns],
             "non_spec_token_indx": self._buffers.constant("no_tokens", np.zeros(0, np.int32)),
         }
+        if computed is not None:
+            fields["num_computed_tokens"] = write("computed", computed, pad_to, 0, most=most)
         if parents is not None:
             fields["retrieve_parent_token"] = write("parents", parents, pad_to * columns, -1, most=most * columns)
         return fields
@@ -375,6 +422,27 @@ class GDNMetadataBuilder:
                 fields |= {"checkpoint_offsets": offsets, "checkpoint_slots": slots}
         moved: dict[str, Any] = {name: to_device(value, self.device) for name, value in fields.items()}
         return moved | {"non_spec_lengths_host": tuple(queries.tolist())}
+
+    def _written(self, rows: _Rows, is_prefill: Array) -> dict[str, Any]:
+        """Fields of the prefilling rows that `GDNStateCache.begin_step` reads."""
+        slots, computed = rows.slots[:, 0], rows.lengths - rows.queries
+        is_live = is_prefill & (rows.queries > 0) & (slots > self.null_slot)
+        written, tokens = slots[is_live], rows.lengths[is_live]
+        if rows.checkpoints is not None:
+            offsets, places = rows.checkpoints
+            is_kept = is_live[:, None] & (offsets > 0) & (offsets <= rows.queries[:, None]) & (places > self.null_slot)
+            written = np.concatenate([written, places[is_kept]])
+            tokens = np.concatenate([tokens, (computed[:, None] + offsets)[is_kept]])
+        fields: dict[str, Array] = {
+            "prefill_written_slots": written.astype(np.int64), "prefill_seq_lens": tokens.astype(np.int32),
+        }  # fmt: skip
+        is_continued = is_live & (computed > 0)
+        if is_continued.any():
+            fields["prefill_slots"] = slots[is_continued].astype(np.int32)
+            fields["prefill_computed_tokens"] = computed[is_continued].astype(np.int32)
+            if (accepted := rows.accepted[is_continued].astype(np.int32)).max() > 1:
+                fields["prefill_accepted_tokens"] = accepted
+        return {name: to_device(value, self.device) for name, value in fields.items()}
 
     def _check_padding(self, count: int, pad_to: int) -> None:
         at_least("pad_to", pad_to, 0)

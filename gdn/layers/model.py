@@ -127,6 +127,7 @@ class HybridModel(nn.Module):
                 self.rotary.check_length(step.attention.max_seq_len)
         hidden_states = embedding(self.context_parallel.own(input_ids, parts), self.embed_tokens)
         residual: Tensor | None = None
+        caches.gdn.begin_step(step.gdn)
         is_hyper = self.config.residual == "hyper"
         if is_hyper:
             hidden_states = self.hyper_connection_mixer.split(hidden_states)

@@ -55,10 +55,27 @@ class Pool:
         """Number of owners of an id."""
         return self._owners.get(one, 0)
 
-    def take(self, count: int) -> list[int]:
-        """Takes the `count` smallest free ids, in ascending order; raises `CacheFullError` and takes none if fewer are free."""
-        if count > len(self._free):
-            raise CacheFullError(self.resource, count, len(self._free))
+    def num_free_below(self, stop: int | None) -> int:
+        """Number of free ids below `stop`; None = of all."""
+        return len(self._free) if stop is None else sum(one < stop for one in self._free)
+
+    def take_last(self) -> int:
+        """Takes the largest free id; raises `CacheFullError` where none is free."""
+        if not self._free:
+            raise CacheFullError(self.resource, 1, 0)
+        last = max(self._free)
+        self._free.remove(last)
+        heapq.heapify(self._free)
+        self._owners[last] = 1
+        return last
+
+    def take(self, count: int, below: int | None = None) -> list[int]:
+        """Takes the `count` smallest free ids, in ascending order; raises `CacheFullError` and takes none if fewer are free.
+
+        below: ids from it on do not count as free.
+        """
+        if (free := self.num_free_below(below)) < count:
+            raise CacheFullError(self.resource, count, free)
         taken = [heapq.heappop(self._free) for _ in range(count)]
         for one in taken:
             self._owners[one] = 1

@@ -147,6 +147,12 @@ class Switches:
         "builds it",
         _words("auto", "warn", "off"),
     )  # fmt: skip
+    replay: str = _switch(
+        "GDN_REPLAY", "choice", "auto",
+        "decode of Gated DeltaNet layers writes a state once in many tokens, and drafts take no slots of their own: 1 on, 0 off, "
+        "auto where it is faster; read when a cache is made",
+        _words("auto", "0", "1"),
+    )  # fmt: skip
     log: str = _switch(
         "GDN_LOG", "choice", "off", "why a backend or tile was chosen, once per decision, on stderr",
         _words("off", "info", "debug"),

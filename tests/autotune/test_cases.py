@@ -67,7 +67,7 @@ def _chunk_summary(tensors: tuple[Any, ...], problem: Any) -> None:
 
 
 def _recurrent(tensors: tuple[Any, ...], problem: Any) -> None:
-    (q, k, v, g, beta, a_log, dt_bias, state, slots, accepted, _, _, cu_seqlens, _, _, _, _, out, scale, null_slot) = tensors
+    (q, k, v, g, beta, a_log, dt_bias, state, slots, accepted, _, _, cu_seqlens, *_, out, scale, null_slot, _) = tensors
     reference.fused_recurrent_gated_delta_rule(
         q, k, v, g, beta, scale, state, True, cu_seqlens, slots, accepted, True,
         state_v_first=True, use_gate_in_kernel=True, A_log=a_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True,
@@ -143,7 +143,7 @@ def _add_rms_norm(tensors: tuple[Any, ...], problem: Any) -> None:
 
 
 def _gdn_decode(tensors: tuple[Any, ...], problem: Any) -> None:
-    *given, slots, accepted, offsets, _, _, _, out, scale, eps, null_slot = tensors
+    given, (slots, accepted, offsets, *_, out, scale, eps, null_slot, _) = tensors[:11], tensors[11:]
     # As the kernel: nothing between the steps is rounded.
     qkv, z, b, a, windows, weight, bias, *rest = [
         given[i] if i in (4, 10) or given[i] is None else given[i].double() for i in range(len(given))

@@ -13,7 +13,7 @@ import torch
 import gdn
 from gdn.device import H100
 from gdn.ops import chunk as operator
-from gdn.problems import ChunkProblem, RecurrentProblem
+from gdn.problems import ChunkProblem, RecurrentParams, RecurrentProblem
 from gdn.runtime import Choice, Prepared, explain_problem
 from gdn.testing.compare import error, same_bits, token_error
 from gdn.testing.inputs import chunk_inputs, chunk_problem
@@ -106,8 +106,9 @@ class Composed(ContractKernel):
 
     def launch(self, inner: Any, *tensors: Any) -> None:
         params = tensors[0] if len(tensors) == 1 else ()
-        q, *_, scale, null_slot = params or tensors
-        cu_seqlens = (params or tensors)[12]
+        given = params or tensors
+        q, cu_seqlens = given[0], given[12]
+        scale, null_slot = (given.scale, given.null_slot) if isinstance(given, RecurrentParams) else given[-2:]
         sizes = {"num_tokens": q.shape[-3], "num_sequences": cu_seqlens.shape[0] - 1}
         self.problem = type(inner.problem)(**inner.problem.static_fields(), **sizes)
         assert null_slot == -1 and isinstance(scale, float)

@@ -89,6 +89,7 @@ class Server:
             tuple(stale(*page, config.num_key_value_heads, config.head_dim) for _ in range(2))
             for _ in range(config.num_full_layers)
         ]
+        states.replay, states.begin_step = (None,) * config.num_linear_layers, lambda metadata: None
         self.caches = SimpleNamespace(gdn=states, kv=SimpleNamespace(kv=kv), indexer=None)
         if config.index_topk:
             ratio, shape = config.index_ratio, (config.index_kv_heads, config.index_head_dim)

@@ -38,6 +38,7 @@ SPECIFIED = {
     "GDN_TUNED": ("auto", {"auto": "auto", "strict": "strict", "OFF": "off"}),
     "GDN_BATCH_INVARIANT": (False, BOOLS),
     "GDN_VALIDATE": (False, BOOLS),
+    "GDN_REPLAY": ("auto", {"auto": "auto", "0": "0", "1": "1"}),
     "GDN_LOG": ("off", {"off": "off", "info": "info", "Debug": "debug"}),
     "GDN_VLLM": ("0", {"1": "1", "On": "1", "false": "0", "STRICT": "strict"}),
     "GDN_SGLANG": ("0", {"1": "1", "On": "1", "false": "0", "STRICT": "strict"}),
