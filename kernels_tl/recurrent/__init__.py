@@ -54,10 +54,16 @@ def compile(problem: RecurrentProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
     from kernels_tl.common import build
     from kernels_tl.recurrent.kernel import kernel
+    from kernels_tl.recurrent.replay import replay_kernel
     from kernels_tl.recurrent.spec import Spec
 
     # All indices are masked here; the automatic bounds checks would undo the 16-byte accesses.
-    return {"recurrent": build.library(kernel(Spec(problem, config)), pass_configs={"tl.disable_safe_memory_legalize": True})}
+    options = {"tl.disable_safe_memory_legalize": True}
+    if problem.ring_rows is None:
+        return {"recurrent": build.library(kernel(Spec(problem, config)), pass_configs=options)}
+    # The entries share one array of shared memory, in which the compiler would see conflicts everywhere.
+    options["tl.disable_thread_storage_sync"] = True
+    return {"recurrent": build.library(replay_kernel(Spec(problem, config)), pass_configs=options)}
 
 
 def launch(compiled: Any, params: RecurrentParams) -> None:
