@@ -35,7 +35,7 @@ def maximum(x: Any, y: Any) -> Any:
 
 
 def copy(target: Any, source: Any, count: int) -> Any:
-    """Starts the copy of `count` (1, 2 or 4) float32 from an element of global memory on to one of shared memory. Needs `COPY`."""
+    """Starts the copy of `count` (1 or 4) words from an element of global memory on to one of shared memory. Needs `COPY`."""
     return T.evaluate(T.call_extern("handle", f"gdn_copy<{4 * count}>", T.address_of(target), T.address_of(source)))
 
 

@@ -34,15 +34,21 @@ __all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fi
 
 def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled, without spills, and launched."""
+    if problem.ring_rows is not None:
+        return recurrent_tiles.fits_ring(problem, config, recurrent_tiles.spills_tilelang)
     return recurrent_tiles.fits(problem, recurrent_tiles.Config(*astuple(config)), device)
 
 
 def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
     """The feasible configurations worth measuring; the next token is always prefetched."""
+    if problem.ring_rows is not None:
+        return recurrent_tiles.ring_tiles(problem, recurrent_tiles.spills_tilelang)
     return [config.tiles for config in recurrent_tiles.configs_prefetching(problem, device)]
 
 
 def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
+    if problem.ring_rows is not None:
+        return recurrent_tiles.default_ring_tiles(problem, device, recurrent_tiles.spills_tilelang)
     return recurrent_tiles.default_prefetching(problem, device).tiles
 
 

@@ -43,21 +43,8 @@ def find_live(ring, committed, phase, written, scratch: T.Ref, start: T.Ref, tar
     """The live entries, once the slot's count is in shared memory. scratch: of `boundary`."""
     steps.boundary(ring, committed, phase, scratch, target)
     target = T.max(written[0], target) - first
-    start = T.max(written[0], first) - first
+    start = T.max(written[0], first) - first  # noqa: F841 - a reference
     is_valid = T.if_then_else(written[0] <= committed and written[0] >= 0, 1, 0)  # noqa: F841 - a reference
-
-
-@T.macro
-def compute_token(spec, ring, rows_at, newest, path, place, thread, live, token, is_last, buffer, slot, tensors, registers, exchange):
-    """A token whose q, k and log decay are in shared memory, like all entries before it."""
-    steps.weigh(spec, ring, rows_at, live, newest, path, thread, registers)
-    T.sync_threads()  # all weights are there
-    steps.multiply(spec, ring, rows_at, place, registers)
-    steps.add_entries(spec, ring, live, newest, path, place, thread, registers)
-    add_up(spec, buffer, thread, registers.sums, exchange)
-    steps.combine(spec, tensors.scale, registers)
-    steps.store_out(spec, token, place, live.is_valid, registers, tensors.out)
-    steps.append(spec, ring, rows_at, slot, live, newest, is_last, place, thread, tensors, registers)
 
 
 def replay_kernel(spec: Spec) -> Any:
@@ -119,18 +106,17 @@ def replay_kernel(spec: Spec) -> Any:
             if live_count > 0:
                 steps.boundary(ring, committed - accepted, phase, scratch, first)
                 base = T.truncmod(first, ring.rows)
-                steps.load_entries(spec, ring, slot, place, thread, tensors, live, registers)
+                steps.load_entries(ring, slot, place, thread, tensors, live, registers)
                 for i in T.unroll(spec.columns * spec.entries):
                     state[i] = 0.0
                 for i in T.unroll(4 * ring.row_passes):
                     registers.row_next[i] = T.cast(0.0, problem.dtype)
                 for r in T.unroll(spec.columns):
                     registers.v_next[r] = T.cast(0.0, problem.dtype)
-                steps.load_row(spec, ring, begin, place, thread, tensors, registers)
+                steps.load_row(ring, begin, place, thread, tensors, registers)
                 load_state(spec, slot, place, pool, state)
                 if ring.row_floats > problem.head_k_dim:
-                    steps.clear_padding(spec, ring, thread, registers)
-
+                    steps.clear_padding(ring, thread, registers)
 
             # Zero rows, while the state is on its way: of padding, and beyond the last sequence, dealt to all blocks of the head.
             if lane < spec.columns and v_exists(spec, v_start):
@@ -147,7 +133,7 @@ def replay_kernel(spec: Spec) -> Any:
                     newest = committed - first + t
                     rows_at = t % 2 * (2 * ring.row_floats)
                     steps.read_gates(spec, minus_decay, bias, registers)
-                    steps.write_row(spec, ring, rows_at, thread, registers)
+                    steps.write_row(ring, rows_at, thread, registers)
                     if thread == 0:
                         registers.shared[ring.decays_at + newest] = registers.scalars[GATE]
                     for r in T.unroll(spec.columns):
@@ -157,19 +143,24 @@ def replay_kernel(spec: Spec) -> Any:
                     T.sync_threads()
                     if problem.has_accepted:
                         if t + 1 < live_count:
-                            steps.load_row(spec, ring, begin + t + 1, place, thread, tensors, registers)
+                            steps.load_row(ring, begin + t + 1, place, thread, tensors, registers)
                     find_live(ring, committed, phase, registers.written, scratch, start, target, is_valid, first)
                     if has_parent:
                         find_path(t, begin, tensors.parent_token, walker, path)
                     is_followed = t + 1 < live_count if problem.has_accepted else False
-                    compute_token(
-                        spec, ring, rows_at, newest, path, place, thread, live, begin + t, is_followed, t % 2, slot, tensors,
-                        registers, exchange,
-                    )  # fmt: skip
+                    steps.weigh(ring, rows_at, live, newest, path, thread, registers)
+                    T.sync_threads()  # all weights are there
+
+                    steps.multiply(ring, rows_at, place, registers)
+                    steps.add_entries(ring, live, newest, path, place, thread, registers)
+                    add_up(spec, t % 2, thread, registers.sums, exchange)
+                    steps.combine(spec, tensors.scale, registers)
+                    steps.store_out(spec, begin + t, place, is_valid, registers, out)
+                    steps.append(ring, rows_at, slot, live, newest, is_followed, place, thread, tensors, registers)
 
                 if problem.has_final_state:
                     if is_valid != 0 and target > start:
-                        steps.fold(spec, ring, live, place, thread, registers)
+                        steps.fold(ring, live, place, thread, registers)
                         store_into_pool(spec, slot, place, seed, pool, state)
 
     return recurrent

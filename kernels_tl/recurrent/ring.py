@@ -5,8 +5,8 @@
     fold:  S0 = exp(sum of g) S0 + sum_e exp(sum of g after e) k_e u_e^T     over the entries that the state takes in
 
 A block has its columns of S0 in registers and the entries `k_e [K]`, `u_e [columns of the block]`, `g_e` in shared memory, oldest
-first: those that may be live, which positions alone tell before the slot is read (`gdn.problems.replay`), and behind them those of
-the call's own tokens. Which entry a thread has:
+first: those that may be live, which positions alone tell before the slot's count is read (`gdn.problems.replay`), and behind them
+those of the call's own tokens. Which entry a thread has:
 
     dot products k_e . k and k_e . q     8 threads an entry, each an eighth of K; the weighted pair goes to shared memory
     sums over u_e                        entry e: lane e mod threads_per_column of each group of columns, before its shuffles
@@ -31,6 +31,7 @@ class RingSpec:
     def __init__(self, spec: Spec) -> None:
         p = spec.problem
         assert p.ring_rows is not None and p.fold_every is not None
+        self.spec = spec
         self.rows, self.fold_every = p.ring_rows, p.fold_every
         self.most_tokens = (p.ring_rows + 1 - p.fold_every) // 2 if p.has_accepted else 1
         self.updates_in_row = p.num_k_heads * p.head_k_dim  # elements of a ring's row before u, and before g
@@ -106,9 +107,10 @@ def row_of(ring, base, entry):
 
 
 @T.macro
-def load_entries(spec, ring, slot, place, thread, tensors, live, registers):
+def load_entries(ring, slot, place, thread, tensors, live, registers):
     """Starts the copies of the slot's count and of all entries that may be live. As registers of loads they would be waited for
     together with the state."""
+    spec = ring.spec
     shared, gRing, threads = registers.shared, tensors.ring, spec.tiles.threads
     key_head = place.head // (spec.heads // spec.problem.num_k_heads)
     first_column = place.v_start - group_of(spec, thread) * spec.columns
@@ -139,8 +141,9 @@ def group_of(spec, thread):
 
 
 @T.macro
-def load_row(spec, ring, token, place, thread, tensors, registers):
+def load_row(ring, token, place, thread, tensors, registers):
     """A token's inputs: four entries of q or k, the thread's columns of v, and the gates."""
+    spec = ring.spec
     p, units = spec.problem, ring.key_units
     q_head, k_head, v_head = (place.head // (spec.heads // heads) for heads in (p.num_q_heads, p.num_k_heads, p.num_v_heads))
     for i in T.unroll(ring.row_passes):
@@ -162,8 +165,9 @@ def load_row(spec, ring, token, place, thread, tensors, registers):
 
 
 @T.macro
-def clear_padding(spec, ring, thread, registers):
+def clear_padding(ring, thread, registers):
     """Zeros in the entries beyond K that the tile has, of q and k of both buffers."""
+    spec = ring.spec
     beyond = ring.row_floats - spec.problem.head_k_dim
     for i in T.serial(T.ceildiv(4 * beyond - thread, spec.tiles.threads)):
         at = thread + i * spec.tiles.threads
@@ -171,9 +175,9 @@ def clear_padding(spec, ring, thread, registers):
 
 
 @T.macro
-def write_row(spec, ring, rows_at, thread, registers):
+def write_row(ring, rows_at, thread, registers):
     """The thread's part of q or k to shared memory, as float32."""
-    units = ring.key_units
+    spec, units = ring.spec, ring.key_units
     for i in T.unroll(ring.row_passes):
         unit = thread + i * spec.tiles.threads
         if unit < 2 * units:
@@ -206,7 +210,8 @@ def is_on(has_path, path, node):
 
 @T.macro
 def log_decays(ring, first, end, before, has_path, path, lane, registers):
-    """tails[c] = sum of g of the entries after entry 32 c + lane, total = of all: entries from first on and before end that count.
+    """tails[c] = sum of g of the entries after entry 32 c + lane, total = of all: from first on and before end, those that count.
+
     before: number of those before the call. Added from the newest entry back; entries before the first may hold anything."""
     tails, total, four = registers.tails, registers.total, registers.four
     total[0] = 0.0
@@ -226,8 +231,9 @@ def log_decays(ring, first, end, before, has_path, path, lane, registers):
 
 
 @T.macro
-def weigh(spec, ring, rows_at, live, newest, path, thread, registers):
+def weigh(ring, rows_at, live, newest, path, thread, registers):
     """Weights of the entries before newest, the token's own, into shared memory; total = D. q and k are not normalised."""
+    spec = ring.spec
     shared, tails, four, other, pair = registers.shared, registers.tails, registers.four, registers.other, registers.pair
     log_decays(ring, live.start, newest + 1, live.count, spec.problem.has_parent, path, thread % _WARP, registers)
     registers.total[0] = T.exp(registers.total[0])
@@ -265,8 +271,9 @@ def weigh(spec, ring, rows_at, live, newest, path, thread, registers):
 
 
 @T.macro
-def multiply(spec, ring, rows_at, place, registers):
+def multiply(ring, rows_at, place, registers):
     """The thread's parts of a token's dot products in sums: those of the state decayed."""
+    spec = ring.spec
     sums, state, four, other = registers.sums, registers.state, registers.four, registers.other
     qk_sum, kk_sum, qq_sum = 2 * spec.columns, 2 * spec.columns + 1, 2 * spec.columns + 2
     for i in T.unroll(spec.num_sums):
@@ -291,8 +298,9 @@ def multiply(spec, ring, rows_at, place, registers):
 
 
 @T.macro
-def add_entries(spec, ring, live, newest, path, place, thread, registers):
+def add_entries(ring, live, newest, path, place, thread, registers):
     """The thread's share of the entries joins its sums."""
+    spec = ring.spec
     shared, sums, four, pair = registers.shared, registers.sums, registers.four, registers.pair
     skipped = (place.lane - live.start) & (spec.lanes - 1)
     for i in T.serial(T.ceildiv(newest - live.start - skipped, spec.lanes)):
@@ -338,8 +346,9 @@ def store_out(spec, token, place, is_valid, registers, out):
 
 
 @T.macro
-def append(spec, ring, rows_at, slot, live, newest, is_followed, place, thread, tensors, registers):
+def append(ring, rows_at, slot, live, newest, is_followed, place, thread, tensors, registers):
     """The token's entry goes to its row of the ring, and where tokens follow to shared memory."""
+    spec = ring.spec
     shared, gRing, scalars, four = registers.shared, tensors.ring, registers.scalars, registers.four
     k_group = spec.heads // spec.problem.num_k_heads
     is_first_block = place.v_start == group_of(spec, thread) * spec.columns
@@ -372,8 +381,9 @@ def append(spec, ring, rows_at, slot, live, newest, is_followed, place, thread, 
 
 
 @T.macro
-def fold(spec, ring, live, place, thread, registers):
+def fold(ring, live, place, thread, registers):
     """The state takes in the entries from live.start on and before live.target."""
+    spec = ring.spec
     shared, state, four, other, tails = registers.shared, registers.state, registers.four, registers.other, registers.tails
     log_decays(ring, live.start, live.target, live.count, False, 0, thread % _WARP, registers)
     for c in T.unroll(ring.chunks):
@@ -401,4 +411,3 @@ def fold(spec, ring, live, place, thread, registers):
                     for r in T.unroll(4):
                         at = register(spec, c * 4 + r, j * 4 + e)
                         state[at] = state[at] + four[e] * other[r]
-
