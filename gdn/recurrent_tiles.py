@@ -242,8 +242,9 @@ def _spills_cute(problem: RecurrentProblem, tiles: Tiles) -> bool:
 
 
 def spills_tilelang(problem: RecurrentProblem, tiles: Tiles) -> bool:
-    """The same of the TileLang kernel."""
-    return False
+    """The same of the TileLang kernel, at either end of the range of its versions."""
+    is_plain = problem.state_v_first and not problem.has_rounding
+    return not is_plain if not problem.has_accepted else problem.has_parent or not is_plain
 
 
 def fits_ring(problem: RecurrentProblem, tiles: Tiles, spills: Callable[[RecurrentProblem, Tiles], bool]) -> bool:

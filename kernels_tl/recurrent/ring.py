@@ -169,9 +169,11 @@ def clear_padding(ring, thread, registers):
     """Zeros in the entries beyond K that the tile has, of q and k of both buffers."""
     spec = ring.spec
     beyond = ring.row_floats - spec.problem.head_k_dim
-    for i in T.serial(T.ceildiv(4 * beyond - thread, spec.tiles.threads)):
+    # An extent of at most 1 that depends on the thread would become 1 for all threads: the compiler takes no loop for empty.
+    for i in T.serial(-(-4 * beyond // spec.tiles.threads)):
         at = thread + i * spec.tiles.threads
-        registers.shared[at // beyond * ring.row_floats + spec.problem.head_k_dim + at % beyond] = 0.0
+        if at < 4 * beyond:
+            registers.shared[at // beyond * ring.row_floats + spec.problem.head_k_dim + at % beyond] = 0.0
 
 
 @T.macro
