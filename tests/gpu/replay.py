@@ -16,7 +16,7 @@ _WIDER = 8  # elements of a ring's row behind those that are used
 
 
 @dataclass(frozen=True)
-class Sequence_:
+class Member:
     """A sequence of a call; as in gdn.problems.replay."""
 
     p: int  # committed tokens
@@ -30,7 +30,7 @@ class Sequence_:
 class Scene:
     """What a call is made from."""
 
-    sequences: Sequence[Sequence_]
+    members: Sequence[Member]
     heads: tuple[int, int, int] = (2, 2, 4)  # of q, k, v
     dims: tuple[int, int] = (128, 128)  # K, V
     dtype: torch.dtype = torch.bfloat16
@@ -52,17 +52,22 @@ class Scene:
     def state_heads(self) -> int:
         return max(self.heads[0], self.heads[2])
 
+    @property
+    def num_slots(self) -> int:
+        """Of the pool; the last one has no ring."""
+        return 2 * len(self.members) + 4
+
     def slots(self) -> list[int]:
         """A slot of each sequence, in no order."""
-        count = len(self.sequences)
+        count = len(self.members)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed)).tolist()
-        return [NULL_SLOT if s.is_null else 2 + 2 * n for s, n in zip(self.sequences, order, strict=True)]
+        return [NULL_SLOT if s.is_null else 2 + 2 * n for s, n in zip(self.members, order, strict=True)]
 
     def arguments(self, device: torch.device | str) -> dict[str, Any]:
         """Arguments of the operator: the pool, the ring and the counts are NaN or out of range where nothing is to be read."""
         make = torch.Generator().manual_seed(self.seed)
         (q_heads, k_heads, v_heads), (K, V), H = self.heads, self.dims, self.state_heads
-        lengths = [s.tokens for s in self.sequences]
+        lengths = [s.tokens for s in self.members]
         count, slots = sum(lengths) + self.padded, self.slots()
 
         def randn(*shape: int) -> Tensor:
@@ -80,14 +85,14 @@ class Scene:
         if not self.has_norm:
             q, k = q * K**-0.5, k * K**-0.5
 
-        num_slots = 2 * len(slots) + 4
+        num_slots = self.num_slots
         inner = (V, K) if self.v_first else (K, V)
         pool = torch.full((num_slots, H * K * V + _GAP), torch.nan, dtype=self.state_dtype)
         pool = pool[:, : H * K * V].unflatten(1, (H, *inner))
         row = entry_width(k_heads, H, K, V)
-        ring = torch.full((num_slots - 1, self.rows, -(-row // 4) * 4 + _WIDER), torch.nan)
+        ring = torch.full((num_slots - 1, self.rows, _width(row)), torch.nan)
         counts = torch.full((num_slots,), -(2**31), dtype=torch.int32)
-        for slot, s in zip(slots, self.sequences, strict=True):
+        for slot, s in zip(slots, self.members, strict=True):
             if slot == NULL_SLOT:
                 continue
             pool[slot] = randn(H, *inner).to(self.state_dtype)
@@ -97,7 +102,7 @@ class Scene:
                 entry = [keys, randn(H * V), -randn(H).exp() / 8]
                 ring[slot, position % self.rows, :row] = torch.cat(entry)
         null = [slot == NULL_SLOT for slot in slots]
-        p = [-(2**31) if is_null else s.p for is_null, s in zip(null, self.sequences, strict=True)]
+        p = [-(2**31) if is_null else s.p for is_null, s in zip(null, self.members, strict=True)]
         arguments = {
             "q": q.unflatten(-1, (q_heads, K)), "k": k.unflatten(-1, (k_heads, K)), "v": v.unflatten(-1, (v_heads, V)), **gates,
             "initial_state": pool, "cu_seqlens": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
@@ -105,7 +110,7 @@ class Scene:
             "num_computed_tokens": torch.tensor(p, dtype=torch.int32),
         }  # fmt: skip
         if self.has_drafts:
-            accepted = [-7 if is_null else s.a for is_null, s in zip(null, self.sequences, strict=True)]
+            accepted = [-7 if is_null else s.a for is_null, s in zip(null, self.members, strict=True)]
             arguments["num_accepted_tokens"] = torch.tensor(accepted, dtype=torch.int32)
         if self.parents is not None:
             arguments["parent_token"] = torch.tensor([*self.parents, *[0] * self.padded], dtype=torch.int32)
@@ -114,24 +119,29 @@ class Scene:
             "use_qk_l2norm_in_kernel": self.has_norm, **{name: on(value, device) for name, value in self.options.items()},
         }  # fmt: skip
 
-    def first_live(self, s: Sequence_) -> int:
+    def first_live(self, s: Member) -> int:
         """Position of the first live entry."""
         return min(state_position(s.p0, s.p - s.a, self.fold_every, self.phase), s.p)
 
-    def folds(self, s: Sequence_) -> bool:
+    def folds(self, s: Member) -> bool:
         return state_position(s.p0, s.p, self.fold_every, self.phase) > self.first_live(s)
 
-    def written(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def written(self) -> tuple[Tensor, Tensor]:
         """Masks of what a call may write: slots of the pool, and elements of the ring."""
-        pool = torch.zeros(arguments["initial_state"].shape[0], dtype=torch.bool)
-        ring = torch.zeros(arguments["ring"].shape, dtype=torch.bool)
         row = entry_width(self.heads[1], self.state_heads, *self.dims)
-        for slot, s in zip(self.slots(), self.sequences, strict=True):
+        pool = torch.zeros(self.num_slots, dtype=torch.bool)
+        ring = torch.zeros(self.num_slots - 1, self.rows, _width(row), dtype=torch.bool)
+        for slot, s in zip(self.slots(), self.members, strict=True):
             if slot != NULL_SLOT and s.tokens:
                 pool[slot] = self.folds(s)
                 for i in range(s.tokens):
                     ring[slot, (s.p + i) % self.rows, :row] = True
         return pool, ring
+
+
+def _width(used: int) -> int:
+    """Elements of a ring's row."""
+    return -(-used // 4) * 4 + _WIDER
 
 
 def on(value: Any, device: torch.device | str) -> Any:
