@@ -243,8 +243,10 @@ def _spills_cute(problem: RecurrentProblem, tiles: Tiles) -> bool:
 
 def spills_tilelang(problem: RecurrentProblem, tiles: Tiles) -> bool:
     """The same of the TileLang kernel, at either end of the range of its versions."""
-    is_plain = problem.state_v_first and not problem.has_rounding
-    return not is_plain if not problem.has_accepted else problem.has_parent or not is_plain
+    if problem.has_rounding or (problem.has_accepted and not problem.state_v_first):
+        return True
+    rows = problem.ring_rows or 0
+    return problem.has_parent or rows > 32  # a lane has decays of several entries
 
 
 def fits_ring(problem: RecurrentProblem, tiles: Tiles, spills: Callable[[RecurrentProblem, Tiles], bool]) -> bool:
