@@ -238,15 +238,23 @@ def _few_columns(problem: RecurrentProblem, block_v: int, device: DeviceSpec, bl
 
 def _spills_cute(problem: RecurrentProblem, tiles: Tiles) -> bool:
     """Whether the CuTe kernel spills 64 values of the state with a ring, in the registers of 512 threads an SM."""
-    return problem.has_accepted and (tiles.threads != 256 or problem.has_rounding)
+    return _holds_much(problem, tiles) and problem.has_accepted and (tiles.threads != 256 or problem.has_rounding)
 
 
 def spills_tilelang(problem: RecurrentProblem, tiles: Tiles) -> bool:
     """The same of the TileLang kernel, at either end of the range of its versions."""
+    if (problem.ring_rows or 0) > 32 or (problem.has_rounding and problem.has_accepted):
+        return True  # with 32 values too; beyond 32 rows a lane has decays of several entries
+    if not _holds_much(problem, tiles):
+        return False
     if problem.has_rounding or (problem.has_accepted and not problem.state_v_first):
         return True
-    rows = problem.ring_rows or 0
-    return problem.has_parent or rows > 32  # a lane has decays of several entries
+    return problem.has_parent
+
+
+def _holds_much(problem: RecurrentProblem, tiles: Tiles) -> bool:
+    """Whether a thread holds more than 32 values of the state."""
+    return k_per_thread(problem, tiles.threads_per_column) * tiles.v_per_thread > _MAX_STATE_REGISTERS // 2
 
 
 def fits_ring(problem: RecurrentProblem, tiles: Tiles, spills: Callable[[RecurrentProblem, Tiles], bool]) -> bool:
@@ -258,8 +266,7 @@ def fits_ring(problem: RecurrentProblem, tiles: Tiles, spills: Callable[[Recurre
     values = k_per_thread(problem, tiles.threads_per_column) * tiles.v_per_thread
     if values > _MAX_STATE_REGISTERS or ring_bytes(problem, tiles) > H100.shared_bytes_per_block:
         return False
-    is_tight = values > _MAX_STATE_REGISTERS // 2 and tiles.min_threads_per_sm == _MIN_THREADS_PER_SM[0]
-    if is_tight and spills(problem, tiles):
+    if tiles.min_threads_per_sm == _MIN_THREADS_PER_SM[0] and spills(problem, tiles):
         return False
     return tiles.block_v < 2 * problem.head_v_dim or (tiles.threads, tiles.threads_per_column) == _RING_SHAPES[-1]
 
