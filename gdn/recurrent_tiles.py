@@ -6,11 +6,11 @@ the state in registers. What a thread needs and what is worth trying is the same
 Leaf module: imports the other leaves only.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, replace
 
-from gdn.device import DeviceSpec
-from gdn.problems import DTYPE_BYTES, RecurrentProblem, unserved_dtypes
+from gdn.device import H100, DeviceSpec
+from gdn.problems import DTYPE_BYTES, RecurrentProblem, most_tokens, unserved_dtypes
 
 _COLUMNS_OF_WARP = 64  # of V, K first; a line of the L2 cache is 128 bytes
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold
@@ -18,6 +18,8 @@ _OTHER_REGISTERS = 50  # of a thread: addresses, gates, counters, losses to alig
 _OTHER_WITHOUT_PREFETCH = 30  # the same without a prefetch
 _NEARLY_TWO = 15 / 8  # blocks an SM: 256 of them on 132
 _MIN_THREADS_PER_SM = (512, 384, 256)
+_RING_SHAPES = ((128, 8), (256, 8), (64, 8), (128, 16), (256, 16), (64, 16))  # threads, threads a column: in order of preference
+_MAX_NODES = 31  # of a draft tree with a ring: a path is a bit mask
 # How near a tuned entry must be (see gdn.runtime.tuned): tokens and sequences 1.7 times as many, or as few. A large batch wants a
 # head in few blocks, a small one in all that fit. One bound for both kernels: with different ones the backend with the looser one
 # would win by matching more sizes.
@@ -68,10 +70,33 @@ def refusal(problem: RecurrentProblem) -> str | None:
     if problem.intermediate_dtype not in (None, "float32", "bfloat16"):
         return f"requires intermediate_states of float32 or bfloat16, got {problem.intermediate_dtype}"
     if problem.ring_rows is not None:
-        return f"requires no ring, got one of {problem.ring_rows} rows"
+        return _ring_refusal(problem)
     if problem.has_parent and not (problem.write_every_token or problem.intermediate_dtype):
         return "requires a column of indices per token with parent_token, got one slot per sequence"
     return None
+
+
+def _ring_refusal(problem: RecurrentProblem) -> str | None:
+    assert problem.ring_rows is not None and problem.fold_every is not None
+    nodes = most_tokens(problem.ring_rows, problem.fold_every)
+    if problem.has_parent and nodes > _MAX_NODES:
+        return f"requires draft trees of at most {_MAX_NODES} nodes, got a ring of {problem.ring_rows} rows, for {nodes}"
+    needed, most = ring_bytes(problem, Tiles(64, 16, 4, 512)), H100.shared_bytes_per_block
+    if needed > most:
+        return (
+            f"requires a ring of which a head fits in {most} bytes of shared memory, got {problem.ring_rows} rows, {needed} bytes"
+        )
+    return None
+
+
+def ring_bytes(problem: RecurrentProblem, tiles: Tiles) -> int:
+    """At least the shared memory of a block with a ring: keys, updates, weights and decays of all entries, two pairs of rows of q
+    and k, and the sums of warps that share columns."""
+    assert problem.ring_rows is not None
+    entry = problem.head_k_dim + tiles.block_v + 4 + 3
+    rows = 4 * tiles.threads_per_column * k_per_thread(problem, tiles.threads_per_column)
+    sums = 2 * tiles.threads * tiles.v_per_thread if not problem.state_v_first else 0
+    return 4 * (problem.ring_rows * entry + rows + sums + 64)
 
 
 def writes_new_state(problem: RecurrentProblem) -> bool:
@@ -168,7 +193,9 @@ def _most_resident(
 
 
 def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
-    """Whether the configuration can be compiled, without spills, and launched."""
+    """Whether the configuration can be compiled, without spills, and launched. With a ring: by the CuTe kernel."""
+    if problem.ring_rows is not None:
+        return config.prefetch_next_token and fits_ring(problem, config.tiles, _spills_cute)
     lanes, columns = config.threads_per_column, config.v_per_thread
     if lanes not in (4, 8, 16, 32) or config.threads not in (32, 64, 128, 256):
         return False
@@ -209,8 +236,60 @@ def _few_columns(problem: RecurrentProblem, block_v: int, device: DeviceSpec, bl
     return columns < blocks * device.num_sms * block_v
 
 
+def _spills_cute(problem: RecurrentProblem, tiles: Tiles) -> bool:
+    """Whether the CuTe kernel spills 64 values of the state with a ring, in the registers of 512 threads an SM."""
+    return _holds_much(problem, tiles) and problem.has_accepted and (tiles.threads != 256 or problem.has_rounding)
+
+
+def spills_tilelang(problem: RecurrentProblem, tiles: Tiles) -> bool:
+    """The same of the TileLang kernel, at either end of the range of its versions."""
+    if (problem.ring_rows or 0) > 32 or (problem.has_rounding and problem.has_accepted):
+        return True  # with 32 values too; beyond 32 rows a lane has decays of several entries
+    if not _holds_much(problem, tiles):
+        return False
+    if problem.has_rounding or (problem.has_accepted and not problem.state_v_first):
+        return True
+    return problem.has_parent
+
+
+def _holds_much(problem: RecurrentProblem, tiles: Tiles) -> bool:
+    """Whether a thread holds more than 32 values of the state."""
+    return k_per_thread(problem, tiles.threads_per_column) * tiles.v_per_thread > _MAX_STATE_REGISTERS // 2
+
+
+def fits_ring(problem: RecurrentProblem, tiles: Tiles, spills: Callable[[RecurrentProblem, Tiles], bool]) -> bool:
+    """Whether a kernel with a ring can be compiled and launched. spills: of the kernel."""
+    if (tiles.threads, tiles.threads_per_column) not in _RING_SHAPES or tiles.v_per_thread != 4:
+        return False
+    if tiles.min_threads_per_sm not in _MIN_THREADS_PER_SM[:2] or tiles.min_threads_per_sm % tiles.threads:
+        return False
+    values = k_per_thread(problem, tiles.threads_per_column) * tiles.v_per_thread
+    if values > _MAX_STATE_REGISTERS or ring_bytes(problem, tiles) > H100.shared_bytes_per_block:
+        return False
+    if tiles.min_threads_per_sm == _MIN_THREADS_PER_SM[0] and spills(problem, tiles):
+        return False
+    return tiles.block_v < 2 * problem.head_v_dim or (tiles.threads, tiles.threads_per_column) == _RING_SHAPES[-1]
+
+
+def ring_tiles(problem: RecurrentProblem, spills: Callable[[RecurrentProblem, Tiles], bool]) -> list[Tiles]:
+    """The tiles worth measuring with a ring, in order of preference."""
+    space = [Tiles(*shape, 4, least) for least in _MIN_THREADS_PER_SM[:2] for shape in _RING_SHAPES]
+    return [tiles for tiles in space if fits_ring(problem, tiles, spills)]
+
+
+def default_ring_tiles(problem: RecurrentProblem, device: DeviceSpec, spills: Callable[[RecurrentProblem, Tiles], bool]) -> Tiles:
+    """As many threads an SM as do not spill, as much state a thread; then narrower blocks until every SM has nearly two."""
+    space = ring_tiles(problem, spills)
+    full = [tiles for tiles in space if tiles.min_threads_per_sm == space[0].min_threads_per_sm]
+    enough = [tiles for tiles in full if not _few_columns(problem, tiles.block_v, device, _NEARLY_TWO)]
+    return enough[0] if enough else min(full, key=lambda tiles: tiles.block_v)
+
+
 def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
-    """The feasible configurations worth measuring: those with a prefetch, and for single tokens those without."""
+    """The feasible configurations worth measuring: those with a prefetch, and for single tokens those without. With a ring:
+    of the CuTe kernel."""
+    if problem.ring_rows is not None:
+        return [Config(*astuple(tiles)) for tiles in ring_tiles(problem, _spills_cute)]
     found = configs_prefetching(problem, device)
     if not is_single(problem):
         whole = _drafts_without_prefetch(problem, device)
@@ -252,7 +331,9 @@ def _that_read_lines(problem: RecurrentProblem, device: DeviceSpec, space: list[
 
 def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
     """Chooses no prefetch where there is no next token and the whole state is then on the device at once, or where K first reads
-    wider, as it does with drafts too."""
+    wider, as it does with drafts too. With a ring: of the CuTe kernel."""
+    if problem.ring_rows is not None:
+        return Config(*astuple(default_ring_tiles(problem, device, _spills_cute)))
     if is_single(problem):
         config = _choice(problem, device, prefetches=False)
         blocks = max(problem.num_sequences, 1) * problem.num_state_heads * -(-problem.head_v_dim // config.block_v)

@@ -34,15 +34,21 @@ __all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fi
 
 def fits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled, without spills, and launched."""
+    if problem.ring_rows is not None:
+        return recurrent_tiles.fits_ring(problem, config, recurrent_tiles.spills_tilelang)
     return recurrent_tiles.fits(problem, recurrent_tiles.Config(*astuple(config)), device)
 
 
 def configs(problem: RecurrentProblem, device: DeviceSpec) -> list[Config]:
     """The feasible configurations worth measuring; the next token is always prefetched."""
+    if problem.ring_rows is not None:
+        return recurrent_tiles.ring_tiles(problem, recurrent_tiles.spills_tilelang)
     return [config.tiles for config in recurrent_tiles.configs_prefetching(problem, device)]
 
 
 def default_config(problem: RecurrentProblem, device: DeviceSpec) -> Config:
+    if problem.ring_rows is not None:
+        return recurrent_tiles.default_ring_tiles(problem, device, recurrent_tiles.spills_tilelang)
     return recurrent_tiles.default_prefetching(problem, device).tiles
 
 
@@ -54,10 +60,16 @@ def compile(problem: RecurrentProblem, config: Config) -> dict[str, bytes]:
     """The one kernel, built for sm_90a."""
     from kernels_tl.common import build
     from kernels_tl.recurrent.kernel import kernel
+    from kernels_tl.recurrent.replay import replay_kernel
     from kernels_tl.recurrent.spec import Spec
 
     # All indices are masked here; the automatic bounds checks would undo the 16-byte accesses.
-    return {"recurrent": build.library(kernel(Spec(problem, config)), pass_configs={"tl.disable_safe_memory_legalize": True})}
+    options = {"tl.disable_safe_memory_legalize": True}
+    if problem.ring_rows is None:
+        return {"recurrent": build.library(kernel(Spec(problem, config)), pass_configs=options)}
+    # The entries share one array of shared memory, in which the compiler would see conflicts everywhere.
+    options["tl.disable_thread_storage_sync"] = True
+    return {"recurrent": build.library(replay_kernel(Spec(problem, config)), pass_configs=options)}
 
 
 def launch(compiled: Any, params: RecurrentParams) -> None:

@@ -1,5 +1,6 @@
 """The recurrent kernel of a problem and its tiles."""
 
+from collections.abc import Callable
 from typing import Any
 
 import tilelang.language as T
@@ -60,9 +61,23 @@ def parameter_types(spec: Spec) -> dict[str, Any]:
         "intermediate_indices": strided(
             "intermediate_indices", (T.dynamic("intermediate_count"),), p.index_dtype if p.intermediate_dtype else None
         ),
+        **_ring_types(spec, strided),
         "out": rows("out", heads, V),
         "scale": T.float32(),
         "null_slot": T.int64(),
+        "fold_phase": None if p.ring_rows is None else T.int32(),
+    }
+
+
+def _ring_types(spec: Spec, strided: Callable[..., Any]) -> dict[str, Any]:
+    """Types of the ring and its counts; None without one."""
+    rows = spec.problem.ring_rows
+    if rows is None:
+        return {"ring": None, "state_tokens": None, "num_computed_tokens": None}
+    return {
+        "ring": strided("ring", (T.dynamic("ring_slots", "int64"), rows, T.dynamic("ring_width", "int64")), "float32", (1,)),
+        "state_tokens": strided("state_tokens", (T.dynamic("state_tokens_slots", "int64"),), "int32"),
+        "num_computed_tokens": strided("computed", (T.dynamic("computed_rows"),), "int32"),
     }
 
 

@@ -50,6 +50,7 @@ class Spec:
         # S k and S q of each column, k q, and k k, q q for the norms.
         self.num_sums = 2 * self.columns + (3 if p.use_qk_l2norm else 1)
         self.sum_width = min(2 * self.columns, 4)
+        self.has_one_buffer = p.has_parent and p.ring_rows is None  # for the sums that warps exchange
 
 
 def register(spec: Spec, column: Any, entry: Any) -> Any:

@@ -112,7 +112,7 @@ def add_up(spec, buffer, thread, sums, exchange):
         for i in T.unroll(spec.num_sums):
             sums[i] = sums[i] + T.shfl_xor(sums[i], spec.lane_step << step)
     if spec.k_warps > 1:
-        if spec.problem.has_parent:  # one buffer, which the other warps may still read
+        if spec.has_one_buffer:  # the other warps may still read it
             T.sync_threads()
         if thread % 32 < spec.groups_per_warp:
             for c in T.unroll(first // width):

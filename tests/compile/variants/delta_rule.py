@@ -179,8 +179,8 @@ def _recurrent_code(problem: RecurrentProblem, backend: str, entries: Collection
     # A matrix times a vector: no tensor cores, but the state in wide loads and stores: four values of a thread.
     width = "{0}.128" if problem.state_dtype == "float32" else "{0}.64|{0}.128"
     wide = {width.format("LDG"): problem.has_initial_state, width.format("STG"): problem.has_final_state}
-    # K first, the warps that share columns pass their sums through shared memory.
-    none_of = NO_REUSE if problem.state_v_first else TENSOR_CORES
+    # K first, the warps that share columns pass their sums through shared memory; the entries of a ring lie there.
+    none_of = NO_REUSE if problem.state_v_first and problem.ring_rows is None else TENSOR_CORES
     return Expectation({pattern: 1 for pattern, wanted in wide.items() if wanted}, none_of=none_of)
 
 
