@@ -290,13 +290,17 @@ def combine(tile: StateTile, factors: Any, lane: Int32, work: Work):
 
 @cute.jit
 def append(
-    ring: RingTile, gRing: cute.Tensor, slot: Int64, live: Live, newest: Int32, k_factor: Float32, log_decay: Float32,
-    heads: Any, place: Place, thread: Int32, work: Work, entries: Entries, is_followed: Constexpr,
+    ring: RingTile, target: Any, live: Live, newest: Int32, entry: Any, heads: Any, at_thread: Any, entries: Entries,
+    is_followed: Constexpr,
 ):  # fmt: skip
     """The token's entry goes to its row of the ring, and where tokens follow to shared memory.
 
-    heads: the key head where this block writes its key, else -1; whether it writes the log decay. Written by the lanes that
-    have the values: key entries by the first group, a correction by the lane that stores the column's output."""
+    target: the ring and the slot. entry: factor of the key, log decay, and the work that has key and corrections. at_thread: the
+    thread's place and number. heads: the key head where this block writes its key, else -1; whether it writes the log decay.
+    Written by the lanes that have the values: key entries by the first group, a correction by the lane that stores the column's
+    output.
+    """
+    (gRing, slot), (k_factor, log_decay, work), (place, thread) = target, entry, at_thread
     key_head, writes_decay = heads
     tile, columns = ring.tile, cutlass.const_expr(ring.tile.v_per_thread)
     row = gRing.iterator.toint() + (slot * gRing.stride[0] + Int64(row_of(ring, live.base, newest)) * gRing.stride[1]) * 4

@@ -79,10 +79,9 @@ def run_token(
     writes_key = block.rank == 0
     heads = (cutlass.select_(writes_key, block.key_head, Int32(-1)), block.rank % spec.splits == 0)
     slot = Int64(sequence.read_slot)
-    ring.append(
-        spec.ring, params.ring, slot, live, newest, k_factor, own_decay, heads, place, block.thread, work, entries,
-        spec.has_several_tokens,
-    )  # fmt: skip
+    entry, at_thread = (k_factor, own_decay, work), (place, block.thread)
+    several = cutlass.const_expr(spec.has_several_tokens)
+    ring.append(spec.ring, (params.ring, slot), live, newest, entry, heads, at_thread, entries, several)
     if live.is_valid:
         store_window(spec, params, block, sequence, step, registers)
     move_line(spec, registers.line)

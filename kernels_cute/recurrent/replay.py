@@ -219,9 +219,8 @@ def run_token(
     writes_key = is_first_block & (place.head % spec.k_group == 0)
     heads = (cutlass.select_(writes_key, place.head // spec.k_group, Int32(-1)), is_first_block)
     appended = live._replace(is_valid=is_written)
-    ring.append(
-        spec.ring, params.ring, slot, appended, newest, k_factor, log_alpha, heads, place, thread, work, entries, True
-    )  # fmt: skip
+    entry = (k_factor, log_alpha, work)
+    ring.append(spec.ring, (params.ring, slot), appended, newest, entry, heads, (place, thread), entries, True)
 
 
 @cute.jit
