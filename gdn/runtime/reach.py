@@ -13,7 +13,7 @@ from typing import Any
 
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
-from gdn.runtime import bundle, cache_folder, compiled, registry, source
+from gdn.runtime import bundle, cache_folder, compiled, registry
 from gdn.runtime import explain_problem as choose
 
 
@@ -98,8 +98,7 @@ def build(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    modules = {kernel.module: importlib.import_module(kernel.module).__file__ for kernel in wanted}
-    sources = {name: source.source_hash(str(file)) for name, file in modules.items()}
+    sources = {kernel.module: str(importlib.import_module(kernel.module).__file__) for kernel in wanted}
     bundle.write(root, compiled.bundle_versions(), entries, sources, command)
 
 
