@@ -9,8 +9,8 @@ from gdn.runtime import devices
 _STATES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-def warmup(config: Any, *, num_spec: int = 0, state_dtype: torch.dtype = torch.float32) -> int:
-    """Load every kernel that a model's calls can reach on the current GPU; what no cache holds is compiled.
+def warmup(config: Any, *, num_spec: int = 0, state_dtype: torch.dtype = torch.float32, block_size: int = 64) -> int:
+    """Load every kernel that a `gdn.layers.HybridModel` can reach on the current GPU; what no cache holds is compiled.
 
     With a folder of ``gdn compile`` in ``GDN_CACHE_DIR`` nothing is compiled. Does nothing where there is no Hopper GPU.
 
@@ -22,6 +22,8 @@ def warmup(config: Any, *, num_spec: int = 0, state_dtype: torch.dtype = torch.f
         Most drafts of a sequence, >= 0.
     state_dtype : torch.dtype
         Of the recurrent states: float32 or bfloat16.
+    block_size : int
+        Tokens of a cache block of attention, >= 1.
 
     Returns
     -------
@@ -37,10 +39,12 @@ def warmup(config: Any, *, num_spec: int = 0, state_dtype: torch.dtype = torch.f
     """
     if not hasattr(config, "projection_layout"):
         raise TypeError(f"config: expected a gdn.layers.HybridConfig, got {type(config).__name__}")
-    if not isinstance(num_spec, int) or isinstance(num_spec, bool):
-        raise TypeError(f"num_spec: expected an int, got {type(num_spec).__name__}")
-    if num_spec < 0:
-        raise ValueError(f"num_spec: expected a number of drafts >= 0, got {num_spec}")
+    for name, value, least in (("num_spec", num_spec, 0), ("block_size", block_size, 1)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        if value < least:
+            what = "drafts" if name == "num_spec" else "tokens"
+            raise ValueError(f"{name}: expected a number of {what} >= {least}, got {value}")
     if state_dtype not in _STATES:
         raise ValueError(f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype}")
     spec = devices.spec(torch.device("cuda")) if torch.cuda.is_available() else None
@@ -49,5 +53,7 @@ def warmup(config: Any, *, num_spec: int = 0, state_dtype: torch.dtype = torch.f
     from gdn import served  # here, since `import gdn` is to be light
     from gdn.runtime import reach
 
-    problems = served.of_config(config, num_spec=num_spec, state_dtypes=(_STATES[state_dtype],))
+    problems = served.of_config(
+        config, num_spec=num_spec, state_dtypes=(_STATES[state_dtype],), hosts=("layers",), block_size=block_size
+    )
     return reach.load(reach.kernels(problems, spec))
