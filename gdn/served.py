@@ -48,7 +48,12 @@ def of_config(config: Any, *, num_spec: int = 0, state_dtypes: tuple[str, ...] =
         shape, layout=layout, gate=gate, num_spec=num_spec, index_ratio=ratio, state_dtypes=state_dtypes,
         is_plain=config.residual == "plain",
     )  # fmt: skip
-    return [problem for group in groups for problem in group]
+    return [problem for group in groups for problem in (*group, *sorted(group, key=_last_size_first))]
+
+
+def _last_size_first(problem: Problem) -> list[int]:
+    """Order of a grid in which the other size varies between neighbours, as `reach.kernels` needs it."""
+    return [*problem.sizes().values()][::-1]
 
 
 def problems(
