@@ -9,7 +9,7 @@ import torch
 
 from gdn.integrations._calls import Calls
 from gdn.integrations._vllm_step import Step
-from gdn.integrations._vllm_warm_up import warm_up
+from gdn.integrations._vllm_warm_up import Limits, warm_up
 
 Tensor = torch.Tensor
 HALVES = (torch.bfloat16, torch.float16)
@@ -143,7 +143,9 @@ def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bo
             if self._gdn_refusal is not None:
                 return
             self._gdn_step = Step(self, conv_dim_first=conv_dim_first())
-            self._gdn_max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            scheduler = vllm_config.scheduler_config
+            captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0  # rows, some of them padding
+            self._gdn_limits = Limits(scheduler.max_num_batched_tokens, max(scheduler.max_num_seqs, captured))
             if vllm_config.cache_config.mamba_cache_mode == "align":
                 self._checkpoint_alignment = CHECKPOINT_ALIGNMENT  # the prefill stores states at any multiple
 
@@ -170,7 +172,7 @@ def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bo
             metadata = batches.get(self.prefix) if isinstance(batches, dict) else None
             if metadata is None:  # the host measures its memory, all layers are there
                 begin = time.perf_counter()
-                warm_up(self, self._gdn_step, mixed_qkvz, ba, self._gdn_max_tokens)
+                warm_up(self, self._gdn_step, mixed_qkvz, ba, self._gdn_limits)
                 layers.tell(time.perf_counter() - begin)
                 return
             self._gdn_step(mixed_qkvz, ba, core_attn_out, metadata)

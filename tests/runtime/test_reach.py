@@ -19,6 +19,7 @@ from gdn.device import H100
 from gdn.layers.named import NAMED
 from gdn.models import QWEN3_NEXT_80B
 from gdn.runtime import bundle, compiled, env, reach
+from gdn.warmup import warmup_sizes
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,6 +95,15 @@ def test_warmup_names_a_bad_argument_and_does_nothing_without_a_gpu() -> None:
         gdn.warmup(config, state_dtype=torch.float16)
     if not torch.cuda.is_available():
         assert gdn.warmup(config) == 0
+
+
+def test_sizes_of_a_call_without_a_gpu_and_bad_ones() -> None:
+    cpu = torch.device("cpu")
+    assert warmup_sizes(lambda: None, cpu, most_tokens=64, most_sequences=4) == [(1, 1)]
+    for name in ("most_tokens", "most_sequences", "most_each"):
+        sizes = {"most_tokens": 8, "most_sequences": 8, "most_each": 8, name: 0}
+        with pytest.raises(ValueError, match=f"^{name}: expected a count >= 1, got 0"):
+            warmup_sizes(lambda: None, cpu, **sizes)
 
 
 SERVE = """
