@@ -85,11 +85,11 @@ def trace(num_spec: int, seed: int) -> list[dict[str, Any]]:
         steps.append({"rows": [vars(row) for row in rows], "blocks": blocks, "metadata": metadata})
         run.end(rows)
 
-    step([run.prompt(12), run.prompt(65), run.prompt(1)])
+    step([run.prompt(7), run.prompt(10), run.prompt(1)])
     step(run.uniform(0, 1, 2), padded=2)  # a captured graph of 5 sequences
     step(run.ragged(0, 1, 2))
-    step([*run.ragged(2), run.prompt(1), *run.ragged(0), run.prompt(40), *run.ragged(1)])
-    step([run.draft(1, 0), run.prompt(1, sequence=3), *run.uniform(2), run.prompt(70, sequence=4), run.draft(0, num_spec)])
+    step([*run.ragged(2), run.prompt(1), *run.ragged(0), run.prompt(18), *run.ragged(1)])
+    step([run.draft(1, 0), run.prompt(1, sequence=3), *run.uniform(2), run.prompt(12, sequence=4), run.draft(0, num_spec)])
     step([run.draft(one, 0) for one in range(5)])  # nobody drafted: the accepted counts still apply
     step(run.uniform(4, 0, 3), padded=1)
     step(run.ragged(3, 2, 1, 4))
