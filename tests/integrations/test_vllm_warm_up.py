@@ -30,19 +30,21 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_vllm_warm_up, "_done", set())
 
 
-def of_model(heads: tuple[int, int], *, interleaved: bool, num_spec: int, state: torch.dtype, dim: int = 128) -> Any:
+def of_model(
+    heads: tuple[int, int], *, interleaved: bool, num_spec: int, state: torch.dtype, dims: tuple[int, int] = (128, 128)
+) -> Any:
     """A layer of the sizes of a rank; its parameters hold anything."""
-    H, HV = heads
-    channels = (2 * H + HV) * dim
+    (H, HV), (K, V) = heads, dims
+    channels = 2 * H * K + HV * V
     half = torch.bfloat16
     return SimpleNamespace(
-        tp_size=1, num_k_heads=H, num_v_heads=HV, head_k_dim=dim, head_v_dim=dim, key_dim=H * dim, value_dim=HV * dim,
+        tp_size=1, num_k_heads=H, num_v_heads=HV, head_k_dim=K, head_v_dim=V, key_dim=H * K, value_dim=HV * V,
         layer_norm_epsilon=1e-6, activation="silu", gqa_interleaved_layout=interleaved, num_spec=num_spec,
         conv1d=SimpleNamespace(weight=torch.zeros(channels, 1, WIDTH, dtype=half), bias=None),
         A_log=torch.zeros(HV), dt_bias=torch.zeros(HV, dtype=half),
-        norm=SimpleNamespace(weight=torch.zeros(dim, dtype=half), activation="silu"),
+        norm=SimpleNamespace(weight=torch.zeros(V, dtype=half), activation="silu"),
         split_ba=lambda ba: ba.chunk(2, dim=-1), _checkpoint_alignment=64,
-        get_state_shape=lambda: ((WIDTH - 1 + num_spec, channels), (HV, dim, dim)), get_state_dtype=lambda: (half, state),
+        get_state_shape=lambda: ((WIDTH - 1 + num_spec, channels), (HV, V, K)), get_state_dtype=lambda: (half, state),
     )  # fmt: skip
 
 
@@ -125,6 +127,13 @@ def forms(asked: Any) -> set[Any]:
 MODELS = {  # of published models, on 1, 2 and 8 ranks
     "qwen3-next": {"heads": (16, 32), "interleaved": True, "num_spec": 0, "state": torch.bfloat16},
     "qwen3-next on 2 ranks": {"heads": (8, 16), "interleaved": True, "num_spec": 2, "state": torch.float32},
+    "values wider than keys": {
+        "heads": (4, 8),
+        "interleaved": True,
+        "num_spec": 2,
+        "state": torch.float32,
+        "dims": (64, 128),
+    },
     "qwen3.5 on 8 ranks": {"heads": (2, 6), "interleaved": False, "num_spec": 3, "state": torch.float32},
 }
 
@@ -138,7 +147,12 @@ def test_every_kernel_of_a_step_was_loaded(model: str) -> None:
         taken = engine.taken(batch)
         assert taken <= warmed, (vars(batch), taken - warmed)
         seen |= taken
-    assert {op for op, *_ in seen} == {"gdn_decode", "gdn_prefill"} and all(backend == "cute" for _, _, backend, _ in seen)
+    ops = {op for op, *_ in seen}
+    assert all(backend == "cute" for _, _, backend, _ in seen)
+    if "dims" in MODELS[model]:
+        assert ops == {"gdn_decode", "split", "conv1d", "chunk", "rms_norm_gated"}
+        return
+    assert ops == {"gdn_decode", "gdn_prefill"}
     prefill = [dict(fields) for op, _, _, fields in seen if op == "gdn_prefill"]
     assert {bool(one["num_conv_blocks"]) for one in prefill} == {False, True}
     assert {bool(one["norm_in_chunk"]) for one in prefill} == {False, True}
