@@ -49,6 +49,23 @@ def test_the_calls_of_a_model() -> None:
     assert "gdn_decode" not in {p.op for p in served.of_config(only_full)}
 
 
+def test_kernels_are_each_listed_once_and_hold_those_of_sizes_between() -> None:
+    problems = of_model("qwen3-next-80b", tp=2, num_spec=1)
+    decode = next(p for p in problems if p.op == "gdn_decode" and p.cu_seqlens_dtype is None)
+    prefill = next(p for p in problems if p.op == "gdn_prefill")
+    alike = {one.static_key() for one in (decode, prefill)}
+    listed = reach.kernels([p for p in problems if p.static_key() in alike], H100)
+    found = {kernel.key for kernel in listed}
+    assert len(found) == len(listed)
+    sizes = [dataclasses.replace(decode, num_tokens=n, num_sequences=n) for n in (1, 5, 17, 77, 130, 250, 400)]
+    # The last ones lie in ranges that no size of the list does.
+    tokens = ((333, 1), (2049, 5), (8192, 33), (8256, 5), (3900, 2), (5000, 1), (3900, 1), (6900, 1), (4271, 2))
+    sizes += [dataclasses.replace(prefill, num_tokens=t, num_sequences=n) for t, n in tokens]
+    for size in sizes:
+        for kernel in reach.kernels([size], H100):
+            assert kernel.key in found, (kernel.problem, kernel.config)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
