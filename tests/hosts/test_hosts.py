@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.hosts import engines, judge_values, sides, transformers_speed, vllm_life, vllm_speed
+import gdn
+from tests.hosts import adapter_cost, engines, float32, judge_values, sides, transformers_speed, vllm_life, vllm_speed
 from tests.hosts.judgement import differences, errors, first_difference
 from tests.hosts.requests import Answers, Side, prompts
 from tests.hosts.vllm_checkpoint import DIGEST, HEADS, digest, shapes, tensors, write, write_heads
@@ -43,6 +44,7 @@ def source(folder: Path, kind: str) -> Path:
 # --- the checkpoint -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", MODELS)
 def test_transformers_finds_every_tensor_and_no_other(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -57,6 +59,11 @@ def test_transformers_finds_every_tensor_and_no_other(kind: str, tmp_path: Path)
     for name in ("A_log", "dt_bias"):
         assert torch.equal(getattr(linear, name), values[f"model.layers.0.linear_attn.{name}"].float())
     assert torch.equal(model.lm_head.weight, values["lm_head.weight"].float())
+    text = [3, 1, 4, 1, 5, 9, 2, 6]
+    with torch.inference_mode():
+        assert torch.equal(float32.Exact(folder).logits([text, text[::-1]])[0], model(torch.tensor([text, text[::-1]])).logits[0])
+    with pytest.raises(RuntimeError, match="imported yet, got transformers.models.qwen3"):
+        float32.forbid_kernels()
     if kind == "qwen3_next":
         second = model.model.layers[1].mlp.experts.down_proj[3]
         assert torch.equal(second, values["model.layers.1.mlp.experts.3.down_proj.weight"].float())
@@ -358,3 +365,11 @@ def test_the_table_of_transformers() -> None:
     worse = TRANSFORMERS | {"error": {"plain": 1e-2, "enabled": 1.2e-2}}
     assert "1.200 times plain's" in transformers_speed.table(worse, None)[0]
     assert not transformers_speed.table(TRANSFORMERS | {"prefill 8192, tokens/s": {"plain": 1e3, "enabled": 1.4e3}}, None)[1]
+
+
+def test_what_an_adapter_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gdn, "fused_gdn_decode", lambda x: x)
+    found = adapter_cost.added("decode", lambda: (sum(range(2000)), gdn.fused_gdn_decode(1)), torch.device("cpu"), repeats=100)
+    assert found.step_us > found.us > found.operator_us > 0
+    with pytest.raises(ValueError, match="unpack"):  # a step is one call of the operator
+        adapter_cost.added("decode", lambda: [gdn.fused_gdn_decode(x) for x in (1, 2)], torch.device("cpu"))

@@ -29,7 +29,7 @@ def requests(vocabulary: int, seed: int = 1) -> list[tuple[list[int], int]]:
     found: list[tuple[list[int], int]] = []
     for prompt in prompts(vocabulary, seed, REQUESTS):
         if found and drawn.random() < 0.25:
-            earlier = drawn.choice(found)[0]
+            earlier = drawn.choice(found[-20:])[0]  # of those that the cache may still hold
             prompt = (earlier[: drawn.randint(1, len(earlier))] + prompt)[:3000]
         found.append((prompt, drawn.randint(1, 400)))
     return found
