@@ -291,7 +291,8 @@ def test_complaints_about_a_life(change: dict[str, Any], complaint: str | None) 
 
 # --- times ----------------------------------------------------------------------------------------------------------------------
 
-PRINTED = """## next-bf16_off: started in 91 s
+PRINTED = """gdn: vllm: 3 Gated DeltaNet layers run on gdn's kernels, ready in 4.2 s
+## next-bf16_off: started in 91 s
 -- next-bf16_off prefill: GDN part of a layer 858.3 us (median of 12; last [858.1, 859.0])
       1.234 ms     12 x    102.83 us  nvjet
 -- next-bf16_off short prompts: GDN part of a layer 2990.0 us (median of 6; last [1.0])
@@ -304,6 +305,7 @@ PRINTED = """## next-bf16_off: started in 91 s
 def test_what_the_script_prints_is_read() -> None:
     found = vllm_speed.printed(PRINTED)
     assert math.isnan(found.pop("decode64"))
+    assert found.pop("warm-up") == 4.2
     assert found == {
         "start": 91,
         "prefill": 858.3,
@@ -329,6 +331,7 @@ def test_a_table_says_what_fails() -> None:
     text, holds = vllm_speed.table({"next-f32": {"off": off, "on": on}})
     assert not holds and "decode256" in [line for line in text.splitlines() if line.endswith("FAILS")][0]
     assert vllm_speed.table({"next-f32": {"off": off, "on": on | {"decode256": 210.0}}})[1]
+    assert not vllm_speed.table({"next-f32": {"off": off, "on": on | {"decode256": 210.0, "warm-up": 10.5}}})[1]
     assert not vllm_speed.table({"next-f32": {"off": off}})[1], "a side that is missing does not hold"
 
 

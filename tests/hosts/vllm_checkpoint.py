@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 STD = 0.02
+ROUTER_STD = 0.16  # sharp: a host's rounding then picks another last expert as often, but one of little weight
 SLOWEST, FASTEST = 0.004, 0.045  # -log of the decay of a token with a = 0; a spreads it to about a third and twice that
 DIGEST = "digest.txt"
 HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "vocab_size": 16384}
@@ -100,7 +101,8 @@ def tensors(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
             found[name.removesuffix("dt_bias") + "A_log"] = rates - torch.nn.functional.softplus(bias.float()).log()
         else:  # norms hold what is added to 1, but the gated norm, which holds the factor
             mean = 1.0 if name.endswith("linear_attn.norm.weight") else 0.0
-            found[name] = (mean + STD * torch.randn(shape, generator=generator)).bfloat16()
+            std = ROUTER_STD if name.endswith("mlp.gate.weight") else STD
+            found[name] = (mean + std * torch.randn(shape, generator=generator)).bfloat16()
     return found
 
 
