@@ -266,8 +266,8 @@ def test_log_probabilities_are_those_of_the_tokens() -> None:
 # --- a life ---------------------------------------------------------------------------------------------------------------------
 
 LIFE: dict[str, Any] = {
-    "done": 170, "aborted": 30, "wrong lengths": 0, "preemptions": 3, "free blocks": [149, 149], "same texts": [16, 16],
-    "kernels while serving": {"compiled": 0, "in memory": 0}, "jit": ["a triton kernel"],
+    "done": 170, "aborted": 30, "cached tokens": 640, "wrong lengths": 0, "preemptions": 3, "free blocks": [149, 149],
+    "same texts": [16, 16], "kernels while serving": {"compiled": 0, "in memory": 0}, "jit": ["a triton kernel"],
 }  # fmt: skip
 
 
@@ -277,6 +277,7 @@ LIFE: dict[str, Any] = {
         ({}, None),
         ({"done": 169}, "169 requests done"),
         ({"preemptions": 0}, "nothing was preempted"),
+        ({"cached tokens": 0}, "no cached tokens"),
         ({"free blocks": [149, 148]}, "148 at the end"),
         ({"same texts": [15, 16]}, "15 of 16 prompts"),
         ({"kernels while serving": {"compiled": 0, "in memory": 2}}, "kernels of gdn in memory while serving: 2"),

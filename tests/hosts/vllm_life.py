@@ -24,13 +24,13 @@ REQUESTS, ABORTED, AT_ONCE = 200, 40, 60
 
 
 def requests(vocabulary: int, seed: int = 1) -> list[tuple[list[int], int]]:
-    """Prompts of 10 to 3000 tokens, a quarter of which begin like an earlier one, and how many new tokens each is to give."""
+    """Prompts of 10 to 3000 tokens, many of which go on from a long one shortly before; and how many new tokens each is to give."""
     drawn = random.Random(seed)
     found: list[tuple[list[int], int]] = []
     for prompt in prompts(vocabulary, seed, REQUESTS):
-        if found and drawn.random() < 0.25:
-            earlier = drawn.choice(found[-20:])[0]  # of those that the cache may still hold
-            prompt = (earlier[: drawn.randint(1, len(earlier))] + prompt)[:3000]
+        earlier = [other for other, _ in found[-12:] if 600 <= len(other) <= 2600]
+        if earlier and drawn.random() < 0.5:
+            prompt = (drawn.choice(earlier) + prompt)[:3000]
         found.append((prompt, drawn.randint(1, 400)))
     return found
 
@@ -74,8 +74,9 @@ def complaints(facts: dict[str, Any], other_jit: Sequence[str] = ()) -> list[str
         found.append(f"{facts['done']} requests done and {facts['aborted']} aborted of {REQUESTS}")
     if facts["wrong lengths"]:
         found.append(f"{facts['wrong lengths']} answers of another length")
-    if not facts["aborted"]:
-        found.append("nothing was aborted")
+    for what in ("aborted", "cached tokens"):
+        if not facts[what]:
+            found.append(f"no {what}")
     if not facts["preemptions"]:
         found.append("nothing was preempted: take fewer blocks")
     if facts["free blocks"][0] != facts["free blocks"][1]:
@@ -119,9 +120,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True, help="logs")
     parser.add_argument("--out", type=Path, required=True, help="results")
-    parser.add_argument("--blocks", type=int, default=150)
+    parser.add_argument("--blocks", type=int, default=200)
     parser.add_argument("--gpu", default="0")
-    parser.add_argument("--state", default="auto")
+    parser.add_argument("--state", default="float32")
     parser.add_argument("--backend", default="flashinfer")
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--limit", type=float, default=300)
