@@ -17,6 +17,7 @@ _HOST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
+    "GDN_LOG": "info",  # how many layers are served, and how long the warm-up took
 }
 _TAIL = 40  # lines of a failed process's log that are shown
 
@@ -69,7 +70,7 @@ def run(jobs: Sequence[Job], limit: float) -> dict[str, int]:
 
 
 def tell_marked(job: Job) -> None:
-    """Prints the lines of a log that are meant to be read: those that begin with `##`."""
+    """Prints the lines of a log that are meant to be read: those that begin with `##`, and the adapter's own of its layers."""
     for line in job.log.read_text(errors="replace").splitlines():
-        if line.startswith("##"):
+        if line.startswith("##") or "run on gdn's kernels" in line:
             print(f"{job.name} {line}", flush=True)

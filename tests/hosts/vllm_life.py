@@ -24,7 +24,7 @@ REQUESTS, ABORTED, AT_ONCE = 200, 40, 60
 
 
 def requests(vocabulary: int, seed: int = 1) -> list[tuple[list[int], int]]:
-    """Prompts of 10 to 3000 tokens, many of which go on from a long one shortly before; and how many new tokens each is to give."""
+    """Prompts of 10 to 3000 tokens, many of which go on from one shortly before; and how many new tokens each is to give."""
     drawn = random.Random(seed)
     found: list[tuple[list[int], int]] = []
     for prompt in prompts(vocabulary, seed, REQUESTS):

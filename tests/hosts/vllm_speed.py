@@ -128,7 +128,7 @@ def measure(script: Path, case: str, plug: str, options: argparse.Namespace) -> 
     command = [sys.executable, str(script), name, *CASES[case].arguments, "--backend", options.backend]
     if options.compile_all and "--compiled" not in command:
         command.append("--compiled")
-    environment = sides.environment(plug, options.gpu) | {"OUT": str(options.scratch), "GDN_LOG": "info"}
+    environment = sides.environment(plug, options.gpu) | {"OUT": str(options.scratch)}
     log = options.scratch / f"{name}.log"
     began = time.monotonic()
     with log.open("wb") as file:
