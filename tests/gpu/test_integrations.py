@@ -59,6 +59,52 @@ def test_flashinfer_prefill_with_a_decay_of_zero() -> None:
     close(pool, expected.state)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flashinfer_checkpoints(dtype: torch.dtype) -> None:
+    """After every 64 tokens of two sequences, into rows from 1 on."""
+    given, lengths = rows(1, TOKENS), (130, TOKENS - 130)
+    offsets = torch.tensor([0, lengths[0], TOKENS], device="cuda", dtype=torch.int32)
+    states, starts = torch.randn(2, HEADS, DIM, DIM, device="cuda"), torch.tensor([1, 3, 4], device="cuda", dtype=torch.int32)
+    asked = {
+        "checkpoint_offsets": torch.tensor([[64, 128], [64, 0]], device="cuda"),
+        "checkpoint_slots": torch.tensor([[3, 4], [5, -1]], device="cuda"),
+    }
+    form = {**given, **asked, "initial_state": torch.cat([states, torch.zeros(4, HEADS, DIM, DIM, device="cuda")])}
+    slots = torch.tensor([0, 1], device="cuda")
+    more = {"cu_seqlens": offsets, "state_v_first": True, "use_qk_l2norm_in_kernel": True}
+    expected = oracle_delta_rule(**form, **more, state_indices=slots)
+    kept = torch.full((5, HEADS, DIM, DIM), 7.0, device="cuda", dtype=dtype)
+    heads = {name: given[name][0] for name in ("q", "k", "v", "beta")} | {"g": given["g"][0].exp()}
+    o, final = flashinfer.chunk_gated_delta_rule(
+        **heads, initial_state=states, output_final_state=True, cu_seqlens=offsets, use_qk_l2norm_in_kernel=True,
+        state_checkpoints=kept, checkpoint_cu_starts=starts, checkpoint_every_n_tokens=64,
+    )  # fmt: skip
+    close(o, expected.o)
+    close(final, expected.state[:2])
+    close(kept[1:4], expected.state[3:])
+    assert (kept[[0, 4]] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flashinfer_buffer_of_states(dtype: torch.dtype) -> None:
+    given, pool = rows(3, 4), torch.randn(8, HEADS, DIM, DIM, device="cuda")
+    gates = {"A_log": torch.randn(HEADS, device="cuda"), "dt_bias": torch.randn(HEADS, device="cuda")}
+    a, b = torch.randn(2, 3, 4, HEADS, device="cuda").bfloat16().unbind()
+    read, before = torch.tensor([5, -1, 2], device="cuda"), pool.clone()
+    tokens = {name: given[name] for name in ("q", "k", "v")}
+    expected = oracle_delta_rule(
+        **tokens, **gates, g=a, beta=b, initial_state=torch.cat([pool, torch.zeros(12, HEADS, DIM, DIM, device="cuda")]),
+        state_v_first=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True,
+        ssm_state_indices=read[:, None].expand(-1, 4), final_state_indices=8 + torch.arange(12, device="cuda").view(3, 4),
+    )  # fmt: skip
+    buffer = torch.full((3, 4, HEADS, DIM, DIM), 7.0, device="cuda", dtype=dtype)
+    more = {"initial_state": pool, "initial_state_indices": read, "disable_state_update": True}
+    o, _ = flashinfer.gated_delta_rule_mtp(**tokens, **gates, a=a, b=b, **more, intermediate_states_buffer=buffer)
+    close(o, expected.o)
+    assert torch.equal(pool, before) and (buffer[1] == 7).all()
+    close(buffer[[0, 2]], expected.state[8:].unflatten(0, (3, 4))[[0, 2]])
+
+
 def test_flashinfer_drafts() -> None:
     given = rows(3, 4)
     pool = torch.randn(16, HEADS, DIM, DIM, device="cuda")

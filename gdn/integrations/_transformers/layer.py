@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import gdn
+from gdn.integrations import _indices as indices
 from gdn.integrations._calls import unserved
-from gdn.integrations._transformers import cached, indices
+from gdn.integrations._transformers import cached
 
 ACTIVATIONS = ("silu", "swish")
 GATES = (*ACTIVATIONS, "sigmoid")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import gdn
+from gdn.integrations import _indices as indices
 from gdn.integrations._calls import unserved
-from gdn.integrations._transformers import indices
 
 _BLOCK = 64  # tokens of a block of keys and values: compiled in
 _HEAD_DIMS = (64, 128, 256)
