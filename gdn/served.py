@@ -5,7 +5,7 @@ for. The indexer and attention are the examples (`gdn.examples`). Sizes are grid
 values, which change at a few sizes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +16,14 @@ from gdn import examples
 from gdn.models import ModelShape
 from gdn.ops.decode import fused_gdn_decode
 from gdn.ops.prefill import fused_gdn_prefill
-from gdn.problems import Problem
+from gdn.problems import ChunkProblem, Conv1dProblem, GdnPrefillProblem, Problem
 from gdn.runtime import explaining
 
 _STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_SEQUENCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_PROMPTS = tuple(count for power in range(4, 18) for count in (1 << power, 3 << power - 1))  # tokens of a step
+SEQUENCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+PROMPTS = tuple(count for power in range(4, 18) for count in (1 << power, 3 << power - 1))  # tokens of a step
+_OF_PROMPTS = (ChunkProblem, Conv1dProblem, GdnPrefillProblem)
+_TOKENS_OF_DRAFTS = (1, 2, 4, 8)  # of a sequence
 _MOST_PREFILLS = 128  # sequences of a prefill step
 _LENGTHS = (1024, 4096, 16384, 32768, 131072)  # of a context
 _ROWS = (1, 8, 64, 512, 1024, 4096, 16384)
@@ -51,6 +53,21 @@ def of_config(config: Any, *, num_spec: int = 0, state_dtypes: tuple[str, ...] =
     return [problem for group in groups for problem in group]
 
 
+def of_calls(calls: Iterable[Callable[[], object]]) -> list[Problem]:
+    """The problems of calls of operators, which are made inside `explaining`, at all sizes: tensors of any size will do."""
+    with explaining() as asked:
+        for call in calls:
+            call()
+    static = {(type(problem), problem.static_key()): problem for _, problem in asked.answers if problem is not None}
+    return [sized for problem in static.values() for sized in _at_sizes(problem)]
+
+
+def _at_sizes(problem: Any) -> Iterator[Problem]:
+    for count in SEQUENCES:
+        sizes = PROMPTS if isinstance(problem, _OF_PROMPTS) else [count * each for each in _TOKENS_OF_DRAFTS]
+        yield from (replace(problem, num_tokens=tokens, num_sequences=count) for tokens in sizes if count <= tokens)
+
+
 def problems(
     model: ModelShape, *, layout: str = "flat", gate: str = "silu", num_spec: int = 0, index_ratio: int = 1,
     state_dtypes: tuple[str, ...] = ("float32",), is_plain: bool = True,
@@ -71,11 +88,11 @@ def problems(
         found += _indexer(model, num_spec, index_ratio)
     if model.num_heads:
         dense = examples.attention(model)
-        found.append(tuple(replace(dense, num_tokens=n, num_sequences=n, k=k) for n in _SEQUENCES for k in _LENGTHS))
+        found.append(tuple(replace(dense, num_tokens=n, num_sequences=n, k=k) for n in SEQUENCES for k in _LENGTHS))
     if not is_plain:
         return found
     added = examples.add_rms_norm(model)
-    found.append(tuple(replace(added, num_tokens=count) for count in (*_SEQUENCES, *_PROMPTS)))
+    found.append(tuple(replace(added, num_tokens=count) for count in (*SEQUENCES, *PROMPTS)))
     return found
 
 
@@ -90,7 +107,7 @@ def _decode(model: ModelShape, layout: str, gate: str, num_spec: int, state: tor
             slots = torch.ones(1, 1 + num_spec, dtype=torch.int32) if "num_accepted_tokens" in kind else _ints(1)
             problem = call.asked(fused_gdn_decode, "conv_state", slots, **kind)
             tokens = (1, 1 + num_spec) if "num_accepted_tokens" in kind else (1,)
-            yield tuple(replace(problem, num_tokens=n * each, num_sequences=n) for n in _SEQUENCES for each in tokens)
+            yield tuple(replace(problem, num_tokens=n * each, num_sequences=n) for n in SEQUENCES for each in tokens)
 
 
 def _prefill(model: ModelShape, layout: str, gate: str, state: torch.dtype) -> Iterator[tuple[Problem, ...]]:
@@ -105,7 +122,7 @@ def _prefill(model: ModelShape, layout: str, gate: str, state: torch.dtype) -> I
         }
         for more in ({}, checkpoints):
             problem = call.asked(fused_gdn_prefill, "conv_states", _ints(1), **mask, **more)
-            sizes = [(n, count) for n in _SEQUENCES for count in _PROMPTS if n <= min(count, _MOST_PREFILLS)]
+            sizes = [(n, count) for n in SEQUENCES for count in PROMPTS if n <= min(count, _MOST_PREFILLS)]
             yield tuple(replace(problem, num_tokens=count, num_sequences=n) for n, count in sizes)
 
 
@@ -150,7 +167,7 @@ def _ints(*numbers: int) -> Tensor:
 
 def _indexer(model: ModelShape, num_spec: int, ratio: int) -> Iterator[tuple[Problem, ...]]:
     """The indexer in bfloat16 and FP8, the selection, and attention over it."""
-    tokens = (*_SEQUENCES, *_PROMPTS)
+    tokens = (*SEQUENCES, *PROMPTS)
     for fp8 in (False, True):
         steps: list[Any] = [examples.write_indexer_cache(model, fp8), examples.prepare_indexer(model, fp8)]
         if ratio > 1:
@@ -162,7 +179,7 @@ def _indexer(model: ModelShape, num_spec: int, ratio: int) -> Iterator[tuple[Pro
         yield tuple(replace(scores, num_queries=q, num_keys=k, num_columns=k) for q in _ROWS for k in _LENGTHS)
         paged = replace(examples.paged_mqa_logits(model, fp8), clean=False)
         for drafts in range(1, 2 + num_spec):
-            yield tuple(replace(paged, next_n=drafts, batch=n, max_context_len=length) for n in _SEQUENCES for length in _LENGTHS)
+            yield tuple(replace(paged, next_n=drafts, batch=n, max_context_len=length) for n in SEQUENCES for length in _LENGTHS)
     selection = examples.topk(model)
     for starts in (selection.starts_dtype, None):
         one = replace(selection, starts_dtype=starts)
@@ -170,5 +187,5 @@ def _indexer(model: ModelShape, num_spec: int, ratio: int) -> Iterator[tuple[Pro
             one = replace(one, k=one.k // ratio, ratio=ratio, position_dtype="int64")
         yield tuple(replace(one, num_rows=rows, num_columns=length) for rows in _ROWS for length in _LENGTHS)
     decode, prefill = examples.sparse_attention_decode(model), examples.sparse_attention_prefill(model)
-    yield tuple(replace(decode, num_tokens=n * each, num_sequences=n) for n in _SEQUENCES for each in range(1, 2 + num_spec))
+    yield tuple(replace(decode, num_tokens=n * each, num_sequences=n) for n in SEQUENCES for each in range(1, 2 + num_spec))
     yield tuple(replace(prefill, num_tokens=rows, max_context_len=length) for rows in _ROWS for length in _LENGTHS)
