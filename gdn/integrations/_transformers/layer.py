@@ -9,7 +9,7 @@ from torch import Tensor
 import gdn
 from gdn.integrations import _indices as indices
 from gdn.integrations._calls import unserved
-from gdn.integrations._transformers import cached
+from gdn.integrations._transformers import cached, steps
 
 ACTIVATIONS = ("silu", "swish")
 GATES = (*ACTIVATIONS, "sigmoid")
@@ -27,6 +27,7 @@ class Facts:
     shapes: cached.Shapes
     options: dict[str, Any]  # of the fused operators
     is_interleaved: bool
+    fused: tuple[bool, bool]  # whether the fused operators have a kernel, of prompts and of decode steps
     reason: str | None
     reason_on_gpu: str | None
 
@@ -39,8 +40,8 @@ class Facts:
             reason = f"the activation is {layer.activation}"
         elif norm.activation not in GATES:
             reason = f"the gate's activation is {norm.activation}"
-        if k != v or k % 32 or k > 128 or not 2 <= width <= 4:
-            reason_on_gpu = f"the fused operators have no kernel for K={k}, V={v}, w={width}"
+        if k != v or k % 4 or k > 256 or not 2 <= width <= 4:
+            reason_on_gpu = f"the operators have no kernel for K={k}, V={v}, w={width}"
         is_interleaved = "in_proj_qkvz" in layer._modules
         options = {
             "num_k_heads": h,
@@ -52,7 +53,8 @@ class Facts:
             "projection_layout": "interleaved" if is_interleaved else "flat",
         }
         shapes = cached.Shapes((2 * h * k + hv * v, width), (hv, k, v))
-        return Facts(layer.layer_idx, (hv, v), shapes, options, is_interleaved, reason, reason_on_gpu)
+        fused = (k == v and k % 8 == 0 and k <= 128, k == v and k % 32 == 0)
+        return Facts(layer.layer_idx, (hv, v), shapes, options, is_interleaved, fused, reason, reason_on_gpu)
 
 
 def refusal(
@@ -150,7 +152,18 @@ def step(
         qkv, z, b, a, states.windows, convolution["weight"].squeeze(1), parameters["A_log"], parameters["dt_bias"],
         parts["norm"]._parameters["weight"], states.states, indices.slots(count, device),
     )  # fmt: skip
-    if length == 1 and states.has_previous:
+    is_decode = length == 1 and states.has_previous
+    if not (facts.fused[is_decode] or (facts.fused[0] and not tokens.is_cuda)):  # the reference serves what one of them does
+        core = steps.core(
+            (qkv, z, b, a),
+            arguments[5:9],
+            convolution["bias"],
+            (states.windows, states.states, arguments[10]),
+            indices.offsets(batch, length, device) if offsets is None else offsets,
+            None if is_decode else indices.flags(count, states.has_previous, device),
+            facts.options,
+        )
+    elif is_decode:
         core = gdn.fused_gdn_decode(*arguments, conv_bias=convolution["bias"], **facts.options)
     else:
         core = gdn.fused_gdn_prefill(
