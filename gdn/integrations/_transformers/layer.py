@@ -83,7 +83,9 @@ def refusal(
     allow_reference : bool
         Serve tensors on the CPU.
     """
-    reason = unserved(hidden_states, layer.parameters(), allow_reference) or facts.reason
+    # Walking through the parameters costs as much as all else here, so it is left out where autograd is off.
+    parameters = layer.parameters() if torch.is_grad_enabled() else ()
+    reason = unserved(hidden_states, parameters, allow_reference) or facts.reason
     device = hidden_states.device
     if reason is None and device.type == "cuda":
         reason = facts.reason_on_gpu
