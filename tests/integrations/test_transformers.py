@@ -220,7 +220,8 @@ def test_head_dims_without_a_kernel_are_the_hosts_on_a_gpu(small: PreTrainedMode
         for name in ("head_k_dim", "head_v_dim"):
             monkeypatch.setattr(linear, name, dim)
         facts = layer.Facts.of(linear)
-        assert (facts.reason, facts.reason_on_gpu, facts.fused) == (None, None, fused)
+        assert (facts.reason, facts.reason_on_gpu) == (None, None)
+        assert (facts.fuses_prompts, facts.fuses_steps) == fused
     for changes in ({"head_v_dim": 64}, {"conv_kernel_size": 5}, {"head_k_dim": 260, "head_v_dim": 260}):
         with monkeypatch.context() as one:
             for name, value in changes.items():

@@ -27,7 +27,8 @@ class Facts:
     shapes: cached.Shapes
     options: dict[str, Any]  # of the fused operators
     is_interleaved: bool
-    fused: tuple[bool, bool]  # whether the fused operators have a kernel, of prompts and of decode steps
+    fuses_prompts: bool  # whether the fused operators have a kernel
+    fuses_steps: bool
     reason: str | None
     reason_on_gpu: str | None
 
@@ -53,8 +54,8 @@ class Facts:
             "projection_layout": "interleaved" if is_interleaved else "flat",
         }
         shapes = cached.Shapes((2 * h * k + hv * v, width), (hv, k, v))
-        fused = (k == v and k % 8 == 0 and k <= 128, k == v and k % 32 == 0)
-        return Facts(layer.layer_idx, (hv, v), shapes, options, is_interleaved, fused, reason, reason_on_gpu)
+        prompts, steps = k == v and k % 8 == 0 and k <= 128, k == v and k % 32 == 0
+        return Facts(layer.layer_idx, (hv, v), shapes, options, is_interleaved, prompts, steps, reason, reason_on_gpu)
 
 
 def refusal(
@@ -155,7 +156,8 @@ def step(
         parts["norm"]._parameters["weight"], states.states, indices.slots(count, device),
     )  # fmt: skip
     is_decode = length == 1 and states.has_previous
-    if not (facts.fused[is_decode] or (facts.fused[0] and not tokens.is_cuda)):  # the reference serves what one of them does
+    is_fused = facts.fuses_steps if is_decode else facts.fuses_prompts
+    if not (is_fused or (facts.fuses_prompts and not tokens.is_cuda)):  # the reference serves what either of them does
         core = steps.core(
             (qkv, z, b, a),
             arguments[5:9],
