@@ -15,21 +15,28 @@ from gdn.runtime import devices
 _STATES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-def warmup(config: Any, *, num_spec: int = 0, state_dtype: torch.dtype = torch.float32, block_size: int = 64) -> int:
+def warmup(
+    config: Any = None, *, num_spec: int = 0, state_dtype: torch.dtype = torch.float32, block_size: int = 64,
+    calls: Iterable[Callable[[], object]] = (),
+) -> int:  # fmt: skip
     """Load every kernel that a `gdn.layers.HybridModel` can reach on the current GPU; what no cache holds is compiled.
 
     With a folder of ``gdn compile`` in ``GDN_CACHE_DIR`` nothing is compiled. Does nothing where there is no Hopper GPU.
 
     Parameters
     ----------
-    config : gdn.layers.HybridConfig
-        The model as one rank holds it: `HybridConfig.per_rank` divides a whole one.
+    config : gdn.layers.HybridConfig, optional
+        The model as one rank holds it: `HybridConfig.per_rank` divides a whole one. None = `calls` alone.
     num_spec : int
         Most drafts of a sequence, >= 0.
     state_dtype : torch.dtype
         Of the recurrent states: float32 or bfloat16.
     block_size : int
         Tokens of a cache block of attention, >= 1.
+    calls : iterable of callable
+        Functions without arguments that call operators of `gdn` on tensors of any device, such as small ones on the CPU, and do
+        nothing with the results. They are not run: what they would run is loaded, for any numbers of tokens and sequences.
+        For code that calls the operators in other forms than `gdn.layers`.
 
     Returns
     -------
@@ -43,7 +50,7 @@ def warmup(config: Any, *, num_spec: int = 0, state_dtype: torch.dtype = torch.f
     RuntimeError
         Where a kernel does not compile, or is missing with ``GDN_COMPILE=off``: the message names the command that builds it.
     """
-    if not hasattr(config, "projection_layout"):
+    if config is not None and not hasattr(config, "projection_layout"):
         raise TypeError(f"config: expected a gdn.layers.HybridConfig, got {type(config).__name__}")
     for name, value, least in (("num_spec", num_spec, 0), ("block_size", block_size, 1)):
         if not isinstance(value, int) or isinstance(value, bool):
@@ -59,9 +66,10 @@ def warmup(config: Any, *, num_spec: int = 0, state_dtype: torch.dtype = torch.f
     from gdn import served  # here, since `import gdn` is to be light
     from gdn.runtime import reach
 
-    problems = served.of_config(
-        config, num_spec=num_spec, state_dtypes=(_STATES[state_dtype],), hosts=("layers",), block_size=block_size
-    )
+    problems = served.of_calls(calls)
+    if config is not None:
+        options = {"state_dtypes": (_STATES[state_dtype],), "hosts": ("layers",), "block_size": block_size}
+        problems += served.of_config(config, num_spec=num_spec, **options)
     return reach.load(reach.kernels(problems, spec))
 
 

@@ -103,6 +103,16 @@ def test_warmup_names_a_bad_argument_and_does_nothing_without_a_gpu() -> None:
         assert gdn.warmup(config) == 0
 
 
+def test_calls_of_operators_are_known_at_all_sizes() -> None:
+    """They are not run, and kinds of calls that are compiled once count once."""
+    rows, windows, weight = torch.zeros(3, 64), torch.full((3, 64, 3), 7.0), torch.zeros(64, 4)
+    problems = served.of_calls([lambda: gdn.causal_conv1d_update(rows, windows, weight)] * 2)
+    assert (windows == 7).all() and len({problem.static_key() for problem in problems}) == 1
+    assert {(problem.num_tokens, problem.num_sequences) for problem in problems} >= {(1, 1), (4, 1), (512, 512)}  # type: ignore[attr-defined]
+    prompts = served.of_calls([lambda: gdn.causal_conv1d_fn(rows, weight)])
+    assert {problem.num_tokens for problem in prompts} >= {16, 131072}  # type: ignore[attr-defined]
+
+
 SERVE = """
 import sys, importlib
 from gdn import examples
