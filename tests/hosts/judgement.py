@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 WORST = 1.1  # error with the adapter on, over the host's own
+NONSENSE = 0.1  # of the host's own: the judge has another model than the host, or the host is broken; small models have 0.02
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ class Verdict:
     def complaints(self) -> list[str]:
         """What does not hold; none is a pass."""
         found = list(self.missing)
+        if not self.prompt_off.rms <= NONSENSE:
+            found.append(f"the host's own error is {self.prompt_off.rms:.3f}, more than {NONSENSE}: nothing is judged")
         if not self.ratio <= WORST:
             found.append(f"prompt errors {self.ratio:.3f} times the host's")
         far = [one for one in self.parted if not one.gap <= self.allowed]

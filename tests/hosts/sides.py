@@ -1,6 +1,7 @@
 """Starts measurements of one side each, adapter off or on, in processes of their own."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ _HOST = {
     "NVSHMEM_DISABLE_NVLS": "1",
     "GDN_LOG": "info",  # how many layers are served, and how long the warm-up took
 }
+SERVED = re.compile(r"\b([1-9]\d*) Gated DeltaNet layers run on gdn's kernels")  # what the adapter says when all layers are there
 _TAIL = 40  # lines of a failed process's log that are shown
 
 
@@ -67,6 +69,15 @@ def run(jobs: Sequence[Job], limit: float) -> dict[str, int]:
         if codes[job.name]:
             print("\n".join(job.log.read_text(errors="replace").splitlines()[-_TAIL:]), flush=True)
     return codes
+
+
+def unserved(jobs: Sequence[Job]) -> list[str]:
+    """Names of jobs with the adapter on in which it says of no layer that it runs on gdn: both sides would be the host's own."""
+    switched_on = [job for job in jobs if job.environment["GDN_VLLM"] != SWITCHES["off"]]
+    found = [job.name for job in switched_on if not SERVED.search(job.log.read_text(errors="replace"))]
+    for name in found:
+        print(f"## {name}: no layer ran on gdn's kernels", flush=True)
+    return found
 
 
 def tell_marked(job: Job) -> None:

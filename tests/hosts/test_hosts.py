@@ -219,6 +219,13 @@ def test_what_a_variant_is_about_must_have_happened(asked: list[list[int]]) -> N
     assert not judge_values.judge_sides(off, on, model, told.append)
 
 
+def test_a_host_with_another_model_is_not_judged(asked: list[list[int]]) -> None:
+    model, told = Model(), []
+    off, on = (model.side(plug, asked, 0.5, 1) for plug in ("off", "on"))
+    assert not judge_values.judge_sides(off, on, model, told.append)
+    assert "the host's own error is" in told[1]
+
+
 def test_sides_of_two_checkpoints_are_not_compared(asked: list[list[int]]) -> None:
     model = Model()
     off, on = (model.side(plug, asked, 0.001, 1) for plug in ("off", "on"))
@@ -245,6 +252,20 @@ def test_jobs_run_at_once_and_end_at_the_limit(tmp_path: Path, capsys: pytest.Ca
     assert sides.run(jobs, limit=1.0) == {"ends": 0, "fails": 1, "hangs": -9}
     sides.tell_marked(jobs[0])
     assert "this is why" in (told := capsys.readouterr().out) and "ends ## ended" in told
+
+
+def test_a_side_without_a_served_layer_is_named(tmp_path: Path) -> None:
+    jobs = []
+    for name, plug, text in (
+        ("off", "off", ""),
+        ("on", "on", "gdn INFO: vllm: 3 Gated DeltaNet layers run on gdn's kernels, ready in 2.0 s"),
+        ("none", "on", "gdn INFO: vllm: 0 Gated DeltaNet layers run on gdn's kernels; 3 left to the host: float16"),
+        ("silent", "on", "the plugin was not found"),
+    ):
+        log = tmp_path / name
+        log.write_text(text)
+        jobs.append(sides.Job(name, "", [], sides.environment(plug, base={}), log))
+    assert sides.unserved(jobs) == ["none", "silent"]
 
 
 def test_variants_have_the_options_of_their_name() -> None:
@@ -325,14 +346,15 @@ def test_the_gpu_time_of_a_step() -> None:
 
 def test_a_table_says_what_fails() -> None:
     off = {"prefill": 858.0, "short prompts": 2990.0, "mixed": 1010.0, "decode64": 61.0, "decode256": 215.0, "start": 90.0}
-    on = {"prefill": 282.0, "short prompts": 820.0, "mixed": 330.0, "decode64": 54.0, "decode256": 211.0, "start": 95.0}
+    on = {"prefill": 282.0, "short prompts": 820.0, "mixed": 330.0, "decode64": 54.0, "decode256": 211.0, "warm-up": 4.0}
     assert [row[0] for row in vllm_speed.rows("next-f32", off, on) if row[4] == "ok"] == [
-        "prefill", "short prompts", "mixed", "decode64",
+        "prefill", "short prompts", "mixed", "decode64", "warm-up",
     ]  # fmt: skip
     text, holds = vllm_speed.table({"next-f32": {"off": off, "on": on}})
     assert not holds and "decode256" in [line for line in text.splitlines() if line.endswith("FAILS")][0]
     assert vllm_speed.table({"next-f32": {"off": off, "on": on | {"decode256": 210.0}}})[1]
-    assert not vllm_speed.table({"next-f32": {"off": off, "on": on | {"decode256": 210.0, "warm-up": 10.5}}})[1]
+    for seconds in (10.5, math.nan):  # too long; the adapter said nothing
+        assert not vllm_speed.table({"next-f32": {"off": off, "on": on | {"decode256": 210.0, "warm-up": seconds}}})[1]
     assert not vllm_speed.table({"next-f32": {"off": off}})[1], "a side that is missing does not hold"
 
 

@@ -142,7 +142,8 @@ def main() -> None:
         for plug in sides.SWITCHES
     ]  # fmt: skip
     codes = sides.run(wanted, options.limit)
-    sys.exit(any(codes.values()) or not tell(options.out))
+    failed = bool(sides.unserved(wanted)) or any(codes.values())
+    sys.exit(failed or not tell(options.out))
 
 
 def tell(folder: Path) -> bool:

@@ -103,11 +103,15 @@ def main() -> None:
     codes = sides.run(wanted, options.limit)
     for job in wanted:
         sides.tell_marked(job)
+    failed = bool(sides.unserved(wanted))
     if options.judge:
-        codes |= sides.run(_judges(options), options.limit)
-        for job in _judges(options):
-            print(job.log.read_text(errors="replace"))
-    sys.exit(any(codes.values()))
+        judges = _judges(options)
+        judged = sides.run(judges, options.limit)
+        codes |= judged
+        for job in judges:
+            if not judged[job.name]:  # of the others it is printed already
+                print(job.log.read_text(errors="replace"))
+    sys.exit(failed or any(codes.values()))
 
 
 def _judges(options: argparse.Namespace) -> list[sides.Job]:
