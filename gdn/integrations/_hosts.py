@@ -80,7 +80,8 @@ VLLM = Host(
     distributions=("vllm",),
     tested="0.33.0",
     functions=(
-        *_under(_VLLM_LAYER, "__init__", "forward_cuda", "_forward_core_fused_norm_packed", "split_ba"),
+        *_under(_VLLM_LAYER, "__init__", "forward_cuda", "_forward_core_fused_norm_packed"),
+        *_under(_VLLM_LAYER, "_warmup_prefill_kernels", "split_ba"),
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.qwen_gdn_attention_core_fused_norm_packed",
         "vllm.model_executor.custom_op.PluggableLayer.register_oot",
         "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first",
