@@ -8,6 +8,8 @@ with states for the prefix cache, in captured and piecewise graphs, on each rank
 
 import importlib
 import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
 from gdn.integrations import _handle, _hosts
@@ -38,7 +40,7 @@ def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
     -------
     Handle
         Its `disable` acts on engines that are built later: a layer keeps the class that it was built of. In its report
-        "calls" are layers.
+        "calls" are layers, and the notes have the seconds of enabling and of the kernels' warm-up.
 
     Raises
     ------
@@ -47,12 +49,22 @@ def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
     RuntimeError
         With strict, if nothing can be replaced.
     """
-    before = env.export(SWITCH, "strict" if strict else "1")
+    said: list[str] = []
+
+    def tell(text: str) -> None:
+        log.once(f"vllm: {text}", level=logging.INFO)
+        said.append(text)
+
+    before, begin = env.export(SWITCH, "strict" if strict else "1"), time.perf_counter()
     try:
-        return _handle.enable(_hosts.VLLM, [_point(strict)], strict=strict, allow_reference=allow_reference)
+        handle = _handle.enable(_hosts.VLLM, [_point(strict, tell)], strict=strict, allow_reference=allow_reference)
     except BaseException:
         env.export(SWITCH, before)
         raise
+    if not handle.notes:  # a new one
+        said.append(f"enabled in {time.perf_counter() - begin:.1f} s")
+        handle.notes = said  # and what an engine's start adds
+    return handle
 
 
 def plugin() -> None:
@@ -62,13 +74,13 @@ def plugin() -> None:
         enable(strict=chosen == "strict")
 
 
-def _point(strict: bool) -> Point:
+def _point(strict: bool, tell: Callable[[str], None]) -> Point:
     def install(calls: Calls) -> Undo:
         host = importlib.import_module(_LAYER)
         registry = importlib.import_module("vllm.model_executor.custom_op")
         sizes = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
         context = importlib.import_module("vllm.forward_context")
-        layers = Layers(calls, strict, lambda text: log.once(f"vllm: {text}", level=logging.INFO))
+        layers = Layers(calls, strict, tell)
         ours = layer_class(host, context, sizes.is_conv_state_dim_first, layers)
         foreign = registry.op_registry_oot.get(_NAME)
         if foreign is not None:

@@ -77,7 +77,7 @@ def test_a_layer_of_an_engine_runs_on_gdn(quantised: bool) -> None:
 
 
 def test_the_profile_run_compiles_once_and_says_what_is_served(caplog: pytest.LogCaptureFixture) -> None:
-    with vllm.enable(allow_reference=True), caplog.at_level("INFO", "gdn"):
+    with vllm.enable(allow_reference=True) as handle, caplog.at_level("INFO", "gdn"):
         layers = [build(f"model.layers.{n}", num_spec=2, mode="align") for n in range(3)]
         build("model.layers.3", activation="gelu")
         context.attn_metadata = None
@@ -89,6 +89,8 @@ def test_the_profile_run_compiles_once_and_says_what_is_served(caplog: pytest.Lo
     (said,) = [record.message for record in caplog.records if "Gated DeltaNet layers" in record.message]
     assert said.startswith("vllm: 3 of 4 Gated DeltaNet layers run on gdn's kernels, kernels ready in ")
     assert said.endswith(" s; left to the host: model.layers.3: its activation is gelu")
+    enabled, started = handle.report().notes
+    assert enabled.startswith("enabled in ") and f"vllm: {started}" == said
 
 
 def test_layers_that_are_all_left_to_the_host_are_told_too(caplog: pytest.LogCaptureFixture) -> None:
