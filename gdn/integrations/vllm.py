@@ -3,7 +3,8 @@
 `GDN_VLLM=1 vllm serve MODEL` switches it on in every process of an engine, through the entry point `vllm.general_plugins`;
 `gdn.integrations.vllm.enable()` before an engine is made does the same from Python. Everything between the two projections of a
 layer runs by `fused_gdn_decode` and `fused_gdn_prefill` on vLLM's own pages: one-token rows, drafts, prompts and mixed batches,
-with states for the prefix cache, in captured and piecewise graphs, on each rank of a tensor parallel group.
+with states for the prefix cache, in captured and piecewise graphs, on each rank of a tensor parallel group. Decode steps of
+Qwen4Exp's sparse attention run by `paged_indexer_topk` and `sparse_attention`.
 """
 
 import importlib
@@ -12,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gdn.integrations import _handle, _hosts
-from gdn.integrations._calls import Calls
+from gdn.integrations import _handle, _hosts, _vllm_qsa
+from gdn.integrations._calls import Calls, unserved_machine
 from gdn.integrations._handle import Handle
 from gdn.integrations._points import Point, Undo
 from gdn.integrations._vllm_layer import Layers, layer_class
@@ -57,7 +58,9 @@ def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
 
     before, begin = env.export(SWITCH, "strict" if strict else "1"), time.perf_counter()
     try:
-        handle = _handle.enable(_hosts.VLLM, [_point(strict, tell)], strict=strict, allow_reference=allow_reference)
+        sparse = [] if unserved_machine(allow_reference) else _vllm_qsa.points()
+        points = [_point(strict, tell), *sparse]
+        handle = _handle.enable(_hosts.VLLM, points, strict=strict, allow_reference=allow_reference)
     except BaseException:
         env.export(SWITCH, before)
         raise
@@ -90,7 +93,8 @@ def _point(strict: bool, tell: Callable[[str], None]) -> Point:
         host.QwenGatedDeltaNetAttention.register_oot(ours, name=_NAME)
         return lambda: _unregister(registry, ours)
 
-    guards = (*_hosts.VLLM.functions, *_hosts.VLLM.classes)
+    layers_alone = (name for name in _hosts.VLLM.functions if not name.startswith(_vllm_qsa.OPS))
+    guards = (*layers_alone, *_hosts.VLLM.classes)
     return Point(f"{_LAYER}.{_NAME}", guards, install)
 
 
