@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gdn.integrations import _handle, _hosts, _vllm_qsa
+from gdn.integrations import _handle, _hosts, vllm_qsa
 from gdn.integrations._calls import Calls, unserved_machine
 from gdn.integrations._handle import Handle
 from gdn.integrations._points import Point, Undo
@@ -58,7 +58,7 @@ def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
 
     before, begin = env.export(SWITCH, "strict" if strict else "1"), time.perf_counter()
     try:
-        sparse = [] if unserved_machine(allow_reference) else _vllm_qsa.points()
+        sparse = [] if unserved_machine(allow_reference) else vllm_qsa.points()
         points = [_point(strict, tell), *sparse]
         handle = _handle.enable(_hosts.VLLM, points, strict=strict, allow_reference=allow_reference)
     except BaseException:
@@ -93,7 +93,7 @@ def _point(strict: bool, tell: Callable[[str], None]) -> Point:
         host.QwenGatedDeltaNetAttention.register_oot(ours, name=_NAME)
         return lambda: _unregister(registry, ours)
 
-    layers_alone = (name for name in _hosts.VLLM.functions if not name.startswith(_vllm_qsa.OPS))
+    layers_alone = (name for name in _hosts.VLLM.functions if not name.startswith(vllm_qsa.OPS))
     guards = (*layers_alone, *_hosts.VLLM.classes)
     return Point(f"{_LAYER}.{_NAME}", guards, install)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gdn.integrations import _vllm_qsa, vllm
+from gdn.integrations import vllm, vllm_qsa
 from gdn.runtime import env
 from tests.integrations import fake_vllm
 
@@ -35,8 +35,8 @@ def test_selection() -> None:
     visible = torch.tensor([0, 3, 30, 31, 80, 6], dtype=torch.int32)
     found = torch.full((REQUESTS * DRAFTS, topk // ratio), -7, dtype=torch.int32)
     given = (q, cache, table, visible, topk, ratio, DRAFTS, found)
-    assert _vllm_qsa.select_refusal(*given, allow_reference=True) is None
-    _vllm_qsa.select(*given)
+    assert vllm_qsa.select_refusal(*given, allow_reference=True) is None
+    vllm_qsa.select(*given)
     for row, count in enumerate(visible.tolist()):
         keys = cache[table[row // DRAFTS].long()].view(-1, dim)[:count]
         scores = torch.einsum("hd,kd->hk", q[row], keys).relu().sum(0)
@@ -60,8 +60,8 @@ def test_attention(given_out: bool) -> None:
     buffer = torch.full((len(owner) + 1, heads, dim), 7.0)
     more: dict[str, Any] = {"output_gate": gate, "out": buffer[:-1] if given_out else None}
     given = (q, keys, values, packed, table, owner, False)
-    assert _vllm_qsa.attend_refusal(*given, **more, allow_reference=True) is None
-    out = _vllm_qsa.attend(*given, **more)
+    assert vllm_qsa.attend_refusal(*given, **more, allow_reference=True) is None
+    out = vllm_qsa.attend(*given, **more)
     assert not given_out or (out.data_ptr() == buffer.data_ptr() and (buffer[-1] == 7).all())
     for row, count in enumerate(counts.tolist()):
         places = [place for place in picked[row, :count].tolist() if place >= 0]
@@ -82,7 +82,7 @@ def test_what_is_left_to_the_host() -> None:
 
     def attending(q: Tensor = q, cache: Tensor = cache, prompts: bool = False) -> str | None:
         given = (q, cache, cache, index, index, owner, prompts)
-        return _vllm_qsa.attend_refusal(*given, output_gate=q, allow_reference=True)
+        return vllm_qsa.attend_refusal(*given, output_gate=q, allow_reference=True)
 
     assert attending() is None
     assert attending(prompts=True) == "the batch holds prompts, whose bounds the function is not given"
@@ -90,12 +90,12 @@ def test_what_is_left_to_the_host() -> None:
     assert attending(q[..., :96], cache[..., :96]) == "4 heads of dim 96 over 2 key heads"
 
     def selecting(q: Tensor, cache: Tensor) -> str | None:
-        return _vllm_qsa.select_refusal(q, cache, index, owner, 8, 4, 1, index, allow_reference=True)
+        return vllm_qsa.select_refusal(q, cache, index, owner, 8, 4, 1, index, allow_reference=True)
 
     assert selecting(q, cache[:, :, :1]) is None
     assert selecting(q[..., :32], cache[:, :, :1, :32]) == "the head dim of the indexer is 32"
     assert selecting(q, cache[:, :8, :1]) == "a page holds 8 keys, which is no multiple of 16"
-    assert _vllm_qsa.select_refusal(q, cache, index, owner, 8, 4, 1, index) == "the tokens are on cpu"
+    assert vllm_qsa.select_refusal(q, cache, index, owner, 8, 4, 1, index) == "the tokens are on cpu"
 
 
 SOURCES = {
@@ -139,7 +139,7 @@ def test_the_host_s_functions_are_replaced(monkeypatch: pytest.MonkeyPatch) -> N
     fake_vllm.install(monkeypatch)
     modules = {}
     for name, text in SOURCES.items():
-        full, packages = f"{_vllm_qsa.OPS}.{name}", _vllm_qsa.OPS.split(".")
+        full, packages = f"{vllm_qsa.OPS}.{name}", vllm_qsa.OPS.split(".")
         for length in range(2, len(packages) + 1):
             package = ModuleType(".".join(packages[:length]))
             package.__path__ = []
@@ -163,7 +163,7 @@ def test_the_host_s_functions_are_replaced(monkeypatch: pytest.MonkeyPatch) -> N
         sizes = {"num_heads": 4, "head_dim": 64, "max_decode_query_len": 2, "max_num_reqs": 3, "max_num_batched_tokens": 8}
         assert select.warmup_qsa_mqa_paged_decode(cache, table, **sizes) == "profiles"
         packed_pages = randn(4, 1, PAGE, 256)
-        monkeypatch.setattr(_vllm_qsa, "_MOST_ROWS", 3)
+        monkeypatch.setattr(vllm_qsa, "_MOST_ROWS", 3)
         assert attend.warmup_qsa_sparse_paged_attention(packed_pages, table, num_query_heads=2, selection_width=5) == "warmed"
         layers, *sparse = handle.report().points
         assert layers.replaced and [(point.replaced, point.served) for point in sparse] == [(True, 1)] * 4
