@@ -126,10 +126,9 @@ class Layers:
         if self._was_told or (warm_up_s is None and self.calls.served):  # a served layer will say it, with the time
             return
         self._was_told = True
-        every = self.calls.served + sum(map(len, self._left.values()))
-        took = "" if warm_up_s is None else f", kernels ready in {warm_up_s:.1f} s"
-        left = "".join(f"; left to the host: {_some(names)}: {reason}" for reason, names in self._left.items())
-        self._told(f"{self.calls.served} of {every} Gated DeltaNet layers run on gdn's kernels{took}{left}")
+        took = "" if warm_up_s is None else f", ready in {warm_up_s:.1f} s"
+        left = "".join(f"; {len(names)} left to the host: {reason} ({_some(names)})" for reason, names in self._left.items())
+        self._told(f"{self.calls.served} Gated DeltaNet layers run on gdn's kernels{took}{left}")
 
 
 def _some(names: list[str]) -> str:

@@ -87,8 +87,8 @@ def test_the_profile_run_compiles_once_and_says_what_is_served(caplog: pytest.Lo
             assert not layer.forward_cuda(torch.ones(5, HIDDEN)).any()
             assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, layer.kv_cache, strict=True))
     (said,) = [record.message for record in caplog.records if "Gated DeltaNet layers" in record.message]
-    assert said.startswith("vllm: 3 of 4 Gated DeltaNet layers run on gdn's kernels, kernels ready in ")
-    assert said.endswith(" s; left to the host: model.layers.3: its activation is gelu")
+    assert said.startswith("vllm: 3 Gated DeltaNet layers run on gdn's kernels, ready in ")
+    assert said.endswith(" s; 1 left to the host: its activation is gelu (model.layers.3)")
     enabled, started = handle.report().notes
     assert enabled.startswith("enabled in ") and f"vllm: {started}" == said
 
@@ -103,7 +103,7 @@ def test_layers_that_are_all_left_to_the_host_are_told_too(caplog: pytest.LogCap
     (said,) = [record.message for record in caplog.records if "Gated DeltaNet layers" in record.message]
     names = ", ".join(f"model.layers.{n}" for n in range(4))
     assert said == (
-        f"vllm: 0 of 6 Gated DeltaNet layers run on gdn's kernels; left to the host: {names} and 2 more: its activation is gelu"
+        f"vllm: 0 Gated DeltaNet layers run on gdn's kernels; 6 left to the host: its activation is gelu ({names} and 2 more)"
     )
 
 
