@@ -74,19 +74,23 @@ DEEPGEMM = Host(
 
 _VLLM_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention"
 
+_VLLM_QSA = "vllm.models.qwen4_exp.nvidia.ops"
 VLLM = Host(
     name="vllm",
     package="vllm",
     distributions=("vllm",),
     tested="0.33.0",
     functions=(
-        *_under(_VLLM_LAYER, "__init__", "forward_cuda", "_forward_core_fused_norm_packed", "split_ba"),
+        *_under(_VLLM_LAYER, "__init__", "forward_cuda", "_forward_core_fused_norm_packed"),
+        *_under(_VLLM_LAYER, "_warmup_prefill_kernels", "split_ba"),
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.qwen_gdn_attention_core_fused_norm_packed",
         "vllm.model_executor.custom_op.PluggableLayer.register_oot",
         "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first",
         "vllm.forward_context.get_forward_context",
+        *_under(f"{_VLLM_QSA}.qsa_indexer", "qsa_select_paged_decode", "warmup_qsa_mqa_paged_decode"),
+        *_under(f"{_VLLM_QSA}.qsa", "qsa_sparse_paged_attention", "warmup_qsa_sparse_paged_attention"),
     ),
-    replaced=(_VLLM_LAYER,),
+    replaced=(_VLLM_LAYER, *_under(_VLLM_QSA, "qsa_indexer.qsa_select_paged_decode", "qsa.qsa_sparse_paged_attention")),
     classes=MappingProxyType(
         {
             _VLLM_LAYER: (

@@ -102,26 +102,38 @@ def _is_quantised(linear: Any) -> bool:
     return method is not None and type(method).__name__ != "UnquantizedLinearMethod"
 
 
+_NAMED = 4  # layers that the line at start-up names for a reason
+
+
 class Layers:
     """What became of the layers that the host built since the adapter was enabled."""
 
     def __init__(self, calls: Calls, strict: bool, told: Callable[[str], None]) -> None:
         self.calls, self.strict, self._told, self._was_told = calls, strict, told, False
+        self._left: dict[str, list[str]] = {}  # reason -> layers
 
     def decide(self, prefix: str, reason: str | None) -> None:
         """Counts a layer; with strict, one that is not served is an error."""
         self.calls.serves(reason)
-        if reason is not None and self.strict:
+        if reason is None:
+            return
+        self._left.setdefault(reason, []).append(prefix)
+        if self.strict:
             raise RuntimeError(f"gdn.integrations.vllm, strict: {prefix} would be left to the host: {reason}")
 
     def tell(self, warm_up_s: float | None = None) -> None:
-        """Says once, when all layers are there, how many are served and why the others are not."""
-        if self._was_told:
+        """Says once, when all layers are there, how many are served, which are not and why."""
+        if self._was_told or (warm_up_s is None and self.calls.served):  # a served layer will say it, with the time
             return
         self._was_told = True
-        left = "".join(f"; {count} left to the host: {reason}" for reason, count in self.calls.left.items())
         took = "" if warm_up_s is None else f", ready in {warm_up_s:.1f} s"
+        left = "".join(f"; {len(names)} left to the host: {reason} ({_some(names)})" for reason, names in self._left.items())
         self._told(f"{self.calls.served} Gated DeltaNet layers run on gdn's kernels{took}{left}")
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bool], layers: Layers) -> type:
@@ -167,9 +179,13 @@ def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bo
             output: Tensor = self.out_proj(core.flatten(-2))[0]
             return output
 
+        def _warmup_prefill_kernels(self, qkv_or_qkvz: Tensor, v_dim: int) -> None:
+            # The host's own steps call it in the dry run, whichever of them a refused layer takes.
+            layers.tell()
+            super()._warmup_prefill_kernels(qkv_or_qkvz, v_dim)
+
         def _forward_core_fused_norm_packed(self, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor) -> None:
             if self._gdn_refusal is not None:
-                layers.tell()
                 super()._forward_core_fused_norm_packed(mixed_qkvz, ba, core_attn_out)
                 return
             batches = forward_context.get_forward_context().attn_metadata

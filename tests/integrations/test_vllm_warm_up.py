@@ -58,7 +58,7 @@ class Engine:
         self.ba = torch.empty(LIMITS.tokens, 2 * layer.num_v_heads, dtype=torch.bfloat16)
         self.core = torch.empty(LIMITS.tokens, layer.num_v_heads, layer.head_v_dim, dtype=torch.bfloat16)
         blocks = 1 + 2 * LIMITS.sequences * (1 + layer.num_spec)  # their memory is never touched
-        self.pages = _vllm_warm_up._pages(layer.get_state_shape(), layer.get_state_dtype(), torch.device("cpu"), blocks)
+        self.pages = _vllm_warm_up._pages(layer.get_state_shape(), layer.get_state_dtype(), self.qkvz.device, blocks)
 
     def taken(self, metadata: Any) -> set[Any]:
         tokens = metadata.num_actual_tokens
