@@ -79,11 +79,17 @@ def compilations() -> int:
     return _compilations
 
 
+def in_memory() -> int:
+    """Number of kernels that this process holds, whether it compiled them or loaded them from disk."""
+    return len(_functions)
+
+
 def forget() -> None:
     """Empties the memory cache; the disk cache stays."""
     with _lock:
         _loaded.clear()
         _functions.clear()
+        bundle_versions.cache_clear()
         bundle.forget()
 
 
@@ -141,6 +147,7 @@ def versions(backend: str) -> dict[str, str]:
     return {one.distribution: packages.version(one) or "not installed" for one in (packages.TVM_FFI, dsl)}
 
 
+@functools.cache
 def bundle_versions() -> dict[str, str]:
     """Versions on which a folder of `gdn compile` depends: of gdn, the packages that compile and load, and the kernels' CUDA."""
     found = {"gdn": str(getattr(sys.modules["gdn"], "__version__", "?")), **versions("cute"), **versions("tilelang")}
@@ -166,7 +173,7 @@ def _rebuild(found: bundle.Bundle | None) -> str:
 def source_of(module: KernelModule) -> str:
     """Hash of a kernel's sources: from the index of the kept cache, else by parsing them."""
     known = kept_bundle()[0]
-    own = known.sources.get(getattr(module, "__name__", "")) if known is not None else None
+    own = known.source_of(getattr(module, "__name__", "")) if known is not None else None
     return own or source.source_hash(module.__file__)
 
 
@@ -194,7 +201,8 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
     known, missing = kept_bundle()
     if known is not None:
         try:
-            place = known.place(bundle.kernel_key(op, backend, problem.static_fields(), compiled_fields(config)))
+            key = bundle.kernel_key(op, backend, problem.static_fields(), compiled_fields(config))
+            place = known.place(key, getattr(module, "__name__", ""))
             if place is not None:
                 missing = cache_folder.distrust(known.root, place)
                 if missing is None and libraries_of(place):

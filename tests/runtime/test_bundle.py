@@ -44,7 +44,7 @@ def folder(problem: FakeProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     built, moved = tmp_path / "built", tmp_path / "moved"
     name = compiled.build(built, "recurrent", "tilelang", fake_kernel, problem, CONFIG)
     key = bundle.kernel_key("recurrent", "tilelang", problem.static_fields(), compiled.compiled_fields(CONFIG))
-    sources = {fake_kernel.__name__: source.source_hash(fake_kernel.__file__)}
+    sources = {fake_kernel.__name__: fake_kernel.__file__}
     bundle.write(built, compiled.bundle_versions(), {key: name}, sources, COMMAND)
     built.rename(moved)
     Path(problem.journal).unlink()
@@ -69,7 +69,8 @@ def test_a_moved_folder_serves_its_kernels_without_sources(
     mode(monkeypatch, "off")
     monkeypatch.setattr(source, "source_hash", lambda file: pytest.fail("a source was parsed"))
     assert run(problem) == 32
-    assert compiled.source_of(fake_kernel) == json.loads((folder / bundle.NAME).read_text())["sources"][fake_kernel.__name__]
+    known = json.loads((folder / bundle.NAME).read_text())["sources"][fake_kernel.__name__]
+    assert compiled.source_of(fake_kernel) == known["hash"]
     assert compilations(problem) == 0
 
 
@@ -148,7 +149,8 @@ def damage(folder: Path, kind: str) -> None:
     elif kind == "other CUDA":
         index(folder, versions=versions(CUDA="11"))
     elif kind == "other sources":
-        index(folder, kernel_sources="0" * 64)
+        known = json.loads(path.read_text())["sources"][fake_kernel.__name__]
+        index(folder, sources={fake_kernel.__name__: {**known, "content": "0" * 64}})
     elif kind == "writable by others":
         folder.chmod(0o777)
     else:
@@ -167,7 +169,7 @@ DAMAGES = {
     "other gdn": r"built with gdn 0\.0\.1, here is",
     "other DSL": r"built with tilelang 0\.0\.1, here is",
     "other CUDA": r"built with CUDA 11, here is",
-    "other sources": r"built from other sources of the kernels",
+    "other sources": r"built from other sources of tests\.runtime\.fake_kernel",
     "writable by others": r"may be written by its group or others",
     "entry writable by the group": r"may be written by its group or others",
 }

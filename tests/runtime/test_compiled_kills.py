@@ -31,6 +31,7 @@ def test_processes_that_are_killed_lose_and_corrupt_nothing(tmp_path: Path, monk
     problem = FakeProblem("bfloat16", 128, str(tmp_path / "journal"), 0.01, 1)
     context, rng = multiprocessing.get_context("fork"), random.Random(0)
     running: list[Any] = []
+    killed = 0
     for number in range(PROCESSES + KILLS):  # a killed process is replaced by the next one
         if len(running) == PROCESSES:
             time.sleep(rng.uniform(0.0, 0.03))
@@ -38,8 +39,10 @@ def test_processes_that_are_killed_lose_and_corrupt_nothing(tmp_path: Path, monk
             victim.kill()  # it may have ended before
             victim.join(30)
             assert victim.exitcode in (0, -signal.SIGKILL)
+            killed += victim.exitcode == -signal.SIGKILL
         running.append(context.Process(target=_work, args=(problem, number)))
         running[-1].start()
+    assert killed >= PROCESSES  # at work, most of them
     for process in running:
         process.join(60)
     assert [process.exitcode for process in running] == [0] * PROCESSES
