@@ -112,6 +112,7 @@ VLLM = Host(
 _SGLANG_LINEAR = "sglang.srt.layers.attention.linear"
 _SGLANG_DISPATCHER = f"{_SGLANG_LINEAR}.gdn_backend.GDNKernelDispatcher"
 SGLANG_BACKEND = f"{_SGLANG_LINEAR}.gdn_backend.GDNAttnBackend"
+SGLANG_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 SGLANG_KERNELS = (
     *_under(_SGLANG_DISPATCHER, "__init__", "decode", "packed_decode", "extend", "target_verify"),
     *_under(f"{_SGLANG_LINEAR}.kernels.kernel_backend.LinearAttnKernelBase", "decode", "extend", "target_verify"),
@@ -141,6 +142,7 @@ SGLANG = Host(
             "verify_kernel_is_flashinfer",
         ),
         SGLANG_BACKEND: ("kernel_dispatcher", "requires_contiguous_prefill_state"),
+        SGLANG_RUNNER: ("dtype", "model", "req_to_token_pool"),
         "sglang.srt.layers.radix_linear_attention.RadixLinearAttention": (
             "A_log", "activation", "bias", "conv_weights", "dt_bias", "head_k_dim", "head_q_dim", "head_v_dim", "layer_id",
             "num_k_heads", "num_q_heads", "num_v_heads", "v_dim",

@@ -22,9 +22,9 @@ def slots(count: int, device: torch.device, dtype: torch.dtype = torch.int32) ->
 
 
 def offsets(count: int, length: int, device: torch.device) -> Tensor:
-    """Offsets [count + 1] of `count` rows of `length` tokens each, as int32."""
+    """Offsets [count + 1] of `count` rows of `length` tokens each, at least one, as int32."""
     key = ("offsets", count, length, device, torch.int32)
-    return _recurring(key, lambda: torch.arange(count + 1, dtype=torch.int32, device=device) * length)
+    return _recurring(key, lambda: torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device))
 
 
 def flags(count: int, value: bool, device: torch.device) -> Tensor:

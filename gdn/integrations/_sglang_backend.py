@@ -16,7 +16,7 @@ from gdn.integrations import _sglang_step as step
 from gdn.integrations import _sglang_warm_up as warm
 from gdn.integrations import sglang_convolution as convolution
 from gdn.integrations._calls import Calls
-from gdn.integrations._hosts import SGLANG_BACKEND, SGLANG_CONVOLUTIONS
+from gdn.integrations._hosts import SGLANG_BACKEND, SGLANG_CONVOLUTIONS, SGLANG_RUNNER
 from gdn.integrations._points import Point, Undo, Unreplaced, replace, resolve
 from gdn.integrations._sglang_kernel import LARGEST_HEAD_DIM, Serving, unserved_slots
 from gdn.runtime import log
@@ -125,7 +125,7 @@ def _start() -> Point:
 
         return stop
 
-    return Point(f"{SGLANG_BACKEND}.__init__", (f"{SGLANG_BACKEND}.__init__", SGLANG_BACKEND), install)
+    return Point(f"{SGLANG_BACKEND}.__init__", (f"{SGLANG_BACKEND}.__init__", SGLANG_BACKEND, SGLANG_RUNNER, _LAYER), install)
 
 
 def takes_strided(form: warm.Form, cache: Any, allow_reference: bool) -> bool:

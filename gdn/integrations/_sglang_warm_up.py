@@ -93,9 +93,25 @@ def warm_up(wanted: list[Form], phases: tuple[str, ...]) -> int:
 
 
 def calls(form: Form, phases: tuple[str, ...]) -> list[Call]:
-    """Every call of a layer, for `gdn.warmup`."""
+    """Every call of a layer, for `gdn.warmup`; none with an activation that ours do not know."""
+    if form.activation not in step.ACTIVATIONS:
+        return []
     every = _Calls(form)
     return [call for phase in phases for call in getattr(every, phase)()]
+
+
+class _Host:
+    """Stands for the host's kernel object, which gets what ours refuses."""
+
+    supports_track_state_snapshot = True
+
+    def extend(self, *given: Any, **named: Any) -> tuple[None, None, None]:
+        return None, None, None
+
+    def decode(self, *given: Any, **named: Any) -> None:
+        return None
+
+    packed_decode = target_verify = decode
 
 
 class _Calls:
@@ -104,7 +120,7 @@ class _Calls:
     def __init__(self, form: Form) -> None:
         f = self.form = form
         heads, k, v = f.num_v_heads, f.head_k_dim, f.head_v_dim
-        self.kernel = kernel_class(object)(None, Serving(Calls(allow_reference=True)))
+        self.kernel = kernel_class(object)(_Host(), Serving(Calls(allow_reference=True)))
         shape = (2, f.channels, f.width - 1) if f.columns_last else (2, f.width - 1, f.channels)
         windows = torch.zeros(shape, dtype=f.window_dtype)
         self.windows = windows if f.columns_last else windows.mT
@@ -114,8 +130,8 @@ class _Calls:
         self.bias = torch.zeros(f.channels, dtype=f.weight_dtype) if f.has_bias else None
         self.gates = {"A_log": torch.zeros(heads, dtype=f.A_log_dtype), "dt_bias": torch.zeros(heads, dtype=f.dt_bias_dtype)}
         self.layer = SimpleNamespace(
-            num_k_heads=f.num_k_heads, num_v_heads=heads, head_k_dim=k, head_v_dim=v, conv_weights=self.weight, bias=self.bias,
-            activation=f.activation, v_dim=heads * v, **self.gates,
+            num_q_heads=f.num_k_heads, num_k_heads=f.num_k_heads, num_v_heads=heads, head_q_dim=k, head_k_dim=k, head_v_dim=v,
+            conv_weights=self.weight, bias=self.bias, activation=f.activation, v_dim=heads * v, **self.gates,
         )  # fmt: skip
 
     def _rows(self, count: int, width: int) -> Tensor:
@@ -133,9 +149,9 @@ class _Calls:
 
     def decode(self) -> Iterator[Call]:
         f, heads = self.form, self.form.num_v_heads
-        cache = SimpleNamespace(conv=[self.windows], temporal=self.states)
+        cache = SimpleNamespace(conv=[self.windows], temporal=self.states, replayssm_d=None)
         rows, gate = self._rows(1, f.channels), self._rows(1, heads)
-        if max(f.head_k_dim, f.head_v_dim) <= step.LARGEST_HEAD_DIM:
+        if step.refusal(self.layer, cache, rows, allow_reference=True) is None:
             yield lambda: step.fused(self.layer, cache, rows, gate, gate, self.slots)
         yield lambda: convolution.update(rows, self.windows, self.weight, self.bias, f.activation, conv_state_indices=self.slots)
         sizes = {"scale": f.head_k_dim**-0.5, "num_v_heads": heads, "head_v_dim": f.head_v_dim}

@@ -1,4 +1,4 @@
-"""Problems of the delta rule by itself, for hosts that keep the steps around it: q, k and v come from the host's convolution."""
+"""Problems of hosts that keep steps around the delta rule: the rule by itself, and what those hosts let us do of the others."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +11,8 @@ from gdn.served.sizes import Group
 
 
 def sglang(model: ModelShape, state: str, num_spec: int) -> Iterator[Group]:
-    """SGLang's kernel object: decode, prompts with and without snapshots, drafts as chains and trees."""
+    """SGLang's backend: decode, prompts with and without snapshots, drafts as chains and trees; and the steps before the rule."""
+    yield from _sglang_steps(model, state, num_spec)
     recurrent = replace(examples.recurrent(model), state_dtype=state)
     yield sizes.steps(recurrent)
     chunk = replace(
@@ -24,6 +25,24 @@ def sglang(model: ModelShape, state: str, num_spec: int) -> Iterator[Group]:
         for has_parent in (False, True):
             verify = replace(recurrent, has_final_state=False, has_parent=has_parent, intermediate_dtype=state)
             yield sizes.steps(verify, 1 + num_spec)
+
+
+def _sglang_steps(model: ModelShape, state: str, num_spec: int) -> Iterator[Group]:
+    """Decode as one operator without its norm, and the convolutions; the columns of a window are adjacent in SGLang's pool."""
+    for dt_bias in ("float32", "bfloat16"):
+        fused = replace(
+            examples.gdn_decode(model), state_dtype=state, dt_bias_dtype=dt_bias, z_dtype=None, norm_dtype=None,
+            conv_channels_contiguous=False,
+        )  # fmt: skip
+        yield sizes.steps(fused)
+    update = replace(examples.conv1d_update(model), state_channels_contiguous=False)
+    yield sizes.steps(update)
+    prompts = replace(examples.conv1d(model), state_channels_contiguous=False)
+    yield sizes.prompts(prompts)
+    if num_spec:  # the windows after the drafts share columns, or are apart
+        yield sizes.steps(replace(update, cu_seqlens_dtype="int32", has_columns=True), 1 + num_spec)
+        kept = replace(prompts, has_mask=False, checkpoint_dtype="int32", checkpoint_window_dtype="bfloat16")
+        yield sizes.steps(kept, 1 + num_spec)
 
 
 def transformers(model: ModelShape, gate_activation: str) -> Iterator[Group]:

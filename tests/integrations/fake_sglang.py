@@ -150,6 +150,11 @@ class RadixLinearAttention:
         self.head_k_dim = self.head_q_dim = self.head_v_dim = self.num_k_heads = self.num_q_heads = self.num_v_heads = 0
 
 
+class ModelRunner:
+    def __init__(self) -> None:
+        self.model = self.dtype = self.req_to_token_pool = None
+
+
 mamba = SimpleNamespace()  # the linear attention switches of the command line
 deterministic = SimpleNamespace(enable_deterministic_inference=False)
 
@@ -205,6 +210,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                   **{place.rpartition(".")[2]: function for place, function in convolutions.items()}},
         ATTENTION: {"MambaAttnBackendBase": MambaAttnBackendBase},
         "sglang.srt.mem_cache.memory_pool": {"HybridReqToTokenPool": HybridReqToTokenPool},
+        "sglang.srt.model_executor.model_runner": {"ModelRunner": ModelRunner},
         "sglang.srt.layers.radix_linear_attention": {"RadixLinearAttention": RadixLinearAttention},
         **{module: {name: convolutions[place]} for place, (module, _, name) in definitions.items()},
         BASE: {"LinearAttnKernelBase": base.LinearAttnKernelBase if base else LinearAttnKernelBase},

@@ -156,6 +156,15 @@ def test_every_problem_of_the_batches_is_known_before(layout: str, monkeypatch: 
     assert {name for key, name in asked.items() if key not in known} == set()
 
 
+@pytest.mark.parametrize("changes", [{"state_dtype": torch.float16}, {"head_v_dim": 48}])
+def test_what_is_refused_is_not_loaded(changes: dict[str, Any]) -> None:
+    """Such layers are the host's but for their convolutions."""
+    form = form_of(conv_of(), drafts=5, buffer_dtype=torch.float32, **changes)
+    found = {type(problem).__name__ for problem in served.of_calls(warm.calls(form, warm.PHASES))}
+    assert found == {"Conv1dProblem", "Conv1dUpdateProblem"}
+    assert warm.calls(dataclasses.replace(form, activation="gelu"), warm.PHASES) == []
+
+
 def test_a_repeated_step_is_one_planned_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but the operator's plan and views: no check and no choice."""
     with host_cost.without_device(), torch.inference_mode():

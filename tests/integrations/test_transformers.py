@@ -256,6 +256,11 @@ def test_every_reason_of_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert functions.chunk_refusal(*(one[:0] for one in rule), **cpu) == "no tokens"
     assert functions.recurrent_refusal(*rule, cu_seqlens=offsets, **cpu) == "packed sequences of one token"
     assert functions.recurrent_refusal(*rule, initial_state=state.requires_grad_(), **cpu) == AUTOGRAD
+    with monkeypatch.context() as one, FakeTensorMode():
+        one.setattr(_calls, "_is_sm90", lambda index: True)
+        wide, narrow, gate = (torch.empty(1, 6, *dims, dtype=torch.bfloat16, device="cuda") for dims in ((4, 64), (4, 32), (4,)))
+        assert functions.chunk_refusal(narrow, narrow, wide, gate, gate) == "no kernel for K=32, V=64"
+        assert functions.chunk_refusal(wide, wide, wide, gate, gate) is None
     x, weight, window = torch.randn(2, 8, 5), torch.randn(8, 4), torch.randn(2, 8, 4)
     assert functions.conv_refusal(x, weight, activation="gelu", **cpu) == "the activation is gelu"
     assert functions.conv_refusal(x, weight, seq_idx=offsets, **cpu) == "packed sequences by seq_idx without cu_seq_lens_q"

@@ -1,6 +1,7 @@
 """The problems of a served model hold every kernel that the real callers ask for: layers and engine, and the adapters."""
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 from gdn import served
 from gdn.cli.demo_engine import Engine, EngineSizes
 from gdn.device import H100
+from gdn.integrations import _sglang_warm_up as sglang_warm_up
 from gdn.integrations._vllm_step import Step
 from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.named import NAMED
@@ -257,6 +259,22 @@ def test_the_kernel_object_of_sglang(state: str) -> None:
     check(asked, served.groups(config, num_spec=2, state_dtypes=(state,), hosts=("sglang",)), 5)
 
 
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_what_the_adapter_of_sglang_loads_is_built_ahead(state: str) -> None:
+    """Every form of call that it loads when SGLang makes a backend."""
+    config, dtype = NAMED["tiny"], getattr(torch, state)
+    sizes = (config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+    calls: list[Any] = []
+    for dt_bias, overlap in itertools.product((torch.float32, BFLOAT16), (True, False)):
+        form = sglang_warm_up.Form(
+            *sizes, 4, False, "silu", BFLOAT16, BFLOAT16, torch.float32, dt_bias, BFLOAT16, dtype, drafts=3, buffer_dtype=dtype,
+            overlap=overlap,
+        )  # fmt: skip
+        calls += sglang_warm_up.calls(form, sglang_warm_up.PHASES)
+    loaded = forms(served.of_calls(calls))
+    assert loaded == forms([group[0] for group in served.groups(config, num_spec=2, state_dtypes=(state,), hosts=("sglang",))])
+
+
 # --- Transformers --------------------------------------------------------------------------------------------------------------
 
 
@@ -340,7 +358,7 @@ def test_hosts_have_their_own_forms() -> None:
     of_host = {host: forms([group[0] for group in served.groups(config, hosts=(host,))]) for host in served.HOSTS}
     assert {"gdn_decode", "topk"} <= {op for op, _ in of_host["layers"]} and not of_host["layers"] & of_host["vllm"]
     assert {op for op, _ in of_host["vllm"]} == {"gdn_decode", "gdn_prefill"}
-    assert {op for op, _ in of_host["sglang"]} == {"chunk", "recurrent"}
+    assert {op for op, _ in of_host["sglang"]} == {"chunk", "conv1d", "conv1d_update", "gdn_decode", "recurrent"}
     assert all("state_dtype=bfloat16" in static for _, static in of_host["vllm"])  # vLLM's own choice for Qwen3-Next
     later = served.groups(NAMED["qwen3.5-35b"], hosts=("vllm",))
     assert all("state_dtype=float32" in static for _, static in forms([group[0] for group in later]))
