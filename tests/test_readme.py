@@ -8,12 +8,15 @@ from typing import Any
 import torch
 
 from autotune import report
+from tests.layers import hf
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MEASURED = ROOT / "gdn" / "tuned" / "h100" / "MEASURED.md"
 SHORT_NAMES = {"sparse decode": "sparse_attention_decode", "sparse prefill": "sparse_attention_prefill"}
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+EXAMPLES = [text for language, text in BLOCKS if language == "python"]
 
 
 def test_the_first_blocks_are_the_demo_and_the_tests() -> None:
@@ -26,7 +29,7 @@ def test_the_first_blocks_are_the_demo_and_the_tests() -> None:
 
 def test_the_examples_run() -> None:
     """Examples run in order, in one scope, on the CPU: prefill and decode write their sequences' slots, the indexer selects."""
-    prefill, decode, indexer = [text.replace('"cuda"', '"cpu"') for language, text in BLOCKS if language == "python"]
+    prefill, decode, indexer = [text.replace('"cuda"', '"cpu"') for text in EXAMPLES if "integrations" not in text]
     scope: dict[str, Any] = {}
     exec(prefill, scope)
     assert scope["prompt_out"].shape == (1, 128, 32, 128)
@@ -40,6 +43,16 @@ def test_the_examples_run() -> None:
     exec(indexer, scope)
     indices = scope["indices"]
     assert indices.shape == (64, 16) and torch.equal((indices >= 0).sum(1), torch.arange(1, 65).clamp(max=16))
+
+
+def test_the_example_of_a_host_runs() -> None:
+    """Without a Hopper GPU it leaves the host alone, and says so."""
+    (example,) = [text for text in EXAMPLES if "integrations" in text]
+    scope: dict[str, Any] = {"model": hf.build("qwen3_next", 0)}
+    exec(example, scope)
+    handle = scope["handle"]
+    handle.disable()
+    assert handle.report().host == "transformers"
 
 
 def test_the_files_that_it_names_exist() -> None:

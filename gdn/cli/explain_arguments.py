@@ -33,7 +33,8 @@ _DTYPES: dict[str, tuple[str, ...]] = {
     "mixed_ba": ("ba_dtype",), "layer_scale": ("layer_scale_dtype",), "positions": ("position_dtype",), "cache": ("cache_dtype",),
     "slot_mapping": ("slot_dtype",), "ring_slots": ("ring_slot_dtype",), "group_indices": ("group_dtype",),
     "topk_indices": ("index_dtype",), "row_starts": ("starts_dtype",), "row_ends": ("ends_dtype",),
-    "checkpoint_slots": ("checkpoint_dtype",),
+    "checkpoint_slots": ("checkpoint_dtype",), "checkpoint_states": ("checkpoint_state_dtype",),
+    "checkpoint_windows": ("checkpoint_window_dtype",), "intermediate_states": ("intermediate_dtype",),
 }  # fmt: skip
 # Optional argument -> the field that says whether it is given.
 _GIVEN: dict[str, str] = {

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from gdn.integrations import _vllm_parts
 from gdn.integrations._calls import Calls
 from gdn.integrations._vllm_step import Step
-from gdn.integrations._vllm_warm_up import warm_up
+from gdn.integrations._vllm_warm_up import Limits, warm_up
 
 Tensor = torch.Tensor
 HALVES = (torch.bfloat16, torch.float16)
@@ -33,6 +34,7 @@ class LayerFacts:
     norm_before_gate: bool = True
     has_lora: bool = False
     fuses_norm_and_quantisation: bool = False
+    stores_checkpoints: bool = False  # the prefix cache keeps states from inside prompts
 
 
 def refusal(facts: LayerFacts, allow_reference: bool = False) -> str | None:
@@ -52,9 +54,10 @@ def refusal(facts: LayerFacts, allow_reference: bool = False) -> str | None:
         return f"its states are {_word(facts.state_dtype)}"
     if facts.num_v_heads % facts.num_k_heads:
         return f"its {facts.num_v_heads} value heads are no multiple of {facts.num_k_heads} key heads"
-    dims = (facts.head_k_dim, facts.head_v_dim)
-    if dims[0] != dims[1] or dims[0] % 32 or dims[0] > 128:
-        return f"its head dims are {dims[0]} and {dims[1]}, served are equal multiples of 32 up to 128"
+    K, V = facts.head_k_dim, facts.head_v_dim
+    channels = 2 * facts.num_k_heads * K + facts.num_v_heads * V
+    if (reason := _vllm_parts.refusal(K, V, channels, facts.stores_checkpoints)) is not None:
+        return reason
     if facts.activation not in ("silu", "swish", None):
         return f"its activation is {facts.activation}"
     if facts.gate_activation not in ("silu", "swish", "sigmoid"):
@@ -90,6 +93,7 @@ def facts_of(layer: Any, vllm_config: Any) -> LayerFacts:
         norm_before_gate=layer.norm.norm_before_gate,
         has_lora=vllm_config.lora_config is not None,
         fuses_norm_and_quantisation=bool(passes.fuse_norm_quant) and _is_quantised(layer.out_proj),
+        stores_checkpoints=vllm_config.cache_config.mamba_cache_mode == "align",
     )
 
 
@@ -143,7 +147,9 @@ def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bo
             if self._gdn_refusal is not None:
                 return
             self._gdn_step = Step(self, conv_dim_first=conv_dim_first())
-            self._gdn_max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            scheduler = vllm_config.scheduler_config
+            captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0  # rows, some of them padding
+            self._gdn_limits = Limits(scheduler.max_num_batched_tokens, max(scheduler.max_num_seqs, captured))
             if vllm_config.cache_config.mamba_cache_mode == "align":
                 self._checkpoint_alignment = CHECKPOINT_ALIGNMENT  # the prefill stores states at any multiple
 
@@ -170,7 +176,7 @@ def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bo
             metadata = batches.get(self.prefix) if isinstance(batches, dict) else None
             if metadata is None:  # the host measures its memory, all layers are there
                 begin = time.perf_counter()
-                warm_up(self, self._gdn_step, mixed_qkvz, ba, self._gdn_max_tokens)
+                warm_up(self, self._gdn_step, mixed_qkvz, ba, self._gdn_limits)
                 layers.tell(time.perf_counter() - begin)
                 return
             self._gdn_step(mixed_qkvz, ba, core_attn_out, metadata)

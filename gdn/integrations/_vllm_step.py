@@ -1,6 +1,7 @@
 """The step of one of vLLM's Gated DeltaNet layers between its projections, on vLLM's own pages.
 
-A batch holds up to three kinds of rows. Each kind is one call of a fused operator:
+A batch holds up to three kinds of rows. Each kind is one call of a fused operator (of several, for head dims that it does not
+serve: `_vllm_parts`):
 
     rows                      operator            slots
     one token each            fused_gdn_decode    [rows]
@@ -12,11 +13,13 @@ Nothing of vLLM is imported: the layer and the metadata are taken as they are, b
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 import gdn
+from gdn.integrations._vllm_parts import Parts, fuses_decode, fuses_prefill
 
 Tensor = torch.Tensor
 NULL_SLOT = 0  # vLLM's block 0 belongs to nobody
@@ -77,6 +80,9 @@ class Step:
             "null_slot": NULL_SLOT,
             "backend": backend,
         }
+        parts, dims = Parts(self.options), (layer.head_k_dim, layer.head_v_dim)
+        self._decode = partial(gdn.fused_gdn_decode, **self.options) if fuses_decode(*dims) else parts.decode
+        self._prefill = partial(gdn.fused_gdn_prefill, **self.options) if fuses_prefill(*dims) else parts.prefill
         self._filter = _View(lambda weight: weight.detach().view(weight.shape[0], -1))
         self._windows = _View(lambda pages: pages if conv_dim_first else pages.transpose(-1, -2))
 
@@ -113,13 +119,13 @@ class Step:
         count = metadata.num_decode_tokens if metadata.num_prefills else len(rows.qkvz)
         if count:
             first = _cut(rows, 0, count) if metadata.num_prefills else rows
-            self._run(gdn.fused_gdn_decode, first, state_indices=metadata.non_spec_state_indices_tensor[:count])
+            self._run(self._decode, first, state_indices=metadata.non_spec_state_indices_tensor[:count])
         if metadata.num_prefills:
             self._prompts(_cut(rows, count, len(rows.qkvz)) if count else rows, metadata)
 
     def _drafts(self, rows: Rows, metadata: Any) -> Tensor:
         return self._run(
-            gdn.fused_gdn_decode,
+            self._decode,
             rows,
             state_indices=metadata.spec_state_indices_tensor,
             query_start_loc=metadata.spec_query_start_loc,
@@ -133,7 +139,7 @@ class Step:
             checkpoints["checkpoint_offsets"] = metadata.checkpoint.checkpoint_offsets[first:, None]
             checkpoints["checkpoint_slots"] = metadata.checkpoint.state_indices[first:, None]
         return self._run(
-            gdn.fused_gdn_prefill,
+            self._prefill,
             rows,
             state_indices=metadata.prefill_state_indices,
             query_start_loc=metadata.prefill_query_start_loc,
@@ -152,7 +158,7 @@ class Step:
         windows, states = rows.pages[0], rows.pages[1]
         return operator(
             mixed_qkv, z, b, a, self._windows(windows), self._filter(layer.conv1d.weight), layer.A_log, layer.dt_bias,
-            layer.norm.weight, states, conv_bias=layer.conv1d.bias, out=rows.out, **batch, **self.options,
+            layer.norm.weight, states, conv_bias=layer.conv1d.bias, out=rows.out, **batch,
         )  # fmt: skip
 
 

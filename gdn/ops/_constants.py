@@ -9,13 +9,13 @@ Nothing that a kernel writes is kept. Workspaces, counters and copies are alloca
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gdn.ops._modes import has_memory
+from gdn.runtime.streams import raw_stream
 
 
 def even_offsets(batch: int, length: int, device: torch.device) -> Tensor:
@@ -42,7 +42,7 @@ def _kept(build: Any, device: torch.device, *sizes: int) -> Tensor:
     is_cuda = device.type == "cuda"
     if not has_memory() or (is_cuda and torch.cuda.is_current_stream_capturing()):
         return build.__wrapped__(device, None, *sizes)  # type: ignore[no-any-return]
-    return build(device, _raw_stream(device.index) if is_cuda else None, *sizes)  # type: ignore[no-any-return]
+    return build(device, raw_stream(device.index) if is_cuda else None, *sizes)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -53,11 +53,3 @@ def _build_offsets(device: torch.device, stream: int | None, batch: int, length:
 @functools.lru_cache(maxsize=64)
 def _build_zeros(device: torch.device, stream: int | None, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.float32, device=device)
-
-
-def _stream_handle(index: int) -> int:
-    return int(torch.cuda.current_stream(index).cuda_stream)
-
-
-# Handle of a device's current stream. torch's own function is private, but takes a tenth of the time of the public way.
-_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)

@@ -35,46 +35,61 @@ class Kernel:
 
 
 def kernels(problems: Iterable[Problem], device: DeviceSpec) -> list[Kernel]:
-    """The kernels that calls of these problems run under the present switches, each once.
+    """The kernels that calls of these problems run under the present switches, each once, with a problem that takes it.
 
-    Two neighbours of the list that differ in their sizes alone, none of which shrinks, stand for all sizes between: where they
-    run different kernels, the sizes where these change are searched for, and with them kernels that only sizes between run.
+    Of problems that differ in sizes alone, one after the other, the second no smaller: where they take different kernels, the
+    sizes between them are asked too, by halves, since a narrow range of sizes may take a kernel of its own.
     """
-    found: dict[str, Kernel] = {}
-
-    def ask(problem: Problem) -> Any:
-        choice = choose(problem, device)
-        if choice.backend == "reference":
-            return None
-        kernel = Kernel(problem.op, choice.backend, registry.operator(problem.op).modules[choice.backend], problem, choice.config)
-        found.setdefault(kernel.key, kernel)
-        return kernel.backend, compiled.compiled_fields(kernel.config)
-
-    def between(first: Problem, last: Problem, of_first: Any, of_last: Any) -> None:
-        if of_first == of_last:
-            return
-        ends = [problem.sizes() for problem in (first, last)]
-        middle: Any = replace(last, **{name: (count + ends[1][name]) // 2 for name, count in ends[0].items()})  # type: ignore[type-var]
-        if middle.sizes() in ends:
-            return
-        of_middle = ask(middle)
-        between(first, middle, of_first, of_middle)
-        between(middle, last, of_middle, of_last)
-
-    before: tuple[Problem, Any] | None = None
+    reached = _Reached(device)
+    before: dict[tuple[str, str], Problem] = {}  # the last problem of the same static fields
     for problem in problems:
-        asked = ask(problem)
-        if before is not None and _grows(before[0], problem):
-            between(before[0], problem, before[1], asked)
-        before = problem, asked
-    return list(found.values())
+        place = (problem.op, problem.static_key())
+        if (last := before.get(place)) is not None:
+            reached.between(last, problem)
+        else:
+            reached.taken(problem)
+        before[place] = problem
+    return list(reached.found.values())
 
 
-def _grows(first: Problem, last: Problem) -> bool:
-    """Whether the second problem is the first at larger sizes."""
-    if type(first) is not type(last) or any(last.sizes()[name] < count for name, count in first.sizes().items()):
-        return False
-    return first.static_fields() == last.static_fields()
+class _Reached:
+    """What the problems asked so far take on a device."""
+
+    def __init__(self, device: DeviceSpec) -> None:
+        self.found: dict[str, Kernel] = {}
+        self._device = device
+        self._taken: dict[Problem, Any] = {}
+        self._seen: set[tuple[Problem, Any]] = set()
+
+    def taken(self, problem: Problem) -> Any:
+        """What a problem takes: equal for two problems of the same static fields that take the same kernel."""
+        known = self._taken.get(problem)
+        if known is not None:
+            return known
+        choice = choose(problem, self._device)
+        is_compiled = choice.backend != "reference"
+        taken = (choice.backend, *compiled.compiled_fields(choice.config).items()) if is_compiled else ("reference",)
+        self._taken[problem] = taken
+        of_static = (replace(problem, **dict.fromkeys(problem.sizes(), 0)), taken)  # type: ignore[type-var]
+        if is_compiled and of_static not in self._seen:
+            self._seen.add(of_static)
+            module = registry.operator(problem.op).modules[choice.backend]
+            kernel = Kernel(problem.op, choice.backend, module, problem, choice.config)
+            self.found.setdefault(kernel.key, kernel)
+        return taken
+
+    def between(self, first: Problem, last: Problem) -> None:
+        """Asks both, and where they differ the sizes half way between them, and so on."""
+        parts = [(first, last)]
+        while parts:
+            low, high = parts.pop()
+            sizes, ends = low.sizes(), high.sizes()
+            if self.taken(low) == self.taken(high) or any(value > ends[name] for name, value in sizes.items()):
+                continue
+            half = {name: (value + ends[name]) // 2 for name, value in sizes.items()}
+            middle: Any = replace(low, **half)  # type: ignore[type-var]
+            if middle not in (low, high):
+                parts += [(low, middle), (middle, high)]
 
 
 def build(

@@ -185,11 +185,18 @@ def _groups(path: Path) -> tuple[Group, ...]:
         return ()
 
 
+def _defaults(problem: type[Problem]) -> dict[str, Any]:
+    """The static fields that may be left out, with what they are then: those that came after tables were written."""
+    every = dataclasses.fields(problem)  # type: ignore[arg-type]
+    return {f.name: f.default for f in every if f.default is not dataclasses.MISSING and not f.metadata.get("size")}
+
+
 @functools.cache
-def _by_tune_key(path: Path, names: tuple[str, ...]) -> Mapping[str, list[Group]]:
-    """Groups of a file, by their values of these fields."""
+def _by_tune_key(path: Path, problem: type[Problem]) -> Mapping[str, list[Group]]:
+    """Groups of a file, by their values of the fields of the tune key. A field that a group lacks has its default."""
     found: dict[str, list[Group]] = {}
-    for group in _groups(path):
+    names, defaults = problem.tune_names(), _defaults(problem)
+    for group in (dataclasses.replace(one, static={**defaults, **one.static}) for one in _groups(path)):
         if missing := [name for name in names if name not in group.static]:
             log.once(f"{path}: entries skipped: their problem has no {', '.join(missing)}")
         else:
@@ -232,7 +239,7 @@ class Found:
 
 def usable(path: Path, problem: Problem, config_type: type, fits: Callable[[Any], bool]) -> list[Found]:
     """Entries of a table that serve the problem, whatever its sizes."""
-    groups = _by_tune_key(path, problem.tune_names()).get(static_text(problem.tune_fields()), ())
+    groups = _by_tune_key(path, type(problem)).get(static_text(problem.tune_fields()), ())  # type: ignore[arg-type]
     return usable_of(groups, path, problem, config_type, fits)
 
 

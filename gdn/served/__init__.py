@@ -12,18 +12,21 @@ Not here: context-parallel layers, whose ranks part a prompt, and the adapters o
 no model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
 from gdn.models import ModelShape
-from gdn.problems import Problem
-from gdn.served import attention, gdn_layer, rule, steps
+from gdn.problems import ChunkProblem, Conv1dProblem, GdnPrefillProblem, Problem
+from gdn.runtime import explaining
+from gdn.served import attention, gdn_layer, rule, sizes, steps
 from gdn.served.gdn_layer import GdnLayer as GdnLayer
 from gdn.served.sizes import Group
 
 HOSTS = ("layers", "vllm", "sglang", "transformers")
 STATE_DTYPES = ("float32", "bfloat16")
+_OF_PROMPTS = (ChunkProblem, Conv1dProblem, GdnPrefillProblem)
+_MOST_DRAFTED = 8  # tokens of a sequence in a step with drafts
 
 
 def shape_of(name: str, config: Any) -> ModelShape:
@@ -43,6 +46,17 @@ def of_layer(layer: GdnLayer) -> list[Problem]:
 def of_config(config: Any, **options: Any) -> list[Problem]:
     """The problems of a rank of a model, at all sizes; options as for `groups`."""
     return _flat(groups(config, **options))
+
+
+def of_calls(calls: Iterable[Callable[[], object]]) -> list[Problem]:
+    """The problems of calls of operators on tensors of any size, which are made inside `explaining`, at all sizes."""
+    with explaining() as asked:
+        for call in calls:
+            call()
+    static = {(type(problem), problem.static_key()): problem for _, problem in asked.answers if problem is not None}
+    return _flat([
+        sizes.prompts(one) if isinstance(one, _OF_PROMPTS) else sizes.steps(one, _MOST_DRAFTED) for one in static.values()
+    ])  # fmt: skip
 
 
 def groups(

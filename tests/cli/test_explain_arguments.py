@@ -25,6 +25,7 @@ NEVER = {
     "scale", "eps", "null_slot", "out", "threshold", "head_first", "block_tables", "seq_lens", "context_lens", "return_lse",
     "skip_rows_up_to", "cu_seqlen_ks", "cu_seqlen_ke", "schedule_metadata", "indices", "ring", "max_seq_len", "kv",
     "workspace_bytes", "max_query_len", "lengths_host", "seq_lens_host", "query_lens_host",
+    "intermediate_indices",
 }  # fmt: skip
 RULES = {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "gated_delta_rule"}
 SOMETIMES = {

@@ -113,8 +113,10 @@ def config(*, quantised: bool = False, dtype: torch.dtype = torch.float32, **cha
     return SimpleNamespace(
         quantised=quantised, dtypes=chosen["dtypes"], changes=changes, lora_config=chosen["lora_config"],
         model_config=SimpleNamespace(dtype=dtype), cache_config=SimpleNamespace(mamba_cache_mode=chosen["mode"]),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
-        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_norm_quant=chosen["fuse_norm_quant"])),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=32),
+        compilation_config=SimpleNamespace(
+            pass_config=SimpleNamespace(fuse_norm_quant=chosen["fuse_norm_quant"]), max_cudagraph_capture_size=48
+        ),
     )  # fmt: skip
 
 

@@ -96,7 +96,20 @@ REFUSED = {
     "its windows are bfloat16, its tokens float32": {"dtypes": (torch.bfloat16, torch.float32)},
     "its states are float16": {"dtypes": (torch.float32, torch.float16)},
     "its 3 value heads are no multiple of 2 key heads": {"num_v_heads": 3},
-    "its head dims are 32 and 64, served are equal multiples of 32 up to 128": {"head_v_dim": 64},
+    "its head dims are 32 and 48, served are key dims in multiples of 4 up to 256, value dims in multiples of theirs": {
+        "head_v_dim": 48
+    },
+    "its head dims are 256 and 256, with prefix caching served are key dims up to 128": {
+        "head_k_dim": 256,
+        "head_v_dim": 256,
+        "mode": "align",
+    },
+    "its convolution has 36 channels, served are multiples of 8": {
+        "head_k_dim": 4,
+        "head_v_dim": 4,
+        "num_v_heads": 7,
+        "num_k_heads": 1,
+    },
     "its activation is gelu": {"activation": "gelu"},
     "the activation of its gate is tanh": {"norm": SimpleNamespace(activation="tanh", group_size=None, norm_before_gate=True)},
     "its norm is in groups": {"norm": SimpleNamespace(activation="silu", group_size=16, norm_before_gate=True)},

@@ -20,7 +20,7 @@ class Device:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     gpu, arange, zeros = Device(), torch.arange, torch.zeros
-    monkeypatch.setattr(_constants, "_raw_stream", lambda index: gpu.stream)
+    monkeypatch.setattr(_constants, "raw_stream", lambda index: gpu.stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.is_capturing)
     monkeypatch.setattr(torch, "arange", lambda *sizes, **options: arange(*sizes, **options | {"device": "cpu"}))
     monkeypatch.setattr(torch, "zeros", lambda *sizes, **options: zeros(*sizes, **options | {"device": "cpu"}))

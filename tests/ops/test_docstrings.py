@@ -10,7 +10,7 @@ import pytest
 
 import gdn
 
-OPERATORS = [name for name in gdn.__all__ if callable(getattr(gdn, name)) and name != "explain"]
+OPERATORS = [name for name in gdn.__all__ if callable(getattr(gdn, name)) and name not in ("explain", "warmup")]
 COMPATIBLE = ("fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata")  # DeepGEMM's signatures: no backend
 
 
@@ -42,7 +42,7 @@ def test_results_errors_sources_and_the_backend_are_documented(name: str) -> Non
         assert '{"tilelang", "cute", "reference"}' in found["Parameters"] and "GDN_BACKEND" in found["Parameters"]
 
 
-@pytest.mark.parametrize("name", [*OPERATORS, "explain"])
+@pytest.mark.parametrize("name", [*OPERATORS, "explain", "warmup"])
 def test_examples_run(name: str) -> None:
     function = getattr(gdn, name)
     examples = doctest.DocTestParser().get_doctest(inspect.getdoc(function) or "", {}, name, None, None)

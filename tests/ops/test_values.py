@@ -638,6 +638,39 @@ def touched_case() -> Case:
     )
 
 
+def own_rows_case() -> Case:
+    def check(*rows: int) -> None:
+        touched = _values.own_rows("intermediate_indices", int32(*rows), torch.tensor([True, True, False]), -1)
+        _values.check_touched(touched, torch.empty(8, 1), -1)
+
+    return Case(
+        {"of a live sequence": lambda: _values.own_rows("rows", int32(0, 9), torch.tensor([True, False]), -1)},
+        {
+            "beyond the rows": (lambda: check(0, 8, 9), r"^intermediate_indices: expected slots below 8 .*got 8 at \[1\]$"),
+            "shared": (lambda: check(3, 3, 0), r"^intermediate_indices: .*got slot 3 at \[1\], which is .*\[0\] too$"),
+        },
+    )
+
+
+def kept_checkpoints_case() -> Case:
+    def check(offsets: torch.Tensor | None, rows: torch.Tensor | None) -> None:
+        kept = (torch.empty(4, 1), None)
+        live = torch.tensor([True, True])
+        _values.check_checkpoints(offsets, rows, kept, bounds(100, 200), live, -1)
+
+    return Case(
+        {"not given": lambda: check(None, None)},  # else several checks, and as many host reads
+        {
+            "65": (lambda: check(int32([65], [0]), int32([0], [1])), r"^checkpoint_offsets: expected multiples of 64 tokens"),
+            "beyond the rows": (
+                lambda: check(int32([64], [128]), int32([0], [4])),
+                r"^checkpoint_slots: expected slots below 4 .*got 4 at \[1, 0\]$",
+            ),
+            "shared": (lambda: check(int32([64], [128]), int32([2], [2])), r"^checkpoint_slots: .*got slot 2 at \[1, 0\]"),
+        },
+    )
+
+
 def selected_case() -> Case:
     def check(indices: torch.Tensor, topk_length: torch.Tensor | None = None) -> None:
         _values.check_selected_positions("topk_indices", indices, bounds(1, 2), int32(4, 9), topk_length)
@@ -690,6 +723,7 @@ CASES = {
     "table lengths": table_lengths_case(), "pages": pages_case(),
     "slot_mapping": slot_mapping_case(), "ring_slots": ring_slots_case(), "rope": rope_case(), "ranges": ranges_case(),
     "new tokens": new_tokens_case(), "selected": selected_case(), "topk_length": topk_length_case(), "touched": touched_case(),
+    "own rows": own_rows_case(), "kept checkpoints": kept_checkpoints_case(),
 }  # fmt: skip
 PASSES = {f"{name}: {what}": check for name, case in CASES.items() for what, check in case.passes.items()}
 RAISES = {f"{name}: {what}": bad for name, case in CASES.items() for what, bad in case.raises.items()}

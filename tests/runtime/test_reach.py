@@ -56,6 +56,23 @@ def test_the_calls_of_a_model() -> None:
     assert "gdn_decode" not in {p.op for p in served.of_config(only_full)}
 
 
+def test_kernels_are_each_listed_once_and_hold_those_of_sizes_between() -> None:
+    problems = of_model("qwen3-next-80b", tp=2, num_spec=1)
+    decode = next(p for p in problems if p.op == "gdn_decode" and p.cu_seqlens_dtype is None)
+    prefill = next(p for p in problems if p.op == "gdn_prefill")
+    alike = {one.static_key() for one in (decode, prefill)}
+    listed = reach.kernels([p for p in problems if p.static_key() in alike], H100)
+    found = {kernel.key for kernel in listed}
+    assert len(found) == len(listed)
+    sizes = [dataclasses.replace(decode, num_tokens=n, num_sequences=n) for n in (1, 5, 17, 77, 130, 250, 400)]
+    # The last ones lie in ranges that no size of the list does.
+    tokens = ((333, 1), (2049, 5), (8192, 33), (8256, 5), (3900, 2), (5000, 1), (3900, 1), (6900, 1), (4271, 2))
+    sizes += [dataclasses.replace(prefill, num_tokens=t, num_sequences=n) for t, n in tokens]
+    for size in sizes:
+        for kernel in reach.kernels([size], H100):
+            assert kernel.key in found, (kernel.problem, kernel.config)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -102,6 +119,16 @@ def test_warmup_names_a_bad_argument_and_does_nothing_without_a_gpu() -> None:
         gdn.warmup(config, block_size=0)
     if not torch.cuda.is_available():
         assert gdn.warmup(config) == 0
+
+
+def test_calls_of_operators_are_known_at_all_sizes() -> None:
+    """They are not run, and kinds of calls that are compiled once count once."""
+    rows, windows, weight = torch.zeros(3, 64), torch.full((3, 64, 3), 7.0), torch.zeros(64, 4)
+    problems = served.of_calls([lambda: gdn.causal_conv1d_update(rows, windows, weight)] * 2)
+    assert (windows == 7).all() and len({problem.static_key() for problem in problems}) == 1
+    assert {(problem.num_tokens, problem.num_sequences) for problem in problems} >= {(1, 1), (4, 1), (512, 512)}  # type: ignore[attr-defined]
+    prompts = served.of_calls([lambda: gdn.causal_conv1d_fn(rows, weight)])
+    assert {problem.num_tokens for problem in prompts} >= {16, 131072}  # type: ignore[attr-defined]
 
 
 SERVE = """

@@ -274,8 +274,9 @@ def _kept(draw: Draw, call: Call, inner: tuple[int, ...], count: int) -> None:
 
 
 def _give_parents(draw: Draw, call: Call, num_tokens: int, length: int) -> None:
-    call.give("parent_token", torch.tensor(_parents(draw, call, num_tokens, length), dtype=torch.int32), "T")
-    call.ties.setdefault("T", ())
+    dim = "tokens" if call.get("cu_seqlens") is None else "T"  # of all rows, where each sequence has one of its own
+    call.give("parent_token", torch.tensor(_parents(draw, call, num_tokens, length), dtype=torch.int32), dim)
+    call.ties.setdefault(dim, ())
 
 
 def _parents(draw: Draw, call: Call, num_tokens: int, length: int) -> list[int]:
