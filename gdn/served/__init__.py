@@ -5,7 +5,7 @@ it by `GdnLayer`; `of_config` names the forms of every caller from a model's con
 
     layers        gdn.layers.HybridModel: projections in one matrix, attention with its indexer, residual norms
     vllm          gdn.integrations.vllm: fused steps on vLLM's pages
-    sglang        gdn.integrations.sglang: the delta rule on SGLang's pools
+    sglang        gdn.integrations.sglang: decode steps, convolutions and the delta rule on SGLang's pools
     transformers  gdn.integrations.transformers: fused steps on the cache's tensors, and its functions
 
 Not here: context-parallel layers, whose ranks part a prompt, and the adapters of FLA, FlashInfer and DeepGEMM, whose callers are
@@ -124,7 +124,11 @@ def _vllm(config: Any, state: str, num_spec: int) -> Iterator[Group]:
 
 
 def _sglang(config: Any, state: str, num_spec: int) -> Iterator[Group]:
-    return rule.sglang(shape_of("served", config), state, num_spec)
+    """Decode as one operator without norm, which stays the host's, and the steps by themselves."""
+    for dt_bias in ("bfloat16", "float32"):
+        layer = _of_config(config, state_dtype=state, dt_bias_dtype=dt_bias, norm_dtype=None, channels_contiguous=False)
+        yield from layer.decode()
+    yield from rule.sglang(shape_of("served", config), state, num_spec)
 
 
 def _transformers(config: Any, state: str, num_spec: int) -> Iterator[Group]:

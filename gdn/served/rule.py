@@ -11,7 +11,7 @@ from gdn.served.sizes import Group
 
 
 def sglang(model: ModelShape, state: str, num_spec: int) -> Iterator[Group]:
-    """SGLang's kernel object: decode, prompts with and without snapshots, drafts as chains and trees."""
+    """SGLang's kernel object and convolutions: decode, prompts with and without snapshots, drafts as chains and trees."""
     recurrent = replace(examples.recurrent(model), state_dtype=state)
     yield sizes.steps(recurrent)
     chunk = replace(
@@ -24,6 +24,16 @@ def sglang(model: ModelShape, state: str, num_spec: int) -> Iterator[Group]:
         for has_parent in (False, True):
             verify = replace(recurrent, has_final_state=False, has_parent=has_parent, intermediate_dtype=state)
             yield sizes.steps(verify, 1 + num_spec)
+    # The columns of a window are adjacent in the host's pools.
+    rows: dict[str, Any] = {"state_channels_contiguous": False}
+    prompts, update = replace(examples.conv1d(model), **rows), replace(examples.conv1d_update(model), **rows)
+    yield sizes.prompts(prompts)
+    yield sizes.steps(update)
+    if num_spec:
+        yield sizes.steps(replace(update, cu_seqlens_dtype="int32", has_columns=True), 1 + num_spec)
+        # Trees: the windows after every draft go to a buffer.
+        kept: dict[str, Any] = {"has_mask": False, "checkpoint_dtype": "int32", "checkpoint_window_dtype": "bfloat16"}
+        yield sizes.steps(replace(prompts, **kept), 1 + num_spec)
 
 
 def transformers(model: ModelShape, gate_activation: str) -> Iterator[Group]:

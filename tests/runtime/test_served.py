@@ -13,6 +13,7 @@ import torch
 from gdn import served
 from gdn.cli.demo_engine import Engine, EngineSizes
 from gdn.device import H100
+from gdn.integrations import _sglang_warm_up as sglang_warm_up
 from gdn.integrations._vllm_step import Step
 from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.named import NAMED
@@ -257,6 +258,26 @@ def test_the_kernel_object_of_sglang(state: str) -> None:
     check(asked, served.groups(config, num_spec=2, state_dtypes=(state,), hosts=("sglang",)), 5)
 
 
+SGLANG_KINDS: list[dict[str, Any]] = [
+    {},
+    {"drafts": 3, "state_dtype": BFLOAT16, "buffer_dtype": BFLOAT16, "dt_bias_dtype": torch.float32},
+    {"drafts": 3, "overlap": False},
+]
+
+
+@pytest.mark.parametrize("kind", SGLANG_KINDS, ids=["decode", "chains", "trees"])
+def test_what_sglangs_adapter_loads_at_its_start(kind: dict[str, Any]) -> None:
+    given: dict[str, Any] = {
+        "A_log_dtype": torch.float32, "dt_bias_dtype": BFLOAT16, "window_dtype": BFLOAT16, "state_dtype": torch.float32, **kind,
+    }  # fmt: skip
+    form = sglang_warm_up.Form(2, 4, 64, 64, 4, False, "silu", BFLOAT16, BFLOAT16, **given)
+    with recording() as asked:
+        for call in sglang_warm_up.calls(form, sglang_warm_up.PHASES):
+            call()
+    state = str(given["state_dtype"]).removeprefix("torch.")
+    check(asked, served.groups(NAMED["tiny"], num_spec=2, state_dtypes=(state,), hosts=("sglang",)), 6)
+
+
 # --- Transformers --------------------------------------------------------------------------------------------------------------
 
 
@@ -340,7 +361,7 @@ def test_hosts_have_their_own_forms() -> None:
     of_host = {host: forms([group[0] for group in served.groups(config, hosts=(host,))]) for host in served.HOSTS}
     assert {"gdn_decode", "topk"} <= {op for op, _ in of_host["layers"]} and not of_host["layers"] & of_host["vllm"]
     assert {op for op, _ in of_host["vllm"]} == {"gdn_decode", "gdn_prefill"}
-    assert {op for op, _ in of_host["sglang"]} == {"chunk", "recurrent"}
+    assert {op for op, _ in of_host["sglang"]} == {"chunk", "recurrent", "gdn_decode", "conv1d", "conv1d_update"}
     assert all("state_dtype=bfloat16" in static for _, static in of_host["vllm"])  # vLLM's own choice for Qwen3-Next
     later = served.groups(NAMED["qwen3.5-35b"], hosts=("vllm",))
     assert all("state_dtype=float32" in static for _, static in forms([group[0] for group in later]))
