@@ -81,4 +81,10 @@ def config_of(model: str) -> HybridConfig:
         path = path / "config.json"
     if not path.is_file():
         raise ValueError(f"model: expected one of {', '.join(NAMED)} or a config.json, got {model!r}")
-    return HybridConfig.from_transformers(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"model: expected a config.json, got {model!r}, which is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"model: expected a config.json, got {model!r}, which holds a {type(content).__name__}")
+    return HybridConfig.from_transformers(content)

@@ -129,15 +129,22 @@ def _read(root: Path, versions: tuple[tuple[str, str], ...]) -> Bundle | str | N
 def write(root: Path, versions: Mapping[str, str], entries: Mapping[str, str], sources: Mapping[str, str], command: str) -> None:
     """Writes the index of a folder whose entries are there.
 
+    Kernels of the index that is there, of another model for example, stay in it where it is believed and no source has changed.
     entries: kernel -> name of its entry below the root. sources: kernel module -> its file.
     """
+    before = _read(root, tuple(sorted(versions.items())))
+    known: dict[str, dict[str, Any]] = {}
+    if isinstance(before, Bundle) and all(one.are_here for one in before.sources.values()):
+        known = {name: _plain(one) for name, one in before.sources.items()}
+        left = {kernel: name for kernel, (name, _) in before.entries.items() if (root / name / "manifest.json").is_file()}
+        entries = {**left, **entries}
     digests = {
         kernel: (name, hashlib.sha256((root / name / "manifest.json").read_bytes()).hexdigest())
         for kernel, name in sorted(entries.items())
     }
     content: dict[str, Any] = {
-        "format": FORMAT, "versions": dict(versions), "sources": {name: _sources(file) for name, file in sorted(sources.items())},
-        "command": command, "kernels": digests,
+        "format": FORMAT, "versions": dict(versions), "command": command, "kernels": digests,
+        "sources": known | {name: _plain(_sources(file)) for name, file in sources.items()},
     }  # fmt: skip
     content = json.loads(json.dumps(content))  # tuples become lists, as a reader gets them
     temporary = root / f".{NAME}.{os.getpid()}"
@@ -156,8 +163,13 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _sources(file: str) -> dict[str, Any]:
-    """A kernel module's sources, as the index has them."""
+def _sources(file: str) -> Sources:
+    """A kernel module's sources as they are now."""
     paths = source.files(file)
-    names = [os.path.relpath(path, source.ROOT) for path in paths]
-    return {"hash": source.source_hash(file), "files": names, "content": source.content_hash(paths)}
+    names = tuple(os.path.relpath(path, source.ROOT) for path in paths)
+    return Sources(source.source_hash(file), names, source.content_hash(paths))
+
+
+def _plain(sources: Sources) -> dict[str, Any]:
+    """Sources as the index has them."""
+    return {"hash": sources.source_hash, "files": list(sources.files), "content": sources.content}

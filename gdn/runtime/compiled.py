@@ -33,9 +33,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import filelock
-import platformdirs
-
 from gdn.problems import Problem
 from gdn.runtime import bundle, cache_folder, env, log, packages, source, toolchain
 
@@ -112,6 +109,8 @@ def kept_cache() -> Path | None:
     """Folder in which compiled kernels outlive the process: GDN_CACHE_DIR, or the user's cache; None without a home folder."""
     if (given := env.current().cache_dir) is not None:
         return given
+    import platformdirs
+
     try:
         found = Path(platformdirs.user_cache_dir("gdn-kernels"))
     except (RuntimeError, KeyError):  # the user id has no entry, and HOME is not set
@@ -242,6 +241,8 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
 
 def _fill(root: Path, name: Path, compile_once: Callable[[], Mapping[str, bytes]], about: Mapping[str, str]) -> Path:
     """Returns the entry of this name below the root, writing it unless it is whole; OSError where it cannot be written."""
+    import filelock  # here, as the one below, since a process that finds its kernels needs neither
+
     place = root / name
     cache_folder.make_private(place.parent)
     if (reason := cache_folder.distrust(root, place)) is not None:  # the file system lets others write into it

@@ -5,7 +5,7 @@ it by `GdnLayer`; `of_config` names the forms of every caller from a model's con
 
     layers        gdn.layers.HybridModel: projections in one matrix, attention with its indexer, residual norms
     vllm          gdn.integrations.vllm: fused steps on vLLM's pages
-    sglang        gdn.integrations.sglang: convolutions and delta rule on SGLang's pools
+    sglang        gdn.integrations.sglang: decode steps, convolutions and the delta rule on SGLang's pools
     transformers  gdn.integrations.transformers: fused steps on the cache's tensors, and its functions
 
 Not here: context-parallel layers, whose ranks part a prompt, and the adapters of FLA, FlashInfer and DeepGEMM, whose callers are

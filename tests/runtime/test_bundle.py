@@ -92,6 +92,27 @@ def test_a_kernel_that_is_not_there_names_the_command(
     assert not caplog.records and compilations(problem) == 1
 
 
+def test_a_second_build_keeps_the_kernels_of_the_first_unless_sources_changed(folder: Path, problem: FakeProblem) -> None:
+    """Two models in one folder: both are in its index, which names the last command."""
+    first = bundle.find(folder, compiled.bundle_versions())
+    assert first is not None
+    (key,) = first.entries
+    name = compiled.build(folder, "recurrent", "tilelang", fake_kernel, problem, OTHER)
+    other = bundle.kernel_key("recurrent", "tilelang", problem.static_fields(), compiled.compiled_fields(OTHER))
+    sources = {fake_kernel.__name__: fake_kernel.__file__}
+
+    def entries() -> set[str]:
+        bundle.write(folder, compiled.bundle_versions(), {other: name}, sources, "second")
+        found = bundle.find(folder, compiled.bundle_versions())
+        assert found is not None and found.command == "second"
+        return set(found.entries)
+
+    assert entries() == {key, other}
+    damage(folder, "other sources")
+    bundle.forget()
+    assert entries() == {other}
+
+
 def test_without_a_folder_off_names_the_general_command(problem: FakeProblem, monkeypatch: pytest.MonkeyPatch) -> None:
     mode(monkeypatch, "off")
     with pytest.raises(compiled.MissingKernel, match="`gdn compile --model NAME -o DIR`"):
@@ -122,7 +143,7 @@ def versions(**changes: str) -> dict[str, str]:
 
 def damage(folder: Path, kind: str) -> None:
     """Spoils a folder in one way."""
-    (manifest,) = folder.glob("*/*/manifest.json")
+    manifest = next(folder.glob("*/*/manifest.json"))
     library, path = next(manifest.parent.glob("*.so")), folder / bundle.NAME
     if kind == "truncated library":
         library.write_bytes(library.read_bytes()[:-1])

@@ -71,14 +71,14 @@ def engine_problems(config: HybridConfig, state: torch.dtype, num_spec: int, blo
 
 ENGINES = [  # model, tensor parallel, dtype of the states, drafts, tokens of a block, FP8 of the indexer
     ("qwen3-next-80b", 4, "float32", 2, 64, "0"),
-    ("qwen3.5-35b", 1, "bfloat16", 0, 16, "0"),
-    ("qwen3.8-flash-next", 2, "float32", 3, 64, "1"),
-    ("tiny", 1, "bfloat16", 0, 48, "1"),
+    ("qwen3.8-flash-next", 2, "bfloat16", 3, 16, "1"),
 ]
 MORE_ENGINES = [
     ("qwen3-next-80b", 1, "bfloat16", 3, 16, "1"),
+    ("qwen3.5-35b", 1, "bfloat16", 0, 16, "0"),
     ("qwen3.5-35b", 4, "float32", 2, 64, "1"),
-    ("qwen3.8-flash-next", 1, "bfloat16", 0, 64, "0"),
+    ("qwen3.8-flash-next", 1, "float32", 0, 64, "0"),
+    ("tiny", 1, "bfloat16", 0, 48, "1"),
     ("tiny", 2, "float32", 1, 64, "0"),
 ]
 
@@ -203,7 +203,7 @@ VLLM_KINDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["qwen3-next-80b", "qwen3.5-35b"])
+@pytest.mark.parametrize("name", ["qwen3-next-80b", pytest.param("qwen3.5-35b", marks=pytest.mark.cover)])
 @pytest.mark.parametrize("kind", VLLM_KINDS, ids=lambda kind: ",".join(f"{name}={value}" for name, value in kind.items()))
 def test_layers_of_vllm(name: str, kind: dict[str, Any]) -> None:
     config = NAMED[name].per_rank(4)
@@ -283,7 +283,7 @@ def test_what_the_adapter_of_sglang_loads_is_built_ahead(state: str) -> None:
     [
         ("qwen3_next", "layers"),
         ("qwen4_exp", "layers"),
-        ("qwen3_next", "functions"),
+        pytest.param("qwen3_next", "functions", marks=pytest.mark.cover),
         pytest.param("qwen3_5", "layers", marks=pytest.mark.cover),
         pytest.param("qwen3_5", "functions", marks=pytest.mark.cover),
         pytest.param("qwen4_exp", "functions", marks=pytest.mark.cover),
@@ -329,10 +329,18 @@ def drawn(rng: random.Random, problem: Any) -> Any:
     return dataclasses.replace(problem, **{name: values[name] for name in names} | fixed)
 
 
-@pytest.mark.parametrize(
-    "op", ["gdn_decode", "gdn_prefill", "chunk", "recurrent", "sparse_attention_decode", "sparse_attention_prefill", "topk",
-           "mqa_logits", "paged_mqa_logits", "prepare_indexer", "gather_indexer_cache", "add_rms_norm"],
-)  # fmt: skip
+SIZED = ("gdn_decode", "gdn_prefill", "chunk", "recurrent", "sparse_attention_decode", "topk")
+MORE_SIZED = (
+    "sparse_attention_prefill",
+    "mqa_logits",
+    "paged_mqa_logits",
+    "prepare_indexer",
+    "gather_indexer_cache",
+    "add_rms_norm",
+)
+
+
+@pytest.mark.parametrize("op", [*SIZED, *(pytest.param(op, marks=pytest.mark.cover) for op in MORE_SIZED)])
 def test_kernels_of_sizes_between(op: str) -> None:
     """Also of those where a kernel changes between two points of a line."""
     config, rng = NAMED["qwen3-next-80b"].per_rank(4), random.Random(op)
