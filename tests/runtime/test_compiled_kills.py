@@ -14,7 +14,8 @@ from tests.runtime import fake_kernel
 from tests.runtime.fake_kernel import Config, FakeProblem
 
 PROCESSES, KILLS = 8, 24
-DTYPES, SECONDS = ("bfloat16", "float16", "float32", "float64"), 0.1  # of a compilation: there is work left when the last process is killed
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+SECONDS = 0.1  # of a compilation: there is work left when the last process is killed
 CONFIGS = [Config(tile, wide) for tile in (1, 2, 4, 8, 16, 32) for wide in (False, True)]
 
 
