@@ -560,7 +560,7 @@ def show(
     folders = [folder] if folder is not None else [*([own] if own is not None else []), tuned.SHIPPED]
     paths = [path for one in folders for path in sorted(one.glob("*/*.json")) if op in (None, path.name.split(".")[0])]
     if as_json:
-        print_json([{"path": path, **tuned.read(path).model_dump(mode="json")} for path in paths])
+        print_json([{"path": path, **tuned.read(path).plain()} for path in paths])
         return
     for path in paths:
         content = tuned.read(path)

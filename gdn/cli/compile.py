@@ -18,7 +18,7 @@ from gdn.layers.named import NAMED
 from gdn.runtime import reach
 
 _SPECS = {"h100": H100, "h200": H200}
-_STATES = {"float32": ("float32",), "bfloat16": ("bfloat16",), "both": ("float32", "bfloat16")}
+_STATES = {"auto": None, "float32": ("float32",), "bfloat16": ("bfloat16",), "both": ("float32", "bfloat16")}
 
 
 def compile_command(
@@ -26,7 +26,11 @@ def compile_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder; kernels that it has already are kept.")],
     tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the kernels of one rank are built.")] = 1,
     num_spec: Annotated[int, typer.Option(help="Most drafts of a sequence (speculative decoding).")] = 0,
-    state_dtype: Annotated[str, typer.Option(help="Of the recurrent states: float32, bfloat16 or both.")] = "float32",
+    state_dtype: Annotated[
+        str, typer.Option(help="Of the recurrent states: float32, bfloat16, both, or auto: what each host takes by itself.")
+    ] = "auto",
+    host: Annotated[str, typer.Option(help=f"Who calls: {', '.join(served.HOSTS)}, several with commas, or all.")] = "all",
+    block_size: Annotated[int, typer.Option(help="Tokens of a cache block of gdn.layers' attention.")] = 64,
     device: Annotated[str, typer.Option(help="The GPU that will run them: h100 or h200.")] = "h100",
     workers: Annotated[int | None, typer.Option(help="Processes that compile; default: one a CPU.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -39,12 +43,18 @@ def compile_command(
         raise ValueError(f"device: expected {' or '.join(_SPECS)}, got {device!r}")
     if state_dtype not in _STATES:
         raise ValueError(f"state_dtype: expected {', '.join(_STATES)}, got {state_dtype!r}")
-    if num_spec < 0:
-        raise ValueError(f"num_spec: expected a number of drafts >= 0, got {num_spec}")
+    counts = (("num_spec", num_spec, 0, "drafts"), ("block_size", block_size, 1, "tokens"), ("workers", workers, 1, "processes"))
+    for name, value, least, what in counts:
+        if value is not None and value < least:
+            raise ValueError(f"{name}: expected a number of {what} >= {least}, got {value}")
+    hosts = served.HOSTS if host == "all" else tuple(host.split(","))
+    if unknown := [one for one in hosts if one not in served.HOSTS]:
+        raise ValueError(f"host: expected {', '.join(served.HOSTS)} or all, got {unknown[0]!r}")
     config = config_of(model).per_rank(tp)
-    problems = served.of_config(config, num_spec=num_spec, state_dtypes=_STATES[state_dtype])
+    problems = served.of_config(config, num_spec=num_spec, state_dtypes=_STATES[state_dtype], hosts=hosts, block_size=block_size)
     wanted = reach.kernels(problems, _SPECS[device])
-    options = {"model": model, "tp": tp, "num-spec": num_spec, "state-dtype": state_dtype, "device": device}
+    options = {"model": model, "tp": tp, "num-spec": num_spec, "state-dtype": state_dtype, "host": host,
+               "block-size": block_size, "device": device}  # fmt: skip
     command = shlex.join(["gdn", "compile", *(f"--{name}={value}" for name, value in options.items())])
     columns = (TextColumn("kernels"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -71,4 +81,10 @@ def config_of(model: str) -> HybridConfig:
         path = path / "config.json"
     if not path.is_file():
         raise ValueError(f"model: expected one of {', '.join(NAMED)} or a config.json, got {model!r}")
-    return HybridConfig.from_transformers(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"model: expected a config.json, got {model!r}, which is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"model: expected a config.json, got {model!r}, which holds a {type(content).__name__}")
+    return HybridConfig.from_transformers(content)

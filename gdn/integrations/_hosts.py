@@ -74,19 +74,23 @@ DEEPGEMM = Host(
 
 _VLLM_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention"
 
+_VLLM_QSA = "vllm.models.qwen4_exp.nvidia.ops"
 VLLM = Host(
     name="vllm",
     package="vllm",
     distributions=("vllm",),
     tested="0.33.0",
     functions=(
-        *_under(_VLLM_LAYER, "__init__", "forward_cuda", "_forward_core_fused_norm_packed", "split_ba"),
+        *_under(_VLLM_LAYER, "__init__", "forward_cuda", "_forward_core_fused_norm_packed"),
+        *_under(_VLLM_LAYER, "_warmup_prefill_kernels", "split_ba"),
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.qwen_gdn_attention_core_fused_norm_packed",
         "vllm.model_executor.custom_op.PluggableLayer.register_oot",
         "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first",
         "vllm.forward_context.get_forward_context",
+        *_under(f"{_VLLM_QSA}.qsa_indexer", "qsa_select_paged_decode", "warmup_qsa_mqa_paged_decode"),
+        *_under(f"{_VLLM_QSA}.qsa", "qsa_sparse_paged_attention", "warmup_qsa_sparse_paged_attention"),
     ),
-    replaced=(_VLLM_LAYER,),
+    replaced=(_VLLM_LAYER, *_under(_VLLM_QSA, "qsa_indexer.qsa_select_paged_decode", "qsa.qsa_sparse_paged_attention")),
     classes=MappingProxyType(
         {
             _VLLM_LAYER: (
@@ -107,22 +111,41 @@ VLLM = Host(
 
 _SGLANG_LINEAR = "sglang.srt.layers.attention.linear"
 _SGLANG_DISPATCHER = f"{_SGLANG_LINEAR}.gdn_backend.GDNKernelDispatcher"
+SGLANG_BACKEND = f"{_SGLANG_LINEAR}.gdn_backend.GDNAttnBackend"
+SGLANG_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+SGLANG_KERNELS = (
+    *_under(_SGLANG_DISPATCHER, "__init__", "decode", "packed_decode", "extend", "target_verify"),
+    *_under(f"{_SGLANG_LINEAR}.kernels.kernel_backend.LinearAttnKernelBase", "decode", "extend", "target_verify"),
+    *_under("sglang.srt.plugins.hook_registry.HookRegistry", "register", "apply_hooks"),
+    "sglang.srt.runtime_context.get_exec",
+)
+SGLANG_CONVOLUTIONS = {  # where the backend holds a function -> where that is defined
+    f"{_SGLANG_LINEAR}.gdn_backend.causal_conv1d_fn": "sglang.srt.layers.attention.mamba.causal_conv1d.causal_conv1d_fn",
+    f"{_SGLANG_LINEAR}.gdn_backend.causal_conv1d_update": "sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update",
+}
 SGLANG = Host(
     name="sglang",
     package="sglang",
     distributions=("sglang",),
     tested="0.5.23",
     functions=(
-        *_under(_SGLANG_DISPATCHER, "__init__", "decode", "packed_decode", "extend", "target_verify"),
-        *_under(f"{_SGLANG_LINEAR}.kernels.kernel_backend.LinearAttnKernelBase", "decode", "extend", "target_verify"),
-        *_under("sglang.srt.plugins.hook_registry.HookRegistry", "register", "apply_hooks"),
-        "sglang.srt.runtime_context.get_exec",
+        *SGLANG_KERNELS,
+        *_under(SGLANG_BACKEND, "__init__", "forward_decode"),
+        "sglang.srt.layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase._track_mamba_state_decode",
+        "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool.mamba2_layer_cache",
+        *SGLANG_CONVOLUTIONS.values(),
     ),
-    replaced=(f"{_SGLANG_DISPATCHER}.__init__",),
+    replaced=(f"{_SGLANG_DISPATCHER}.__init__", *_under(SGLANG_BACKEND, "__init__", "forward_decode"), *SGLANG_CONVOLUTIONS),
     classes=MappingProxyType({
         _SGLANG_DISPATCHER: (
             "decode_kernel", "extend_kernel", "supports_packed_decode", "tree_verify_kernel", "verify_kernel",
             "verify_kernel_is_flashinfer",
+        ),
+        SGLANG_BACKEND: ("kernel_dispatcher", "requires_contiguous_prefill_state"),
+        SGLANG_RUNNER: ("dtype", "model", "req_to_token_pool"),
+        "sglang.srt.layers.radix_linear_attention.RadixLinearAttention": (
+            "A_log", "activation", "bias", "conv_weights", "dt_bias", "head_k_dim", "head_q_dim", "head_v_dim", "layer_id",
+            "num_k_heads", "num_q_heads", "num_v_heads", "v_dim",
         ),
     }),
 )  # fmt: skip

@@ -5,7 +5,7 @@ not served goes to the kernel object that SGLang made itself, with its arguments
 
     method          operator                            states
     decode          fused_recurrent_gated_delta_rule    one token a row, slot updated in place
-    packed_decode   the same, on views of the packed row
+    packed_decode   the same, on views of the packed rows
     extend          chunk_gated_delta_rule              slot updated in place, snapshots for the prefix cache
     target_verify   fused_recurrent_gated_delta_rule    the pool stays, the state after every draft goes to SGLang's buffer
 
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import gdn
+from gdn.integrations import _indices as indices
 from gdn.integrations._calls import Calls, unserved, unserved_state
 
 Tensor = torch.Tensor
@@ -58,11 +59,19 @@ def refusal(tokens: Tensor, head_k_dim: int, head_v_dim: int, states: Tensor, *,
     allow_reference : bool
         Serve on the CPU too.
     """
-    reason = unserved(tokens, allow_reference=allow_reference) or unserved_state(states)
+    reason = unserved(tokens, allow_reference=allow_reference)
     if reason is not None:
         return reason
     if head_k_dim != head_v_dim or head_k_dim % 4 or head_k_dim > LARGEST_HEAD_DIM:
         return f"the head dims are {head_k_dim} and {head_v_dim}, served are equal multiples of 4 up to {LARGEST_HEAD_DIM}"
+    return unserved_slots(states)
+
+
+def unserved_slots(states: Tensor) -> str | None:
+    """Why states [slots, HV, V, K] are no pool of ours; None where they are."""
+    reason = unserved_state(states)
+    if reason is not None:
+        return reason
     slot, *inner = states.stride()
     _, _, rows, columns = states.shape
     if slot * states.element_size() % _ALIGNMENT or inner != [rows * columns, columns, 1]:
@@ -103,6 +112,7 @@ def kernel_class(base: type) -> type:
     """The class of the kernel object. base: LinearAttnKernelBase of SGLang."""
 
     class GatedDeltaNetKernel(base):  # type: ignore[misc]
+        is_of_gdn = True  # how the other points of the adapter know a dispatcher with ours
         supports_packed_decode = True
         supports_strided_target_verify_qkv = True
         supports_track_state_snapshot = True
@@ -126,7 +136,9 @@ def kernel_class(base: type) -> type:
             if not self._serving.serves("packed_decode", reason):
                 return self._host.packed_decode(mixed_qkv, a, b, **given)  # type: ignore[no-any-return]
             q, k, v = _unpacked(mixed_qkv, given["num_v_heads"], head_v_dim, states.shape[-1])
-            return _recurrent(q, k, v, a.unsqueeze(1), b.unsqueeze(1), given, scale=given["scale"]).transpose(0, 1)
+            # Packed sequences of one token: as rows of their own, the operator would have to make these offsets in every call.
+            offsets = indices.offsets(len(mixed_qkv), 1, mixed_qkv.device)
+            return _recurrent(q, k, v, a.unsqueeze(0), b.unsqueeze(0), given, cu_seqlens=offsets, scale=given["scale"])
 
         def extend(
             self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **given: Any
@@ -158,11 +170,8 @@ def kernel_class(base: type) -> type:
 
 
 def _recurrent(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, given: Mapping[str, Any], **options: Any) -> Tensor:
-    slots = given["cache_indices"]
-    if "cu_seqlens" not in options and len(slots) != len(q):
-        slots = slots[: len(q)]
     o, _ = gdn.fused_recurrent_gated_delta_rule(
-        q, k, v, a, b, initial_state=given["ssm_states"], ssm_state_indices=slots, use_qk_l2norm_in_kernel=True,
+        q, k, v, a, b, initial_state=given["ssm_states"], ssm_state_indices=given["cache_indices"], use_qk_l2norm_in_kernel=True,
         state_v_first=True, use_gate_in_kernel=True, A_log=given["A_log"], dt_bias=given["dt_bias"],
         use_beta_sigmoid_in_kernel=True, output_final_state=False, null_slot=NULL_SLOT, **options,
     )  # fmt: skip
@@ -170,15 +179,16 @@ def _recurrent(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, given: Map
 
 
 def _unpacked(mixed_qkv: Tensor, num_v_heads: int, head_v_dim: int, head_k_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [rows, 1, heads, dim] of rows [rows, D]."""
+    """Views [1, rows, heads, dim] of rows [rows, D]."""
     keys = (mixed_qkv.shape[1] - num_v_heads * head_v_dim) // 2
     rows, (row, column), begin = mixed_qkv.shape[0], mixed_qkv.stride(), mixed_qkv.storage_offset()
     # One call a view: splitting and reshaping takes several times as long on the host.
-    shape, strides = (rows, 1, keys // head_k_dim, head_k_dim), (row, row, head_k_dim * column, column)
+    whole = rows * row
+    shape, strides = (1, rows, keys // head_k_dim, head_k_dim), (whole, row, head_k_dim * column, column)
     q = mixed_qkv.as_strided(shape, strides, begin)
     k = mixed_qkv.as_strided(shape, strides, begin + keys * column)
     v = mixed_qkv.as_strided(
-        (rows, 1, num_v_heads, head_v_dim), (row, row, head_v_dim * column, column), begin + 2 * keys * column
+        (1, rows, num_v_heads, head_v_dim), (whole, row, head_v_dim * column, column), begin + 2 * keys * column
     )
     return q, k, v
 
@@ -198,7 +208,7 @@ def _extend(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, given: Map
     if snapshots is not None and chunks is not None:
         _copy_starts(snapshots, chunks, states, slots, rows)
         options["checkpoint_offsets"] = (chunks[:rows].clamp(min=0) * CHUNK)[:, None]
-        options["checkpoint_slots"] = torch.arange(rows, dtype=slots.dtype, device=slots.device)[:, None]
+        options["checkpoint_slots"] = indices.slots(rows, slots.device, slots.dtype)[:, None]
         options["checkpoint_states"] = snapshots
     output = given.get("output")
     if output is not None and output.dtype == v.dtype and output.shape == v.shape:

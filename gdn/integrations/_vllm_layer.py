@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from gdn.integrations import _vllm_parts
 from gdn.integrations._calls import Calls
 from gdn.integrations._vllm_step import Step
-from gdn.integrations._vllm_warm_up import warm_up
+from gdn.integrations._vllm_warm_up import Limits, warm_up
 
 Tensor = torch.Tensor
 HALVES = (torch.bfloat16, torch.float16)
@@ -33,6 +34,7 @@ class LayerFacts:
     norm_before_gate: bool = True
     has_lora: bool = False
     fuses_norm_and_quantisation: bool = False
+    stores_checkpoints: bool = False  # the prefix cache keeps states from inside prompts
 
 
 def refusal(facts: LayerFacts, allow_reference: bool = False) -> str | None:
@@ -52,9 +54,10 @@ def refusal(facts: LayerFacts, allow_reference: bool = False) -> str | None:
         return f"its states are {_word(facts.state_dtype)}"
     if facts.num_v_heads % facts.num_k_heads:
         return f"its {facts.num_v_heads} value heads are no multiple of {facts.num_k_heads} key heads"
-    dims = (facts.head_k_dim, facts.head_v_dim)
-    if dims[0] != dims[1] or dims[0] % 32 or dims[0] > 128:
-        return f"its head dims are {dims[0]} and {dims[1]}, served are equal multiples of 32 up to 128"
+    K, V = facts.head_k_dim, facts.head_v_dim
+    channels = 2 * facts.num_k_heads * K + facts.num_v_heads * V
+    if (reason := _vllm_parts.refusal(K, V, channels, facts.stores_checkpoints)) is not None:
+        return reason
     if facts.activation not in ("silu", "swish", None):
         return f"its activation is {facts.activation}"
     if facts.gate_activation not in ("silu", "swish", "sigmoid"):
@@ -90,6 +93,7 @@ def facts_of(layer: Any, vllm_config: Any) -> LayerFacts:
         norm_before_gate=layer.norm.norm_before_gate,
         has_lora=vllm_config.lora_config is not None,
         fuses_norm_and_quantisation=bool(passes.fuse_norm_quant) and _is_quantised(layer.out_proj),
+        stores_checkpoints=vllm_config.cache_config.mamba_cache_mode == "align",
     )
 
 
@@ -98,26 +102,38 @@ def _is_quantised(linear: Any) -> bool:
     return method is not None and type(method).__name__ != "UnquantizedLinearMethod"
 
 
+_NAMED = 4  # layers that the line at start-up names for a reason
+
+
 class Layers:
     """What became of the layers that the host built since the adapter was enabled."""
 
     def __init__(self, calls: Calls, strict: bool, told: Callable[[str], None]) -> None:
         self.calls, self.strict, self._told, self._was_told = calls, strict, told, False
+        self._left: dict[str, list[str]] = {}  # reason -> layers
 
     def decide(self, prefix: str, reason: str | None) -> None:
         """Counts a layer; with strict, one that is not served is an error."""
         self.calls.serves(reason)
-        if reason is not None and self.strict:
+        if reason is None:
+            return
+        self._left.setdefault(reason, []).append(prefix)
+        if self.strict:
             raise RuntimeError(f"gdn.integrations.vllm, strict: {prefix} would be left to the host: {reason}")
 
     def tell(self, warm_up_s: float | None = None) -> None:
-        """Says once, when all layers are there, how many are served and why the others are not."""
-        if self._was_told:
+        """Says once, when all layers are there, how many are served, which are not and why."""
+        if self._was_told or (warm_up_s is None and self.calls.served):  # a served layer will say it, with the time
             return
         self._was_told = True
-        left = "".join(f"; {count} left to the host: {reason}" for reason, count in self.calls.left.items())
         took = "" if warm_up_s is None else f", ready in {warm_up_s:.1f} s"
+        left = "".join(f"; {len(names)} left to the host: {reason} ({_some(names)})" for reason, names in self._left.items())
         self._told(f"{self.calls.served} Gated DeltaNet layers run on gdn's kernels{took}{left}")
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bool], layers: Layers) -> type:
@@ -143,7 +159,9 @@ def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bo
             if self._gdn_refusal is not None:
                 return
             self._gdn_step = Step(self, conv_dim_first=conv_dim_first())
-            self._gdn_max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            scheduler = vllm_config.scheduler_config
+            captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0  # rows, some of them padding
+            self._gdn_limits = Limits(scheduler.max_num_batched_tokens, max(scheduler.max_num_seqs, captured))
             if vllm_config.cache_config.mamba_cache_mode == "align":
                 self._checkpoint_alignment = CHECKPOINT_ALIGNMENT  # the prefill stores states at any multiple
 
@@ -161,16 +179,20 @@ def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bo
             output: Tensor = self.out_proj(core.flatten(-2))[0]
             return output
 
+        def _warmup_prefill_kernels(self, qkv_or_qkvz: Tensor, v_dim: int) -> None:
+            # The host's own steps call it in the dry run, whichever of them a refused layer takes.
+            layers.tell()
+            super()._warmup_prefill_kernels(qkv_or_qkvz, v_dim)
+
         def _forward_core_fused_norm_packed(self, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor) -> None:
             if self._gdn_refusal is not None:
-                layers.tell()
                 super()._forward_core_fused_norm_packed(mixed_qkvz, ba, core_attn_out)
                 return
             batches = forward_context.get_forward_context().attn_metadata
             metadata = batches.get(self.prefix) if isinstance(batches, dict) else None
             if metadata is None:  # the host measures its memory, all layers are there
                 begin = time.perf_counter()
-                warm_up(self, self._gdn_step, mixed_qkvz, ba, self._gdn_max_tokens)
+                warm_up(self, self._gdn_step, mixed_qkvz, ba, self._gdn_limits)
                 layers.tell(time.perf_counter() - begin)
                 return
             self._gdn_step(mixed_qkvz, ba, core_attn_out, metadata)

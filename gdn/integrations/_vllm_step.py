@@ -1,6 +1,7 @@
 """The step of one of vLLM's Gated DeltaNet layers between its projections, on vLLM's own pages.
 
-A batch holds up to three kinds of rows. Each kind is one call of a fused operator:
+A batch holds up to three kinds of rows. Each kind is one call of a fused operator (of several, for head dims that it does not
+serve: `_vllm_parts`):
 
     rows                      operator            slots
     one token each            fused_gdn_decode    [rows]
@@ -11,20 +12,20 @@ Nothing of vLLM is imported: the layer and the metadata are taken as they are, b
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 import gdn
+from gdn.integrations._vllm_parts import Parts, fuses_decode, fuses_prefill
 
 Tensor = torch.Tensor
 NULL_SLOT = 0  # vLLM's block 0 belongs to nobody
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Projected rows of one kind, and where their result goes."""
+class Rows(NamedTuple):
+    """Projected rows of a batch, and where their result goes."""
 
     qkvz: Tensor
     ba: Tensor
@@ -43,6 +44,12 @@ class _View:
         if key != self._key:
             self._key, self._view = key, self._make(x)
         return self._view
+
+
+def _keeper(owner: Any, name: str) -> dict[str, Any]:
+    """Where a module keeps a parameter: `module.name` searches three dictionaries in Python."""
+    kept: dict[str, Any] = getattr(owner, "_parameters", {})
+    return kept if name in kept else vars(owner)
 
 
 class Step:
@@ -77,8 +84,12 @@ class Step:
             "null_slot": NULL_SLOT,
             "backend": backend,
         }
+        parts, dims = Parts(self.options), (layer.head_k_dim, layer.head_v_dim)
+        self._decode = partial(gdn.fused_gdn_decode, **self.options) if fuses_decode(*dims) else parts.decode
+        self._prefill = partial(gdn.fused_gdn_prefill, **self.options) if fuses_prefill(*dims) else parts.prefill
         self._filter = _View(lambda weight: weight.detach().view(weight.shape[0], -1))
         self._windows = _View(lambda pages: pages if conv_dim_first else pages.transpose(-1, -2))
+        self._keepers: tuple[dict[str, Any], ...] = ()
 
     def __call__(self, qkvz: Tensor, ba: Tensor, core: Tensor, metadata: Any, pages: tuple[Tensor, Tensor] | None = None) -> None:
         """Writes the result of a batch into core [tokens, HV, V], whose rows beyond the batch's stay as they are.
@@ -96,66 +107,78 @@ class Step:
         """
         every = metadata.num_actual_tokens
         out = core.view(core.shape[0], -1)
-        if every != len(qkvz):
-            qkvz, ba, out = qkvz[:every], ba[:every], out[:every]
-        pages = self.layer.kv_cache if pages is None else pages
-        rows = Rows(qkvz, ba, out, pages)
+        rows = Rows(qkvz, ba, out, self.layer.kv_cache if pages is None else pages)
         if metadata.spec_sequence_masks is None:
-            self._without_drafts(rows, metadata)
+            self._without_drafts(rows, every, metadata)
         elif metadata.num_prefills == 0 and metadata.num_decodes == 0:
-            self._drafts(rows, metadata)
+            self._drafts(rows, every, metadata)
         else:  # drafts among prompts: the rows of each kind are gathered
             for where, run in ((metadata.spec_token_indx, self._drafts), (metadata.non_spec_token_indx, self._prompts)):
-                own = Rows(qkvz.index_select(0, where), ba.index_select(0, where), None, pages)
-                out.index_copy_(0, where, run(own, metadata))
+                own = Rows(qkvz.index_select(0, where), ba.index_select(0, where), None, rows.pages)
+                out.index_copy_(0, where, run(own, where.shape[0], metadata))
 
-    def _without_drafts(self, rows: Rows, metadata: Any) -> None:
-        count = metadata.num_decode_tokens if metadata.num_prefills else len(rows.qkvz)
+    def _without_drafts(self, rows: Rows, every: int, metadata: Any) -> None:
+        count = metadata.num_decode_tokens if metadata.num_prefills else every
         if count:
-            first = _cut(rows, 0, count) if metadata.num_prefills else rows
-            self._run(gdn.fused_gdn_decode, first, state_indices=metadata.non_spec_state_indices_tensor[:count])
+            slots = metadata.non_spec_state_indices_tensor
+            if slots.shape[0] != count:
+                slots = slots[:count]
+            self._run(self._decode, rows, 0, count, state_indices=slots)
         if metadata.num_prefills:
-            self._prompts(_cut(rows, count, len(rows.qkvz)) if count else rows, metadata)
+            self._prompts(rows, every, metadata, count)
 
-    def _drafts(self, rows: Rows, metadata: Any) -> Tensor:
+    def _drafts(self, rows: Rows, every: int, metadata: Any) -> Tensor:
         return self._run(
-            gdn.fused_gdn_decode,
+            self._decode,
             rows,
+            0,
+            every,
             state_indices=metadata.spec_state_indices_tensor,
             query_start_loc=metadata.spec_query_start_loc,
             num_accepted_tokens=metadata.num_accepted_tokens,
         )
 
-    def _prompts(self, rows: Rows, metadata: Any) -> Tensor:
+    def _prompts(self, rows: Rows, every: int, metadata: Any, first: int = 0) -> Tensor:
         checkpoints: dict[str, Tensor] = {}
         if metadata.checkpoint is not None:  # of all rows without drafts; those that decode come first
-            first = metadata.num_decodes
-            checkpoints["checkpoint_offsets"] = metadata.checkpoint.checkpoint_offsets[first:, None]
-            checkpoints["checkpoint_slots"] = metadata.checkpoint.state_indices[first:, None]
+            offsets, slots = metadata.checkpoint.checkpoint_offsets, metadata.checkpoint.state_indices
+            decoding = metadata.num_decodes
+            if decoding:
+                offsets, slots = offsets[decoding:], slots[decoding:]
+            checkpoints = {"checkpoint_offsets": offsets.unsqueeze(1), "checkpoint_slots": slots.unsqueeze(1)}
         return self._run(
-            gdn.fused_gdn_prefill,
+            self._prefill,
             rows,
+            first,
+            every - first,
             state_indices=metadata.prefill_state_indices,
             query_start_loc=metadata.prefill_query_start_loc,
             has_initial_state=metadata.prefill_has_initial_state,
             **checkpoints,
         )
 
-    def _run(self, operator: Callable[..., Tensor], rows: Rows, **batch: Any) -> Tensor:
-        layer = self.layer
+    def _run(self, operator: Callable[..., Tensor], rows: Rows, first: int, count: int, **batch: Any) -> Tensor:
+        """One call for rows that follow each other. Views cost as much as anything here: each part is one view of its tensor."""
+        qkvz, ba, out, (windows, states) = rows
+        if not self._keepers:  # the layer has its weights now
+            layer, conv = self.layer, self.layer.conv1d
+            owners = ((conv, "weight"), (conv, "bias"), (layer, "A_log"), (layer, "dt_bias"), (layer.norm, "weight"))
+            self._keepers = tuple(_keeper(*owner) for owner in owners)
+        weights, biases, decays, shifts, gains = self._keepers
+        is_part = qkvz.shape[0] != count
+        if is_part:
+            last = first + count
+            ba, out = ba[first:last], None if out is None else out[first:last]
         if self.is_interleaved:
-            mixed_qkv, z, b, a = rows.qkvz, None, rows.ba, None
+            mixed_qkv, z, b, a = qkvz[first : first + count] if is_part else qkvz, None, ba, None
         else:
-            mixed_qkv = rows.qkvz[:, : self.channels]
-            z = rows.qkvz[:, self.channels :].unflatten(1, (self.num_value_heads, self.head_v_dim))
-            b, a = layer.split_ba(rows.ba)
-        windows, states = rows.pages[0], rows.pages[1]
+            row, column = qkvz.stride()
+            begin = qkvz.storage_offset() + first * row
+            mixed_qkv = qkvz.as_strided((count, self.channels), (row, column), begin)
+            inner = (row, self.head_v_dim * column, column)
+            z = qkvz.as_strided((count, self.num_value_heads, self.head_v_dim), inner, begin + self.channels * column)
+            b, a = self.layer.split_ba(ba)
         return operator(
-            mixed_qkv, z, b, a, self._windows(windows), self._filter(layer.conv1d.weight), layer.A_log, layer.dt_bias,
-            layer.norm.weight, states, conv_bias=layer.conv1d.bias, out=rows.out, **batch, **self.options,
+            mixed_qkv, z, b, a, self._windows(windows), self._filter(weights["weight"]), decays["A_log"], shifts["dt_bias"],
+            gains["weight"], states, conv_bias=biases["bias"], out=out, **batch,
         )  # fmt: skip
-
-
-def _cut(rows: Rows, first: int, last: int) -> Rows:
-    assert rows.out is not None
-    return Rows(rows.qkvz[first:last], rows.ba[first:last], rows.out[first:last], rows.pages)

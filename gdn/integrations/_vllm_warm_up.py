@@ -1,21 +1,55 @@
-"""Compiles the kernels of vLLM's layers before vLLM measures its memory and captures its graphs."""
+"""Loads every kernel that vLLM's layers can reach, before vLLM measures its memory and captures its graphs.
 
-from collections.abc import Iterator
+Which kernel runs depends on the numbers of tokens and sequences. `gdn.warmup.warmup_sizes` says at which sizes a kind of batch
+takes another one; a step is made at each of them, so that kernels are loaded and have run, and workspaces were as large as they
+will be.
+"""
+
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from gdn.integrations._vllm_step import Step
+from gdn.warmup import warmup_sizes
 
 Tensor = torch.Tensor
-_ROWS = 4  # sequences of a batch; more blocks than that, so that no two share one
+_LIVE = 3  # sequences of a batch that own blocks; the others are padding, so that few blocks are enough for any batch
 _PAGE_ALIGNMENT = 512  # bytes
+_CHUNK = 64  # tokens: where a prefill can store its state
 _done: set[tuple[Any, ...]] = set()
 
 
-def warm_up(layer: Any, step: Step, qkvz: Tensor, ba: Tensor, max_tokens: int) -> None:
-    """Makes a step of every kind of batch, once a process for layers of equal sizes.
+@dataclass(frozen=True)
+class Limits:
+    """The largest batch of an engine."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of batch: tokens of a sequence in decode (None for prompts), and whether prompts store their states."""
+
+    most_each: int | None
+    stores: bool = False
+
+
+def kinds(num_spec: int, stores_checkpoints: bool) -> list[Kind]:
+    """The kinds of rows that an engine's batches are made of; a mixed batch is a call for each of its kinds."""
+    found = [Kind(1), Kind(None)]
+    if num_spec:
+        found.append(Kind(1 + num_spec))
+    if stores_checkpoints:
+        found.append(Kind(None, stores=True))
+    return found
+
+
+def warm_up(layer: Any, step: Step, qkvz: Tensor, ba: Tensor, limits: Limits) -> None:
+    """Makes the steps, once a process for layers of equal sizes and dtypes.
 
     Parameters
     ----------
@@ -24,64 +58,80 @@ def warm_up(layer: Any, step: Step, qkvz: Tensor, ba: Tensor, max_tokens: int) -
     step : Step
         Its step.
     qkvz, ba : Tensor [tokens, columns]
-        What its projections return: dtype, device and columns alone are used.
-    max_tokens : int
-        The most tokens of a batch.
+        What its projections return in the host's own dry run. They are the rows of the steps where they are long enough, so that
+        the host, which measures its memory meanwhile, sees no more than it will need.
+    limits : Limits
+        The largest batch.
     """
     shapes, dtypes = tuple(map(tuple, layer.get_state_shape()[:2])), tuple(layer.get_state_dtype()[:2])
     stores = layer._checkpoint_alignment is not None
-    key = (shapes, dtypes, qkvz.dtype, str(qkvz.device), qkvz.shape[1], layer.num_spec, stores, *map(str, step.options.values()))
+    bias = layer.conv1d.bias
+    parameters = (layer.A_log, layer.dt_bias, layer.norm.weight, layer.conv1d.weight, *(() if bias is None else (bias,)))
+    key = (
+        shapes, dtypes, qkvz.dtype, str(qkvz.device), qkvz.shape[1], layer.num_spec, stores, limits,
+        *(parameter.dtype for parameter in parameters), *map(str, step.options.values()),
+    )  # fmt: skip
     if key in _done:
         return
-    pages = _pages(shapes, dtypes, qkvz.device)
+    pages = _pages(shapes, dtypes, qkvz.device, _LIVE * (2 + layer.num_spec))
+    columns = 1 + layer.num_spec
+
+    def make(kind: Kind, tokens: int, sequences: int) -> None:
+        rows = [x if len(x) >= tokens else x.new_zeros(tokens, x.shape[1]) for x in (qkvz, ba)]
+        core = qkvz.new_empty(tokens, step.num_value_heads, step.head_v_dim)
+        step(rows[0][:tokens], rows[1][:tokens], core, batch(kind, tokens, sequences, columns, qkvz.device), pages)
+
     with torch.inference_mode():
-        for batch in _batches(layer.num_spec, stores, max_tokens, qkvz.device):
-            tokens = batch.num_actual_tokens
-            core = qkvz.new_zeros(tokens, step.num_value_heads, step.head_v_dim)
-            step(qkvz.new_zeros(tokens, qkvz.shape[1]), ba.new_zeros(tokens, ba.shape[1]), core, batch, pages)
+        for kind in kinds(layer.num_spec, stores):
+            sizes = warmup_sizes(
+                partial(make, kind, 1, 1), qkvz.device,
+                most_tokens=limits.tokens, most_sequences=limits.sequences, most_each=kind.most_each,
+            )  # fmt: skip
+            for tokens, sequences in sizes:
+                make(kind, tokens, sequences)
     _done.add(key)
 
 
-def _pages(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _pages(
+    shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], device: torch.device, blocks: int
+) -> tuple[Tensor, Tensor]:
     """Windows and states as the host lays them out: views of one buffer of bytes, the window of a page before its state."""
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
     page = -(-sum(sizes) // _PAGE_ALIGNMENT) * _PAGE_ALIGNMENT
-    blocks = 1 + _ROWS * 8
-    memory = torch.zeros(blocks * page, dtype=torch.uint8, device=device)
+    memory = torch.zeros((1 + blocks) * page, dtype=torch.uint8, device=device)
     views, begin = [], 0
     for shape, dtype, size in zip(shapes, dtypes, sizes, strict=True):
         inner = torch.empty(shape, dtype=dtype, device="meta").stride()
         strides = (page // dtype.itemsize, *inner)
-        views.append(memory.view(dtype).as_strided((blocks, *shape), strides, begin // dtype.itemsize))
+        views.append(memory.view(dtype).as_strided((1 + blocks, *shape), strides, begin // dtype.itemsize))
         begin += size
     return views[0], views[1]
 
 
-def _batches(num_spec: int, stores_checkpoints: bool, max_tokens: int, device: torch.device) -> Iterator[SimpleNamespace]:
-    """Metadata of one batch of each kind, and of prompts of several lengths, which take different kernels."""
-
-    def int32(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    def batch(**known: Any) -> SimpleNamespace:
-        nothing = {"checkpoint": None, "spec_sequence_masks": None, "num_prefills": 0, "num_decodes": 0, "num_decode_tokens": 0}
-        return SimpleNamespace(**(nothing | known))
-
-    slots = int32(*range(1, _ROWS + 1))
-    yield batch(num_actual_tokens=_ROWS, num_decodes=_ROWS, num_decode_tokens=_ROWS, non_spec_state_indices_tensor=slots)
-    if num_spec:
-        columns = 1 + num_spec
-        table = (torch.arange(_ROWS * columns, dtype=torch.int32, device=device) % (8 * _ROWS) + 1).view(_ROWS, columns)
-        yield batch(
-            num_actual_tokens=_ROWS * columns, spec_sequence_masks=torch.ones(_ROWS, dtype=torch.bool, device=device),
-            spec_state_indices_tensor=table, spec_query_start_loc=int32(*range(0, (_ROWS + 1) * columns, columns)),
-            num_accepted_tokens=torch.ones(_ROWS, dtype=torch.int32, device=device),
-        )  # fmt: skip
-    for length in sorted({min(length, max_tokens // _ROWS) for length in (16, 256, max_tokens // _ROWS)} - {0}):
-        checkpoint = SimpleNamespace(checkpoint_offsets=int32(*[64 if length >= 64 else 0] * _ROWS), state_indices=slots + _ROWS)
-        for stored in (None, checkpoint) if stores_checkpoints else (None,):
-            yield batch(
-                num_actual_tokens=_ROWS * length, num_prefills=_ROWS, checkpoint=stored, prefill_state_indices=slots,
-                prefill_query_start_loc=int32(*range(0, (_ROWS + 1) * length, length)),
-                prefill_has_initial_state=torch.zeros(_ROWS, dtype=torch.bool, device=device),
-            )  # fmt: skip
+def batch(kind: Kind, tokens: int, sequences: int, columns: int, device: torch.device) -> SimpleNamespace:
+    """Metadata of a batch of one kind, as vLLM hands it over. columns: blocks of a sequence, for drafts."""
+    live = torch.arange(sequences, dtype=torch.int32, device=device)
+    slots = torch.where(live < _LIVE, live + 1, 0).int()
+    bounds = (torch.arange(sequences + 1, device=device) * tokens // sequences).int()
+    known: dict[str, Any] = {"checkpoint": None, "spec_sequence_masks": None}
+    known |= dict.fromkeys(("num_prefills", "num_decodes", "num_decode_tokens"), 0) | {"num_actual_tokens": tokens}
+    if kind.most_each is None:
+        known |= {
+            "num_prefills": sequences, "prefill_state_indices": slots, "prefill_query_start_loc": bounds,
+            "prefill_has_initial_state": torch.zeros(sequences, dtype=torch.bool, device=device),
+        }  # fmt: skip
+        if kind.stores:
+            is_stored = (live < _LIVE) & (bounds.diff() >= _CHUNK)
+            known["checkpoint"] = SimpleNamespace(
+                checkpoint_offsets=(is_stored * _CHUNK).int(), state_indices=(is_stored * (slots + _LIVE)).int()
+            )
+    elif kind.most_each == 1:
+        known |= {"num_decodes": sequences, "num_decode_tokens": sequences, "non_spec_state_indices_tensor": slots}
+    else:
+        table = slots[:, None] + _LIVE * torch.arange(columns, dtype=torch.int32, device=device)
+        known |= {
+            "spec_sequence_masks": torch.ones(sequences, dtype=torch.bool, device=device), "spec_query_start_loc": bounds,
+            "spec_state_indices_tensor": torch.where(slots[:, None] > 0, table, 0).int(),
+            "num_accepted_tokens": torch.ones(sequences, dtype=torch.int32, device=device),
+        }  # fmt: skip
+    return SimpleNamespace(**known)

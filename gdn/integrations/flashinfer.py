@@ -12,6 +12,7 @@ from torch import Tensor
 
 import gdn
 from gdn.integrations import _handle, _hosts, _points
+from gdn.integrations import _indices as indices
 from gdn.integrations import flashinfer_refusals as refuse
 from gdn.integrations._calls import refused_by
 
@@ -61,10 +62,17 @@ def chunk_gated_delta_rule(
         Where to write the result, in the dtype of `v`.
     output_state : Tensor [N, HS, K, K], optional
         Where to write the final states, float32 or bfloat16; with `state_indices` the pool itself, which is updated in place.
-    state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens : None, None, 0
-        Only these are served.
-    use_cp, _cp_chunk_len, max_seqlen
+    state_checkpoints : Tensor [rows, HS, K, K], optional
+        Where to write the states after each `checkpoint_every_n_tokens` tokens of a sequence, float32 or bfloat16; K up to 128.
+    checkpoint_cu_starts : Tensor [N + 1], optional
+        Offsets of the sequences in these rows, int32 or int64: sequence n has rows checkpoint_cu_starts[n] and on, one for each
+        full `checkpoint_every_n_tokens` tokens.
+    checkpoint_every_n_tokens : int
+        A multiple of 64; 0 = no checkpoints, and then neither of the two.
+    use_cp, _cp_chunk_len
         Accepted and not needed.
+    max_seqlen : int, optional
+        Most tokens of a sequence; bounds the search for checkpoints.
     state_indices : Tensor [N], optional
         Slot of each sequence in the pool; -1 is padding. Without `output_final_state` the pool is only read.
     backend : str
@@ -89,7 +97,11 @@ def chunk_gated_delta_rule(
     if state_indices is not None and not output_final_state:
         unstored = torch.full_like(state_indices, -1)
     elif initial_state is not None and output_state is initial_state and state_indices is None:
-        slots = torch.arange(initial_state.shape[0], dtype=torch.int32, device=q.device)
+        slots = indices.slots(initial_state.shape[0], q.device)
+    checkpoints: dict[str, Any] = {}
+    if state_checkpoints is not None and checkpoint_cu_starts is not None:
+        most = min(state_checkpoints.shape[0], (max_seqlen or q.shape[0]) // checkpoint_every_n_tokens)
+        checkpoints = _checkpoints(state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, most)
     o, state = gdn.chunk_gated_delta_rule(
         q[None],
         k[None],
@@ -105,6 +117,7 @@ def chunk_gated_delta_rule(
         state_indices=slots,
         final_state_indices=unstored,
         out=None if output is None else output[None],
+        **checkpoints,
     )
     rows = o[0] if output is None else output
     if state is None:
@@ -112,6 +125,16 @@ def chunk_gated_delta_rule(
     if slots is not None or output_state is None:
         return rows, state if output_state is None else output_state
     return rows, output_state.copy_(state)
+
+
+def _checkpoints(kept: Tensor, starts: Tensor, every: int, most: int) -> dict[str, Any]:
+    """Arguments of the operator. most: an upper bound of a sequence's checkpoints, which are known on the device alone."""
+    if not most:
+        return {}
+    places = indices.slots(most, starts.device, starts.dtype)
+    offsets = torch.where(places < starts.diff()[:, None], (places + 1) * every, 0)
+    slots = starts[:-1, None] + places
+    return {"checkpoint_offsets": offsets, "checkpoint_slots": slots, "checkpoint_states": kept}
 
 
 @refused_by(refuse.pretranspose)
@@ -154,8 +177,8 @@ def gated_delta_rule_decode_pretranspose(
         Pool, updated in place, and the slot of each sequence; a negative one is padding, whose rows of the result are zero.
     output_state_indices : Tensor [B], optional
         Slots to write instead; a negative one is not written.
-    intermediate_states_buffer : None
-        Only None is served.
+    intermediate_states_buffer : Tensor [>= B, >= T, HV, V, K], optional
+        Where to write the state after each token, float32 or bfloat16, contiguous; for T > 1 and with `disable_state_update`.
     disable_state_update : bool
         Leave the states as they are; for T > 1 only.
     backend : str
@@ -178,9 +201,18 @@ def gated_delta_rule_decode_pretranspose(
     pool = state if initial_state is None else initial_state
     assert pool is not None  # else refused
     gates = {"A_log": A_log, "dt_bias": dt_bias, "state_v_first": True, "use_qk_l2norm_in_kernel": use_qk_l2norm}
-    slots = {"ssm_state_indices": initial_state_indices, "final_state_indices": output_state_indices}
+    read, written = initial_state_indices, output_state_indices
+    slots = _kept(intermediate_states_buffer, read, q) or {"ssm_state_indices": read, "final_state_indices": written}
     o = _recurrent(q, k, v, a, b, scale, pool, output, disable_state_update=disable_state_update, **gates, **slots)
     return o, pool
+
+
+def _kept(buffer: Tensor | None, slots: Tensor | None, q: Tensor) -> dict[str, Any]:
+    """Arguments of the operator that put the states into the rows of a buffer; none without one."""
+    if buffer is None:
+        return {}
+    rows = indices.slots(q.shape[0], q.device, torch.int32 if slots is None else slots.dtype)
+    return {"ssm_state_indices": rows if slots is None else slots, "intermediate_states": buffer, "intermediate_indices": rows}
 
 
 def _recurrent(
@@ -307,8 +339,8 @@ def gated_delta_rule_mtp(
         Factor of the queries. None = K**-0.5.
     output : Tensor [B, T, HV, V], optional
         Where to write the result, in the dtype of `v`.
-    intermediate_states_buffer : None
-        Only None is served.
+    intermediate_states_buffer : Tensor [>= B, >= T, HV, V, K], optional
+        Where to write the state after each token, float32 or bfloat16, contiguous; for T > 1 and a pool that is left as it is.
     ssm_state_indices : Tensor [B, T], optional
         Slots of the states after each token; needs ``disable_state_update=False``. A negative one is not written.
     disable_state_update : bool, optional
@@ -338,8 +370,10 @@ def gated_delta_rule_mtp(
     read, written = initial_state_indices, output_state_indices
     if ssm_state_indices is not None:
         read, written = initial_state_indices[:, None].expand(ssm_state_indices.shape), ssm_state_indices
-    slots = {"ssm_state_indices": read, "final_state_indices": written, "disable_state_update": disable_state_update is not False}
-    return _recurrent(q, k, v, a, b, scale, initial_state, output, **gates, **slots), initial_state
+    slots = _kept(intermediate_states_buffer, read, q) or {"ssm_state_indices": read, "final_state_indices": written}
+    stays = disable_state_update is not False
+    o = _recurrent(q, k, v, a, b, scale, initial_state, output, disable_state_update=stays, **gates, **slots)
+    return o, initial_state
 
 
 def enable(*, take_named_backend: bool = False, strict: bool = False, allow_reference: bool = False) -> _handle.Handle:

@@ -12,6 +12,9 @@ from gdn.integrations._calls import unserved, unserved_state
 
 _ALIGNMENT = 16  # bytes: of states that are updated in place
 _LARGEST_DIM = 256
+_LARGEST_DIM_OF_CHECKPOINTS = 128
+_CHUNK = 64  # tokens between two states that prefill can store
+_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def _unserved_backend(backend: str, take_named_backend: bool) -> str | None:
@@ -43,12 +46,40 @@ def _unserved_pool(state: Tensor) -> str | None:
         return "the states of a slot are not contiguous"
     if state.shape[0] > 1 and state.stride(0) * state.element_size() % _ALIGNMENT:
         return f"the stride of slots is not a multiple of {_ALIGNMENT} bytes"
+    if state.storage_offset() * state.element_size() % _ALIGNMENT:
+        return f"the states begin at no multiple of {_ALIGNMENT} bytes"
     return unserved_state(state)
 
 
-def _unserved_snapshots(intermediate_states: Tensor | None) -> str | None:
-    """States after each token in a buffer of their own: the operators have no such argument yet."""
-    return None if intermediate_states is None else "a buffer of intermediate states"
+def _unserved_buffer(buffer: Tensor | None, q: Tensor, updates_pool: bool) -> str | None:
+    """A buffer [>= B, >= T, HV, V, K] that takes the states after each token, while the pool stays as it is."""
+    if buffer is None:
+        return None
+    if q.shape[1] == 1:
+        return "a buffer of intermediate states for one token"
+    if updates_pool:
+        return "a buffer of intermediate states beside an update of the pool"
+    if buffer.dim() != 5 or buffer.shape[0] < q.shape[0] or buffer.shape[1] < q.shape[1]:
+        return f"a buffer of intermediate states with shape {list(buffer.shape)}"
+    if not buffer.is_contiguous():
+        return "the buffer of intermediate states is not contiguous"
+    return _unserved_pool(buffer.flatten(0, 1))
+
+
+def _unserved_checkpoints(rows: Tensor | None, starts: Tensor | None, every: int, sequences: int, head_dim: int) -> str | None:
+    """Checkpoints in a tensor [rows, HS, V, K] of their own, those of sequence n from row starts[n] on."""
+    if not every:
+        given = rows is not None or starts is not None
+        return "checkpoints without checkpoint_every_n_tokens" if given else None
+    if every < 0 or every % _CHUNK:
+        return f"checkpoints every {every} tokens"
+    if rows is None or starts is None:
+        return "checkpoint_every_n_tokens without state_checkpoints and checkpoint_cu_starts"
+    if starts.dtype not in _INDEX_DTYPES or starts.shape != (sequences + 1,):
+        return "checkpoint_cu_starts is not int32 or int64 of one entry a sequence and one more"
+    if head_dim > _LARGEST_DIM_OF_CHECKPOINTS:
+        return f"checkpoints of head dim {head_dim} have no kernel"
+    return _unserved_pool(rows)
 
 
 def chunk(
@@ -82,10 +113,11 @@ def chunk(
         return reason
     if q.shape[-1] != v.shape[-1]:
         return "key and value head dims differ"
-    if cu_seqlens is None or cu_seqlens.dtype not in (torch.int32, torch.int64):
+    if cu_seqlens is None or cu_seqlens.dtype not in _INDEX_DTYPES:
         return "cu_seqlens is not int32 or int64"
-    if state_checkpoints is not None or checkpoint_every_n_tokens:  # to be lifted with `checkpoint_states` of the operator
-        return "checkpoints in a tensor of their own"
+    sequences, dim = cu_seqlens.shape[0] - 1, q.shape[-1]
+    if reason := _unserved_checkpoints(state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, sequences, dim):
+        return reason
     if output_state is not None and not output_final_state:
         return "output_state without output_final_state"
     if reason := unserved_state(initial_state) or unserved_state(output_state):
@@ -138,7 +170,7 @@ def pretranspose(
         return reason
     if reason := unserved(q, (k, v, state, A_log, a, dt_bias, b, initial_state), allow_reference):
         return reason
-    if reason := _unserved_rows(q, k, v, output) or _unserved_snapshots(intermediate_states_buffer):
+    if reason := _unserved_rows(q, k, v, output) or _unserved_buffer(intermediate_states_buffer, q, not disable_state_update):
         return reason
     if (initial_state is None) != (initial_state_indices is None):
         return "initial_state and initial_state_indices do not come together"
@@ -205,13 +237,14 @@ def mtp(
 ) -> str | None:
     if reason := unserved(q, (k, v, initial_state, A_log, a, dt_bias, b), allow_reference):
         return reason
-    if reason := _unserved_rows(q, k, v, output) or _unserved_snapshots(intermediate_states_buffer):
+    updates_pool = disable_state_update is False
+    if reason := _unserved_rows(q, k, v, output) or _unserved_buffer(intermediate_states_buffer, q, updates_pool):
         return reason
     windows = (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
     if cache_replayssm or any(one is not None for one in windows):
         return "ReplaySSM"
     if ssm_state_indices is not None:
-        if disable_state_update is not False:
+        if not updates_pool:
             return "ssm_state_indices without disable_state_update=False"
         if output_state_indices is not None:
             return "both ssm_state_indices and output_state_indices"

@@ -1,9 +1,10 @@
 """SGLang on the kernels of `gdn`: the Gated DeltaNet layers of Qwen3-Next, Qwen3.5 and models that use the same backend.
 
 `GDN_SGLANG=1 python -m sglang.launch_server --linear-attn-backend gdn ...` switches it on in every process of an engine, through
-the entry point `sglang.srt.plugins`; `gdn.integrations.sglang.enable()` before an engine is made does the same from Python. The
-rule of Gated DeltaNet then runs on SGLang's own state pools: decode, prompts with snapshots for the prefix cache, and the
-verification of drafts in chains and trees. Convolution, gates of prompts and norm stay SGLang's.
+the entry point `sglang.srt.plugins`; `gdn.integrations.sglang.enable()` before an engine is made does the same from Python.
+Convolution and rule of Gated DeltaNet then run on SGLang's own pools: a decode step as one operator, prompts with snapshots for
+the prefix cache, and the verification of drafts in chains and trees. Every kernel is loaded when a backend is made. The gates of
+prompts, the norm, and the convolution of trees of drafts stay SGLang's.
 """
 
 import importlib
@@ -11,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from gdn.integrations import _handle, _hosts
+from gdn.integrations import _handle, _hosts, _sglang_backend
 from gdn.integrations._calls import Calls
 from gdn.integrations._handle import Handle
 from gdn.integrations._points import Point, Undo, Unreplaced
@@ -62,8 +63,8 @@ def plugin() -> None:
 def _enable(strict: bool, allow_reference: bool, *, apply_hooks: bool) -> Handle:
     before = env.export(SWITCH, "strict" if strict else "1")
     try:
-        point = _point(strict, apply_hooks)
-        return _handle.enable(_hosts.SGLANG, [point], strict=strict, allow_reference=allow_reference)
+        points = [_dispatcher(strict, apply_hooks), *_sglang_backend.points(strict)]
+        return _handle.enable(_hosts.SGLANG, points, strict=strict, allow_reference=allow_reference)
     except BaseException:
         env.export(SWITCH, before)
         raise
@@ -126,6 +127,7 @@ class Hook:
             return
         for name in chosen:
             setattr(dispatcher, f"{name}_kernel", self.kernel(getattr(dispatcher, f"{name}_kernel"), serving))
+        _sglang_backend.phases.update(chosen)
         if decode:
             dispatcher.supports_packed_decode = True
         if verify:
@@ -144,7 +146,7 @@ def refusal(is_deterministic: bool, is_batch_invariant: bool) -> str | None:
 _hooks: dict[Any, Hook] = {}  # by registry of the host
 
 
-def _point(strict: bool, apply_hooks: bool) -> Point:
+def _dispatcher(strict: bool, apply_hooks: bool) -> Point:
     def install(calls: Calls) -> Undo:
         host = importlib.import_module(f"{_LINEAR}.gdn_backend")
         base = importlib.import_module(f"{_LINEAR}.kernels.kernel_backend").LinearAttnKernelBase
@@ -165,12 +167,13 @@ def _point(strict: bool, apply_hooks: bool) -> Point:
             choices.append(BACKEND)
         return lambda: _stop(hook, choices)
 
-    guards = (*_hosts.SGLANG.functions, *_hosts.SGLANG.classes)
+    guards = (*_hosts.SGLANG_KERNELS, _DISPATCHER)
     return Point(f"{_DISPATCHER}.__init__", guards, install)
 
 
 def _stop(hook: Hook, choices: list[str]) -> str | None:
     hook.serving = None
+    _sglang_backend.phases.clear()
     if BACKEND in choices:
         choices.remove(BACKEND)
     return None

@@ -2,9 +2,9 @@
 
 Served are the Gated DeltaNet layers of Qwen3-Next, Qwen3.5 (dense and MoE) and Qwen4Exp, in inference: `generate`, dynamic and
 static caches, beams, left padding, packed rows with `cu_seq_lens_q`, and `torch.compile`. In Qwen4Exp attention with an indexer
-is served too, where the mask is 2-D padding or None (so not in `generate` with a static cache, nor compiled). What is not served
-runs the host's own code, and the report says how often and why; most often it is a call that autograd records (`model.eval()`
-does not turn that off, `torch.inference_mode()` does).
+is served too, where the mask hides padding and later tokens alone; in a compiled call steps of one token are, as in `generate`
+with a static cache. What is not served runs the host's own code, and the report says how often and why; most often it is a call
+that autograd records (`model.eval()` does not turn that off, `torch.inference_mode()` does).
 """
 
 import weakref

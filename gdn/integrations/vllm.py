@@ -3,15 +3,18 @@
 `GDN_VLLM=1 vllm serve MODEL` switches it on in every process of an engine, through the entry point `vllm.general_plugins`;
 `gdn.integrations.vllm.enable()` before an engine is made does the same from Python. Everything between the two projections of a
 layer runs by `fused_gdn_decode` and `fused_gdn_prefill` on vLLM's own pages: one-token rows, drafts, prompts and mixed batches,
-with states for the prefix cache, in captured and piecewise graphs, on each rank of a tensor parallel group.
+with states for the prefix cache, in captured and piecewise graphs, on each rank of a tensor parallel group. Decode steps of
+Qwen4Exp's sparse attention run by `paged_indexer_topk` and `sparse_attention`.
 """
 
 import importlib
 import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
-from gdn.integrations import _handle, _hosts
-from gdn.integrations._calls import Calls
+from gdn.integrations import _handle, _hosts, vllm_qsa
+from gdn.integrations._calls import Calls, unserved_machine
 from gdn.integrations._handle import Handle
 from gdn.integrations._points import Point, Undo
 from gdn.integrations._vllm_layer import Layers, layer_class
@@ -38,7 +41,7 @@ def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
     -------
     Handle
         Its `disable` acts on engines that are built later: a layer keeps the class that it was built of. In its report
-        "calls" are layers.
+        "calls" are layers, and the notes have the seconds of enabling and of the kernels' warm-up.
 
     Raises
     ------
@@ -47,12 +50,24 @@ def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
     RuntimeError
         With strict, if nothing can be replaced.
     """
-    before = env.export(SWITCH, "strict" if strict else "1")
+    said: list[str] = []
+
+    def tell(text: str) -> None:
+        log.once(f"vllm: {text}", level=logging.INFO)
+        said.append(text)
+
+    before, begin = env.export(SWITCH, "strict" if strict else "1"), time.perf_counter()
     try:
-        return _handle.enable(_hosts.VLLM, [_point(strict)], strict=strict, allow_reference=allow_reference)
+        sparse = [] if unserved_machine(allow_reference) else vllm_qsa.points()
+        points = [_point(strict, tell), *sparse]
+        handle = _handle.enable(_hosts.VLLM, points, strict=strict, allow_reference=allow_reference)
     except BaseException:
         env.export(SWITCH, before)
         raise
+    if not handle.notes:  # a new one
+        said.append(f"enabled in {time.perf_counter() - begin:.1f} s")
+        handle.notes = said  # and what an engine's start adds
+    return handle
 
 
 def plugin() -> None:
@@ -62,13 +77,13 @@ def plugin() -> None:
         enable(strict=chosen == "strict")
 
 
-def _point(strict: bool) -> Point:
+def _point(strict: bool, tell: Callable[[str], None]) -> Point:
     def install(calls: Calls) -> Undo:
         host = importlib.import_module(_LAYER)
         registry = importlib.import_module("vllm.model_executor.custom_op")
         sizes = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
         context = importlib.import_module("vllm.forward_context")
-        layers = Layers(calls, strict, lambda text: log.once(f"vllm: {text}", level=logging.INFO))
+        layers = Layers(calls, strict, tell)
         ours = layer_class(host, context, sizes.is_conv_state_dim_first, layers)
         foreign = registry.op_registry_oot.get(_NAME)
         if foreign is not None:
@@ -78,7 +93,8 @@ def _point(strict: bool) -> Point:
         host.QwenGatedDeltaNetAttention.register_oot(ours, name=_NAME)
         return lambda: _unregister(registry, ours)
 
-    guards = (*_hosts.VLLM.functions, *_hosts.VLLM.classes)
+    layers_alone = (name for name in _hosts.VLLM.functions if not name.startswith(vllm_qsa.OPS))
+    guards = (*layers_alone, *_hosts.VLLM.classes)
     return Point(f"{_LAYER}.{_NAME}", guards, install)
 
 

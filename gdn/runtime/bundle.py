@@ -6,13 +6,14 @@ built with, and the command that builds the folder again. It holds no paths, so 
 
 What a process does for its first call, where the kernel is in the folder:
 
-    choice      imports the kernel's module, which imports no DSL; hashes of sources come from the index
-    search      one look-up in the index; no source is parsed
+    choice      imports the kernel's module, which imports no DSL; the hash of its sources comes from the index
+    search      one look-up in the index; the kernel's sources are read and compared, not parsed
     loading     checksums of the manifest and the libraries, then tvm-ffi opens them next to the DSL's runtime library
 
-The index is believed where the sources of the kernels are those it was built from, byte for byte, and gdn, the DSLs, tvm-ffi and
-CUDA have the versions that it names. Nothing in it is believed that another user could have written (`cache_folder`). A folder
-that is not believed, or an entry that is broken, is named; GDN_COMPILE says whether the kernel is then compiled.
+The index is believed where gdn, the DSLs, tvm-ffi and CUDA have the versions that it names, and of it the entries of those
+kernels whose sources are those they were built from, byte for byte. Nothing in it is believed that another user could have
+written (`cache_folder`). A folder or an entry that is not believed is named; GDN_COMPILE says whether the kernel is then
+compiled.
 """
 
 import functools
@@ -27,11 +28,28 @@ from typing import Any
 from gdn.runtime import cache_folder, source
 
 NAME = "bundle.json"
-FORMAT = 1
+FORMAT = 2
 
 
 class Unusable(Exception):
     """Reason why a folder's index is not believed, naming the folder."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Sources of a kernel module as they were when the folder was built."""
+
+    source_hash: str  # source.source_hash of the module
+    files: tuple[str, ...]  # relative to the root of gdn
+    content: str  # source.content_hash of these
+
+    @functools.cached_property
+    def are_here(self) -> bool:
+        """Whether the files here are the same, byte for byte."""
+        try:
+            return source.content_hash(source.ROOT / name for name in self.files) == self.content
+        except OSError:
+            return False
 
 
 @dataclass(frozen=True)
@@ -40,13 +58,23 @@ class Bundle:
 
     root: Path
     entries: Mapping[str, tuple[str, str]]  # kernel -> name of its entry below the root, SHA-256 of the entry's manifest
-    sources: Mapping[str, str]  # kernel module -> hash of its sources
+    sources: Mapping[str, Sources]  # of kernel modules
     command: str  # builds the folder again
 
-    def place(self, kernel: str) -> Path | None:
-        """Folder of a kernel's entry; None where the index lacks it. ValueError where the entry is broken."""
+    def source_of(self, module: str) -> str | None:
+        """Hash of a kernel module's sources; None where the index does not know those that are here."""
+        known = self.sources.get(module)
+        return known.source_hash if known is not None and known.are_here else None
+
+    def place(self, kernel: str, module: str) -> Path | None:
+        """Folder of a kernel's entry; None where the index lacks it. ValueError where the entry does not serve.
+
+        module: of the kernel.
+        """
         if kernel not in self.entries:
             return None
+        if self.source_of(module) is None:
+            raise ValueError(f"{self.root / NAME} was built from other sources of {module} than these")
         name, digest = self.entries[kernel]
         place = self.root / name
         try:
@@ -93,21 +121,30 @@ def _read(root: Path, versions: tuple[tuple[str, str], ...]) -> Bundle | str | N
     for what, here in versions:
         if (built := content["versions"].get(what)) != here:
             return f"{path} was built with {what} {built}, here is {here}"
-    if content["kernel_sources"] != kernel_sources():
-        return f"{path} was built from other sources of the kernels than these"
     entries = {kernel: (name, digest) for kernel, (name, digest) in content["kernels"].items()}
-    return Bundle(root, entries, content["sources"], content["command"])
+    sources = {name: Sources(one["hash"], tuple(one["files"]), one["content"]) for name, one in content["sources"].items()}
+    return Bundle(root, entries, sources, content["command"])
 
 
 def write(root: Path, versions: Mapping[str, str], entries: Mapping[str, str], sources: Mapping[str, str], command: str) -> None:
-    """Writes the index of a folder whose entries are there. entries: kernel -> name of its entry below the root."""
+    """Writes the index of a folder whose entries are there.
+
+    Kernels of the index that is there, of another model for example, stay in it where it is believed and no source has changed.
+    entries: kernel -> name of its entry below the root. sources: kernel module -> its file.
+    """
+    before = _read(root, tuple(sorted(versions.items())))
+    known: dict[str, dict[str, Any]] = {}
+    if isinstance(before, Bundle) and all(one.are_here for one in before.sources.values()):
+        known = {name: _plain(one) for name, one in before.sources.items()}
+        left = {kernel: name for kernel, (name, _) in before.entries.items() if (root / name / "manifest.json").is_file()}
+        entries = {**left, **entries}
     digests = {
         kernel: (name, hashlib.sha256((root / name / "manifest.json").read_bytes()).hexdigest())
         for kernel, name in sorted(entries.items())
     }
     content: dict[str, Any] = {
-        "format": FORMAT, "versions": dict(versions), "kernel_sources": kernel_sources(), "sources": dict(sources),
-        "command": command, "kernels": digests,
+        "format": FORMAT, "versions": dict(versions), "command": command, "kernels": digests,
+        "sources": known | {name: _plain(_sources(file)) for name, file in sources.items()},
     }  # fmt: skip
     content = json.loads(json.dumps(content))  # tuples become lists, as a reader gets them
     temporary = root / f".{NAME}.{os.getpid()}"
@@ -126,12 +163,13 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-@functools.cache
-def kernel_sources() -> str:
-    """SHA-256 of all Python files of the kernels, and of the leaves that decide what they compile to."""
-    files = [path for name in ("kernels_cute", "kernels_tl", "gdn/problems") for path in (source.ROOT / name).rglob("*.py")]
-    digest = hashlib.sha256()
-    for path in sorted([*files, source.ROOT / "gdn" / "recurrent_tiles.py"]):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(source.ROOT)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
+def _sources(file: str) -> Sources:
+    """A kernel module's sources as they are now."""
+    paths = source.files(file)
+    names = tuple(os.path.relpath(path, source.ROOT) for path in paths)
+    return Sources(source.source_hash(file), names, source.content_hash(paths))
+
+
+def _plain(sources: Sources) -> dict[str, Any]:
+    """Sources as the index has them."""
+    return {"hash": sources.source_hash, "files": list(sources.files), "content": sources.content}

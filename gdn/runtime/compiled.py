@@ -33,9 +33,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import filelock
-import platformdirs
-
 from gdn.problems import Problem
 from gdn.runtime import bundle, cache_folder, env, log, packages, source, toolchain
 
@@ -79,11 +76,17 @@ def compilations() -> int:
     return _compilations
 
 
+def in_memory() -> int:
+    """Number of kernels that this process holds, whether it compiled them or loaded them from disk."""
+    return len(_functions)
+
+
 def forget() -> None:
     """Empties the memory cache; the disk cache stays."""
     with _lock:
         _loaded.clear()
         _functions.clear()
+        bundle_versions.cache_clear()
         bundle.forget()
 
 
@@ -106,6 +109,8 @@ def kept_cache() -> Path | None:
     """Folder in which compiled kernels outlive the process: GDN_CACHE_DIR, or the user's cache; None without a home folder."""
     if (given := env.current().cache_dir) is not None:
         return given
+    import platformdirs
+
     try:
         found = Path(platformdirs.user_cache_dir("gdn-kernels"))
     except (RuntimeError, KeyError):  # the user id has no entry, and HOME is not set
@@ -141,6 +146,7 @@ def versions(backend: str) -> dict[str, str]:
     return {one.distribution: packages.version(one) or "not installed" for one in (packages.TVM_FFI, dsl)}
 
 
+@functools.cache
 def bundle_versions() -> dict[str, str]:
     """Versions on which a folder of `gdn compile` depends: of gdn, the packages that compile and load, and the kernels' CUDA."""
     found = {"gdn": str(getattr(sys.modules["gdn"], "__version__", "?")), **versions("cute"), **versions("tilelang")}
@@ -166,7 +172,7 @@ def _rebuild(found: bundle.Bundle | None) -> str:
 def source_of(module: KernelModule) -> str:
     """Hash of a kernel's sources: from the index of the kept cache, else by parsing them."""
     known = kept_bundle()[0]
-    own = known.sources.get(getattr(module, "__name__", "")) if known is not None else None
+    own = known.source_of(getattr(module, "__name__", "")) if known is not None else None
     return own or source.source_hash(module.__file__)
 
 
@@ -194,7 +200,8 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
     known, missing = kept_bundle()
     if known is not None:
         try:
-            place = known.place(bundle.kernel_key(op, backend, problem.static_fields(), compiled_fields(config)))
+            key = bundle.kernel_key(op, backend, problem.static_fields(), compiled_fields(config))
+            place = known.place(key, getattr(module, "__name__", ""))
             if place is not None:
                 missing = cache_folder.distrust(known.root, place)
                 if missing is None and libraries_of(place):
@@ -234,6 +241,8 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
 
 def _fill(root: Path, name: Path, compile_once: Callable[[], Mapping[str, bytes]], about: Mapping[str, str]) -> Path:
     """Returns the entry of this name below the root, writing it unless it is whole; OSError where it cannot be written."""
+    import filelock  # here, as the one below, since a process that finds its kernels needs neither
+
     place = root / name
     cache_folder.make_private(place.parent)
     if (reason := cache_folder.distrust(root, place)) is not None:  # the file system lets others write into it

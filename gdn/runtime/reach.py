@@ -2,15 +2,18 @@
 
 import importlib
 import multiprocessing
+import multiprocessing.connection
+import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gdn.device import DeviceSpec
 from gdn.problems import Problem
-from gdn.runtime import bundle, cache_folder, compiled, registry, source
+from gdn.runtime import bundle, cache_folder, compiled, registry
 from gdn.runtime import explain_problem as choose
 
 
@@ -32,15 +35,61 @@ class Kernel:
 
 
 def kernels(problems: Iterable[Problem], device: DeviceSpec) -> list[Kernel]:
-    """The kernels that calls of these problems run under the present switches, each once."""
-    found: dict[str, Kernel] = {}
+    """The kernels that calls of these problems run under the present switches, each once, with a problem that takes it.
+
+    Of problems that differ in sizes alone, one after the other, the second no smaller: where they take different kernels, the
+    sizes between them are asked too, by halves, since a narrow range of sizes may take a kernel of its own.
+    """
+    reached = _Reached(device)
+    before: dict[tuple[str, str], Problem] = {}  # the last problem of the same static fields
     for problem in problems:
-        choice = choose(problem, device)
-        if choice.backend != "reference":
+        place = (problem.op, problem.static_key())
+        if (last := before.get(place)) is not None:
+            reached.between(last, problem)
+        else:
+            reached.taken(problem)
+        before[place] = problem
+    return list(reached.found.values())
+
+
+class _Reached:
+    """What the problems asked so far take on a device."""
+
+    def __init__(self, device: DeviceSpec) -> None:
+        self.found: dict[str, Kernel] = {}
+        self._device = device
+        self._taken: dict[Problem, Any] = {}
+        self._seen: set[tuple[Problem, Any]] = set()
+
+    def taken(self, problem: Problem) -> Any:
+        """What a problem takes: equal for two problems of the same static fields that take the same kernel."""
+        known = self._taken.get(problem)
+        if known is not None:
+            return known
+        choice = choose(problem, self._device)
+        is_compiled = choice.backend != "reference"
+        taken = (choice.backend, *compiled.compiled_fields(choice.config).items()) if is_compiled else ("reference",)
+        self._taken[problem] = taken
+        of_static = (replace(problem, **dict.fromkeys(problem.sizes(), 0)), taken)  # type: ignore[type-var]
+        if is_compiled and of_static not in self._seen:
+            self._seen.add(of_static)
             module = registry.operator(problem.op).modules[choice.backend]
             kernel = Kernel(problem.op, choice.backend, module, problem, choice.config)
-            found.setdefault(kernel.key, kernel)
-    return list(found.values())
+            self.found.setdefault(kernel.key, kernel)
+        return taken
+
+    def between(self, first: Problem, last: Problem) -> None:
+        """Asks both, and where they differ the sizes half way between them, and so on."""
+        parts = [(first, last)]
+        while parts:
+            low, high = parts.pop()
+            sizes, ends = low.sizes(), high.sizes()
+            if self.taken(low) == self.taken(high) or any(value > ends[name] for name, value in sizes.items()):
+                continue
+            half = {name: (value + ends[name]) // 2 for name, value in sizes.items()}
+            middle: Any = replace(low, **half)  # type: ignore[type-var]
+            if middle not in (low, high):
+                parts += [(low, middle), (middle, high)]
 
 
 def build(
@@ -55,7 +104,7 @@ def build(
         raise cache_folder.Distrusted(f"{reason}; a folder of kernels is loaded only where nobody else may write it")
     entries = {}
     # Processes of their own: a DSL compiles one kernel at a time, and this process need not import one.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
         waiting = {pool.submit(_build_one, root, kernel): kernel for kernel in wanted}
         try:
             for future in as_completed(waiting):
@@ -64,9 +113,20 @@ def build(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    modules = {kernel.module: importlib.import_module(kernel.module).__file__ for kernel in wanted}
-    sources = {name: source.source_hash(str(file)) for name, file in modules.items()}
+    sources = {kernel.module: str(importlib.import_module(kernel.module).__file__) for kernel in wanted}
     bundle.write(root, compiled.bundle_versions(), entries, sources, command)
+
+
+def _end_with_parent() -> None:
+    """Ends this worker when the process that started it dies: its queue stays open, so it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _build_one(root: Path, kernel: Kernel) -> str:

@@ -33,6 +33,31 @@ def source_hash(file: str) -> str:
     return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
 
 
+def files(file: str) -> list[Path]:
+    """The files that `source_hash` reads for a kernel, sorted: where they hold the same bytes, the hash is the same."""
+    base = _place(Path(file).resolve())[1]
+    modules = _closure(*_place(Path(file).resolve()))
+    leaves, waiting = set[str](), [leaf for module in modules.values() for leaf, _ in module.taken]
+    while waiting:
+        leaf = waiting.pop()
+        if leaf not in leaves and _path(leaf, ROOT) is not None:
+            leaves.add(leaf)
+            waiting += [taken for one in _leaf(leaf).values() for taken, _ in one.taken]
+            waiting += [f"{leaf}.{name}" for one in _leaf(leaf).values() for _, name in one.taken]
+    found = [_path(name, base) for name in modules] + [_path(name, ROOT) for name in leaves]
+    return sorted({path for path in found if path is not None})
+
+
+def content_hash(paths: Iterable[Path]) -> str:
+    """SHA-256 over the bytes of files; OSError where one cannot be read."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            content = file.readall()
+        digest.update(f"{len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
 def forget() -> None:
     """Drops all results, so that files are read again."""
     for cached in (source_hash, _module, _leaf):

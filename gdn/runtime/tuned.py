@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
-
 from gdn.problems import Problem
 from gdn.runtime import log
 
@@ -37,11 +35,9 @@ SHIPPED = Path(__file__).resolve().parent.parent / "tuned"
 WITHIN = 0.9
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Header(_Strict):
+# Plain dataclasses, which copy what they are given: a library of schemas would take a third of the time of `import gdn`.
+@dataclasses.dataclass(kw_only=True)
+class Header:
     """Origin of the numbers."""
 
     schema_version: int = SCHEMA
@@ -50,25 +46,59 @@ class Header(_Strict):
     backend: str
     runs: dict[str, dict[str, str]]  # ISO date of a measurement -> versions: torch, the DSL, the driver, ...
 
+    def __post_init__(self) -> None:
+        _check("schema_version", type(self.schema_version) is int, "an int", self.schema_version)
+        for name in ("device", "op", "backend"):
+            _check_text(name, getattr(self, name))
+        _check("runs", isinstance(self.runs, dict), "versions by date", self.runs)
+        self.runs = dict(self.runs)
+        for date, versions in self.runs.items():
+            is_right = isinstance(versions, dict) and all(isinstance(one, str) for pair in versions.items() for one in pair)
+            _check(f"runs[{date}]", isinstance(date, str) and is_right, "names and versions", versions)
 
-class Entry(_Strict):
-    sizes: dict[str, NonNegativeInt]
+
+@dataclasses.dataclass(kw_only=True)
+class Entry:
+    sizes: dict[str, int]  # >= 0
     config: dict[str, int | bool]
-    time_us: float = Field(gt=0, allow_inf_nan=False)
+    time_us: float  # > 0
     error: float | None = None  # relative error against the reference in that measurement
     date: str  # of the measurement, ISO
     kernel_source: str  # source.source_hash of the kernel that was timed, or of a later one with the same machine code
     machine_code: str | None = None  # hash of the kernel's machine code; None where it could not be read
 
+    def __post_init__(self) -> None:
+        for name, values in (("sizes", self.sizes), ("config", self.config)):
+            _check(name, isinstance(values, dict), "numbers by name", values)
+            setattr(self, name, dict(values))
+        for name, size in self.sizes.items():
+            _check(f"sizes.{name}", type(size) is int and size >= 0, "an int >= 0", size)
+        for name, value in self.config.items():
+            _check(f"config.{name}", type(value) in (int, bool), "an int or a bool", value)
+        is_time = type(self.time_us) in (int, float) and 0 < self.time_us < math.inf
+        _check("time_us", is_time, "a finite number > 0", self.time_us)
+        _check("error", self.error is None or type(self.error) in (int, float), "a number or None", self.error)
+        for name in ("date", "kernel_source", "machine_code")[: 2 if self.machine_code is None else 3]:
+            _check_text(name, getattr(self, name))
 
-class Group(_Strict):
+
+@dataclasses.dataclass(kw_only=True)
+class Group:
     static: dict[str, Any]  # Problem.static_fields()
     entries: list[Entry]
 
+    def __post_init__(self) -> None:
+        _check("static", isinstance(self.static, dict), "fields by name", self.static)
+        self.static, self.entries = dict(self.static), list(self.entries)
 
-class Table(_Strict):
+
+@dataclasses.dataclass(kw_only=True)
+class Table:
     header: Header
     groups: list[Group]
+
+    def __post_init__(self) -> None:
+        self.groups = list(self.groups)
 
     def num_entries(self) -> int:
         return sum(len(group.entries) for group in self.groups)
@@ -76,6 +106,36 @@ class Table(_Strict):
     def num_stale(self, kernel_source: str) -> int:
         """Number of entries that were measured with another version of the kernel."""
         return sum(entry.kernel_source != kernel_source for group in self.groups for entry in group.entries)
+
+    def plain(self) -> dict[str, Any]:
+        """The table as JSON has it."""
+        return dataclasses.asdict(self)
+
+
+def _check(name: str, is_right: bool, expected: str, got: object) -> None:
+    if not is_right:
+        raise ValueError(f"{name}: expected {expected}, got {got!r}")
+
+
+def _check_text(name: str, value: object) -> None:
+    _check(name, isinstance(value, str), "text", value)
+
+
+def _table(content: Mapping[str, Any]) -> Table:
+    """A table of JSON's; ValueError with the place where a field is missing, unknown or of another kind."""
+
+    def made(kind: Any, place: str, values: Any) -> Any:
+        try:
+            return kind(**values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{place}.{error}" if place else str(error)) from error
+
+    groups = []
+    for n, group in enumerate(content["groups"]):
+        entries = [made(Entry, f"groups.{n}.entries.{m}", entry) for m, entry in enumerate(group["entries"])]
+        groups.append(made(Group, f"groups.{n}", {**group, "entries": entries}))
+    table: Table = made(Table, "", {**content, "header": made(Header, "header", content["header"]), "groups": groups})
+    return table
 
 
 def table_path(folder: Path, device: str, op: str, backend: str) -> Path:
@@ -87,11 +147,12 @@ def read(path: Path) -> Table:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["header"]["schema_version"]
-        if version != SCHEMA:
-            raise ValueError(f"{path}: expected schema_version {SCHEMA}, got {version}")
-        return Table.model_validate(content)
-    except (ValidationError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        found = _table(content) if version == SCHEMA else None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a tuned table: {error}") from error
+    if found is None:
+        raise ValueError(f"{path}: expected schema_version {SCHEMA}, got {version}")
+    return found
 
 
 def write(path: Path, table: Table) -> None:
@@ -99,12 +160,12 @@ def write(path: Path, table: Table) -> None:
     groups = [group for group in table.groups if group.entries]
     dates = {entry.date for group in groups for entry in group.entries}
     runs = {date: versions for date, versions in sorted(table.header.runs.items()) if date in dates}
-    table = Table(header=table.header.model_copy(update={"runs": runs}), groups=groups)
+    table = Table(header=dataclasses.replace(table.header, runs=runs), groups=groups)
     if groups:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp") as folder:
             temporary = Path(folder, path.name)
-            temporary.write_text(json.dumps(table.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(table.plain(), indent=1) + "\n", encoding="utf-8")
             os.chmod(temporary, 0o644)  # whatever the umask
             os.replace(temporary, path)
     else:
@@ -135,7 +196,7 @@ def _by_tune_key(path: Path, problem: type[Problem]) -> Mapping[str, list[Group]
     """Groups of a file, by their values of the fields of the tune key. A field that a group lacks has its default."""
     found: dict[str, list[Group]] = {}
     names, defaults = problem.tune_names(), _defaults(problem)
-    for group in (one.model_copy(update={"static": {**defaults, **one.static}}) for one in _groups(path)):
+    for group in (dataclasses.replace(one, static={**defaults, **one.static}) for one in _groups(path)):
         if missing := [name for name in names if name not in group.static]:
             log.once(f"{path}: entries skipped: their problem has no {', '.join(missing)}")
         else:

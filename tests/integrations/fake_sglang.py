@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from gdn.integrations import installed
+from gdn.integrations._hosts import SGLANG_CONVOLUTIONS
+from tests.integrations import stand_in
 
 LINEAR = "sglang.srt.layers.attention.linear"
+BACKEND, ATTENTION = f"{LINEAR}.gdn_backend", "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 REGISTRY, BASE = "sglang.srt.plugins.hook_registry", f"{LINEAR}.kernels.kernel_backend"
 
 
@@ -120,6 +123,38 @@ class GDNKernelDispatcher:
         raise NotImplementedError
 
 
+class MambaAttnBackendBase:
+    def _track_mamba_state_decode(self, forward_batch, conv_states, ssm_states, cache_indices, layer_id=None):  # type: ignore[no-untyped-def]
+        self.tracked = (forward_batch, conv_states, ssm_states, cache_indices, layer_id)
+
+
+class GDNAttnBackend(MambaAttnBackendBase):
+    requires_contiguous_prefill_state = True
+
+    def __init__(self, model_runner):  # type: ignore[no-untyped-def]
+        self.kernel_dispatcher = dispatch()
+        self.req_to_token_pool = model_runner.req_to_token_pool
+
+    def forward_decode(self, layer, forward_batch, mixed_qkv, a, b, **kwargs):  # type: ignore[no-untyped-def]
+        return (stand_in.HOST, layer, forward_batch, mixed_qkv, a, b, kwargs)
+
+
+class HybridReqToTokenPool:
+    def mamba2_layer_cache(self, layer_id):  # type: ignore[no-untyped-def]
+        return self.layer_cache  # type: ignore[attr-defined]
+
+
+class RadixLinearAttention:
+    def __init__(self) -> None:
+        self.A_log = self.activation = self.bias = self.conv_weights = self.dt_bias = self.layer_id = self.v_dim = None
+        self.head_k_dim = self.head_q_dim = self.head_v_dim = self.num_k_heads = self.num_q_heads = self.num_v_heads = 0
+
+
+class ModelRunner:
+    def __init__(self) -> None:
+        self.model = self.dtype = self.req_to_token_pool = None
+
+
 mamba = SimpleNamespace()  # the linear attention switches of the command line
 deterministic = SimpleNamespace(enable_deterministic_inference=False)
 
@@ -160,17 +195,24 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Puts the modules where SGLang's are imported from; returns the choices of the command line."""
     registry, base = host_file(REGISTRY), host_file(BASE)
     choices = ["triton", "flashinfer"]
-    for method in (
-        "__init__",
-        "decode",
-        "packed_decode",
-        "extend",
-        "target_verify",
-    ):  # whatever a test puts there goes at its end
-        monkeypatch.setattr(GDNKernelDispatcher, method, vars(GDNKernelDispatcher)[method])
+    methods: dict[type, tuple[str, ...]] = {
+        GDNKernelDispatcher: ("__init__", "decode", "packed_decode", "extend", "target_verify"),
+        GDNAttnBackend: ("__init__", "forward_decode"),
+    }
+    for owner, held in methods.items():
+        for method in held:  # whatever a test puts there goes at its end
+            monkeypatch.setattr(owner, method, vars(owner)[method])
+    convolutions = {place: stand_in.function("sglang", name) for place, name in SGLANG_CONVOLUTIONS.items()}
+    definitions = {place: name.rpartition(".") for place, name in SGLANG_CONVOLUTIONS.items()}
     names: dict[str, dict[str, Any]] = {
-        f"{LINEAR}.gdn_backend": {"GDNKernelDispatcher": GDNKernelDispatcher, "get_exec": get_exec,
-                                  "LinearAttnKernelBackend": LinearAttnKernelBackend},
+        BACKEND: {"GDNKernelDispatcher": GDNKernelDispatcher, "get_exec": get_exec, "GDNAttnBackend": GDNAttnBackend,
+                  "LinearAttnKernelBackend": LinearAttnKernelBackend,
+                  **{place.rpartition(".")[2]: function for place, function in convolutions.items()}},
+        ATTENTION: {"MambaAttnBackendBase": MambaAttnBackendBase},
+        "sglang.srt.mem_cache.memory_pool": {"HybridReqToTokenPool": HybridReqToTokenPool},
+        "sglang.srt.model_executor.model_runner": {"ModelRunner": ModelRunner},
+        "sglang.srt.layers.radix_linear_attention": {"RadixLinearAttention": RadixLinearAttention},
+        **{module: {name: convolutions[place]} for place, (module, _, name) in definitions.items()},
         BASE: {"LinearAttnKernelBase": base.LinearAttnKernelBase if base else LinearAttnKernelBase},
         REGISTRY: {"HookRegistry": registry.HookRegistry if registry else HookRegistry,
                    "HookType": registry.HookType if registry else HookType},

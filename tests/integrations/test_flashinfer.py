@@ -94,6 +94,45 @@ def test_prefill_on_a_pool() -> None:
         assert all(torch.equal(pool[slot], before[slot]) for slot in (0, 2, 4))
 
 
+@pytest.mark.parametrize(("every", "lengths", "kept_as"), [(64, (192, 63, 130), "float32"), (128, (64, 256), "bfloat16")])
+@pytest.mark.parametrize("is_pooled", [False, True])
+def test_prefill_with_checkpoints(every: int, lengths: tuple[int, ...], kept_as: str, is_pooled: bool) -> None:
+    """Rows that are not next to each other; the first and the last belong to no sequence and are left alone."""
+    count, counts = len(lengths), [length // every for length in lengths]
+    given = prefill(sum(lengths)) | {"initial_state": torch.randn(count, 4, DIM, DIM)}
+    given["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    starts = 1 + torch.tensor([0, *counts]).cumsum(0)
+    rows = sum(counts) + 2
+
+    # The oracle stores checkpoints in its pool only: rows behind the states.
+    places = torch.arange(max(counts))
+    asked = {
+        "checkpoint_offsets": ((1 + places) * every).expand(count, -1),
+        "checkpoint_slots": torch.where(places < torch.tensor(counts)[:, None], count + starts[:-1, None] + places, -1),
+    }
+    wide = {**given, "initial_state": torch.cat([given["initial_state"], torch.zeros(rows, 4, DIM, DIM)]), **asked}
+    expected = exact_prefill(wide, state_indices=torch.arange(count))
+
+    for hint in (None, max(lengths)):
+        form = {**given, "initial_state": given["initial_state"].clone(), "max_seqlen": hint}
+        if is_pooled:
+            form |= {"state_indices": torch.arange(count), "output_final_state": True, "output_state": form["initial_state"]}
+        kept = torch.full((rows, 2, 4, DIM, DIM), 7.0, dtype=getattr(torch, kept_as))[:, 0]
+        form |= {"state_checkpoints": kept, "checkpoint_cu_starts": starts.int(), "checkpoint_every_n_tokens": every}
+        found = flashinfer.chunk_gated_delta_rule(**form)
+        close(found[0] if is_pooled else found, expected.o)
+        wanted = expected.state[count:].to(kept.dtype)
+        torch.testing.assert_close(kept[1:-1], wanted[1:-1], rtol=1e-2 if kept_as == "bfloat16" else 1e-5, atol=1e-5)
+        assert (kept[[0, -1]] == 7).all()
+
+
+def test_prefill_of_prompts_too_short_for_a_checkpoint() -> None:
+    given = prefill()
+    kept, starts = torch.zeros(0, 4, DIM, DIM), torch.zeros(3, dtype=torch.int64)
+    more = {"state_checkpoints": kept, "checkpoint_cu_starts": starts, "checkpoint_every_n_tokens": 128}
+    close(flashinfer.chunk_gated_delta_rule(**given, **more), exact_prefill(given).o)
+
+
 def test_prefill_ignores_hints() -> None:
     given = prefill()
     more = {"use_cp": True, "_cp_chunk_len": 64, "max_seqlen": 66, "backend": "flashinfer"}
@@ -199,6 +238,57 @@ def test_mtp_stores_the_state_after_each_token() -> None:
     close(pool, expected.state)
 
 
+@pytest.mark.parametrize("name", ["gated_delta_rule_mtp", "gated_delta_rule_decode_pretranspose"])
+@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
+def test_the_state_after_each_token_goes_to_a_buffer(name: str, kept_as: torch.dtype) -> None:
+    """Rows of padding, and what the buffer has more, keep what they hold; so does the pool."""
+    given, pool = mtp()
+    before, slots = pool.clone(), given["initial_state_indices"]
+    # The oracle stores them in its pool only: in slots behind those of the states.
+    targets = len(pool) + torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)
+    wide = {**given, "state": torch.cat([pool, torch.zeros(BATCH * TOKENS, *pool.shape[1:])])}
+    read = slots[:, None].expand(-1, TOKENS)
+    expected = exact_decode(wide, ssm_state_indices=read, final_state_indices=targets)
+    wanted = expected.state[len(pool) :].unflatten(0, (BATCH, TOKENS)).to(kept_as)
+    buffer = torch.full((BATCH + 1, TOKENS + 1, *pool.shape[1:]), 7.0, dtype=kept_as)
+    more = {} if name == "gated_delta_rule_mtp" else {"state": None}
+    o, state = getattr(flashinfer, name)(**given, **more, intermediate_states_buffer=buffer, disable_state_update=True)
+    close(o, expected.o)
+    assert state is pool and torch.equal(pool, before)
+    live = slots >= 0
+    tolerance = {"rtol": 1e-2, "atol": 1e-5} if kept_as == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(buffer[:BATCH, :TOKENS][live], wanted[live], **tolerance)
+    assert (buffer[:BATCH][~live] == 7).all() and (buffer[BATCH] == 7).all() and (buffer[:, TOKENS] == 7).all()
+    if more:  # states of the batch itself
+        alone = {**given, "state": pool[:BATCH], "initial_state": None, "initial_state_indices": None}
+        expected = exact_decode(
+            {**given, "state": wide["state"]},
+            ssm_state_indices=torch.arange(BATCH)[:, None].expand(-1, TOKENS),
+            final_state_indices=targets,
+        )
+        o, _ = getattr(flashinfer, name)(**alone, intermediate_states_buffer=buffer, disable_state_update=True)
+        close(o, expected.o)
+        wanted = expected.state[len(pool) :].unflatten(0, (BATCH, TOKENS)).to(kept_as)
+        torch.testing.assert_close(buffer[:BATCH, :TOKENS], wanted, **tolerance)
+        assert torch.equal(pool, before)
+
+
+BUFFERS: dict[str, dict[str, Any]] = {
+    "a buffer of intermediate states beside an update": {
+        "intermediate_states_buffer": torch.zeros(BATCH, TOKENS, 4, 32, DIM), "disable_state_update": False,
+    },
+    "a buffer of intermediate states for one token": {name: torch.zeros(BATCH, 1, 2, DIM) for name in "qk"}
+    | {"v": torch.zeros(BATCH, 1, 4, 32), "intermediate_states_buffer": torch.zeros(BATCH, TOKENS, 4, 32, DIM)},
+    r"a buffer of intermediate states with shape \[2, 2, 4, 32, 16\]": {
+        "intermediate_states_buffer": torch.zeros(BATCH - 1, TOKENS, 4, 32, DIM), "disable_state_update": True,
+    },
+    "the buffer of intermediate states is not contiguous": {
+        "intermediate_states_buffer": torch.zeros(BATCH, 2 * TOKENS, 4, 32, DIM)[:, ::2], "disable_state_update": True,
+    },
+    "the states are float64": {
+        "intermediate_states_buffer": torch.zeros(BATCH, TOKENS, 4, 32, DIM).double(), "disable_state_update": True,
+    },
+}  # fmt: skip
 ROWS = {
     "the tokens are on meta": {"q": torch.empty(BATCH, TOKENS, 2, DIM, device="meta")},
     "autograd needs gradients": {"A_log": torch.zeros(4, requires_grad=True)},
@@ -212,12 +302,13 @@ POOLS = {
     "states of 5 dimensions": torch.zeros(8, 4, 2, 16, DIM),
     "the states of a slot are not contiguous": torch.zeros(8, 4, DIM, 32).transpose(-1, -2),
     "the stride of slots is not a multiple of 16 bytes": torch.zeros(8, 4 * 32 * DIM + 1)[:, 1:].unflatten(1, (4, 32, DIM)),
+    "the states begin at no multiple of 16 bytes": torch.zeros(8 * 4 * 32 * DIM + 1)[1:].view(8, 4, 32, DIM),
 }
 DECODES: dict[str, dict[str, dict[str, Any]]] = {
     "gated_delta_rule_decode_pretranspose": {
         **ROWS,
         **{reason: {"initial_state": pool} for reason, pool in POOLS.items()},
-        "a buffer of intermediate states": {"intermediate_states_buffer": torch.zeros(BATCH, TOKENS, 4, 32, DIM)},
+        **BUFFERS,
         "initial_state and initial_state_indices": {"initial_state_indices": None},
         "no state": {"initial_state": None, "initial_state_indices": None},
         "output_state_indices without initial_state": {
@@ -237,7 +328,7 @@ DECODES: dict[str, dict[str, dict[str, Any]]] = {
     "gated_delta_rule_mtp": {
         **ROWS,
         **{reason: {"initial_state": pool} for reason, pool in POOLS.items()},
-        "a buffer of intermediate states": {"intermediate_states_buffer": torch.zeros(BATCH, TOKENS, 4, 32, DIM)},
+        **BUFFERS,
         "ReplaySSM": {"cache_replayssm": True},
         "ssm_state_indices without": {"ssm_state_indices": torch.zeros(BATCH, TOKENS, dtype=torch.int32)},
         "both ssm_state_indices and": {
@@ -259,6 +350,10 @@ def test_refused_decode_calls(name: str, reason: str) -> None:
         getattr(flashinfer, name)(**{**given, **DECODES[name][reason]})
 
 
+CHECKPOINTS = {
+    "checkpoint_every_n_tokens": 64, "state_checkpoints": torch.zeros(2, 4, DIM, DIM),
+    "checkpoint_cu_starts": torch.zeros(3, dtype=torch.int32),
+}  # fmt: skip
 PREFILLS: dict[str, dict[str, Any]] = {
     "the tokens are on meta": {"q": torch.empty(80, 2, DIM, device="meta")},
     "autograd needs gradients": {"g": torch.ones(80, 4, requires_grad=True)},
@@ -268,7 +363,14 @@ PREFILLS: dict[str, dict[str, Any]] = {
     "output differs in dtype": {"output": torch.zeros(80, 4, DIM, dtype=torch.bfloat16)},
     "output's last dimension is not contiguous": {"output": torch.zeros(80, 4, 2 * DIM)[..., ::2]},
     "cu_seqlens is not int32 or int64": {"cu_seqlens": None},
-    "checkpoints in a tensor of their own": {"checkpoint_every_n_tokens": 64},
+    "checkpoints without checkpoint_every_n_tokens": {"state_checkpoints": torch.zeros(2, 4, DIM, DIM)},
+    "checkpoints every 32 tokens": {"checkpoint_every_n_tokens": 32},
+    "checkpoint_every_n_tokens without": {"checkpoint_every_n_tokens": 64, "state_checkpoints": torch.zeros(2, 4, DIM, DIM)},
+    "checkpoint_cu_starts is not int32 or int64": {**CHECKPOINTS, "checkpoint_cu_starts": torch.zeros(3)},
+    "checkpoint_cu_starts is not int32 or int64 of one": {**CHECKPOINTS, "checkpoint_cu_starts": torch.zeros(2).int()},
+    "checkpoints of head dim 132": {name: torch.zeros(80, 4, 132) for name in "qkv"}
+    | {"g": None, "beta": None, "initial_state": None, **CHECKPOINTS},
+    "the states are float64": {**CHECKPOINTS, "state_checkpoints": torch.zeros(2, 4, DIM, DIM).double()},
     "output_state without output_final_state": {"output_state": torch.zeros(2, 4, DIM, DIM)},
     "the states are float8_e4m3fn": {"initial_state": torch.zeros(2, 4, DIM, DIM).to(torch.float8_e4m3fn)},
     "the states are float16": {"output_state": torch.zeros(2, 4, DIM, DIM).half(), "output_final_state": True},

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from gdn.integrations import sglang
+from gdn.integrations import _sglang_backend, sglang
+from gdn.integrations import _sglang_warm_up as warm
 from gdn.runtime import env
-from tests.integrations import fake_sglang
-from tests.integrations.fake_sglang import GDNKernelDispatcher, HostKernel, choose, dispatch
+from tests.integrations import fake_sglang, sglang_backend, stand_in
+from tests.integrations.fake_sglang import GDNAttnBackend, GDNKernelDispatcher, HostKernel, choose, dispatch
+from tests.integrations.sglang_engine import HV, Engine
 
 PHASES = ("decode_kernel", "extend_kernel", "verify_kernel", "tree_verify_kernel")
 
@@ -21,6 +23,7 @@ PHASES = ("decode_kernel", "extend_kernel", "verify_kernel", "tree_verify_kernel
 def choices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.delenv("GDN_SGLANG", raising=False)
     monkeypatch.setattr(sglang, "_hooks", {})
+    monkeypatch.setattr(_sglang_backend, "phases", set())
     env.reload()
     yield fake_sglang.install(monkeypatch)
     os.environ.pop("GDN_SGLANG", None)
@@ -111,6 +114,7 @@ def test_deterministic_inference(monkeypatch: pytest.MonkeyPatch) -> None:
     with sglang.enable(allow_reference=True, strict=True):
         with pytest.raises(RuntimeError, match=reason):
             dispatch()
+        assert not _sglang_backend.phases
         with pytest.raises(ValueError, match="enable: expected the options"):
             sglang.enable(allow_reference=True)
 
@@ -125,7 +129,7 @@ def test_hooks_of_others(choices: list[str]) -> None:
     )
     hooks.HookRegistry.apply_hooks()  # type: ignore[attr-defined]
     with sglang.enable(allow_reference=True) as handle:
-        (point,) = handle.report().points
+        point = handle.report().points[0]
         assert not point.replaced and point.why is not None and "applied another hook" in point.why
         assert "gdn" not in choices
 
@@ -133,9 +137,116 @@ def test_hooks_of_others(choices: list[str]) -> None:
 def test_another_signature_is_left_alone(monkeypatch: pytest.MonkeyPatch, choices: list[str]) -> None:
     monkeypatch.setattr(GDNKernelDispatcher, "extend", lambda self, q: None)
     with sglang.enable(allow_reference=True) as handle:
-        (point,) = handle.report().points
+        point = handle.report().points[0]
         assert not point.replaced and point.why is not None and "its signature is not the recorded one" in point.why
     with pytest.raises(RuntimeError, match="strict"):
         sglang.enable(allow_reference=True, strict=True)
     assert choices == ["triton", "flashinfer"]
     assert os.environ["GDN_SGLANG"] == "1"  # as the enable before the failed one left it
+
+
+# --- the backend around the kernel objects -------------------------------------------------------------------------------------
+
+
+class Runner:
+    """The host's model runner, with one layer and its pools."""
+
+    def __init__(self) -> None:
+        self.conv = sglang_backend.Convolution(Engine(4))
+        self.layer, self.dtype = torch.nn.Module(), torch.float32
+        vars(self.layer).update(vars(sglang_backend.layer_of(self.conv)))
+        self.model = torch.nn.Sequential(self.layer)
+        self.req_to_token_pool: Any = fake_sglang.HybridReqToTokenPool()
+        self.req_to_token_pool.layer_cache = cache = sglang_backend.cache_of(self.conv)
+        every = type(cache)(conv=[cache.conv[0][None]], temporal=cache.temporal[None])
+        self.req_to_token_pool.mamba_pool = type(cache)(mamba_cache=every)
+
+    def backend(self, **metadata: Any) -> Any:
+        backend: Any = GDNAttnBackend(self)
+        slots = self.conv.engine.int32([3, 1])
+        backend.forward_metadata = type(self.req_to_token_pool.layer_cache)(mamba_cache_indices=slots)
+        return backend
+
+    def step(self, backend: Any, **changes: Any) -> Any:
+        rows, gate = self.conv.engine.normal(2, self.conv.channels), self.conv.engine.normal(2, HV)
+        layer = sglang_backend.layer_of(self.conv, **changes)
+        return backend.forward_decode(layer, "batch", mixed_qkv=rows, a=gate, b=gate)
+
+
+def counts(handle: Any) -> dict[str, tuple[int, dict[str, int]]]:
+    return {one.path.rpartition(".")[2]: (one.served, dict(one.left)) for one in handle.report().points[1:]}
+
+
+def test_a_step_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, asked = Runner(), []
+    monkeypatch.setattr(warm, "warm_up", lambda forms, phases: asked.append((len(forms), phases)) or 0)
+    with sglang.enable(allow_reference=True, strict=True) as handle:
+        backend = runner.backend()
+        assert asked == [(1, ("decode", "extend", "verify"))] and not backend.requires_contiguous_prefill_state
+        o = runner.step(backend)
+        assert o.shape == (1, 2, HV, 32)
+        batch, windows, states, slots, layer_id = backend.tracked
+        assert (batch, layer_id) == ("batch", 3) and windows is runner.conv.windows and states is runner.conv.engine.states
+        assert slots is backend.forward_metadata.mamba_cache_indices
+        assert runner.step(backend, activation="gelu")[0] == stand_in.HOST  # to the kernel object, which may serve it
+        assert counts(handle)["forward_decode"] == (1, {"the activation is gelu": 1}) and counts(handle)["__init__"] == (1, {})
+    assert runner.step(backend)[0] == stand_in.HOST and backend.requires_contiguous_prefill_state
+    with sglang.enable(allow_reference=True) as handle:
+        choose("triton", prefill="gdn")
+        backend = runner.backend()
+        assert runner.step(backend)[0] == stand_in.HOST and counts(handle)["forward_decode"] == (0, {})
+        assert asked[1:] == [(1, ("extend",))]
+        choose("triton")
+        assert runner.backend().requires_contiguous_prefill_state and len(asked) == 2
+
+
+def test_convolutions_are_ours_where_the_phase_is() -> None:
+    module: Any = sys.modules[fake_sglang.BACKEND]
+    originals = module.causal_conv1d_fn, module.causal_conv1d_update
+    conv = sglang_backend.Convolution(Engine(4))
+    rows, slots = conv.engine.normal(2, conv.channels), conv.engine.int32([2, 5])
+    given = {"activation": "silu", "conv_states": conv.windows, "query_start_loc": conv.engine.int32([0, 1, 2])}
+
+    def prompts(**more: Any) -> Any:
+        return module.causal_conv1d_fn(rows.T, conv.weight, None, cache_indices=slots, **given, **more)
+
+    def update(x: Any = rows, **more: Any) -> Any:
+        return module.causal_conv1d_update(x, conv.windows, conv.weight, None, "silu", conv_state_indices=slots, **more)
+
+    with sglang.enable(allow_reference=True, strict=True) as handle:
+        assert prompts()[0] == update()[0] == stand_in.HOST  # no engine chose ours
+        choose("triton", prefill="gdn")
+        dispatch()
+        assert isinstance(prompts(), torch.Tensor) and update()[0] == stand_in.HOST
+        choose("gdn")
+        dispatch()
+        assert isinstance(update(), torch.Tensor)
+        tree = update(rows[None].transpose(1, 2), retrieve_next_token=slots)
+        assert tree[0] == stand_in.HOST and tree[2]["retrieve_next_token"] is slots
+        with pytest.raises(RuntimeError, match="strict: causal_conv1d_fn would be left to the host: padding is slot 0"):
+            prompts(pad_slot_id=0)
+        found = counts(handle)
+        assert found["causal_conv1d_fn"] == (1, {})
+        assert found["causal_conv1d_update"] == (1, {"a tree of drafts, whose parents the host's convolution finds": 1})
+    assert (module.causal_conv1d_fn, module.causal_conv1d_update) == originals
+    assert prompts()[0] == stand_in.HOST
+
+
+def test_patches_of_others_on_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: a convolution that is not the recorded one is left alone. On top: it stays, and reaches the host's own code."""
+    module: Any = sys.modules[fake_sglang.BACKEND]
+    runner, other = Runner(), stand_in.function("sglang", "sglang.srt.layers.attention.mamba.causal_conv1d.causal_conv1d_fn")
+    monkeypatch.setattr(module, "causal_conv1d_fn", other)
+    monkeypatch.setattr(warm, "warm_up", lambda forms, phases: 0)
+    handle = sglang.enable(allow_reference=True)
+    point = handle.report().points[1]
+    assert not point.replaced and "it is not sglang.srt.layers.attention.mamba" in str(point.why)
+    assert module.causal_conv1d_fn is other
+    ours = GDNAttnBackend.forward_decode
+    monkeypatch.setattr(GDNAttnBackend, "forward_decode", lambda self, *given, **named: ("patched", ours(self, *given, **named)))
+    backend = runner.backend()
+    assert runner.step(backend)[1].shape == (1, 2, HV, 32)
+    handle.disable()
+    why = next(one.why for one in handle.report().points if one.path.endswith("forward_decode"))
+    assert why is not None and "patched since by someone else" in why
+    assert runner.step(backend)[1][0] == stand_in.HOST

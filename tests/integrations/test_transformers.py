@@ -62,6 +62,25 @@ def test_a_prefill_in_two_parts_and_one_continued_by_the_host(small: PreTrainedM
     assert_close(torch.cat(parts, dim=1), wanted)
 
 
+@pytest.mark.parametrize(("kind", "dims"), [("qwen3_next", (20, 20)), ("qwen3_5", (20, 20)), ("qwen3_next", (16, 24))])
+def test_head_dims_without_a_fused_kernel(kind: str, dims: tuple[int, int]) -> None:
+    """By an operator a step. Kernels serve equal dims alone."""
+    types = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    model = host.build(kind, linear_key_head_dim=dims[0], linear_value_head_dim=dims[1], **types)
+    ids, mask = prompts(70, 9)
+
+    def logits() -> torch.Tensor:
+        cache = host.dynamic(model)
+        first = run(model, ids, cache, attention_mask=mask)[mask.bool()]
+        steps = [run(model, ids[:, place : place + 1].clamp(min=1), cache) for place in range(3)]
+        return torch.cat([first, torch.cat(steps).flatten(0, 1), run(model, ids[:, :5].clamp(min=1), cache).flatten(0, 1)])
+
+    wanted = logits()
+    with on_layers(model) as handle:
+        assert_close(logits(), wanted)
+        assert (served(handle), reasons(handle)) == (5, set())
+
+
 def test_a_static_cache_used_twice(small: PreTrainedModel) -> None:
     ids, _ = prompts(12, 12)
     wanted = run(small, ids)
@@ -197,16 +216,18 @@ def test_every_other_reason_of_a_layer(small: PreTrainedModel, monkeypatch: pyte
 
 def test_head_dims_without_a_kernel_are_the_hosts_on_a_gpu(small: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     (linear,) = host.linear_layers(small)
-    assert layer.Facts.of(linear).reason_on_gpu == "the fused operators have no kernel for K=16, V=16, w=4"
-    for name, value in {"head_k_dim": 128, "head_v_dim": 128}.items():
-        monkeypatch.setattr(linear, name, value)
-    facts = layer.Facts.of(linear)
-    assert (facts.reason, facts.reason_on_gpu) == (None, None)
-    for name, value in {"head_v_dim": 64, "conv_kernel_size": 5, "head_k_dim": 256}.items():
+    for dim, fused in ((20, (False, False)), (16, (True, False)), (256, (False, True)), (128, (True, True))):
+        for name in ("head_k_dim", "head_v_dim"):
+            monkeypatch.setattr(linear, name, dim)
+        facts = layer.Facts.of(linear)
+        assert (facts.reason, facts.reason_on_gpu) == (None, None)
+        assert (facts.fuses_prompts, facts.fuses_steps) == fused
+    for changes in ({"head_v_dim": 64}, {"conv_kernel_size": 5}, {"head_k_dim": 260, "head_v_dim": 260}):
         with monkeypatch.context() as one:
-            one.setattr(linear, name, value)
+            for name, value in changes.items():
+                one.setattr(linear, name, value)
             reason = layer.Facts.of(linear).reason_on_gpu
-            assert reason is not None and reason.startswith("the fused operators have no kernel for ")
+            assert reason is not None and reason.startswith("the operators have no kernel for ")
     with FakeTensorMode(allow_non_fake_inputs=True):
         hidden = torch.empty(1, 4, 64, dtype=torch.bfloat16, device="cuda")
     for is_sm90, expected in ((True, None), (False, "the GPU is not SM90")):
@@ -235,6 +256,11 @@ def test_every_reason_of_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert functions.chunk_refusal(*(one[:0] for one in rule), **cpu) == "no tokens"
     assert functions.recurrent_refusal(*rule, cu_seqlens=offsets, **cpu) == "packed sequences of one token"
     assert functions.recurrent_refusal(*rule, initial_state=state.requires_grad_(), **cpu) == AUTOGRAD
+    with monkeypatch.context() as one, FakeTensorMode():
+        one.setattr(_calls, "_is_sm90", lambda index: True)
+        wide, narrow, gate = (torch.empty(1, 6, *dims, dtype=torch.bfloat16, device="cuda") for dims in ((4, 64), (4, 32), (4,)))
+        assert functions.chunk_refusal(narrow, narrow, wide, gate, gate) == "no kernel for K=32, V=64"
+        assert functions.chunk_refusal(wide, wide, wide, gate, gate) is None
     x, weight, window = torch.randn(2, 8, 5), torch.randn(8, 4), torch.randn(2, 8, 4)
     assert functions.conv_refusal(x, weight, activation="gelu", **cpu) == "the activation is gelu"
     assert functions.conv_refusal(x, weight, seq_idx=offsets, **cpu) == "packed sequences by seq_idx without cu_seq_lens_q"

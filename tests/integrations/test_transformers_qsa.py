@@ -67,9 +67,10 @@ def test_other_masks_and_packed_rows_are_the_hosts(model: PreTrainedModel) -> No
     ids, mask = prompts(12)
     positions = torch.arange(12)[None] % 5
     causal = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    local = causal & ~causal.roll(3, 2)
     offsets = torch.tensor([0, 5, 10, 12], dtype=torch.int32)
     for options, reason in (
-        ({"attention_mask": causal}, "a mask that is not made of 2-D padding alone"),
+        ({"attention_mask": local}, packed.OTHER_MASK),
         ({"position_ids": positions}, PACKED),
         ({"position_ids": positions, "cu_seq_lens_q": offsets}, PACKED),
         ({"output_attentions": True}, "attention weights are wanted"),
@@ -77,6 +78,19 @@ def test_other_masks_and_packed_rows_are_the_hosts(model: PreTrainedModel) -> No
         with on(model, "layers") as handle:
             run(model, ids, **options)
             assert counts(handle) == (0, {reason: 1})
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_of_four_dimensions_that_hide_padding_and_later_tokens(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """As `generate` makes them for a static cache: one for each kind of layer."""
+    ids, mask = prompts(12, 7)
+    seen = torch.ones(12, 12, dtype=torch.bool).tril()[None, None] & mask[:, None, None].bool()
+    seen = seen if dtype == torch.bool else torch.zeros(2, 1, 12, 12).masked_fill(~seen, torch.finfo(dtype).min)
+    masks = {"indexed_attention": seen, "linear_attention": mask}
+    wanted = run(model, ids, attention_mask=masks)[mask.bool()]
+    with on(model, "layers") as handle:
+        assert_close(run(model, ids, attention_mask=masks)[mask.bool()], wanted)
+        assert counts(handle) == (1, {})
 
 
 def test_every_other_reason(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +110,8 @@ def test_every_other_reason(model: PreTrainedModel, monkeypatch: pytest.MonkeyPa
         assert refusal() == "autocast is on"
     with monkeypatch.context() as one:
         one.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert refusal() == "attention with an indexer in a compiled call"
+        assert refusal() == "more than one token of attention with an indexer in a compiled call"
+        assert refusal(hidden[:, :1], mask[:, :, :1]) is None
     with monkeypatch.context() as one:
         one.setattr(layer, "training", True)
         one.setattr(layer, "attention_dropout", 0.1)

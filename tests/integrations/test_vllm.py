@@ -77,7 +77,7 @@ def test_a_layer_of_an_engine_runs_on_gdn(quantised: bool) -> None:
 
 
 def test_the_profile_run_compiles_once_and_says_what_is_served(caplog: pytest.LogCaptureFixture) -> None:
-    with vllm.enable(allow_reference=True), caplog.at_level("INFO", "gdn"):
+    with vllm.enable(allow_reference=True) as handle, caplog.at_level("INFO", "gdn"):
         layers = [build(f"model.layers.{n}", num_spec=2, mode="align") for n in range(3)]
         build("model.layers.3", activation="gelu")
         context.attn_metadata = None
@@ -88,7 +88,23 @@ def test_the_profile_run_compiles_once_and_says_what_is_served(caplog: pytest.Lo
             assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, layer.kv_cache, strict=True))
     (said,) = [record.message for record in caplog.records if "Gated DeltaNet layers" in record.message]
     assert said.startswith("vllm: 3 Gated DeltaNet layers run on gdn's kernels, ready in ")
-    assert said.endswith("; 1 left to the host: its activation is gelu")
+    assert said.endswith(" s; 1 left to the host: its activation is gelu (model.layers.3)")
+    enabled, started = handle.report().notes
+    assert enabled.startswith("enabled in ") and f"vllm: {started}" == said
+
+
+def test_layers_that_are_all_left_to_the_host_are_told_too(caplog: pytest.LogCaptureFixture) -> None:
+    with vllm.enable(allow_reference=True), caplog.at_level("INFO", "gdn"):
+        layers = [build(f"model.layers.{n}", activation="gelu") for n in range(6)]
+        context.attn_metadata = None
+        for layer in layers:
+            layer._forward_core_fused_norm_packed(torch.zeros(2, 1), torch.zeros(2, 1), torch.zeros(2, HV, V))
+            assert layer.is_warm
+    (said,) = [record.message for record in caplog.records if "Gated DeltaNet layers" in record.message]
+    names = ", ".join(f"model.layers.{n}" for n in range(4))
+    assert said == (
+        f"vllm: 0 Gated DeltaNet layers run on gdn's kernels; 6 left to the host: its activation is gelu ({names} and 2 more)"
+    )
 
 
 REFUSED = {
@@ -96,7 +112,20 @@ REFUSED = {
     "its windows are bfloat16, its tokens float32": {"dtypes": (torch.bfloat16, torch.float32)},
     "its states are float16": {"dtypes": (torch.float32, torch.float16)},
     "its 3 value heads are no multiple of 2 key heads": {"num_v_heads": 3},
-    "its head dims are 32 and 64, served are equal multiples of 32 up to 128": {"head_v_dim": 64},
+    "its head dims are 32 and 48, served are key dims in multiples of 4 up to 256, value dims in multiples of theirs": {
+        "head_v_dim": 48
+    },
+    "its head dims are 256 and 256, with prefix caching served are key dims up to 128": {
+        "head_k_dim": 256,
+        "head_v_dim": 256,
+        "mode": "align",
+    },
+    "its convolution has 36 channels, served are multiples of 8": {
+        "head_k_dim": 4,
+        "head_v_dim": 4,
+        "num_v_heads": 7,
+        "num_k_heads": 1,
+    },
     "its activation is gelu": {"activation": "gelu"},
     "the activation of its gate is tanh": {"norm": SimpleNamespace(activation="tanh", group_size=None, norm_before_gate=True)},
     "its norm is in groups": {"norm": SimpleNamespace(activation="silu", group_size=16, norm_before_gate=True)},
@@ -111,7 +140,7 @@ def test_what_is_left_to_the_host(reason: str) -> None:
     with vllm.enable(allow_reference=True) as handle:
         layer = build(**REFUSED[reason])
         assert (layer.forward_cuda(torch.ones(2, HIDDEN)) == 7).all()
-        core = torch.zeros(2, HV, V)
+        core, context.attn_metadata = torch.zeros(2, HV, V), {}
         layer._forward_core_fused_norm_packed(torch.zeros(2, 1), torch.zeros(2, 1), core)
         assert (core == 7).all() and layer._checkpoint_alignment is None
         assert dict(handle.report().points[0].left) == {reason: 1}

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gdn.integrations import _vllm_parts
 from gdn.integrations._vllm_step import Step
-from tests.integrations.vllm_engine import HV, WIDTH, Host, Sequence, V, int32, offsets
+from tests.integrations.vllm_engine import HV, WIDTH, Host, Sequence, int32, offsets
 
 Tensor = torch.Tensor
 LAYOUTS = [(False, False), (False, True), (True, False), (True, True)]  # interleaved, dim_first
@@ -33,11 +34,11 @@ class Driver:
         order = list(range(count)) if order is None else order
         padding = host.rows(PADDING)
         given = host.projected(torch.cat([qkvz[order], padding[0]]), torch.cat([ba[order], padding[1]]))
-        core = torch.zeros(count + PADDING, HV, V)
+        core = torch.zeros(count + PADDING, HV, host.V)
         metadata.num_actual_tokens = count
         self.step(*given, core, metadata)
         assert not core[count:].any()
-        found = torch.empty(count, HV, V)
+        found = torch.empty(count, HV, host.V)
         found[order] = core[:count]
         return list(found.split([new for _, new in rows]))
 
@@ -155,10 +156,10 @@ def test_prompts_and_decode(interleaved: bool, dim_first: bool) -> None:
     driver.prompts([9, 66], first, second)  # the second parts of two prompts
 
 
-@pytest.mark.parametrize(("interleaved", "dim_first"), LAYOUTS)
-def test_captured_batches(interleaved: bool, dim_first: bool) -> None:
+@pytest.mark.parametrize(("interleaved", "dim_first", "dims"), [*((*one, (32, 32)) for one in LAYOUTS), (True, False, (16, 32))])
+def test_captured_batches(interleaved: bool, dim_first: bool, dims: tuple[int, int]) -> None:
     """Padded to the size of a graph: rows of nobody have block 0, one accepted token, and the last offset again."""
-    host = Host(4, num_spec=2, interleaved=interleaved, dim_first=dim_first)
+    host = Host(4, num_spec=2, interleaved=interleaved, dim_first=dim_first, dims=dims)
     driver = Driver(host)
     own = driver.prompts([3, 80], [], [])
     before = [pages[0].clone() for pages in host.layer.kv_cache]
@@ -170,7 +171,7 @@ def test_captured_batches(interleaved: bool, dim_first: bool) -> None:
         real, padded = sum(counts), 3 * (3 if has_drafts else 1)
         extra = host.rows(padded)
         rows = [torch.cat([*(one[part] for one in drawn), extra[part]]) for part in (0, 1)]
-        core = torch.full((real + padded, HV, V), torch.nan)
+        core = torch.full((real + padded, HV, host.V), torch.nan)
         blocks = [one.blocks for one in own] + [[0] * 3] * 3
         metadata = host.metadata(num_actual_tokens=real + padded, num_decodes=5, num_decode_tokens=5)
         metadata.non_spec_state_indices_tensor = int32([row[0] for row in blocks])
@@ -207,3 +208,32 @@ def test_drafts(interleaved: bool, dim_first: bool, num_spec: int) -> None:
     for one in own[-2:]:
         one.accepted = 1
     driver.drafts(own)
+
+
+@pytest.mark.parametrize(
+    ("dims", "interleaved", "dim_first"),
+    [
+        ((16, 32), True, False),
+        pytest.param((20, 20), True, True, marks=pytest.mark.cover),
+        pytest.param((32, 64), False, True, marks=pytest.mark.cover),
+    ],
+)
+def test_head_dims_of_the_step_operators(dims: tuple[int, int], interleaved: bool, dim_first: bool) -> None:
+    """Head dims without a fused kernel: values wider than keys, and multiples of 4."""
+    driver = Driver(Host(6, num_spec=2, interleaved=interleaved, dim_first=dim_first, dims=dims))
+    own = driver.prompts([5, 66, 1], [], [], checkpoint=0)
+    driver.decode(own, padded=2)
+    own += driver.prompts([4, 70], own[:2], own[2:], checkpoint=64)  # behind rows that decode; one goes on with its prompt
+    for one in own:
+        one.accepted = 1
+    driver.drafts(own)
+    driver.drafts(own, prompts=[3, 1])
+
+
+def test_which_operators_run() -> None:
+    """The fused operator wherever it has a kernel, each for itself."""
+    for dims, decode, prefill in (
+        ((32, 32), True, True), ((128, 128), True, True), ((64, 128), True, False), ((256, 256), True, False),
+        ((40, 40), False, True), ((20, 20), False, False), ((128, 512), False, False),
+    ):  # fmt: skip
+        assert (_vllm_parts.fuses_decode(*dims), _vllm_parts.fuses_prefill(*dims)) == (decode, prefill), dims

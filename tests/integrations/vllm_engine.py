@@ -37,19 +37,25 @@ class Host:
         Layout of the projections, and of the windows in a page.
     state_dtype : dtype
         float32 or bfloat16.
+    dims : (int, int)
+        Head dims of the keys and of the values.
     """
 
     def __init__(
-        self, seed: int, *, num_spec: int, interleaved: bool, dim_first: bool, state_dtype: torch.dtype = torch.float32
-    ) -> None:
+        self, seed: int, *, num_spec: int, interleaved: bool, dim_first: bool, state_dtype: torch.dtype = torch.float32,
+        dims: tuple[int, int] = (K, V),
+    ) -> None:  # fmt: skip
+        self.K, self.V = dims
+        self.channels = 2 * H * self.K + HV * self.V
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.num_spec, self.interleaved, self.dim_first = num_spec, interleaved, dim_first
         self.layer = SimpleNamespace(
-            tp_size=1, num_k_heads=H, num_v_heads=HV, head_k_dim=K, head_v_dim=V, key_dim=H * K, value_dim=HV * V,
+            tp_size=1, num_k_heads=H, num_v_heads=HV, head_k_dim=self.K, head_v_dim=self.V,
+            key_dim=H * self.K, value_dim=HV * self.V,
             layer_norm_epsilon=1e-6, activation="silu", gqa_interleaved_layout=interleaved,
-            conv1d=SimpleNamespace(weight=self.normal(CHANNELS, 1, WIDTH), bias=None),
+            conv1d=SimpleNamespace(weight=self.normal(self.channels, 1, WIDTH), bias=None),
             A_log=self.normal(HV), dt_bias=self.normal(HV),
-            norm=SimpleNamespace(weight=1 + self.normal(V) / 4, activation=self.random.choice(["silu", "sigmoid"])),
+            norm=SimpleNamespace(weight=1 + self.normal(self.V) / 4, activation=self.random.choice(["silu", "sigmoid"])),
             split_ba=lambda ba: ba.chunk(2, dim=-1),
         )  # fmt: skip
         self.num_blocks = 40
@@ -64,43 +70,46 @@ class Host:
     def _pages(self, state_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Windows and states as views of one buffer of bytes; a page is longer than both. What nobody wrote is not a number."""
         columns = WIDTH - 1 + self.num_spec
-        window, state = 4 * columns * CHANNELS, HV * V * K * state_dtype.itemsize
+        window, state = 4 * columns * self.channels, HV * self.V * self.K * state_dtype.itemsize
         page = -(-(window + state) // 512) * 512 + 1024
         memory = torch.full((self.num_blocks * page,), 0xFF, dtype=torch.uint8)
-        order = (CHANNELS, columns) if self.dim_first else (columns, CHANNELS)
+        order = (self.channels, columns) if self.dim_first else (columns, self.channels)
         windows = memory.view(torch.float32).as_strided((self.num_blocks, *order), (page // 4, order[1], 1), 0)
         size = state_dtype.itemsize
-        states = memory.view(state_dtype).as_strided((self.num_blocks, HV, V, K), (page // size, V * K, K, 1), window // size)
+        states = memory.view(state_dtype).as_strided(
+            (self.num_blocks, HV, self.V, self.K), (page // size, self.V * self.K, self.K, 1), window // size
+        )
         windows[0], states[0] = 0, 0
         return windows, states
 
     def new(self) -> Sequence:
-        return Sequence([self.free.pop() for _ in range(1 + self.num_spec)])
+        blocks = [self.free.pop() for _ in range(1 + self.num_spec)]
+        return Sequence(blocks, torch.zeros(0, self.channels + HV * self.V))
 
     def rows(self, count: int) -> tuple[Tensor, Tensor]:
         """Projected rows of new tokens, in the flat order."""
-        return self.normal(count, CHANNELS + HV * V), self.normal(count, 2 * HV)
+        return self.normal(count, self.channels + HV * self.V), self.normal(count, 2 * HV)
 
     # --- what a step must return -------------------------------------------------------------------------------------------
 
     def expected(self, own: Sequence, new: int) -> tuple[Tensor, Tensor, Tensor]:
         """Results [new, HV, V] of the last tokens of a sequence, the states after each of them, and the last window."""
         layer = self.layer
-        line = own.qkvz[:, :CHANNELS].double()
+        line = own.qkvz[:, : self.channels].double()
         weight = layer.conv1d.weight[:, 0].double()
-        padded = torch.cat([torch.zeros(WIDTH - 1, CHANNELS).double(), line])
+        padded = torch.cat([torch.zeros(WIDTH - 1, self.channels).double(), line])
         mixed = functional.silu(torch.stack([(padded[t : t + WIDTH] * weight.T).sum(0) for t in range(len(line))]))
-        q, k, v = mixed.split([H * K, H * K, HV * V], dim=-1)
-        q, k = (functional.normalize(x.view(-1, H, K), dim=-1).repeat_interleave(HV // H, 1) for x in (q, k))
-        v, z = v.view(-1, HV, V), own.qkvz[:, CHANNELS:].double().view(-1, HV, V)
+        q, k, v = mixed.split([H * self.K, H * self.K, HV * self.V], dim=-1)
+        q, k = (functional.normalize(x.view(-1, H, self.K), dim=-1).repeat_interleave(HV // H, 1) for x in (q, k))
+        v, z = v.view(-1, HV, self.V), own.qkvz[:, self.channels :].double().view(-1, HV, self.V)
         b, a = own.ba.double().chunk(2, dim=-1)
         decay = (-layer.A_log.double().exp() * functional.softplus(a + layer.dt_bias.double())).exp()
-        state, results, states = torch.zeros(HV, V, K).double(), [], []
+        state, results, states = torch.zeros(HV, self.V, self.K).double(), [], []
         for t in range(len(line)):
             state = state * decay[t, :, None, None]
             u = b[t].sigmoid()[:, None] * (v[t] - torch.einsum("hvk,hk->hv", state, k[t]))
             state = state + u[:, :, None] * k[t][:, None]
-            o = torch.einsum("hvk,hk->hv", state, q[t]) * K**-0.5
+            o = torch.einsum("hvk,hk->hv", state, q[t]) * self.K**-0.5
             o = o * (o.square().mean(-1, keepdim=True) + layer.layer_norm_epsilon).rsqrt() * layer.norm.weight.double()
             results.append(o * (z[t].sigmoid() if layer.norm.activation == "sigmoid" else functional.silu(z[t])))
             states.append(state)
@@ -112,7 +121,7 @@ class Host:
         """Rows in the layout of the projections."""
         if not self.interleaved:
             return qkvz, ba
-        q, k, v, z = qkvz.split([H * K, H * K, HV * V, HV * V], dim=-1)
+        q, k, v, z = qkvz.split([H * self.K, H * self.K, HV * self.V, HV * self.V], dim=-1)
         group = [x.reshape(len(qkvz), H, -1) for x in (q, k, v, z)]
         b, a = (x.reshape(len(ba), H, -1) for x in ba.chunk(2, dim=-1))
         return torch.cat(group, dim=-1).flatten(1), torch.cat([b, a], dim=-1).flatten(1)

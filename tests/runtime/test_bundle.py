@@ -44,7 +44,7 @@ def folder(problem: FakeProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     built, moved = tmp_path / "built", tmp_path / "moved"
     name = compiled.build(built, "recurrent", "tilelang", fake_kernel, problem, CONFIG)
     key = bundle.kernel_key("recurrent", "tilelang", problem.static_fields(), compiled.compiled_fields(CONFIG))
-    sources = {fake_kernel.__name__: source.source_hash(fake_kernel.__file__)}
+    sources = {fake_kernel.__name__: fake_kernel.__file__}
     bundle.write(built, compiled.bundle_versions(), {key: name}, sources, COMMAND)
     built.rename(moved)
     Path(problem.journal).unlink()
@@ -69,7 +69,8 @@ def test_a_moved_folder_serves_its_kernels_without_sources(
     mode(monkeypatch, "off")
     monkeypatch.setattr(source, "source_hash", lambda file: pytest.fail("a source was parsed"))
     assert run(problem) == 32
-    assert compiled.source_of(fake_kernel) == json.loads((folder / bundle.NAME).read_text())["sources"][fake_kernel.__name__]
+    known = json.loads((folder / bundle.NAME).read_text())["sources"][fake_kernel.__name__]
+    assert compiled.source_of(fake_kernel) == known["hash"]
     assert compilations(problem) == 0
 
 
@@ -89,6 +90,27 @@ def test_a_kernel_that_is_not_there_names_the_command(
     with caplog.at_level(logging.WARNING, "gdn"):
         assert run(problem, OTHER) == 64  # from the folder, which is a cache too
     assert not caplog.records and compilations(problem) == 1
+
+
+def test_a_second_build_keeps_the_kernels_of_the_first_unless_sources_changed(folder: Path, problem: FakeProblem) -> None:
+    """Two models in one folder: both are in its index, which names the last command."""
+    first = bundle.find(folder, compiled.bundle_versions())
+    assert first is not None
+    (key,) = first.entries
+    name = compiled.build(folder, "recurrent", "tilelang", fake_kernel, problem, OTHER)
+    other = bundle.kernel_key("recurrent", "tilelang", problem.static_fields(), compiled.compiled_fields(OTHER))
+    sources = {fake_kernel.__name__: fake_kernel.__file__}
+
+    def entries() -> set[str]:
+        bundle.write(folder, compiled.bundle_versions(), {other: name}, sources, "second")
+        found = bundle.find(folder, compiled.bundle_versions())
+        assert found is not None and found.command == "second"
+        return set(found.entries)
+
+    assert entries() == {key, other}
+    damage(folder, "other sources")
+    bundle.forget()
+    assert entries() == {other}
 
 
 def test_without_a_folder_off_names_the_general_command(problem: FakeProblem, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +143,7 @@ def versions(**changes: str) -> dict[str, str]:
 
 def damage(folder: Path, kind: str) -> None:
     """Spoils a folder in one way."""
-    (manifest,) = folder.glob("*/*/manifest.json")
+    manifest = next(folder.glob("*/*/manifest.json"))
     library, path = next(manifest.parent.glob("*.so")), folder / bundle.NAME
     if kind == "truncated library":
         library.write_bytes(library.read_bytes()[:-1])
@@ -148,7 +170,8 @@ def damage(folder: Path, kind: str) -> None:
     elif kind == "other CUDA":
         index(folder, versions=versions(CUDA="11"))
     elif kind == "other sources":
-        index(folder, kernel_sources="0" * 64)
+        known = json.loads(path.read_text())["sources"][fake_kernel.__name__]
+        index(folder, sources={fake_kernel.__name__: {**known, "content": "0" * 64}})
     elif kind == "writable by others":
         folder.chmod(0o777)
     else:
@@ -167,7 +190,7 @@ DAMAGES = {
     "other gdn": r"built with gdn 0\.0\.1, here is",
     "other DSL": r"built with tilelang 0\.0\.1, here is",
     "other CUDA": r"built with CUDA 11, here is",
-    "other sources": r"built from other sources of the kernels",
+    "other sources": r"built from other sources of tests\.runtime\.fake_kernel",
     "writable by others": r"may be written by its group or others",
     "entry writable by the group": r"may be written by its group or others",
 }

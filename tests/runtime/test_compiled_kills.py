@@ -14,12 +14,15 @@ from tests.runtime import fake_kernel
 from tests.runtime.fake_kernel import Config, FakeProblem
 
 PROCESSES, KILLS = 8, 24
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+SECONDS = 0.1  # of a compilation: there is work left when the last process is killed
 CONFIGS = [Config(tile, wide) for tile in (1, 2, 4, 8, 16, 32) for wide in (False, True)]
 
 
-def _work(problem: FakeProblem, seed: int) -> None:
+def _work(problems: list[FakeProblem], seed: int) -> None:
     """Gets all kernels in an order of its own and checks them."""
-    for config in random.Random(seed).sample(CONFIGS, len(CONFIGS)):
+    kernels = [(problem, config) for problem in problems for config in CONFIGS]
+    for problem, config in random.Random(seed).sample(kernels, len(kernels)):
         kernel = compiled.get("recurrent", "tilelang", fake_kernel, problem, config)
         assert [kernel.functions[name](3) for name in ("first", "second")] == [3 * config.tile, 30 * config.tile]
 
@@ -28,9 +31,11 @@ def test_processes_that_are_killed_lose_and_corrupt_nothing(tmp_path: Path, monk
     monkeypatch.setattr(toolchain, "missing", lambda backend: None)
     monkeypatch.setattr(compiled, "_preload", lambda backend: None)
     compiled.forget()
-    problem = FakeProblem("bfloat16", 128, str(tmp_path / "journal"), 0.01, 1)
+    journal = str(tmp_path / "journal")
+    problems = [FakeProblem(dtype, 128, journal, SECONDS, 1) for dtype in DTYPES]
     context, rng = multiprocessing.get_context("fork"), random.Random(0)
     running: list[Any] = []
+    killed = 0
     for number in range(PROCESSES + KILLS):  # a killed process is replaced by the next one
         if len(running) == PROCESSES:
             time.sleep(rng.uniform(0.0, 0.03))
@@ -38,17 +43,20 @@ def test_processes_that_are_killed_lose_and_corrupt_nothing(tmp_path: Path, monk
             victim.kill()  # it may have ended before
             victim.join(30)
             assert victim.exitcode in (0, -signal.SIGKILL)
-        running.append(context.Process(target=_work, args=(problem, number)))
+            killed += victim.exitcode == -signal.SIGKILL
+        running.append(context.Process(target=_work, args=(problems, number)))
         running[-1].start()
+    assert killed >= PROCESSES  # at work, most of them
     for process in running:
         process.join(60)
     assert [process.exitcode for process in running] == [0] * PROCESSES
 
     compiled.forget()
     before = compiled.compilations()
-    for config in CONFIGS:
-        place = compiled.ensure("recurrent", "tilelang", fake_kernel, problem, config)
-        assert compiled.is_whole(place)
+    for problem in problems:
+        for config in CONFIGS:
+            place = compiled.ensure("recurrent", "tilelang", fake_kernel, problem, config)
+            assert compiled.is_whole(place)
     assert compiled.compilations() == before  # every kernel is in the cache
-    lines = Path(problem.journal).read_text().splitlines()
-    assert len(lines) <= len(CONFIGS) + KILLS  # nothing is compiled twice but what a dead process held
+    lines = Path(journal).read_text().splitlines()
+    assert len(lines) <= len(problems) * len(CONFIGS) + KILLS  # nothing is compiled twice but what a dead process held

@@ -1,5 +1,6 @@
 """The hash of a kernel's sources: what changes it and what does not."""
 
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -201,3 +202,28 @@ def test_hashing_every_kernel_imports_no_dsl_and_is_quick() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["kernels_cute.topk", "kernels_tl.recurrent"])
+def test_files_are_those_that_the_hash_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = str(importlib.import_module(name).__file__)
+    source.forget()
+    read: set[Path] = set()
+    original = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.add(path.resolve()) or original(path))
+    source.source_hash(file)
+    assert read and read <= set(source.files(file))
+    source.forget()
+
+
+def test_content_hash_tells_files_apart(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.py", tmp_path / "b.py"
+    first.write_text("ab")
+    second.write_text("c")
+    before = source.content_hash([first, second])
+    assert before == source.content_hash([first, second]) != source.content_hash([second, first])
+    first.write_text("a")
+    second.write_text("bc")
+    assert source.content_hash([first, second]) != before
+    with pytest.raises(OSError, match="gone"):
+        source.content_hash([tmp_path / "gone.py"])

@@ -1,8 +1,8 @@
 """Parts of `gdn.integrations.transformers`. None imports Transformers before `enable` does.
 
 - `layer`: the forward of a Gated DeltaNet module, by one fused operator on the cache's own tensors
+- `steps`: the same by an operator a step, for head dims without a fused kernel
 - `cached`: what the layer reads and sets of the host's cache
-- `indices`: small index tensors, made once for a batch size
 - `packed`: boundaries of sequences that only `position_ids` tell apart
 - `functions`: the functions of the modeling modules
 - `qsa`: attention with an indexer, of qwen4_exp

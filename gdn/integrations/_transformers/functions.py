@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 import gdn
+from gdn.integrations import _indices as indices
 from gdn.integrations._calls import unserved, unserved_state
-from gdn.integrations._transformers import indices
 from gdn.integrations._transformers.layer import ACTIVATIONS, GATES
 
 _LARGEST_HEAD_DIM = 256

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import gdn
+from gdn.integrations import _indices as indices
 from gdn.integrations._calls import unserved
-from gdn.integrations._transformers import cached, indices
+from gdn.integrations._transformers import cached, steps
 
 ACTIVATIONS = ("silu", "swish")
 GATES = (*ACTIVATIONS, "sigmoid")
@@ -26,6 +27,8 @@ class Facts:
     shapes: cached.Shapes
     options: dict[str, Any]  # of the fused operators
     is_interleaved: bool
+    fuses_prompts: bool  # whether the fused operators have a kernel
+    fuses_steps: bool
     reason: str | None
     reason_on_gpu: str | None
 
@@ -38,8 +41,8 @@ class Facts:
             reason = f"the activation is {layer.activation}"
         elif norm.activation not in GATES:
             reason = f"the gate's activation is {norm.activation}"
-        if k != v or k % 32 or k > 128 or not 2 <= width <= 4:
-            reason_on_gpu = f"the fused operators have no kernel for K={k}, V={v}, w={width}"
+        if k != v or k % 4 or k > 256 or not 2 <= width <= 4:
+            reason_on_gpu = f"the operators have no kernel for K={k}, V={v}, w={width}"
         is_interleaved = "in_proj_qkvz" in layer._modules
         options = {
             "num_k_heads": h,
@@ -51,7 +54,8 @@ class Facts:
             "projection_layout": "interleaved" if is_interleaved else "flat",
         }
         shapes = cached.Shapes((2 * h * k + hv * v, width), (hv, k, v))
-        return Facts(layer.layer_idx, (hv, v), shapes, options, is_interleaved, reason, reason_on_gpu)
+        prompts, steps = k == v and k % 8 == 0 and k <= 128, k == v and k % 32 == 0
+        return Facts(layer.layer_idx, (hv, v), shapes, options, is_interleaved, prompts, steps, reason, reason_on_gpu)
 
 
 def refusal(
@@ -80,7 +84,9 @@ def refusal(
     allow_reference : bool
         Serve tensors on the CPU.
     """
-    reason = unserved(hidden_states, layer.parameters(), allow_reference) or facts.reason
+    # Walking through the parameters costs as much as all else here, so it is left out where autograd is off.
+    parameters = layer.parameters() if torch.is_grad_enabled() else ()
+    reason = unserved(hidden_states, parameters, allow_reference) or facts.reason
     device = hidden_states.device
     if reason is None and device.type == "cuda":
         reason = facts.reason_on_gpu
@@ -149,7 +155,19 @@ def step(
         qkv, z, b, a, states.windows, convolution["weight"].squeeze(1), parameters["A_log"], parameters["dt_bias"],
         parts["norm"]._parameters["weight"], states.states, indices.slots(count, device),
     )  # fmt: skip
-    if length == 1 and states.has_previous:
+    is_decode = length == 1 and states.has_previous
+    is_fused = facts.fuses_steps if is_decode else facts.fuses_prompts
+    if not (is_fused or (facts.fuses_prompts and not tokens.is_cuda)):  # the reference serves what either of them does
+        core = steps.core(
+            (qkv, z, b, a),
+            arguments[5:9],
+            convolution["bias"],
+            (states.windows, states.states, arguments[10]),
+            indices.offsets(batch, length, device) if offsets is None else offsets,
+            None if is_decode else indices.flags(count, states.has_previous, device),
+            facts.options,
+        )
+    elif is_decode:
         core = gdn.fused_gdn_decode(*arguments, conv_bias=convolution["bias"], **facts.options)
     else:
         core = gdn.fused_gdn_prefill(

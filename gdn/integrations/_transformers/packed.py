@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 OUTSIDE = "called outside of its model"
+OTHER_MASK = "a mask that hides more than padding and later tokens, or that cannot be read"
 _WITH_CACHE = (
     "position_ids: expected rows that do not restart, got packed sequences in a call with a cache (pass use_cache=False: packed "
     "sequences cannot be continued)"
@@ -101,12 +102,37 @@ def boundaries_of(given: dict[str, Any], default_use_cache: bool) -> Tensor | No
 
 
 def unserved_mask(given: dict[str, Any], boundaries: Tensor | None, config: Any) -> str | None:
-    """Why the mask that the text model makes for this call may hide more than padding and later tokens; else None."""
+    """Why the mask that the text model makes for this call may hide more than padding and later tokens; else None.
+
+    A mask of four dimensions, which `generate` makes for a static cache, is read where it has more than one query: the device is
+    waited for, once a call of the model.
+    """
     mask = given.get("attention_mask")
     if boundaries is not None or given.get("cu_seq_lens_q") is not None:
         return "packed sequences in attention with an indexer"
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
-        return "a mask that is not made of 2-D padding alone"
+    if isinstance(mask, dict):
+        mask = mask.get("indexed_attention")
+    if mask is not None and not (isinstance(mask, Tensor) and (mask.dim() == 2 or (mask.dim() == 4 and _hides_tokens(mask)))):
+        return OTHER_MASK
     if given.get("output_attentions") or getattr(config, "output_attentions", False):
         return "attention weights are wanted"
     return None
+
+
+def _hides_tokens(mask: Tensor) -> bool:
+    """Whether each query of a mask [B, 1, T, columns] sees the first of those columns that the last one sees, and no others.
+
+    So it is for one query always. In a graph the mask of more cannot be read, so that the answer is no.
+    """
+    if mask.shape[2] == 1:
+        return True
+    if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    seen = visible(mask)
+    ranks = seen[:, -1].cumsum(-1)  # of the columns that the last query sees, from 1
+    return bool((seen == ((ranks[:, None] <= seen.sum(-1, keepdim=True)) & seen[:, -1:])).all())
+
+
+def visible(mask: Tensor) -> Tensor:
+    """Visible columns [B, T, columns] of a mask [B, 1, T, columns], which is bool, or 0 where visible."""
+    return mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import gdn
+from gdn.integrations import _indices as indices
 from gdn.integrations._calls import unserved
-from gdn.integrations._transformers import indices
+from gdn.integrations._transformers import packed
 
 _BLOCK = 64  # tokens of a block of keys and values: compiled in
 _HEAD_DIMS = (64, 128, 256)
@@ -39,8 +40,10 @@ def refusal(
     reason = unserved(hidden_states, layer.parameters(), allow_reference)
     if reason is not None:
         return reason
-    if torch.compiler.is_compiling():
-        return "attention with an indexer in a compiled call"
+    if torch.compiler.is_compiling():  # a graph knows nothing of the model's mask, and needs to for more than one query
+        if hidden_states.shape[1] != 1:
+            return "more than one token of attention with an indexer in a compiled call"
+        unserved_mask = None
     if torch.is_autocast_enabled(hidden_states.device.type):
         return "autocast is on"
     if layer.training and layer.attention_dropout:
@@ -137,7 +140,7 @@ def _select(
     if cache is not None:
         raw = cache.update_indexer(raw, indexer.layer_idx)
 
-    visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+    visible = packed.visible(mask)
     counts = visible.sum(-1).flatten()  # of each query
     # Columns of the tokens that are no padding, in order; the last query sees all of them. Others come last and are in no group.
     columns = (~visible[:, -1]).to(torch.int8).argsort(dim=-1, stable=True)

@@ -12,24 +12,24 @@ from torch import Tensor
 from gdn.runtime.streams import raw_stream
 
 _MOST = 256  # bounds the memory where every prompt has another length
-_Key = tuple[str, int, int, torch.device]
+_Key = tuple[str, int, int, torch.device, torch.dtype]
 _made: dict[tuple[_Key, int | None], Tensor] = {}
 
 
-def slots(count: int, device: torch.device) -> Tensor:
-    """0, 1, .. count - 1 as int32: the slot of each row of a batch in tensors that hold this batch alone."""
-    return _recurring(("slots", count, 0, device), lambda: torch.arange(count, dtype=torch.int32, device=device))
+def slots(count: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """0, 1, .. count - 1: the slot of each row of a batch in tensors that hold this batch alone."""
+    return _recurring(("slots", count, 0, device, dtype), lambda: torch.arange(count, dtype=dtype, device=device))
 
 
 def offsets(count: int, length: int, device: torch.device) -> Tensor:
-    """Offsets [count + 1] of `count` rows of `length` tokens each, as int32."""
-    key = ("offsets", count, length, device)
-    return _recurring(key, lambda: torch.arange(count + 1, dtype=torch.int32, device=device) * length)
+    """Offsets [count + 1] of `count` rows of `length` tokens each, at least one, as int32."""
+    key = ("offsets", count, length, device, torch.int32)
+    return _recurring(key, lambda: torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device))
 
 
 def flags(count: int, value: bool, device: torch.device) -> Tensor:
     """`value` for each of `count` rows."""
-    key = ("flags", count, int(value), device)
+    key = ("flags", count, int(value), device, torch.bool)
     return _recurring(key, lambda: torch.full((count,), value, dtype=torch.bool, device=device))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gdn.integrations._transformers import indices
+from gdn.integrations import _indices
 
 CUDA = torch.device("cuda", 0)
 
@@ -16,13 +16,13 @@ def test_each_stream_has_its_own(name: str, expected: list[int], monkeypatch: py
     stream, is_capturing = 1, False
     for function in ("arange", "full"):
         _on_the_cpu(function, monkeypatch)
-    monkeypatch.setattr(indices, "raw_stream", lambda index: stream)
+    monkeypatch.setattr(_indices, "raw_stream", lambda index: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-    monkeypatch.setattr(indices, "_made", {})
+    monkeypatch.setattr(_indices, "_made", {})
     arguments = {"slots": (3,), "offsets": (3, 5), "flags": (3, True)}[name]
 
     def make() -> torch.Tensor:
-        made: torch.Tensor = getattr(indices, name)(*arguments, CUDA)
+        made: torch.Tensor = getattr(_indices, name)(*arguments, CUDA)
         return made
 
     first = make()
@@ -33,7 +33,7 @@ def test_each_stream_has_its_own(name: str, expected: list[int], monkeypatch: py
     is_capturing = True
     assert make() is not other and make() is not make()
     is_capturing, stream = False, 1
-    assert make() is first and len(indices._made) == 2
+    assert make() is first and len(_indices._made) == 2
 
 
 def _on_the_cpu(function: str, monkeypatch: pytest.MonkeyPatch) -> None:

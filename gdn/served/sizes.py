@@ -1,0 +1,41 @@
+"""Sizes of a serving engine's calls, as lines of growing sizes.
+
+The kernel of a problem changes at a few sizes. `gdn.runtime.reach` asks on between two neighbours of a line that differ, so that
+lines need few points; `tests/runtime/test_served.py` draws sizes anywhere.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from gdn.problems import Problem
+
+SEQUENCES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+PROMPTS = (1, 2, 4, 8, *(count for power in range(4, 18) for count in (1 << power, 3 << power - 1)))  # tokens of a step
+LENGTHS = tuple(1 << power for power in range(4, 19))  # of a context
+ROWS = tuple(1 << power for power in range(16))  # of a step
+
+Group = tuple[Problem, ...]  # a call's problem at all of its sizes
+
+
+def at(problem: Any, names: tuple[str, ...], sizes: Iterator[tuple[int, ...]]) -> Group:
+    """The problem at these sizes."""
+    return tuple(replace(problem, **dict(zip(names, one, strict=True))) for one in sizes)
+
+
+def steps(problem: Any, most_tokens: int = 1) -> Group:
+    """The problem of a decode step: sequences of 1 to `most_tokens` tokens each."""
+    counts = ((n * each, n) for each in range(1, 1 + most_tokens) for n in SEQUENCES)
+    return at(problem, ("num_tokens", "num_sequences"), counts)
+
+
+def prompts(problem: Any) -> Group:
+    """The problem of a prefill step: lines of growing numbers of tokens, and of sequences."""
+    names = ("num_tokens", "num_sequences")
+    longer = at(problem, names, ((tokens, n) for n in SEQUENCES for tokens in PROMPTS if n <= tokens))
+    return longer + at(problem, names, ((tokens, n) for tokens in PROMPTS[4::2] for n in SEQUENCES if n <= tokens))
+
+
+def rows(problem: Any) -> Group:
+    """The problem of an operator of single rows."""
+    return at(problem, ("num_tokens",), ((count,) for count in sorted({*SEQUENCES, *PROMPTS})))

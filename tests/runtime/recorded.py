@@ -1,0 +1,57 @@
+"""Kernels that callers ask for on an H100, recorded on the CPU: the choice is the real one, nothing is launched."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+import gdn
+import gdn.distributed
+from gdn import runtime
+from gdn.device import H100
+from gdn.problems import Problem
+from gdn.runtime import devices, env, registry, toolchain
+
+
+def _leave(params: Any) -> None:
+    """In the place of a launch. Positions are used as indices by callers, so they are made some."""
+    for name, tensor in zip(params._fields, params, strict=True):
+        if name in ("out", "indices") and not tensor.is_floating_point():
+            tensor.zero_()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Problem]]:
+    """Presents the CPU as an H100 whose kernels do nothing, and lists the problem of every kernel that would be launched.
+
+    What kernels should have written is whatever was there: a caller's control flow must not depend on it.
+    """
+    asked: list[Problem] = []
+
+    def without_launch(problem: Problem, device: torch.device, backend: str | None, config: Any) -> runtime.Prepared:
+        choice = runtime._choose(problem, device, backend, config)
+        if choice.backend == "reference":
+            return runtime.Prepared("reference", None, 0, None, choice)
+        asked.append(problem)
+        module = runtime.candidates(problem.op)[choice.backend].module
+        return runtime.Prepared(choice.backend, choice.config, module.workspace_bytes(problem, choice.config), _leave, choice)
+
+    for operator in registry.OPERATORS.values():
+        getattr(gdn, operator.functions[0])  # loads its module
+    readers = [module for name, module in sys.modules.items() if name.startswith("gdn.ops.") and hasattr(module, "reads_values")]
+    with (
+        contextlib.ExitStack() as patches,
+        mock.patch.object(devices, "describe", lambda device: (H100, "no device")),
+        mock.patch.object(toolchain, "missing", lambda backend: None),
+        mock.patch.object(runtime, "_prepare", without_launch),
+    ):
+        for module in readers:
+            patches.enter_context(mock.patch.object(module, "reads_values", lambda device: False))
+        env.reload()
+        try:
+            yield asked
+        finally:
+            env.reload()  # forgets the choices

@@ -1,0 +1,372 @@
+"""The problems of a served model hold every kernel that the real callers ask for: layers and engine, and the adapters."""
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gdn import served
+from gdn.cli.demo_engine import Engine, EngineSizes
+from gdn.device import H100
+from gdn.integrations import _sglang_warm_up as sglang_warm_up
+from gdn.integrations._vllm_step import Step
+from gdn.layers import HybridConfig, HybridModel
+from gdn.layers.named import NAMED
+from gdn.problems import Problem
+from gdn.runtime import env, reach
+from gdn.served import GdnLayer, gdn_layer
+from tests.integrations import sglang_engine
+from tests.runtime.recorded import recording
+
+Tensor = torch.Tensor
+BFLOAT16 = torch.bfloat16
+Form = tuple[str, str]  # operator and static fields: with the configuration, what a kernel is compiled for
+
+
+def forms(problems: list[Any]) -> set[Form]:
+    return {(problem.op, problem.static_key()) for problem in problems}
+
+
+def check(asked: list[Problem], known: list[Any], least: int) -> None:
+    """Every form that was asked for is one of the known groups', and there were several."""
+    wanted, have = forms(asked), forms([group[0] for group in known])
+    nearest = {form: min((_differences(form, one) for one in have), key=len) for form in wanted - have}
+    assert not nearest
+    assert len(wanted) >= least, sorted(wanted)
+
+
+def _differences(form: Form, other: Form) -> list[str]:
+    """What a form has and another one has not."""
+    own, others = (set(f"op={op},{static}".split(",")) for op, static in (form, other))
+    return sorted(own - others)
+
+
+# --- gdn.layers ----------------------------------------------------------------------------------------------------------------
+
+
+def engine_problems(config: HybridConfig, state: torch.dtype, num_spec: int, block: int) -> list[Problem]:
+    """Problems of prompts whole and in parts, of kept prefixes, decode and drafts, eager and in padded batches."""
+    with recording() as asked:
+        model = HybridModel(config, dtype=BFLOAT16)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        for use_graphs in (False, True):
+            sizes = EngineSizes(6, 200, block, num_spec=num_spec, num_checkpoints=2)
+            engine = Engine(model, sizes, state_dtype=state, use_graphs=use_graphs)
+            engine.prefill([list(range(1, 60)) * 2, [1, 2, 3]], chunk=64)
+            engine.decode(1)
+            if num_spec:
+                engine.verify([[1] * num_spec, [1]])
+            engine.prefill([[1, 2, 3] * 20])
+            engine.score([[1, 2, 3] * 20], [0])
+    return asked
+
+
+ENGINES = [  # model, tensor parallel, dtype of the states, drafts, tokens of a block, FP8 of the indexer
+    ("qwen3-next-80b", 4, "float32", 2, 64, "0"),
+    ("qwen3.8-flash-next", 2, "bfloat16", 3, 16, "1"),
+]
+MORE_ENGINES = [
+    ("qwen3-next-80b", 1, "bfloat16", 3, 16, "1"),
+    ("qwen3.5-35b", 1, "bfloat16", 0, 16, "0"),
+    ("qwen3.5-35b", 4, "float32", 2, 64, "1"),
+    ("qwen3.8-flash-next", 1, "float32", 0, 64, "0"),
+    ("tiny", 1, "bfloat16", 0, 48, "1"),
+    ("tiny", 2, "float32", 1, 64, "0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "state", "num_spec", "block", "fp8"),
+    [*ENGINES, *(pytest.param(*one, marks=pytest.mark.cover) for one in MORE_ENGINES)],
+)
+def test_the_engine_of_the_demo(
+    name: str, tp: int, state: str, num_spec: int, block: int, fp8: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_QSA_USE_FP8_INDEXER", fp8)
+    monkeypatch.setenv("VLLM_DSA_USE_DENSE_PREFILL_THRESHOLD", "16")  # short prompts select positions too
+    env.reload()
+    config = NAMED[name].per_rank(tp)
+    small: dict[str, Any] = {"vocab_size": 64, "num_experts": 0, "intermediate_size": 64, "hidden_size": 64}
+    config = dataclasses.replace(config, num_hidden_layers=2, layer_types=("linear_attention", "full_attention"), **small)
+    asked = engine_problems(config, getattr(torch, state), num_spec, block)
+    options: dict[str, Any] = {"state_dtypes": (state,), "hosts": ("layers",), "block_size": block}
+    check(asked, served.groups(config, num_spec=num_spec, **options), 7)
+
+
+def test_layers_whose_steps_are_operators_of_their_own() -> None:
+    """Head dims without a fused prefill step; and draft trees."""
+    from gdn.layers import GatedDeltaNet, GDNMetadataBuilder
+
+    config = dataclasses.replace(
+        NAMED["tiny"], num_hidden_layers=1, layer_types=("linear_attention",), linear_key_head_dim=192, linear_value_head_dim=192
+    )
+    columns = config.linear_conv_kernel_dim + 1
+    with recording() as asked:
+        layer = GatedDeltaNet(config, dtype=BFLOAT16)
+        windows = torch.zeros(8, columns, config.conv_dim, dtype=BFLOAT16).mT
+        states = torch.zeros(8, config.linear_num_value_heads, 192, 192)
+        builder = GDNMetadataBuilder(torch.device("cpu"), num_spec=2, max_num_sequences=4)
+        for queries, drafts, parents in (([70, 3], None, None), ([3, 3], [2, 2], [-1, 0, 0] * 2)):
+            step = builder.build(queries, [90, 80], [[1, 2, 3], [4, 5, 6]], num_draft_tokens=drafts, parent_token=parents)
+            layer(torch.zeros(sum(queries), config.hidden_size, dtype=BFLOAT16), step, windows, states)
+    check(asked, served.groups(config, num_spec=2, hosts=("layers",)), 3)
+
+
+# --- vLLM ----------------------------------------------------------------------------------------------------------------------
+
+
+def vllm_layer(config: HybridConfig, kind: GdnLayer) -> SimpleNamespace:
+    """A layer with vLLM's attributes."""
+    H, HV, K, V = kind.num_k_heads, kind.num_v_heads, kind.head_k_dim, kind.head_v_dim
+    channels = 2 * H * K + HV * V
+
+    def dtype(name: str | None) -> Any:
+        return getattr(torch, name or "bfloat16")
+
+    bias = None if kind.bias_dtype is None else torch.zeros(channels, dtype=dtype(kind.bias_dtype))
+    return SimpleNamespace(
+        tp_size=1, num_k_heads=H, num_v_heads=HV, head_k_dim=K, head_v_dim=V, key_dim=H * K, value_dim=HV * V,
+        layer_norm_epsilon=1e-6, activation="silu", gqa_interleaved_layout=config.projection_layout == "interleaved",
+        conv1d=SimpleNamespace(weight=torch.zeros(channels, 1, 4, dtype=BFLOAT16), bias=bias),
+        A_log=torch.zeros(HV, dtype=dtype(kind.A_log_dtype)), dt_bias=torch.zeros(HV, dtype=dtype(kind.dt_bias_dtype)),
+        norm=SimpleNamespace(weight=torch.zeros(V, dtype=dtype(kind.norm_dtype)), activation=kind.gate_activation),
+        split_ba=lambda ba: ba.chunk(2, dim=-1),
+    )  # fmt: skip
+
+
+def vllm_batches(num_spec: int) -> Iterator[SimpleNamespace]:
+    """Decode rows, drafts, prompts with and without checkpoints and decode rows, prompts among drafts."""
+
+    def int32(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    nothing: dict[str, Any] = {
+        "spec_sequence_masks": None, "checkpoint": None, "num_prefills": 0, "num_decodes": 0, "num_decode_tokens": 0,
+    }  # fmt: skip
+    table = torch.arange(1, 13, dtype=torch.int32).view(3, 4)
+    yield SimpleNamespace(
+        **nothing | {"num_decodes": 3, "num_decode_tokens": 3}, num_actual_tokens=3, non_spec_state_indices_tensor=table[:, 0]
+    )
+    prompts: dict[str, Any] = {
+        "num_prefills": 2, "prefill_state_indices": int32(2, 3), "prefill_query_start_loc": int32(0, 70, 80),
+        "prefill_has_initial_state": torch.tensor([True, False]),
+    }  # fmt: skip
+    checkpoint = SimpleNamespace(checkpoint_offsets=int32(0, 64, 0), state_indices=int32(0, 5, 0))
+    for kept in (None, checkpoint):
+        decodes = {"num_decodes": 1, "num_decode_tokens": 1, "checkpoint": kept}
+        yield SimpleNamespace(**nothing | prompts | decodes, num_actual_tokens=81, non_spec_state_indices_tensor=int32(1, 2, 3))
+    if num_spec:
+        columns = 1 + num_spec
+        drafts: dict[str, Any] = {
+            "spec_sequence_masks": torch.ones(2, dtype=torch.bool), "spec_query_start_loc": int32(0, columns, columns + 1),
+            "spec_state_indices_tensor": torch.arange(1, 1 + 2 * columns, dtype=torch.int32).view(2, -1),
+            "num_accepted_tokens": int32(1, 2),
+        }  # fmt: skip
+        yield SimpleNamespace(**nothing | drafts, num_actual_tokens=columns + 1)
+        yield SimpleNamespace(
+            **nothing | drafts | prompts, num_actual_tokens=columns + 81, spec_token_indx=torch.arange(columns + 1),
+            non_spec_token_indx=torch.arange(columns + 1, columns + 81),
+        )  # fmt: skip
+
+
+def vllm_problems(config: HybridConfig, kind: GdnLayer) -> list[Problem]:
+    layer = vllm_layer(config, kind)
+    step = Step(layer, conv_dim_first=not kind.channels_contiguous)
+    columns = 3 + kind.num_spec
+    channels, values = step.channels, step.num_value_heads * step.head_v_dim
+    windows = (channels, columns) if not kind.channels_contiguous else (columns, channels)
+    states = (kind.num_v_heads, kind.head_v_dim, kind.head_k_dim)
+    pages = (
+        torch.zeros(16, *windows, dtype=BFLOAT16), torch.zeros(16, *states, dtype=getattr(torch, kind.state_dtype)),
+    )  # fmt: skip
+    with recording() as asked:
+        for batch in vllm_batches(kind.num_spec):
+            tokens = batch.num_actual_tokens + 2
+            rows = [torch.zeros(tokens, width, dtype=BFLOAT16) for width in (channels + values, 2 * step.num_value_heads)]
+            step(rows[0], rows[1], torch.zeros(tokens, step.num_value_heads, step.head_v_dim, dtype=BFLOAT16), batch, pages)
+    return asked
+
+
+VLLM_KINDS: list[dict[str, Any]] = [
+    {},
+    {"norm_dtype": "float32", "dt_bias_dtype": "bfloat16"},
+    {"channels_contiguous": False, "num_spec": 2},
+    {"num_spec": 3, "state_dtype": "bfloat16", "dt_bias_dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3-next-80b", pytest.param("qwen3.5-35b", marks=pytest.mark.cover)])
+@pytest.mark.parametrize("kind", VLLM_KINDS, ids=lambda kind: ",".join(f"{name}={value}" for name, value in kind.items()))
+def test_layers_of_vllm(name: str, kind: dict[str, Any]) -> None:
+    config = NAMED[name].per_rank(4)
+    layer = GdnLayer(
+        config.linear_num_key_heads, config.linear_num_value_heads, 128, 128, layout=config.projection_layout,
+        checkpoints=(False, True), **kind,
+    )  # fmt: skip
+    asked = vllm_problems(config, layer)
+    known = served.groups(config, num_spec=layer.num_spec, state_dtypes=(layer.state_dtype,), hosts=("vllm",))
+    check(asked, known, 4 if layer.num_spec else 3)
+    check(asked, gdn_layer.problems(layer), 4 if layer.num_spec else 3)
+
+
+@pytest.mark.parametrize("other", [{"bias_dtype": "bfloat16"}, {"A_log_dtype": "bfloat16"}, {"gate_activation": "sigmoid"}])
+def test_a_layer_says_what_a_configuration_does_not(other: dict[str, Any]) -> None:
+    config = NAMED["qwen3.5-35b"].per_rank(4)
+    layer = GdnLayer(4, 8, 128, 128, checkpoints=(False, True), num_spec=2, **other)
+    asked = vllm_problems(config, layer)
+    check(asked, gdn_layer.problems(layer), 4)
+    assert forms(asked) - forms(
+        [group[0] for group in gdn_layer.problems(GdnLayer(4, 8, 128, 128, checkpoints=(False, True), num_spec=2))]
+    )
+
+
+# --- SGLang --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_the_kernel_object_of_sglang(state: str) -> None:
+    config = NAMED["tiny"]  # whose heads are those of the engine
+    with recording() as asked:
+        engine = sglang_engine.Engine(1, dtype=getattr(torch, state), dim=64)
+        engine.token_dtype = BFLOAT16
+        weights = {"A_log": engine.A_log, "dt_bias": engine.dt_bias}
+        packed, a, b = engine.rows(6)
+        slots, lengths = [4, 0], [3, 3]
+        given = engine.options(slots, lengths)
+        one_each = {**engine.options(slots, [1, 1])}
+        engine.kernel.decode(*engine.split(packed[:2]), a[:2], b[:2], **weights, **one_each)
+        del one_each["query_start_loc"]
+        engine.kernel.packed_decode(packed[:2], a[:2], b[:2], scale=1.0, num_v_heads=4, head_v_dim=64, **weights, **one_each)
+        g, beta = engine.gates(a, b)
+        chunks = {"track_state": torch.zeros(2, *engine.state_shape), "track_chunk_idx": engine.int32([0, -1])}
+        for tracked in ({}, chunks):
+            engine.kernel.extend(*engine.split(packed), g[None], beta[None], **given, **tracked)
+        kept = torch.zeros(2, 3, *engine.state_shape, dtype=getattr(torch, state))
+        for parents in (None, engine.int32([[0, 0, 1]] * 2)):
+            engine.kernel.target_verify(
+                *weights.values(), *engine.split(packed), a, b, **given, intermediate_states_buffer=kept,
+                intermediate_state_indices=engine.int32([0, 1]), retrieve_parent_token=parents,
+            )  # fmt: skip
+    assert not engine.calls.left and engine.calls.served == 6
+    check(asked, served.groups(config, num_spec=2, state_dtypes=(state,), hosts=("sglang",)), 5)
+
+
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_what_the_adapter_of_sglang_loads_is_built_ahead(state: str) -> None:
+    """Every form of call that it loads when SGLang makes a backend."""
+    config, dtype = NAMED["tiny"], getattr(torch, state)
+    sizes = (config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+    calls: list[Any] = []
+    for dt_bias, overlap in itertools.product((torch.float32, BFLOAT16), (True, False)):
+        form = sglang_warm_up.Form(
+            *sizes, 4, False, "silu", BFLOAT16, BFLOAT16, torch.float32, dt_bias, BFLOAT16, dtype, drafts=3, buffer_dtype=dtype,
+            overlap=overlap,
+        )  # fmt: skip
+        calls += sglang_warm_up.calls(form, sglang_warm_up.PHASES)
+    loaded = forms(served.of_calls(calls))
+    assert loaded == forms([group[0] for group in served.groups(config, num_spec=2, state_dtypes=(state,), hosts=("sglang",))])
+
+
+# --- Transformers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [
+        ("qwen3_next", "layers"),
+        ("qwen4_exp", "layers"),
+        pytest.param("qwen3_next", "functions", marks=pytest.mark.cover),
+        pytest.param("qwen3_5", "layers", marks=pytest.mark.cover),
+        pytest.param("qwen3_5", "functions", marks=pytest.mark.cover),
+        pytest.param("qwen4_exp", "functions", marks=pytest.mark.cover),
+    ],
+)
+def test_models_of_transformers(kind: str, level: str) -> None:
+    host = pytest.importorskip("tests.integrations.transformers_host")
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 64}
+    with recording() as asked:
+        model = host.build(kind, **sizes).to(BFLOAT16)
+        ids, mask = host.prompts(21, 9)
+        with host.on(model, level) as handle:
+            cache = host.dynamic(model)
+            host.run(model, ids, cache, attention_mask=mask)
+            host.run(model, ids[:, :1], cache, attention_mask=torch.cat([mask, mask[:, :1]], dim=1))
+            host.run(model, ids)
+        assert host.served(handle) and not host.reasons(handle)
+    config = HybridConfig.from_transformers(model.config.to_dict())
+    check(asked, served.groups(config, hosts=("transformers",)), 2)
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------------------------
+
+
+def drawn(rng: random.Random, problem: Any) -> Any:
+    """The problem at sizes between those of a serving engine."""
+
+    def count(least: int, most: int) -> int:
+        return min(most, round(math.exp(rng.uniform(math.log(least), math.log(most + 0.4)))))
+
+    names, n = problem.sizes().keys(), count(1, 1024)
+    limits = {
+        "num_tokens": (n, 131072), "num_rows": (n, 32768), "num_columns": (1, 65536), "num_queries": (9, 32768),
+        "num_keys": (64, 65536), "max_context_len": (64, 262144),
+    }  # fmt: skip
+    values = {name: count(*limits[name]) if name in limits else n for name in names}
+    if problem.op in ("gdn_decode", "recurrent", "conv1d_update"):
+        values["num_tokens"] = n
+    if problem.op.startswith("sparse_attention"):
+        values["num_tokens"] = values["num_sequences"] = n
+        values["max_context_len"] = problem.block_size << rng.randint(0, 11)  # block tables have a power of two of blocks
+    fixed = {name: getattr(problem, name) for name in names if name == "k"}
+    return dataclasses.replace(problem, **{name: values[name] for name in names} | fixed)
+
+
+SIZED = ("gdn_decode", "gdn_prefill", "chunk", "recurrent", "sparse_attention_decode", "topk")
+MORE_SIZED = (
+    "sparse_attention_prefill",
+    "mqa_logits",
+    "paged_mqa_logits",
+    "prepare_indexer",
+    "gather_indexer_cache",
+    "add_rms_norm",
+)
+
+
+@pytest.mark.parametrize("op", [*SIZED, *(pytest.param(op, marks=pytest.mark.cover) for op in MORE_SIZED)])
+def test_kernels_of_sizes_between(op: str) -> None:
+    """Also of those where a kernel changes between two points of a line."""
+    config, rng = NAMED["qwen3-next-80b"].per_rank(4), random.Random(op)
+    group = next(one for one in served.groups(config) if one[0].op == op)
+    of_one_width = [problem for problem in group if getattr(problem, "k", 0) == getattr(group[0], "k", 0)]
+    found = {kernel.key for kernel in reach.kernels(of_one_width, H100)}
+    for problem in [drawn(rng, group[0]) for _ in range(100)]:
+        (kernel,) = reach.kernels([problem], H100)
+        assert kernel.key in found, (problem, kernel.config)
+
+
+def test_a_kernel_between_two_neighbours_is_found() -> None:
+    """Few tokens, many tokens: the kernels between are found although no problem of the list takes them."""
+    config = NAMED["qwen3-next-80b"].per_rank(4)
+    group = next(one for one in served.groups(config) if one[0].op == "gdn_prefill")
+    ends = [dataclasses.replace(group[0], num_tokens=count, num_sequences=1) for count in (16, 131072)]
+    assert len(reach.kernels(ends[::-1], H100)) == 2  # not neighbours of a line: sizes shrink
+    assert len(reach.kernels(ends, H100)) > 3
+
+
+def test_hosts_have_their_own_forms() -> None:
+    config = NAMED["qwen3-next-80b"].per_rank(4)
+    of_host = {host: forms([group[0] for group in served.groups(config, hosts=(host,))]) for host in served.HOSTS}
+    assert {"gdn_decode", "topk"} <= {op for op, _ in of_host["layers"]} and not of_host["layers"] & of_host["vllm"]
+    assert {op for op, _ in of_host["vllm"]} == {"gdn_decode", "gdn_prefill"}
+    assert {op for op, _ in of_host["sglang"]} == {"chunk", "conv1d", "conv1d_update", "gdn_decode", "recurrent"}
+    assert all("state_dtype=bfloat16" in static for _, static in of_host["vllm"])  # vLLM's own choice for Qwen3-Next
+    later = served.groups(NAMED["qwen3.5-35b"], hosts=("vllm",))
+    assert all("state_dtype=float32" in static for _, static in forms([group[0] for group in later]))
