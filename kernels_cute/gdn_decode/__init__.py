@@ -81,9 +81,24 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     return more + 84 + 5 * state // 4 + 6 * problem.has_rounding
 
 
+# Tiles with a ring that do not spill: threads, threads a column, columns a thread, threads an SM; of one token, of drafts V first,
+# which are computed several at once, and of drafts K first.
+_RING_ONE = ((128, 8, 4, 512), (64, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512))
+_RING_DRAFTS = ((128, 16, 4, 384), (128, 8, 4, 256), (64, 16, 4, 384))
+_RING_DRAFTS_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 384), (128, 16, 4, 512))
+
+
+def _ring_tiles(problem: GdnDecodeProblem) -> tuple[tuple[int, ...], ...]:
+    if not problem.has_accepted:
+        return _RING_ONE
+    return _RING_DRAFTS if problem.state_v_first else _RING_DRAFTS_K_FIRST
+
+
 def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled, without spills, and launched."""
     k, v = problem.head_k_dim, problem.head_v_dim
+    if problem.ring_rows is not None and tuple(vars(config).values()) not in _ring_tiles(problem):
+        return False
     if config.threads_per_column not in (4, 8, 16, 32) or config.threads not in (64, 128, 256):
         return False
     if config.min_threads_per_sm not in _MIN_THREADS_PER_SM or config.min_threads_per_sm % config.threads:
@@ -97,6 +112,8 @@ def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
         return False
     if _entries(problem, config.threads_per_column) * config.v_per_thread > _MAX_STATE_REGISTERS:
         return False
+    if problem.ring_rows is not None:
+        return True
     return _registers(problem, config) <= min(device.registers_per_sm // config.min_threads_per_sm // 8 * 8, 255)
 
 

@@ -11,12 +11,11 @@ from gdn.device import DeviceSpec
 from gdn.problems import AcceptDraftTreeProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, space, unserved
+from kernels_cute.replay.shape import MOST_NODES
 
 __all__ = ["Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
 
 launch, workspace_bytes = choice.launch, choice.no_workspace
-
-MOST_NODES = 32  # a path is a word of bits
 
 
 @dataclass(frozen=True)

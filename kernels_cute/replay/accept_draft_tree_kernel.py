@@ -9,11 +9,11 @@ from cutlass import Int32, Int64, Uint32
 from gdn.problems import AcceptDraftTreeParams, AcceptDraftTreeProblem
 from kernels_cute.common import build, ptx
 from kernels_cute.common.memory import fake, narrowed
-from kernels_cute.replay.accept_draft_tree import MOST_NODES, Config
+from kernels_cute.replay.shape import MOST_NODES
 
 
 class AcceptDraftTree(build.Kernel, params=AcceptDraftTreeParams):
-    def __init__(self, problem: AcceptDraftTreeProblem, config: Config) -> None:
+    def __init__(self, problem: AcceptDraftTreeProblem, config: Any) -> None:
         self.problem, self.threads = problem, config.threads
         self.ring_blocks = -(-problem.ring_width // 4 // config.threads)  # of a sequence and layer
         self.conv_blocks = -(-(problem.conv_dim or 0) // config.threads)
@@ -95,7 +95,7 @@ def row_of(committed: Any, node: Any, rows: int) -> Any:
     return Int32((committed + Uint32(node)) % rows)
 
 
-def library(problem: AcceptDraftTreeProblem, config: Config) -> dict[str, bytes]:
+def library(problem: AcceptDraftTreeProblem, config: Any) -> dict[str, bytes]:
     p, layers = problem, cute.sym_int()
     ring = fake("float32", layers, cute.sym_int64(), p.ring_rows, p.ring_width, last=1)
     strides = (1, None) if p.conv_channels_contiguous else None
