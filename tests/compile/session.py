@@ -10,11 +10,11 @@ import dataclasses
 import importlib
 import os
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from autotune import workers
 from autotune.workers import Outcome
+from autotune.workers import run as run_in_processes
 from gdn.device import H100
 from gdn.problems import Problem
 from gdn.runtime import compiled
@@ -40,11 +40,11 @@ def key_of(task: Task) -> Hashable:
     return (module_name, problem.static_key(), type(config), *fields)
 
 
-def in_order(tasks: Sequence[Task]) -> list[list[Task]]:
+def in_order(tasks: Sequence[tuple[Hashable, Task]]) -> list[list[tuple[Hashable, Task]]]:
     """One list per pool, longest first: a worker process holds one DSL."""
-    longest_first = sorted(tasks, key=lambda task: -_SECONDS.get(task[0], 1))
-    packages = dict.fromkeys(task[0].partition(".")[0] for task in longest_first)
-    return [[task for task in longest_first if task[0].startswith(f"{package}.")] for package in packages]
+    longest_first = sorted(tasks, key=lambda keyed: -_SECONDS.get(keyed[1][0], 1))
+    packages = dict.fromkeys(task[0].partition(".")[0] for _, task in longest_first)
+    return [[keyed for keyed in longest_first if keyed[1][0].startswith(f"{package}.")] for package in packages]
 
 
 def inspect_politely(*task: Any) -> inspection.Unread:
@@ -52,12 +52,13 @@ def inspect_politely(*task: Any) -> inspection.Unread:
     return inspection.inspect(*task)
 
 
-def _run(tasks: Sequence[Task], stopped: threading.Event) -> Iterator[tuple[Hashable, Outcome]]:
-    for group in in_order(tasks):
-        keys = [key_of(task) for task in group]
+def _run(tasks: Mapping[Hashable, Task], stopped: threading.Event) -> Iterator[tuple[Hashable, Outcome]]:
+    """Asks no kernel module anything: a test that runs at the same time may have put another in its place."""
+    for group in in_order(list(tasks.items())):
         count = min(len(group), len(os.sched_getaffinity(0)))
-        for outcome in workers.run(inspect_politely, group, workers=count, timeout_s=TIMEOUT_S, stopped=stopped):
-            yield keys[outcome.index], outcome
+        variants = [task for _, task in group]
+        for outcome in run_in_processes(inspect_politely, variants, workers=count, timeout_s=TIMEOUT_S, stopped=stopped):
+            yield group[outcome.index][0], outcome
 
 
 class Session:
@@ -80,10 +81,10 @@ class Session:
         assert self._thread is None
         distinct = {key_of(task): task for task in tasks}
         self._announced = set(distinct)
-        self._thread = threading.Thread(target=self._read, args=(list(distinct.values()),), daemon=True)
+        self._thread = threading.Thread(target=self._read, args=(distinct,), daemon=True)
         self._thread.start()
 
-    def _read(self, tasks: Sequence[Task]) -> None:
+    def _read(self, tasks: Mapping[Hashable, Task]) -> None:
         try:
             for key, outcome in _run(tasks, self._stopped):
                 self._keep(key, outcome)
@@ -105,7 +106,7 @@ class Session:
         with self._changed:
             known = self._announced | self._done.keys()
         others = {key: task for key, task in zip(keys, tasks, strict=True) if key not in known}
-        for key, outcome in _run(list(others.values()), self._stopped):
+        for key, outcome in _run(others, self._stopped):
             self._keep(key, outcome)
         with self._changed:
             self._changed.wait_for(lambda: all(key in self._done or key not in self._announced for key in keys))

@@ -2,7 +2,7 @@
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +29,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[list[Task]]:
     """Lists of tasks, one for each run of what replaces the pool. Ratio 13 does not compile."""
     runs: list[list[Task]] = []
 
-    def run(tasks: Sequence[Task], stopped: threading.Event) -> Iterator[tuple[Any, Outcome]]:
+    def run(tasks: Mapping[Hashable, Task], stopped: threading.Event) -> Iterator[tuple[Hashable, Outcome]]:
         if tasks:
-            runs.append(list(tasks))
-        for index, task in enumerate(tasks):
+            runs.append(list(tasks.values()))
+        for index, (key, task) in enumerate(tasks.items()):
             problem: Any = task[1]
-            yield key_of(task), Outcome(index, problem.ratio, "does not compile" if problem.ratio == 13 else None, 0.1)
+            yield key, Outcome(index, problem.ratio, "does not compile" if problem.ratio == 13 else None, 0.1)
 
     monkeypatch.setattr(session, "_run", run)
     return runs
@@ -58,8 +58,8 @@ def test_the_same_kernel_has_one_key() -> None:
 def test_the_longest_go_first_and_a_pool_has_one_dsl() -> None:
     gating = "kernels_cute.gdn_steps.gating"
     names = (gating, "kernels_tl.recurrent", "kernels_cute.chunk", "kernels_tl.chunk", "kernels_cute.topk")
-    pools = session.in_order([(name, PROBLEM, None) for name in names])
-    assert [[task[0] for task in pool] for pool in pools] == [
+    pools = session.in_order([(name, (name, PROBLEM, None)) for name in names])
+    assert [[key for key, _ in pool] for pool in pools] == [
         ["kernels_tl.chunk", "kernels_tl.recurrent"],
         ["kernels_cute.chunk", "kernels_cute.topk", gating],
     ]
@@ -78,10 +78,10 @@ def test_what_two_tests_want_is_compiled_once(compiled: list[list[Task]]) -> Non
 def test_a_test_waits_for_its_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
 
-    def run(tasks: Sequence[Task], stopped: threading.Event) -> Iterator[tuple[Any, Outcome]]:
-        for index, task in enumerate(tasks):
+    def run(tasks: Mapping[Hashable, Task], stopped: threading.Event) -> Iterator[tuple[Hashable, Outcome]]:
+        for index, key in enumerate(tasks):
             assert index == 0 or go_on.wait(60)
-            yield key_of(task), Outcome(index, index, None, 0.1)
+            yield key, Outcome(index, index, None, 0.1)
 
     monkeypatch.setattr(session, "_run", run)
     pool = Session()
@@ -92,9 +92,19 @@ def test_a_test_waits_for_its_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> 
     pool.stop()
 
 
+def test_a_pool_at_work_asks_no_module_that_a_test_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def processes(function: Any, tasks: Sequence[Task], **_: Any) -> Iterator[Outcome]:
+        return iter([Outcome(index, task[0], None, 0.1) for index, task in enumerate(tasks)])
+
+    monkeypatch.setattr(session, "run_in_processes", processes)
+    tasks = {key_of(task_of(ratio)): task_of(ratio) for ratio in (1, 2)}
+    monkeypatch.setattr(session, "key_of", lambda task: pytest.fail("asked for a default while a test may replace it"))
+    assert [(key, outcome.value) for key, outcome in session._run(tasks, threading.Event())] == [(key, EXPAND) for key in tasks]
+
+
 def test_a_pool_that_fails_fails_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(tasks: Sequence[Task], stopped: threading.Event) -> Iterator[tuple[Any, Outcome]]:
-        yield key_of(tasks[0]), Outcome(0, 0, None, 0.1)
+    def run(tasks: Mapping[Hashable, Task], stopped: threading.Event) -> Iterator[tuple[Hashable, Outcome]]:
+        yield next(iter(tasks)), Outcome(0, 0, None, 0.1)
         raise OSError("no processes left")
 
     monkeypatch.setattr(session, "_run", run)
