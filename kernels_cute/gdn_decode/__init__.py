@@ -111,9 +111,10 @@ def _streamed(problem: GdnDecodeProblem, device: DeviceSpec, stages: int | None 
     """The configuration that streams states through this many stages, None = all that fit; None where there is none."""
     if sizes.refusal(problem) is not None:
         return None
-    most = sizes.most_stages(problem, device.shared_bytes_per_block)
+    most = sizes.most_stages(problem)
     stages = most if stages is None else stages
-    return Config(256, 8, 4, 256, stages, device.num_sms) if 2 <= stages <= most else None
+    is_possible = 0 < stages <= most and stages % sizes.WARPS == 0
+    return Config(256, 8, 4, 256, stages, device.num_sms) if is_possible else None
 
 
 def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:

@@ -23,7 +23,7 @@ from kernels_cute.gdn_decode.replay_batch import z_of
 from kernels_cute.gdn_decode.streamed.fold import fold_tile
 from kernels_cute.gdn_decode.streamed.items import block_of
 from kernels_cute.gdn_decode.streamed.sizes import COLUMNS, DIM, TILES_OF_HEAD, WARPS
-from kernels_cute.gdn_decode.streamed.spec import HEAD_BARRIER, Item, Shared, Spec, of_head
+from kernels_cute.gdn_decode.streamed.spec import HEAD_BARRIER, Item, Shared, Spec, of_head, stage_of
 from kernels_cute.gdn_decode.streamed.tiles import PER_LANE, TEAMS, Tile, entry_at, state_values
 
 
@@ -95,15 +95,17 @@ def solve(spec: Spec, tile: Tile, live: Live, lane: Any, scale: Any, shared: Sha
 
 @cute.jit
 def run_tile(
-    spec: Spec, storage, params: GdnDecodeParams, item: Item, live: Live, place: Any, shared: Shared, rX: cute.Tensor,
-    norm_weight: Float32,
+    spec: Spec, storage, params: GdnDecodeParams, item: Item, live: Live, place: Any, shared: Shared, norm_weight: Float32
 ):  # fmt: skip
-    """place: number of the tile in the item, in the kernel's run, and the round of tiles; the thread's warp and lane."""
-    (number, in_run, turn), (warp, lane) = place
-    batch, stage, parity = cutlass.const_expr(spec.batch), in_run % spec.stages, in_run // spec.stages % 2
+    """place: live items before this one, and the turn of tiles in it; the thread's warp and lane."""
+    (served, turn), (warp, lane) = place
+    batch, number = cutlass.const_expr(spec.batch), warp + turn * WARPS
+    stage, parity = stage_of(spec, served, warp, turn)
     tile = Tile(number // TILES_OF_HEAD, number % TILES_OF_HEAD * COLUMNS, shared.state + stage * spec.tile_bytes)
     rZ, rU, rO, rK = [cute.make_rmem_tensor(batch, Float32) for _ in range(4)]
     load_gates_of_norm(spec, params, item, tile, lane, rZ)
+    rX = cute.make_rmem_tensor(spec.vectors * PER_LANE, Float32)
+    load_vectors(spec, lane % TEAM, shared, rX)
     cute.arch.mbarrier_wait(storage.state_full.data_ptr() + stage, parity)
     multiply(spec, tile, lane, shared, rX)
     if ring.needs_fold(live):

@@ -8,8 +8,8 @@ from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
 from kernels_cute.common.ring import row_of
 from kernels_cute.gdn_decode.streamed.items import COUNTS, is_live, item_of, load_counts
-from kernels_cute.gdn_decode.streamed.sizes import DIM
-from kernels_cute.gdn_decode.streamed.spec import Item, Spec, entries_of
+from kernels_cute.gdn_decode.streamed.sizes import DIM, WARPS
+from kernels_cute.gdn_decode.streamed.spec import Item, Spec, entries_of, stage_of
 
 
 @cute.jit
@@ -35,13 +35,10 @@ def copy_warp(spec: Spec, storage, params: GdnDecodeParams, total: Int32):
 def copy_entries(spec: Spec, storage, params: GdnDecodeParams, item: Item, served: Int32):
     """The entries that may be live, one a lane, and the slot's count."""
     lane, ring, gRing, ratio = cute.arch.lane_idx(), spec.ring, params.ring, cutlass.const_expr(spec.ratio)
-    buffer = served % 2
-    cute.arch.mbarrier_wait(storage.entries_free.data_ptr() + buffer, served // 2 % 2 ^ 1)
+    buffer = served % spec.buffers
+    cute.arch.mbarrier_wait(storage.entries_free.data_ptr() + buffer, served // spec.buffers % 2 ^ 1)
     full = storage.entries_full.data_ptr() + buffer
-    entries, count = entries_of(spec, storage, buffer), item.committed - item.first
-    if lane == 0:
-        cute.arch.mbarrier_arrive_and_expect_tx(full, count * (4 * (1 + ratio) * DIM))
-    cute.arch.sync_warp()
+    entries, count = entries_of(spec, storage, served), item.committed - item.first
     if lane < count:
         number = row_of(ring, Int32(Uint32(item.first) % ring.rows), lane)
         row = gRing.iterator.toint() + (Int64(item.slot) * gRing.stride[0] + Int64(number) * gRing.stride[1]) * 4
@@ -56,7 +53,11 @@ def copy_entries(spec: Spec, storage, params: GdnDecodeParams, item: Item, serve
             ptx.store_one(entries.decays + (head * spec.decay_pitch + lane) * 4, decay)
     if lane == 31:
         ptx.store_word(entries.written, params.state_tokens[item.slot])
-    cute.arch.mbarrier_arrive(full)
+    # Bytes that have come before they are announced count below zero: the phase ends with the last arrival.
+    if lane == 0:
+        cute.arch.mbarrier_arrive_and_expect_tx(full, count * (4 * (1 + ratio) * DIM))
+    else:
+        cute.arch.mbarrier_arrive(full)
 
 
 @cute.jit
@@ -67,8 +68,7 @@ def copy_states(spec: Spec, storage, params: GdnDecodeParams, item: Item, served
         source = gState.iterator.toint() + Int64(item.slot) * gState.stride[0] * (gState.element_type.width // 8)
         source += Int64(item.key_head) * (spec.item_tiles * size)
         for tile in cutlass.range(spec.item_tiles, unroll=1):
-            number = served * spec.item_tiles + tile
-            stage, parity = number % spec.stages, number // spec.stages % 2
+            stage, parity = stage_of(spec, served, tile % WARPS, tile // WARPS)
             full = storage.state_full.data_ptr() + stage
             cute.arch.mbarrier_wait(storage.state_free.data_ptr() + stage, parity ^ 1)
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)

@@ -15,13 +15,12 @@ from gdn.problems import GdnDecodeParams
 from kernels_cute.common.init_barriers import init_barriers
 from kernels_cute.common.ring import live_entries
 from kernels_cute.gdn_decode.spec import Registers
-from kernels_cute.gdn_decode.streamed.columns import load_vectors, run_tile
+from kernels_cute.gdn_decode.streamed.columns import run_tile
 from kernels_cute.gdn_decode.streamed.copies import copy_warp
 from kernels_cute.gdn_decode.streamed.inputs import load_inputs, make_registers, store_windows, write_inputs
 from kernels_cute.gdn_decode.streamed.items import COUNTS, is_live, item_of, load_counts
 from kernels_cute.gdn_decode.streamed.sizes import COLUMNS, DIM, TILES_OF_HEAD, WARPS
 from kernels_cute.gdn_decode.streamed.spec import THREADS, WARPS_BARRIER, Item, Spec, shared_of
-from kernels_cute.gdn_decode.streamed.tiles import PER_LANE
 from kernels_cute.gdn_decode.streamed.weights import weigh
 
 # Of a thread. Registers are given to warpgroups, so three idle warps stand next to the one that copies.
@@ -118,24 +117,22 @@ def run_item(
 ):  # fmt: skip
     """numbers: live items before this one, and the next item as `load_next` takes it. place: warp and thread."""
     (served, following), (warp, thread) = numbers, place
-    buffer, lane = served % 2, thread % 32
-    shared = shared_of(spec, storage, buffer, warp)
+    buffer, lane = served % spec.buffers, thread % 32
+    shared = shared_of(spec, storage, served, warp)
     write_inputs(spec, params, item, thread, registers, shared)
     cute.arch.barrier(barrier_id=WARPS_BARRIER, number_of_threads=THREADS)
-    cute.arch.mbarrier_wait(storage.entries_full.data_ptr() + buffer, served // 2 % 2)
+    cute.arch.mbarrier_wait(storage.entries_full.data_ptr() + buffer, served // spec.buffers % 2)
     live = live_entries(spec.ring, shared.entries, (item.first, item.committed), params.fold_phase)
+    live = live._replace(start=cutlass.min(live.start, live.count))  # of one that turns out to be padding it may be anything
     if live.is_valid:
         store_windows(spec, params, item, thread, registers.line)
     load_next(spec, params, following, thread, rNext, registers)
     weigh(spec, live, thread, shared)
     cute.arch.barrier(barrier_id=WARPS_BARRIER, number_of_threads=THREADS)
-    rX = cute.make_rmem_tensor(spec.vectors * PER_LANE, Float32)
-    load_vectors(spec, lane % 8, shared, rX)
     for turn in cutlass.range(-(-spec.item_tiles // WARPS), unroll=1):
         number = warp + turn * WARPS
         if number < spec.item_tiles:
-            in_run = served * spec.item_tiles + number
-            run_tile(spec, storage, params, item, live, ((number, in_run, turn), (warp, lane)), shared, rX, norm_weight)
+            run_tile(spec, storage, params, item, live, ((served, turn), (warp, lane)), shared, norm_weight)
     cute.arch.sync_warp()
     if lane == 0:
         cute.arch.mbarrier_arrive(storage.entries_free.data_ptr() + buffer)

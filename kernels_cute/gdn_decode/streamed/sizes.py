@@ -10,6 +10,7 @@ TILES_OF_HEAD = DIM // COLUMNS
 _MOST_TOKENS = 4  # of a sequence: 2 vectors of 16 values each in registers
 _MOST_LIVE = 32  # entries, one a lane
 _SPARE_BYTES = 1024  # barriers, alignment
+_SHARED_BYTES = 232448  # that a block may have on every device of this architecture
 
 
 def _multiple_of_four(count: int) -> int:
@@ -34,11 +35,16 @@ def refusal(problem: GdnDecodeProblem) -> str | None:
 
 
 class Sizes:
-    """Counts of a problem that `refusal` has let through, with `stages` tiles of states in shared memory."""
+    """Counts of a problem that `refusal` has let through, with `stages` tiles of states in shared memory, a multiple of WARPS.
+
+    A stage belongs to one warp, which alone waits for it: a wait for a phase of a barrier also ends where the phase before has
+    not ended, so nobody may wait two phases ahead.
+    """
 
     def __init__(self, problem: GdnDecodeProblem, stages: int) -> None:
         assert problem.ring_rows is not None and problem.fold_every is not None
-        self.stages, self.ratio = stages, problem.num_v_heads // problem.num_k_heads
+        self.stages, self.stages_of_warp = stages, stages // WARPS
+        self.ratio = problem.num_v_heads // problem.num_k_heads
         tokens = most_tokens(problem.ring_rows, problem.fold_every) if problem.has_accepted else 1
         self.batch = 1 if tokens == 1 else 2 if tokens == 2 else 4  # tokens of a sequence, some beyond its last
         self.vectors = 2 * self.batch  # k and q of each
@@ -54,24 +60,28 @@ class Sizes:
         self.tokens_floats = self.gates_at + _multiple_of_four(2 * self.batch * self.ratio)
         self.norms_at, self.totals_at = 0, 4
         self.squares_at = self.totals_at + _multiple_of_four(self.ratio * self.batch)
-        # Of shared memory, by name; those of the first three and of `tokens` are two buffers.
-        self.floats = {
-            "keys": 2 * self.most_live * DIM,
-            "updates": 2 * self.most_live * self.ratio * DIM,
-            "decays": 2 * self.ratio * self.decay_pitch + 4,
+        # Of entries: those of the next item are copied while this one is computed, where there is room.
+        self.buffers = next((count for count in (2, 1) if self._bytes(count) <= _SHARED_BYTES), 1)
+        self.floats = self._floats(self.buffers)
+        self.shared_bytes = self._bytes(self.buffers)
+
+    def _floats(self, buffers: int) -> dict[str, int]:
+        """Of shared memory, by name: entries in `buffers` buffers, tokens in two."""
+        return {
+            "keys": buffers * self.most_live * DIM,
+            "updates": buffers * self.most_live * self.ratio * DIM,
+            "decays": buffers * self.ratio * self.decay_pitch + 4,  # and the slot's count of each buffer
             "tokens": 2 * self.tokens_floats,
             "weights": self.ratio * self.entries * self.vectors,
             "sums": WARPS * COLUMNS * self.sums_pitch,
             "others": self.squares_at + 2 * WARPS * self.batch,
         }
 
-    @property
-    def shared_bytes(self) -> int:
+    def _bytes(self, buffers: int) -> int:
         """Of a block, at most."""
-        return self.stages * self.tile_bytes + 4 * sum(self.floats.values()) + _SPARE_BYTES
+        return self.stages * self.tile_bytes + 4 * sum(self._floats(buffers).values()) + _SPARE_BYTES
 
 
-def most_stages(problem: GdnDecodeProblem, shared_bytes: int) -> int:
-    """Tiles that a block of this much shared memory holds, two items' at most."""
-    sizes = Sizes(problem, 0)
-    return min(2 * sizes.item_tiles, (shared_bytes - sizes.shared_bytes) // sizes.tile_bytes)
+def most_stages(problem: GdnDecodeProblem) -> int:
+    """Stages of two tiles a warp, of one, or 0 where shared memory does not hold them."""
+    return next((stages for stages in (2 * WARPS, WARPS) if Sizes(problem, stages).shared_bytes <= _SHARED_BYTES), 0)

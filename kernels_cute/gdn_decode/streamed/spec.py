@@ -70,13 +70,13 @@ class Spec(Sizes):
             [
                 Barrier("state_full", self.stages, (Arrivals("copy", "role", what="with the bytes"),), ("math",)),
                 Barrier("state_free", self.stages, (Arrivals("math", "role", what="read by the tile's warp"),), ("copy",)),
-                Barrier("entries_full", 2, (Arrivals("copy", "role", what="with the bytes"), _DECAYS), ("math",)),
-                Barrier("entries_free", 2, (Arrivals("math", "warp", what="read"),), ("copy",)),
+                Barrier("entries_full", self.buffers, (Arrivals("copy", "thread", what="with the bytes"),), ("math",)),
+                Barrier("entries_free", self.buffers, (Arrivals("math", "warp", what="read"),), ("copy",)),
             ],
         )
 
     def storage(self) -> Any:
-        stages, state_words = self.stages, self.stages * self.tile_bytes // 4
+        stages, state_words, buffers = self.stages, self.stages * self.tile_bytes // 4, self.buffers
         num_keys, num_updates, num_decays, num_tokens, num_weights, num_sums, num_others = self.floats.values()
 
         @cute.struct
@@ -91,35 +91,39 @@ class Spec(Sizes):
             others: cute.struct.Align[cute.struct.MemRange[Float32, num_others], 16]
             state_full: cute.struct.MemRange[Int64, stages]
             state_free: cute.struct.MemRange[Int64, stages]
-            entries_full: cute.struct.MemRange[Int64, 2]
-            entries_free: cute.struct.MemRange[Int64, 2]
+            entries_full: cute.struct.MemRange[Int64, buffers]
+            entries_free: cute.struct.MemRange[Int64, buffers]
 
         return Storage
 
 
-_DECAYS = Arrivals("copy", "thread", what="its entry's log decays are there")
-
-
-def entries_of(spec: Spec, storage: Any, buffer: Any) -> Entries:
-    """The entries of one of two buffers."""
-    live = spec.most_live
+def entries_of(spec: Spec, storage: Any, served: Any) -> Entries:
+    """The entries of the live item of this number."""
+    live, buffer = spec.most_live, served % spec.buffers
     keys = storage.keys.data_ptr().toint() + buffer * (4 * live * DIM)
     updates = storage.updates.data_ptr().toint() + buffer * (4 * live * spec.ratio * DIM)
     decays = storage.decays.data_ptr().toint()
-    written = decays + 4 * (2 * spec.ratio * spec.decay_pitch) + buffer * 4
+    written = decays + 4 * (spec.buffers * spec.ratio * spec.decay_pitch) + buffer * 4
     decays = decays + buffer * (4 * spec.ratio * spec.decay_pitch)
     return Entries(keys, updates, storage.weights.data_ptr().toint(), decays, written)
 
 
-def shared_of(spec: Spec, storage: Any, buffer: Any, warp: Any) -> Shared:
-    """What a warp needs of an item's shared memory."""
-    tokens = storage.tokens.data_ptr().toint() + buffer * (4 * spec.tokens_floats)
+def shared_of(spec: Spec, storage: Any, served: Any, warp: Any) -> Shared:
+    """What a warp needs of the shared memory of the live item of this number."""
+    tokens = storage.tokens.data_ptr().toint() + served % 2 * (4 * spec.tokens_floats)
     others = storage.others.data_ptr().toint()
     sums = storage.sums.data_ptr().toint() + warp * (4 * 32 * spec.sums_pitch)
     places = [others + 4 * at for at in (spec.norms_at, spec.totals_at)]
     squares = others + 4 * spec.squares_at
-    state, entries = storage.state.data_ptr().toint(), entries_of(spec, storage, buffer)
+    state, entries = storage.state.data_ptr().toint(), entries_of(spec, storage, served)
     return Shared(state, entries, tokens, tokens + 4 * spec.gates_at, *places, sums, squares)
+
+
+def stage_of(spec: Spec, served: Any, warp: Any, turn: Any) -> tuple[Any, Any]:
+    """Stage of a warp's tile number `turn` of an item, and parity of the phase in which it is there."""
+    tiles = (spec.item_tiles + (WARPS - 1) - warp) // WARPS  # of the warp, in an item
+    number = served * tiles + turn
+    return warp + number % spec.stages_of_warp * WARPS, number // spec.stages_of_warp % 2
 
 
 def of_head(spec: Spec, entries: Entries, head: Any) -> Entries:
