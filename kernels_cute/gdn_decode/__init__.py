@@ -15,24 +15,16 @@ v_per_thread columns of V. Every block of it computes q and k again (4 KiB of it
 passes between blocks, and the window of q and k is written when all of them have read it.
 """
 
-from dataclasses import dataclass
 from itertools import product
 
 from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, GdnDecodeProblem
-from gdn.recurrent_tiles import Tiles, k_vector, reads_lines, v_per_thread_k_first
+from gdn.recurrent_tiles import k_vector, reads_lines, v_per_thread_k_first
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, unserved
+from kernels_cute.gdn_decode.config import Config as Config
 from kernels_cute.gdn_decode.shape import CHANNELS
 from kernels_cute.gdn_decode.streamed import sizes
-
-
-@dataclass(frozen=True)
-class Config(Tiles):
-    # Tiles of states in shared memory of a persistent block; 0: a state is in the registers of its own block.
-    stages: int = 0
-    num_blocks: int = 0  # with stages: blocks of a launch at most, the device's SMs
-
 
 launch, workspace_bytes = choice.launch, choice.no_workspace
 

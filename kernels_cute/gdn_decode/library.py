@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, Int64
 from gdn.problems import GdnDecodeParams, GdnDecodeProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
-from kernels_cute.gdn_decode import Config
+from kernels_cute.gdn_decode.config import Config
 from kernels_cute.gdn_decode.kernel import GdnDecode
 from kernels_cute.gdn_decode.spec import Spec
 from kernels_cute.gdn_decode.streamed.kernel import StreamedDecode
