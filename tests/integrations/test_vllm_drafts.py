@@ -92,8 +92,6 @@ def test_the_recorded_batches_are_those_of_the_host(monkeypatch: pytest.MonkeyPa
     pytest.importorskip("vllm", reason="vLLM is not installed: its batches are those that were recorded")
     from importlib.metadata import version
 
-    from vllm.utils import torch_utils
-
     assert version("vllm") == RECORDED["vllm"], "record the batches again"
-    monkeypatch.setattr(torch_utils, "PIN_MEMORY", False)
+    record.without_pinned_memory(monkeypatch.setattr)
     assert json.loads(json.dumps(record.traces())) == RECORDED["traces"]
