@@ -1,11 +1,17 @@
 """Replay in batches that vLLM's own builder describes, and blocks that vLLM sizes and deals out, where it can be imported."""
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from gdn.integrations import _hosts, _records
+from gdn.integrations._calls import Calls
+from gdn.integrations._points import resolve
+from gdn.integrations._vllm_pages import page_of, sizes_point
+from gdn.integrations._vllm_replay import page_in
 from gdn.integrations._vllm_rows import backend_class
 from tests.integrations import record_vllm_batches as record
 from tests.integrations.test_vllm_replay import Life
@@ -60,3 +66,64 @@ def test_a_long_run_by_the_hosts_builder(num_spec: int, monkeypatch: pytest.Monk
         if n % 10 == 9:
             life.engine.check_states([own for own in life.running if own.computed])
             assert life.engine.worst < CLOSE
+
+
+def test_the_recorded_signatures_are_the_hosts() -> None:
+    for name in _hosts.VLLM_REPLAY:
+        assert _records.judge(_hosts.VLLM, name, resolve(name)[2]) == _records.Verdict(), name
+
+
+PAGES = [  # drafts, dtype of the states, bytes of a block without replay and with it, for Qwen3-Next's layers
+    (0, "float32", 2162688, 2555904),
+    (3, "float32", 2195456, 2752512),
+    (0, "auto", 1114112, 1409024),
+    (3, "auto", 1146880, 1638400),
+]
+
+
+@pytest.mark.parametrize(("num_spec", "state", "plain", "ours"), PAGES)
+def test_the_size_of_a_block(num_spec: int, state: str, plain: int, ours: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large as the host makes one of attention: without replay a sequence takes 1 + drafts of them."""
+    import vllm.config
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM as Model
+    from vllm.platforms.interface import Platform
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    monkeypatch.setattr(ModelRegistry, "resolve_model_cls", lambda architecture, model_config: (Model, architecture))
+    monkeypatch.setattr(vllm.config.vllm, "set_current_vllm_config", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr(Platform, "_find_non_ssm_backends", classmethod(lambda cls, config: [FlashAttentionBackend]))
+    undo = sizes_point(page_in).install(Calls())
+    try:
+        for replays, expected in ((False, plain), (True, ours)):
+            config = _model_config(num_spec, state)
+            shapes, dtypes = Model.get_mamba_state_shape_from_config(config), Model.get_mamba_state_dtype_from_config(config)
+            if replays:
+                page = page_of(16, shapes, dtypes[1], num_spec)
+                config.compilation_config.static_forward_context["layer"] = SimpleNamespace(_gdn_page=page)
+                shapes = page.shapes
+            Platform._align_hybrid_block_size(config, FlashAttentionBackend)
+            padded = config.cache_config.mamba_page_size_padded
+            spec = MambaSpec(block_size=4096, shapes=shapes, dtypes=dtypes, page_size_padded=padded)
+            assert spec.page_size_bytes == expected
+    finally:
+        undo()
+
+
+def _model_config(num_spec: int, state: str) -> Any:
+    """As much of a configuration as the host's sizing reads."""
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    model = SimpleNamespace(
+        dtype=torch.bfloat16, use_mla=False, get_num_kv_heads=lambda parallel: 2, get_head_size=lambda: 256, architecture="",
+        hf_text_config=SimpleNamespace(linear_conv_kernel_dim=4, **heads),
+    )  # fmt: skip
+    cache = SimpleNamespace(
+        cache_dtype="auto", mamba_cache_dtype="auto", mamba_ssm_cache_dtype=state, block_size=16, mamba_cache_mode="none",
+        mamba_page_size_padded=None, mamba_block_size=None,
+    )  # fmt: skip
+    return SimpleNamespace(
+        cache_config=cache, model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        speculative_config=SimpleNamespace(num_speculative_tokens=num_spec) if num_spec else None,
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )  # fmt: skip
