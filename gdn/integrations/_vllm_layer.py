@@ -125,9 +125,8 @@ class Layers:
         if self.strict:
             raise RuntimeError(f"gdn.integrations.vllm, strict: {prefix} would be left to the host: {reason}")
 
-    def decodes(self, page: Page | None, reason: str | None) -> None:
-        """Counts a served layer: by replay with this page, or without for this reason."""
-        how = _vllm_replay.told(page, reason)
+    def decodes(self, how: str) -> None:
+        """Counts a served layer, which decodes this way."""
         self._decode[how] = self._decode.get(how, 0) + 1
 
     def tell(self, warm_up_s: float | None = None) -> None:
@@ -234,5 +233,5 @@ def _step(layer: Any, vllm_config: Any, conv_dim_first: bool, layers: Layers) ->
             reason = unserved_replay(layer, step, vllm_config.model_config.dtype)
     if page is None or reason is not None:
         page, step = None, Step(layer, conv_dim_first=conv_dim_first)
-    layers.decodes(page, reason)
+    layers.decodes(_vllm_replay.told(facts, page, reason))
     return step, page

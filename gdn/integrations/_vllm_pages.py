@@ -61,8 +61,7 @@ class Page:
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int]]:
         """Shapes of the two parts that the host knows."""
-        size = self._state_bytes + self._ring_bytes + _COUNT
-        return self.window, (size // self.state_dtype.itemsize,)
+        return self.window, (self.bytes_behind_window[1] // self.state_dtype.itemsize,)
 
     @property
     def _state_bytes(self) -> int:
@@ -71,6 +70,11 @@ class Page:
     @property
     def _ring_bytes(self) -> int:
         return self.rows * self.width * 4
+
+    @property
+    def bytes_behind_window(self) -> tuple[int, int]:
+        """Bytes of a block behind its window: of the state alone, and of all."""
+        return self._state_bytes, self._state_bytes + self._ring_bytes + _COUNT
 
     def views(self, flat: Tensor) -> Views:
         """The parts behind the windows. flat: [blocks, elements], as the host binds them."""

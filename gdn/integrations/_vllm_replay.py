@@ -87,8 +87,11 @@ def page_in(vllm_config: Any) -> Page | None:
     return next((page for layer in layers if (page := getattr(layer, "_gdn_page", None)) is not None), None)
 
 
-def told(page: Page | None, reason: str | None) -> str:
+def told(facts: ReplayFacts, page: Page | None, reason: str | None) -> str:
     """How layers decode, for people."""
     if page is None:
         return f"decode without replay: {reason}"
-    return f"decode by replay, a ring of {page.rows} rows, a fold in {page.fold_every} tokens, a block a sequence"
+    plain, ours = (f"{(facts.window_bytes + behind) / 1e6:.2f} MB" for behind in page.bytes_behind_window)
+    instead = f"{1 + facts.num_spec} blocks of {plain}" if facts.num_spec else f"one of {plain}"
+    ring = f"a ring of {page.rows} rows, a fold in {page.fold_every} tokens"
+    return f"decode by replay: {ring}, one block of {ours} a sequence and layer instead of {instead}"

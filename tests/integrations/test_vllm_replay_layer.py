@@ -88,7 +88,11 @@ def test_the_dry_run_warms_the_forms_of_replay_and_says_so(caplog: pytest.LogCap
             assert not layer.forward_cuda(torch.ones(5, HIDDEN)).any()
     (said,) = [record.message for record in caplog.records if "Gated DeltaNet layers" in record.message]
     assert said.startswith("vllm: 3 Gated DeltaNet layers run on gdn's kernels, ready in ")
-    assert said.endswith(" s; decode by replay, a ring of 22 rows, a fold in 15 tokens, a block a sequence")
+    plain, ring = 4 * (6 * CHANNELS + HV * V * K), 22 * 4 * (2 * K + HV * V + HV) + 16
+    assert said.endswith(
+        " s; decode by replay: a ring of 22 rows, a fold in 15 tokens, one block of "
+        f"{(plain + ring) / 1e6:.2f} MB a sequence and layer instead of 4 blocks of {plain / 1e6:.2f} MB"
+    )
     assert f"vllm: {handle.report().notes[1]}" == said
     logged = "\n".join(record.getMessage() for record in caplog.records)
     assert "ring_rows=22,fold_every=15" in logged and "fold_states: reference" in logged
@@ -101,7 +105,7 @@ def test_layers_of_two_kinds_are_told_apart(caplog: pytest.LogCaptureFixture) ->
         context.attn_metadata = None
         first.forward_cuda(torch.ones(2, HIDDEN))
     (said,) = [record.message for record in caplog.records if "Gated DeltaNet layers" in record.message]
-    assert "; 1: decode by replay, a ring of 22 rows" in said
+    assert "; 1: decode by replay: a ring of 22 rows" in said
     assert said.endswith("; 1: decode without replay: with prefix caching the host copies the state of an accepted draft, "
                          "which replay does not keep")  # fmt: skip
 
