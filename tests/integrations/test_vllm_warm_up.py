@@ -60,11 +60,11 @@ class Engine:
 
     def __init__(self, layer: Any) -> None:
         self.layer, self.step, self.random = layer, Step(layer, conv_dim_first=False, page=layer.page), random.Random(7)
-        self.counter = Counter(LIMITS.sequences, layer.num_spec, WIDTH - 1, torch.device("cpu"))
         self.channels, self.values = 2 * layer.key_dim + layer.value_dim, layer.value_dim
         self.qkvz = torch.empty(LIMITS.tokens, self.channels + self.values, dtype=torch.bfloat16)
         self.ba = torch.empty(LIMITS.tokens, 2 * layer.num_v_heads, dtype=torch.bfloat16)
         self.core = torch.empty(LIMITS.tokens, layer.num_v_heads, layer.head_v_dim, dtype=torch.bfloat16)
+        self.counter = Counter(LIMITS.sequences, layer.num_spec, WIDTH - 1, self.qkvz.device)
         blocks = 1 + 2 * LIMITS.sequences * (1 + layer.num_spec)  # their memory is never touched
         self.pages = _vllm_warm_up._pages(layer.get_state_shape(), layer.get_state_dtype(), self.qkvz.device, blocks)
 
