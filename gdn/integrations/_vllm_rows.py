@@ -139,8 +139,9 @@ def backend_class(host: Any) -> type:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             scheduler, layers = vllm_config.scheduler_config, vllm_config.compilation_config.static_forward_context
             captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+            most_rows = max(scheduler.max_num_seqs * (1 + self.num_spec), captured)
             window = layers[layer_names[0]].conv1d.weight.shape[-1] - 1
-            self._gdn_count = Counter(max(scheduler.max_num_seqs, captured), self.num_spec, window, device)
+            self._gdn_count = Counter(most_rows, self.num_spec, window, device)
 
         def build(
             self,
