@@ -85,6 +85,7 @@ _VLLM_REPLAY = (
     *_under(_VLLM_BUILDER, "__init__", "build", "build_for_cudagraph_capture"),
     "vllm.v1.attention.backends.gdn_attn.GDNAttentionBackend.get_builder_cls",
     f"{_VLLM_BATCH}.compute_num_computed_tokens",
+    "vllm.model_executor.layers.mamba.mamba_utils.get_temporal_copy_spec",  # copies what is behind a window as a whole
 )
 _VLLM_REPLAY_CLASSES = {
     _VLLM_BATCH: ("num_reqs", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound"),

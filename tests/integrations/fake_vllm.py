@@ -204,6 +204,10 @@ def is_conv_state_dim_first() -> bool:
     return context.dim_first  # type: ignore[no-any-return]
 
 
+def get_temporal_copy_spec(state: Any, block_ids: Any, cur_block_idx: Any, num_accepted_tokens: Any) -> Any:
+    raise NotImplementedError
+
+
 def get_forward_context() -> Any:
     return context
 
@@ -249,7 +253,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         LAYER: {"QwenGatedDeltaNetAttention": QwenGatedDeltaNetAttention, "_encode_layer_name": lambda prefix: prefix,
                 "qwen_gdn_attention_core_fused_norm_packed": qwen_gdn_attention_core_fused_norm_packed},
         "vllm.model_executor.custom_op": {"PluggableLayer": PluggableLayer, "op_registry_oot": op_registry_oot},
-        "vllm.model_executor.layers.mamba.mamba_utils": {"is_conv_state_dim_first": is_conv_state_dim_first},
+        "vllm.model_executor.layers.mamba.mamba_utils": {
+            "is_conv_state_dim_first": is_conv_state_dim_first, "get_temporal_copy_spec": get_temporal_copy_spec,
+        },
         "vllm.model_executor.layers.mamba.checkpoint": {"MambaPrefillCheckpointMetadata": MambaPrefillCheckpointMetadata},
         "vllm.v1.attention.backends.gdn_attn": {
             "GDNAttentionMetadata": GDNAttentionMetadata, "GDNAttentionMetadataBuilder": GDNAttentionMetadataBuilder,

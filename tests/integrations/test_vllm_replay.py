@@ -87,7 +87,7 @@ def test_a_long_run(num_spec: int, interleaved: bool, dim_first: bool) -> None:
     host = ReplayHost(20 + num_spec, num_spec=num_spec, interleaved=interleaved, dim_first=dim_first)
     host.free = host.free[:7]  # taken over again soon
     life = Life(Engine(host))
-    for n in range(130):
+    for n in range(110):
         life.step()
         if n % 10 == 9:
             life.engine.check_states([own for own in life.running if own.computed])

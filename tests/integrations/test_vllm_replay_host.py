@@ -73,6 +73,24 @@ def test_the_recorded_signatures_are_the_hosts() -> None:
         assert _records.judge(_hosts.VLLM, name, resolve(name)[2]) == _records.Verdict(), name
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_the_prefix_cache_copies_all_of_a_block(state_dtype: torch.dtype) -> None:
+    """The host copies its two parts; the second one ends with the count."""
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalculator
+
+    host = ReplayHost(8, num_spec=0, interleaved=False, dim_first=False, state_dtype=state_dtype)
+    windows, flat = host.layer.kv_cache
+    found = [
+        (copied.start_addr - part[5].data_ptr(), copied.num_elements * part.element_size())
+        for part, function in zip((windows, flat), MambaStateCopyFuncCalculator.gated_delta_net_state_copy_func(), strict=True)
+        for copied in (function(part, [3, 5, 9], 1, 1),)
+    ]
+    views = host.page.views(flat)
+    count = views.state_tokens[5:].data_ptr() - flat[5].data_ptr()
+    assert found == [(0, windows[5].nbytes), (0, flat[5].nbytes)] and flat[5].nbytes == count + 16
+    assert views.ring[5].data_ptr() + views.ring[5].nbytes == flat[5].data_ptr() + count
+
+
 PAGES = [  # drafts, dtype of the states, bytes of a block without replay and with it, for Qwen3-Next's layers
     (0, "float32", 2162688, 2555904),
     (3, "float32", 2195456, 2752512),

@@ -202,6 +202,18 @@ def test_what_a_layer_says_of_itself() -> None:
     assert phases == [0, 1, 14, 0, 2] and fold_phase("mixer.3", 15) == 0
 
 
+def test_the_page_of_a_rank() -> None:
+    """Of the heads of one of two ranks, as the host tells the shapes."""
+    layer = SimpleNamespace(
+        tp_size=2, num_k_heads=16, num_spec=3, get_state_shape=lambda: ((6, 4096), (16, 128, 128)),
+        get_state_dtype=lambda: (torch.bfloat16, torch.bfloat16),
+    )  # fmt: skip
+    page = _vllm_replay.page_of_layer(layer)
+    assert (page.rows, page.width, page.fold_every) == (19, 8 * 128 + 16 * 129, 12)
+    window, (elements,) = page.shapes
+    assert window == (6, 4096) and 2 * elements == 2 * 16 * 128 * 128 + 4 * 19 * page.width + 16
+
+
 def test_a_host_whose_pages_changed_is_served_without_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     def build_of_another_version(self: Any, common_attn_metadata: Any) -> Any:
         return None
