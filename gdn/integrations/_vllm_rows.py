@@ -15,7 +15,6 @@ import torch
 
 Tensor = torch.Tensor
 NULL_SLOT = 0  # vLLM's block 0 belongs to nobody
-NAME = "gdn_replay"  # attribute of the host's metadata
 
 
 class Fold(NamedTuple):
@@ -153,7 +152,7 @@ def backend_class(host: Any) -> type:
         ) -> Any:
             given = (num_accepted_tokens, num_decode_draft_tokens_cpu)
             metadata = super().build(common_prefix_len, common_attn_metadata, *given, fast_build)
-            setattr(metadata, NAME, self._gdn_count(metadata, common_attn_metadata, *given))
+            metadata.gdn_replay = self._gdn_count(metadata, common_attn_metadata, *given)
             return metadata
 
     class GDNReplayBackend(host.GDNAttentionBackend):  # type: ignore[misc]

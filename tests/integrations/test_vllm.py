@@ -20,6 +20,7 @@ NAME = "QwenGatedDeltaNetAttention"
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("GDN_VLLM", raising=False)
+    monkeypatch.setenv("GDN_REPLAY", "0")  # test_vllm_replay_layer.py has the other form
     env.reload()
     fake_vllm.install(monkeypatch)
     yield
@@ -76,11 +77,7 @@ def test_a_layer_of_an_engine_runs_on_gdn(quantised: bool) -> None:
     assert not (again == 7).any()
 
 
-def test_the_profile_run_compiles_once_and_says_what_is_served(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GDN_REPLAY", "0")
-    env.reload()
+def test_the_profile_run_compiles_once_and_says_what_is_served(caplog: pytest.LogCaptureFixture) -> None:
     with vllm.enable(allow_reference=True) as handle, caplog.at_level("INFO", "gdn"):
         layers = [build(f"model.layers.{n}", num_spec=2, mode="align") for n in range(3)]
         build("model.layers.3", activation="gelu")
