@@ -82,7 +82,7 @@ _VLLM_REPLAY = (
     VLLM_SIZES,
     *_under(_VLLM_LAYER, "get_state_shape", "get_kv_cache_spec"),
     *_under("vllm.model_executor.layers.mamba.abstract.MambaBase", "bind_kv_cache", "get_attn_backend"),
-    *_under(_VLLM_BUILDER, "__init__", "build", "build_for_cudagraph_capture"),
+    *_under(_VLLM_BUILDER, "__init__", "build", "build_for_cudagraph_capture", "update_block_table"),
     "vllm.v1.attention.backends.gdn_attn.GDNAttentionBackend.get_builder_cls",
     f"{_VLLM_BATCH}.compute_num_computed_tokens",
     "vllm.model_executor.layers.mamba.mamba_utils.get_temporal_copy_spec",  # copies what is behind a window as a whole

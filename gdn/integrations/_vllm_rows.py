@@ -34,12 +34,23 @@ class Prompts(NamedTuple):
     tokens: Tensor  # [writes] int32: tokens that those contain then
 
 
+class Tokens(NamedTuple):
+    """What a batch is for all cache groups, which differ in blocks alone."""
+
+    decoding: Tensor  # [>= rows] int32: committed tokens of rows that decode or have drafts
+    computed: Tensor | None = None  # [rows of prompts] int32: their committed tokens; None without prompts
+    lengths: Tensor | None = None  # [rows of prompts] int32: those after the batch
+    accepted: Tensor | None = None  # [rows of prompts] int32: tokens of their last step
+    any_goes_on: bool = False  # whether a prompt may have a state to go on with, as far as the host knows
+
+
 class Rows(NamedTuple):
     """What is added to the metadata of a batch."""
 
     computed: Tensor  # [>= rows] int32
     slots: Tensor | None  # [rows] int32; None without drafts
     prompts: Prompts | None
+    tokens: Tokens | None = None
 
 
 class Counter:
@@ -74,12 +85,22 @@ class Counter:
             Accepted tokens of each row's last step, on the device, and drafts of each row, on the host, negative in rows that
             have none.
         """
+        return self.rows(metadata, self._tokens(metadata, batch, accepted, drafts))
+
+    def rows(self, metadata: Any, tokens: Tokens) -> Rows:
+        """Of a batch whose tokens are known. metadata: with the blocks of a cache group."""
         has_drafts = metadata.spec_sequence_masks is not None
-        computed = batch.compute_num_computed_tokens()
         slots = metadata.spec_state_indices_tensor[:, 0] if has_drafts else None
+        if tokens.computed is None or tokens.lengths is None:
+            return Rows(tokens.decoding, slots, None, tokens)
+        fold = self._fold(metadata, tokens.computed, tokens.accepted) if tokens.any_goes_on else None
+        return Rows(tokens.decoding, slots, _prompts(metadata, fold, tokens.computed, tokens.lengths), tokens)
+
+    def _tokens(self, metadata: Any, batch: Any, accepted: Tensor | None, drafts: Tensor | None) -> Tokens:
+        computed = batch.compute_num_computed_tokens()
         if not metadata.num_prefills:
-            return Rows(self._kept(computed), slots, None)
-        if has_drafts:
+            return Tokens(self._kept(computed))
+        if metadata.spec_sequence_masks is not None:
             assert drafts is not None
             on_host: Any = drafts < 0
             places: Any = on_host.nonzero()[:, 0].to(computed.device, non_blocking=True)
@@ -87,10 +108,8 @@ class Counter:
         else:
             on_host = places = slice(metadata.num_decodes, None)
             decoding = computed[: metadata.num_decodes]
-        fold = None
-        if _any_goes_on(batch, on_host):
-            fold = self._fold(metadata, computed[places], accepted[places] if accepted is not None and self._num_spec else None)
-        return Rows(decoding, slots, _prompts(metadata, fold, computed[places], batch.seq_lens[places]))
+        last = accepted[places] if accepted is not None and self._num_spec else None
+        return Tokens(decoding, computed[places], batch.seq_lens[places], last, _any_goes_on(batch, on_host))
 
     def _kept(self, computed: Tensor) -> Tensor:
         """Where graphs read it, if they can hold the batch."""
@@ -123,7 +142,7 @@ def _prompts(metadata: Any, fold: Fold | None, computed: Tensor, lengths: Tensor
 
 
 def _any_goes_on(batch: Any, places: Any) -> bool:
-    """Whether a prompt may have a state to go on with, as far as the host knows."""
+    """As `Tokens.any_goes_on`. places: of the prompts' rows, on the host."""
     known = batch.seq_lens_cpu_upper_bound
     if known is None:
         return True
@@ -141,6 +160,9 @@ def backend_class(host: Any) -> type:
             most_rows = max(scheduler.max_num_seqs * (1 + self.num_spec), captured)
             window = layers[layer_names[0]].conv1d.weight.shape[-1] - 1
             self._gdn_count = Counter(most_rows, self.num_spec, window, device)
+            # As the host's own: the second runner describes a batch once, and for other groups changes the blocks alone.
+            is_second = bool(vllm_config.use_v2_model_runner) and device.type == "cuda"
+            self.supports_update_block_table = is_second and vllm_config.cache_config.mamba_cache_mode == "none"
 
         def build(
             self,
@@ -154,6 +176,11 @@ def backend_class(host: Any) -> type:
             metadata = super().build(common_prefix_len, common_attn_metadata, *given, fast_build)
             metadata.gdn_replay = self._gdn_count(metadata, common_attn_metadata, *given)
             return metadata
+
+        def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
+            found = super().update_block_table(metadata, blk_table, slot_mapping)
+            found.gdn_replay = self._gdn_count.rows(found, metadata.gdn_replay.tokens)
+            return found
 
     class GDNReplayBackend(host.GDNAttentionBackend):  # type: ignore[misc]
         @staticmethod

@@ -24,7 +24,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 class HostBuilder:
     """vLLM's builder with ours on top. A table of blocks has one column, as without speculative blocks."""
 
-    def __init__(self, host: ReplayHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, host: ReplayHost, monkeypatch: pytest.MonkeyPatch, is_second_group: bool = False) -> None:
         from vllm.v1.attention.backends import gdn_attn
         from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -36,8 +36,11 @@ class HostBuilder:
         spec = MambaSpec(block_size=4096, shapes=shapes, dtypes=(torch.float32, host.page.state_dtype))
         self.num_spec = host.num_spec
         self.builder = backend_class(gdn_attn).get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))  # type: ignore[attr-defined]
-        self.builder.gdn_prefill_backend = "flashinfer"  # what an SM90 GPU resolves to: no tables of chunks
-        assert not self.builder.supports_update_block_table  # each cache group has metadata of its own
+        self.other = backend_class(gdn_attn).get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))  # type: ignore[attr-defined]
+        for builder in (self.builder, self.other):
+            builder.gdn_prefill_backend = "flashinfer"  # what an SM90 GPU resolves to: no tables of chunks
+        assert not self.builder.supports_update_block_table  # on a GPU
+        self.is_second_group = is_second_group
 
     def __call__(self, rows: list[Row], padded: int) -> Any:
         from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -53,14 +56,18 @@ class HostBuilder:
             block_table_tensor=blocks, slot_mapping=torch.zeros(tokens, dtype=torch.int64),
             is_prefilling=torch.tensor(is_new + [False] * padded), seq_lens_cpu_upper_bound=batch.seq_lens,
         )  # fmt: skip
-        return self.builder.build(0, common, accepted, drafts)
+        if not self.is_second_group:
+            return self.builder.build(0, common, accepted, drafts)
+        # The metadata of a group whose blocks have other numbers, and then this one's blocks in it.
+        first = self.other.build(0, common.replace(block_table_tensor=blocks + 50 * (blocks > 0)), accepted, drafts)
+        return self.builder.update_block_table(first, blocks, common.slot_mapping)
 
 
-@pytest.mark.parametrize("num_spec", [0, 2, 3])
-def test_a_long_run_by_the_hosts_builder(num_spec: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_spec", "is_second_group"), [(0, False), (2, False), (3, False), (0, True), (3, True)])
+def test_a_long_run_by_the_hosts_builder(num_spec: int, is_second_group: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     host = ReplayHost(30 + num_spec, num_spec=num_spec, interleaved=num_spec == 2, dim_first=num_spec == 3)
     host.free = host.free[:7]
-    life = Life(Engine(host, HostBuilder(host, monkeypatch)))
+    life = Life(Engine(host, HostBuilder(host, monkeypatch, is_second_group)))
     for n in range(130):
         life.step()
         if n % 10 == 9:

@@ -145,6 +145,33 @@ def forward(builder: Any, layer: Any, hidden: torch.Tensor, known: dict[str, Any
     return result
 
 
+def test_another_cache_group_has_other_blocks() -> None:
+    """The host changes the blocks of metadata that it made for another group; the tokens stay, and where graphs read them."""
+    with vllm.enable(allow_reference=True):
+        layer, chosen = build(num_spec=0)
+        make = layer.get_attn_backend().get_builder_cls()
+        builders = [make(None, [layer.prefix], chosen, torch.device("cpu")) for _ in range(2)]
+        assert not builders[0].supports_update_block_table  # on a GPU
+        none = {"spec_sequence_masks": None, "checkpoint": None, "num_decodes": 0}
+        told = [
+            SimpleNamespace(
+                num_prefills=2, prefill_state_indices=int32(blocks), prefill_has_initial_state=torch.tensor([True, False]), **none
+            )
+            for blocks in ([3, 4], [8, 9])
+        ]
+        batch = SimpleNamespace(
+            described=told[0], seq_lens=int32([7, 5]), seq_lens_cpu_upper_bound=int32([7, 5]),
+            query_start_loc_cpu=int32([0, 2, 7]), compute_num_computed_tokens=lambda: int32([5, 0]),
+        )  # fmt: skip
+        first = builders[0].build(0, batch)
+        second = builders[1].update_block_table(first, told[1], None)
+        for found, blocks in ((first, [3, 4]), (second, [8, 9])):
+            prompts = found.gdn_replay.prompts
+            assert prompts.written.tolist() == blocks and prompts.tokens.tolist() == [7, 5]
+            assert prompts.fold.slots.tolist() == [blocks[0], 0] and prompts.fold.computed.tolist() == [5, 0]
+        assert first.gdn_replay.computed is second.gdn_replay.computed
+
+
 def test_graphs_read_the_counts_in_the_same_place() -> None:
     with vllm.enable(allow_reference=True):
         layer, chosen = build(num_spec=0)
