@@ -125,6 +125,17 @@ def test_bfloat16_states() -> None:
     assert CLOSE < engine.worst < 0.2
 
 
+@pytest.mark.parametrize("num_spec", [0, 2])
+def test_values_wider_than_keys(num_spec: int) -> None:
+    """The fused decode step, and prompts by one operator after the other."""
+    host = ReplayHost(9, num_spec=num_spec, interleaved=True, dim_first=num_spec > 0, dims=(32, 64))
+    life = Life(Engine(host), most=3)
+    for _ in range(30):
+        life.step()
+    life.engine.check_states([own for own in life.running if own.computed])
+    assert life.engine.worst < CLOSE
+
+
 @pytest.mark.parametrize("omitted", ["counts", "folds"])
 def test_an_omission_is_seen(omitted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs above would notice a block whose count is another's, and a prompt that goes on from an older state."""
