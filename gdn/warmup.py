@@ -1,6 +1,6 @@
 """`gdn.warmup(config)`: every kernel that a model can reach is loaded, before the first request needs it.
 
-`warmup_sizes`: the sizes at which an adapter makes a call of its own, for the same end.
+`warmup_sizes`: the sizes at which an adapter makes a call of its own, for the same end. `without_kernel`: what no kernel runs.
 """
 
 import itertools
@@ -122,8 +122,18 @@ def warmup_sizes(
         sized = [_at(problem, names, *size) for size in (*itertools.chain(*lines), *sorted(itertools.chain(*lines)))]
         for kernel in reach.kernels(sized, spec):
             sizes = kernel.problem.sizes()
-            found.add((sizes["num_tokens"], sizes.get("num_sequences", 1)))
+            sequences = sizes.get("num_sequences", 1)
+            found.add((sizes.get("num_tokens", sequences), sequences))
     return sorted(found, reverse=True)
+
+
+def without_kernel(call: Callable[[], object]) -> set[str]:
+    """Short names of the operators that a call would leave to the reference. It is run without a launch."""
+    from gdn.runtime import explaining
+
+    with explaining() as asked:
+        call()
+    return {choice.op for choice, _ in asked.answers if choice.backend == "reference"}
 
 
 def _at(problem: Any, names: Iterable[str], tokens: int, sequences: int) -> Any:

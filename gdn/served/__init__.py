@@ -4,7 +4,7 @@ Configuration in, problems out; `gdn.runtime.reach` finds the kernels of problem
 it by `GdnLayer`; `of_config` names the forms of every caller from a model's configuration.
 
     layers        gdn.layers.HybridModel: projections in one matrix, attention with its indexer, residual norms
-    vllm          gdn.integrations.vllm: fused steps on vLLM's pages
+    vllm          gdn.integrations.vllm: fused steps on vLLM's pages, with rings where GDN_REPLAY lets it
     sglang        gdn.integrations.sglang: decode steps, convolutions and the delta rule on SGLang's pools
     transformers  gdn.integrations.transformers: fused steps on the cache's tensors, and its functions
 
@@ -19,7 +19,7 @@ from typing import Any
 from gdn.models import ModelShape
 from gdn.problems import ChunkProblem, Conv1dProblem, GdnPrefillProblem, Problem
 from gdn.runtime import explaining
-from gdn.served import attention, gdn_layer, rule, sizes, steps
+from gdn.served import attention, gdn_layer, rule, sizes, steps, vllm_replay
 from gdn.served.gdn_layer import GdnLayer as GdnLayer
 from gdn.served.sizes import Group
 
@@ -121,6 +121,8 @@ def _vllm(config: Any, state: str, num_spec: int) -> Iterator[Group]:
             dt_bias_dtype=dt_bias, channels_contiguous=channels_contiguous, checkpoints=(False, True),
         )  # fmt: skip
         yield from gdn_layer.problems(layer)
+        if vllm_replay.is_reached():
+            yield from vllm_replay.groups(layer)
 
 
 def _sglang(config: Any, state: str, num_spec: int) -> Iterator[Group]:
