@@ -76,8 +76,16 @@ def test_reference_and_testing_lean_on_the_leaves(package: str) -> None:
 
 
 def test_adapters_import_public_names_alone() -> None:
-    """Of the runtime: switches, log, streams. Hosts inside functions only, so that importing an adapter loads none."""
-    allowed = ("gdn.integrations", "gdn.layers", "gdn.warmup", "gdn.runtime.env", "gdn.runtime.log", "gdn.runtime.streams")
+    """Of the runtime: switches, guards, log, streams. Hosts inside functions only, so that importing an adapter loads none."""
+    allowed = (
+        "gdn.integrations",
+        "gdn.layers",
+        "gdn.warmup",
+        "gdn.runtime.env",
+        "gdn.runtime.guards",
+        "gdn.runtime.log",
+        "gdn.runtime.streams",
+    )
     for path in _sources("gdn/integrations"):
         for module in _imports(path):
             if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune")):

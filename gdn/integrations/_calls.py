@@ -57,14 +57,13 @@ def unserved(
     allow_reference : bool
         Serve tensors on the CPU too, by the plain-torch reference. For tests.
     """
-    device = tokens.device
-    if device.type == "cuda":
-        if not _is_sm90(device.index):
+    if tokens.is_cuda:  # the type of a device is a string, which takes as long to make as all of this
+        if not _is_sm90(tokens.device.index):
             return "the GPU is not SM90"
         if tokens.dtype in _WIDE:
             return f"the tokens are {_short(tokens.dtype)}, which has no kernel"
-    elif device.type != "cpu" or not allow_reference:
-        return f"the tokens are on {device.type}"
+    elif not (tokens.is_cpu and allow_reference):
+        return f"the tokens are on {tokens.device.type}"
     if torch.is_grad_enabled():
         if tokens.requires_grad or any(one is not None and one.requires_grad for one in differentiable):
             return "autograd needs gradients, which this project does not record"

@@ -4,7 +4,7 @@ What is kept belongs to the stream that filled it: a call on another stream make
 yet. One that is dropped while a kernel still reads it leaves its memory to later work of the same stream.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,37 +13,56 @@ from gdn.runtime.streams import raw_stream
 
 _MOST = 256  # bounds the memory where every prompt has another length
 _Key = tuple[str, int, int, torch.device, torch.dtype]
-_made: dict[tuple[_Key, int | None], Tensor] = {}
+_made: dict[tuple[_Key, int | None], Any] = {}
+_INT32, _BOOL = torch.int32, torch.bool
 
 
 def slots(count: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     """0, 1, .. count - 1: the slot of each row of a batch in tensors that hold this batch alone."""
-    return _recurring(("slots", count, 0, device, dtype), lambda: torch.arange(count, dtype=dtype, device=device))
+    return _recurring(("slots", count, 0, device, dtype))  # type: ignore[no-any-return]
 
 
 def offsets(count: int, length: int, device: torch.device) -> Tensor:
     """Offsets [count + 1] of `count` rows of `length` tokens each, at least one, as int32."""
-    key = ("offsets", count, length, device, torch.int32)
-    return _recurring(key, lambda: torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device))
+    return _recurring(("offsets", count, length, device, _INT32))  # type: ignore[no-any-return]
 
 
 def flags(count: int, value: bool, device: torch.device) -> Tensor:
     """`value` for each of `count` rows."""
-    key = ("flags", count, int(value), device, torch.bool)
-    return _recurring(key, lambda: torch.full((count,), value, dtype=torch.bool, device=device))
+    return _recurring(("flags", count, int(value), device, _BOOL))  # type: ignore[no-any-return]
 
 
-def _recurring(key: _Key, make: Callable[[], Tensor]) -> Tensor:
+def prompts(count: int, length: int, value: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots, offsets and flags of `count` rows of `length` tokens each."""
+    return _recurring(("prompts", count, length, device, _BOOL if value else _INT32))  # type: ignore[no-any-return]
+
+
+def _make(key: _Key) -> Any:
+    name, count, number, device, dtype = key
+    if name == "slots":
+        return torch.arange(count, dtype=dtype, device=device)
+    if name == "offsets":
+        return torch.arange(0, count * number + 1, number, dtype=dtype, device=device)
+    if name == "flags":
+        return torch.full((count,), bool(number), dtype=dtype, device=device)
+    return (
+        torch.arange(count, dtype=_INT32, device=device),
+        torch.arange(0, count * number + 1, number, dtype=_INT32, device=device),
+        torch.full((count,), dtype is _BOOL, dtype=_BOOL, device=device),
+    )
+
+
+def _recurring(key: _Key) -> Any:
     if torch.compiler.is_compiling():  # part of the graph: a kept tensor would be one more input with its guards
-        return make()
-    device = key[3]
-    stream = raw_stream(device.index) if device.type == "cuda" else None
+        return _make(key)
+    index = key[3].index  # None on the CPU
+    stream = None if index is None else raw_stream(index)
     if stream is not None and torch.cuda.is_current_stream_capturing():
-        return make()  # part of the graph: its memory belongs to it, and holds nothing before a replay
+        return _make(key)  # part of the graph: its memory belongs to it, and holds nothing before a replay
     found = _made.get((key, stream))
     if found is None:
         with torch.inference_mode(False):  # a kept tensor may be used outside of the inference mode that is on now
-            found = make()
+            found = _make(key)
         if len(_made) >= _MOST:
             _made.clear()
         _made[key, stream] = found

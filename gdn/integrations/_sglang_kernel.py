@@ -12,7 +12,8 @@ not served goes to the kernel object that SGLang made itself, with its arguments
 Nothing of SGLang is imported.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import gdn
 from gdn.integrations import _indices as indices
 from gdn.integrations._calls import Calls, unserved, unserved_state
+from gdn.integrations._kept import Served, bound
 
 Tensor = torch.Tensor
 CHUNK = 64  # tokens between two states that the host may ask for
@@ -121,30 +123,44 @@ def kernel_class(base: type) -> type:
         def __init__(self, host: Any, serving: Serving) -> None:
             """host: the kernel object that SGLang made for the same phase."""
             self._host, self._serving = host, serving
+            self._decoded, self._packed, self._extended, self._verified = (Served() for _ in range(4))
 
         def decode(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **given: Any) -> Tensor:
-            states, allowed = given["ssm_states"], self._serving.calls.allow_reference
-            reason = refusal(q, q.shape[-1], v.shape[-1], states, allow_reference=allowed)
+            states, known, reason = given["ssm_states"], self._decoded, None
+            if not known(q, v, states):
+                allowed = self._serving.calls.allow_reference
+                reason = known.judge(refusal(q, q.shape[-1], v.shape[-1], states, allow_reference=allowed), q, v, states)
             if not self._serving.serves("decode", reason):
                 return self._host.decode(q, k, v, a, b, **given)  # type: ignore[no-any-return]
-            return _recurrent(q, k, v, a.unsqueeze(0), b.unsqueeze(0), given, cu_seqlens=given["query_start_loc"])
+            return _recurrent(None)(  # type: ignore[no-any-return]
+                q, k, v, a[None], b[None], states, given["query_start_loc"], given["cache_indices"],
+                A_log=given["A_log"], dt_bias=given["dt_bias"],
+            )[0]  # fmt: skip
 
         def packed_decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Tensor:
-            states, head_v_dim = given["ssm_states"], given["head_v_dim"]
-            allowed = self._serving.calls.allow_reference
-            reason = refusal_packed(mixed_qkv, states, head_v_dim, given.get("replayssm_d"), allow_reference=allowed)
+            states, head_v_dim, known, reason = given["ssm_states"], given["head_v_dim"], self._packed, None
+            replay = given.get("replayssm_d")
+            if replay is not None or not known(mixed_qkv, states) or head_v_dim != states.shape[-1]:
+                allowed = self._serving.calls.allow_reference
+                reason = refusal_packed(mixed_qkv, states, head_v_dim, replay, allow_reference=allowed)
+                reason = known.judge(reason, mixed_qkv, states)
             if not self._serving.serves("packed_decode", reason):
                 return self._host.packed_decode(mixed_qkv, a, b, **given)  # type: ignore[no-any-return]
-            q, k, v = _unpacked(mixed_qkv, given["num_v_heads"], head_v_dim, states.shape[-1])
+            q, k, v = _unpacked(mixed_qkv, given["num_v_heads"], head_v_dim)
             # Packed sequences of one token: as rows of their own, the operator would have to make these offsets in every call.
-            offsets = indices.offsets(len(mixed_qkv), 1, mixed_qkv.device)
-            return _recurrent(q, k, v, a.unsqueeze(0), b.unsqueeze(0), given, cu_seqlens=offsets, scale=given["scale"])
+            offsets = indices.offsets(mixed_qkv.shape[0], 1, mixed_qkv.device)
+            return _recurrent(given["scale"])(  # type: ignore[no-any-return]
+                q, k, v, a[None], b[None], states, offsets, given["cache_indices"],
+                A_log=given["A_log"], dt_bias=given["dt_bias"],
+            )[0]  # fmt: skip
 
         def extend(
             self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **given: Any
         ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-            states, allowed = given["ssm_states"], self._serving.calls.allow_reference
-            reason = refusal_extend(q, v, states, given.get("inplace_update", True), allow_reference=allowed)
+            states, known, reason, in_place = given["ssm_states"], self._extended, None, given.get("inplace_update", True)
+            if not in_place or not known(q, v, states):
+                allowed = self._serving.calls.allow_reference
+                reason = known.judge(refusal_extend(q, v, states, in_place, allow_reference=allowed), q, v, states)
             if not self._serving.serves("extend", reason):
                 return _extend_by_host(self._host, q, k, v, g, beta, given)
             return _extend(q, k, v, g, beta, given), None, None
@@ -152,45 +168,46 @@ def kernel_class(base: type) -> type:
         def target_verify(
             self, A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **given: Any
         ) -> Tensor:
+            states, offsets, known, reason = given["ssm_states"], given["query_start_loc"], self._verified, None
             kept, parents = given.get("intermediate_states_buffer"), given.get("retrieve_parent_token")
-            rows, allowed = len(given["query_start_loc"]) - 1, self._serving.calls.allow_reference
-            reason = refusal_verify(q, v, given["ssm_states"], kept, parents, rows, allow_reference=allowed)
+            if kept is None or parents is not None or not known(q, v, states, kept):
+                rows, allowed = offsets.shape[0] - 1, self._serving.calls.allow_reference
+                reason = refusal_verify(q, v, states, kept, parents, rows, allow_reference=allowed)
+                if kept is not None:
+                    reason = known.judge(reason, q, v, states, kept)
             if not self._serving.serves("target_verify", reason):
                 return self._host.target_verify(  # type: ignore[no-any-return]
                     A_log=A_log, dt_bias=dt_bias, q=q, k=k, v=v, a=a, b=b, **given
                 )
-            own = {**given, "A_log": A_log, "dt_bias": dt_bias}
-            tree = None if parents is None else _parents(parents[:rows])
-            return _recurrent(
-                q, k, v, a.unsqueeze(0), b.unsqueeze(0), own, cu_seqlens=given["query_start_loc"], parent_token=tree,
-                intermediate_states=kept, intermediate_indices=given["intermediate_state_indices"],
-            )  # fmt: skip
+            tree = None if parents is None else _parents(parents[: offsets.shape[0] - 1])
+            return _recurrent(None)(  # type: ignore[no-any-return]
+                q, k, v, a[None], b[None], states, offsets, given["cache_indices"], A_log=A_log, dt_bias=dt_bias,
+                parent_token=tree, intermediate_states=kept, intermediate_indices=given["intermediate_state_indices"],
+            )[0]  # fmt: skip
 
     return GatedDeltaNetKernel
 
 
-def _recurrent(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, given: Mapping[str, Any], **options: Any) -> Tensor:
-    o, _ = gdn.fused_recurrent_gated_delta_rule(
-        q, k, v, a, b, initial_state=given["ssm_states"], ssm_state_indices=given["cache_indices"], use_qk_l2norm_in_kernel=True,
-        state_v_first=True, use_gate_in_kernel=True, A_log=given["A_log"], dt_bias=given["dt_bias"],
-        use_beta_sigmoid_in_kernel=True, output_final_state=False, null_slot=NULL_SLOT, **options,
+@functools.lru_cache(maxsize=64, typed=True)
+def _recurrent(scale: float | None) -> Callable[..., Any]:
+    """The rule of decode on the host's pool, for tensors alone."""
+    return bound(
+        gdn.fused_recurrent_gated_delta_rule, scale=scale, use_qk_l2norm_in_kernel=True, state_v_first=True,
+        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, output_final_state=False, null_slot=NULL_SLOT,
     )  # fmt: skip
-    return o
 
 
-def _unpacked(mixed_qkv: Tensor, num_v_heads: int, head_v_dim: int, head_k_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [1, rows, heads, dim] of rows [rows, D]."""
-    keys = (mixed_qkv.shape[1] - num_v_heads * head_v_dim) // 2
-    rows, (row, column), begin = mixed_qkv.shape[0], mixed_qkv.stride(), mixed_qkv.storage_offset()
-    # One call a view: splitting and reshaping takes several times as long on the host.
-    whole = rows * row
-    shape, strides = (1, rows, keys // head_k_dim, head_k_dim), (whole, row, head_k_dim * column, column)
-    q = mixed_qkv.as_strided(shape, strides, begin)
-    k = mixed_qkv.as_strided(shape, strides, begin + keys * column)
-    v = mixed_qkv.as_strided(
-        (1, rows, num_v_heads, head_v_dim), (whole, row, head_v_dim * column, column), begin + 2 * keys * column
-    )
-    return q, k, v
+@functools.cache
+def _chunk() -> Callable[..., Any]:
+    """The rule of prompts on the host's pool, for tensors alone."""
+    return bound(gdn.chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True, state_v_first=True, null_slot=NULL_SLOT)
+
+
+def _unpacked(mixed_qkv: Tensor, num_v_heads: int, head_dim: int) -> tuple[Tensor, ...]:
+    """Views [1, rows, heads, dim] of rows [rows, D]: two calls, which are most of what the adapter costs the host."""
+    every = mixed_qkv.shape[1] // head_dim
+    keys = (every - num_v_heads) // 2
+    return mixed_qkv.view(1, -1, every, head_dim).split_with_sizes((keys, keys, num_v_heads), 2)
 
 
 def _parents(parents: Tensor) -> Tensor:
@@ -203,9 +220,9 @@ def _parents(parents: Tensor) -> Tensor:
 def _extend(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, given: Mapping[str, Any]) -> Tensor:
     states, slots, offsets = given["ssm_states"], given["cache_indices"], given["query_start_loc"]
     snapshots, chunks = given.get("track_state"), given.get("track_chunk_idx")
-    rows = len(offsets) - 1
     options: dict[str, Any] = {}
     if snapshots is not None and chunks is not None:
+        rows = offsets.shape[0] - 1
         _copy_starts(snapshots, chunks, states, slots, rows)
         options["checkpoint_offsets"] = (chunks[:rows].clamp(min=0) * CHUNK)[:, None]
         options["checkpoint_slots"] = indices.slots(rows, slots.device, slots.dtype)[:, None]
@@ -213,11 +230,8 @@ def _extend(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, given: Map
     output = given.get("output")
     if output is not None and output.dtype == v.dtype and output.shape == v.shape:
         options["out"] = output
-    o, _ = gdn.chunk_gated_delta_rule(
-        q, k, v, g, beta, initial_state=states, use_qk_l2norm_in_kernel=True, cu_seqlens=offsets, state_v_first=True,
-        state_indices=slots, null_slot=NULL_SLOT, **options,
-    )  # fmt: skip
-    return o
+    o, _ = _chunk()(q, k, v, g, beta, states, offsets, state_indices=slots, **options)
+    return o  # type: ignore[no-any-return]
 
 
 def _copy_starts(snapshots: Tensor, chunks: Tensor, states: Tensor, slots: Tensor, rows: int) -> None:

@@ -8,12 +8,15 @@ The norm and the output gate are in SGLang's model, so the operator runs without
 Nothing of SGLang is imported: backend, layer and batch are taken as they are, by the names of their attributes.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import gdn
 from gdn.integrations._calls import unserved, unserved_state
+from gdn.integrations._kept import bound
 
 Tensor = torch.Tensor
 NULL_SLOT = -1
@@ -60,9 +63,10 @@ def step(layer: Any, cache: Any, mixed_qkv: Any, a: Tensor, b: Tensor, slots: Te
     rows, z = mixed_qkv, None
     if isinstance(mixed_qkv, tuple):
         qkvz, ba = mixed_qkv
-        channels, heads = qkvz.shape[1] - layer.v_dim, layer.num_v_heads
-        rows, b, a = qkvz[:, :channels], ba[:, :heads], ba[:, heads:]
-        z = qkvz[:, channels:].unflatten(1, (heads, layer.head_v_dim))
+        heads, width = layer.num_v_heads, layer.v_dim
+        rows, z = qkvz.split_with_sizes((qkvz.shape[1] - width, width), 1)
+        b, a = ba.split_with_sizes((heads, ba.shape[1] - heads), 1)
+        z = z.view(-1, heads, layer.head_v_dim)
     o = fused(layer, cache, rows, a, b, slots)
     o = o.view(1, -1, layer.num_v_heads, layer.head_v_dim)
     return o if z is None else (o, z)
@@ -73,8 +77,17 @@ def fused(layer: Any, cache: Any, rows: Tensor, a: Tensor, b: Tensor, slots: Ten
     count = rows.shape[0]
     if slots.shape[0] != count:
         slots = slots[:count]
-    return gdn.fused_gdn_decode(
-        rows, None, b, a, cache.conv[0], layer.conv_weights, layer.A_log, layer.dt_bias, None, cache.temporal, slots,
-        conv_bias=layer.bias, num_k_heads=layer.num_k_heads, head_k_dim=layer.head_k_dim, head_v_dim=layer.head_v_dim,
-        activation=layer.activation, state_v_first=True, null_slot=NULL_SLOT,
+    operator = _decode(layer.num_k_heads, layer.head_k_dim, layer.head_v_dim, layer.activation)
+    result: Tensor = operator(
+        rows, None, b, a, cache.conv[0], layer.conv_weights, layer.A_log, layer.dt_bias, None, cache.temporal, slots, layer.bias
+    )
+    return result
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _decode(num_k_heads: int, head_k_dim: int, head_v_dim: int, activation: str | None) -> Callable[..., Any]:
+    """The operator of layers with these sizes, for tensors alone."""
+    return bound(
+        gdn.fused_gdn_decode, num_k_heads=num_k_heads, head_k_dim=head_k_dim, head_v_dim=head_v_dim, activation=activation,
+        state_v_first=True, null_slot=NULL_SLOT,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from gdn.integrations import _vllm_parts, _vllm_replay
 from gdn.integrations._calls import Calls
 from gdn.integrations._vllm_pages import Page
 from gdn.integrations._vllm_replay import Replay
+from gdn.integrations._vllm_replay_step import step_of
 from gdn.integrations._vllm_step import Step
 from gdn.integrations._vllm_warm_up import Limits, unserved_replay, warm_up
 
@@ -228,10 +229,10 @@ def _step(layer: Any, vllm_config: Any, conv_dim_first: bool, layers: Layers) ->
     if reason is None:
         page = _vllm_replay.page_of_layer(layer)
         phase = _vllm_replay.fold_phase(layer.prefix, page.fold_every)
-        step = Step(layer, conv_dim_first=conv_dim_first, page=page, fold_phase=phase)
+        step = step_of(layer, conv_dim_first=conv_dim_first, page=page, fold_phase=phase)
         if not layers.calls.allow_reference:
             reason = unserved_replay(layer, step, vllm_config.model_config.dtype)
     if page is None or reason is not None:
-        page, step = None, Step(layer, conv_dim_first=conv_dim_first)
+        page, step = None, step_of(layer, conv_dim_first=conv_dim_first)
     layers.decodes(_vllm_replay.told(facts, page, reason))
     return step, page

@@ -55,9 +55,9 @@ class Parts:
     options: dict[str, Any]
 
     def decode(self, *tensors: Tensor | None, out: Tensor | None, conv_bias: Tensor | None, **batch: Any) -> Tensor:
-        """As `fused_gdn_decode`. tensors: its positional arguments but the slots."""
-        mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states = self._taken(tensors)
-        slots, options = batch.pop("state_indices"), self.options
+        """As `fused_gdn_decode`. tensors: its positional arguments."""
+        mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states, slots = self._taken(tensors)
+        options = self.options
         bounds, accepted = batch.get("query_start_loc"), batch.get("num_accepted_tokens")
         mixed = gdn.causal_conv1d_update(
             mixed_qkv, windows, weight, conv_bias, options["activation"], conv_state_indices=slots,
@@ -74,9 +74,9 @@ class Parts:
         return self._normed(o, z, gain, out)
 
     def prefill(self, *tensors: Tensor | None, out: Tensor | None, conv_bias: Tensor | None, **batch: Any) -> Tensor:
-        """As `fused_gdn_prefill`. tensors: its positional arguments but the slots."""
-        mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states = self._taken(tensors)
-        slots, options = batch.pop("state_indices"), self.options
+        """As `fused_gdn_prefill`. tensors: its positional arguments."""
+        mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states, slots = self._taken(tensors)
+        options = self.options
         bounds = batch.pop("query_start_loc")
         mixed = gdn.causal_conv1d_fn(
             mixed_qkv, weight, conv_bias, conv_states=windows, query_start_loc=bounds, cache_indices=slots,

@@ -8,54 +8,42 @@ serve: `_vllm_parts`):
     drafts                    fused_gdn_decode    [rows, 1 + num_spec], with the accepted counts of the step before
     prompts                   fused_gdn_prefill   [rows], with checkpoints for the prefix cache
 
-With replay (`_vllm_pages`) a sequence has one slot, drafts too; before prompts `fold_states` brings the states that they go on
-with up to date, and after them the counts of all states that they wrote are set.
-
-Nothing of vLLM is imported: the layer and the metadata are taken as they are, by the names of their attributes.
+`_vllm_replay_step` has the step with replay. Nothing of vLLM is imported: the layer and the metadata are taken as they are, by the
+names of their attributes.
 """
 
 import copy
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import torch
 
 import gdn
-from gdn.integrations._vllm_pages import Page, Views
+from gdn.integrations._kept import LayerViews, StepView, bound
+from gdn.integrations._vllm_pages import Page
 from gdn.integrations._vllm_parts import Parts, fuses_decode, fuses_prefill
-from gdn.integrations._vllm_rows import NULL_SLOT, Fold, Prompts
+from gdn.integrations._vllm_rows import NULL_SLOT
 
 Tensor = torch.Tensor
-_NO_RING: dict[str, Any] = {}  # arguments of a decode call about its ring, without replay
 
-
-class Rows(NamedTuple):
-    """Projected rows of a batch, and where their result goes."""
-
-    qkvz: Tensor
-    ba: Tensor
-    out: Tensor | None  # [rows, HV * V]
-    pages: tuple[Tensor, Tensor]  # windows and states, with replay all that is behind the windows
-
-
-class _View:
-    """A view of a tensor of the host, made again when the host has another tensor or other memory."""
-
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
-        self._make, self._key, self._view = make, (0, 0), None
-
-    def __call__(self, x: Tensor) -> Any:
-        key = (id(x), x.data_ptr())
-        if key != self._key:
-            self._key, self._view = key, self._make(x)
-        return self._view
+# A step's metadata is that of many layers.
+_first_slots = StepView(lambda slots, count: slots[:count])
+_offsets_behind, _slots_behind = (StepView(lambda values, count: values[count:, None]) for _ in range(2))
 
 
 def _keeper(owner: Any, name: str) -> dict[str, Any]:
-    """Where a module keeps a parameter: `module.name` searches three dictionaries in Python."""
-    kept: dict[str, Any] = getattr(owner, "_parameters", {})
-    return kept if name in kept else vars(owner)
+    """Where a module keeps a parameter or module: `module.name` searches three dictionaries in Python."""
+    kept: dict[str, Any] = vars(owner)
+    for one in (getattr(owner, "_parameters", {}), getattr(owner, "_modules", {})):
+        if name in one:
+            kept = one
+    return kept
+
+
+def _are_same(views: Any, others: Any) -> bool:
+    """Whether views are the same memory in the same form."""
+    return all(
+        (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride()) for x, y in zip(views, others, strict=True)
+    )
 
 
 class Step:
@@ -67,17 +55,13 @@ class Step:
         vLLM's layer; its sizes are read now, its parameters and pages in every step.
     conv_dim_first : bool
         Whether its pages hold windows as [blocks, channels, columns]; else [blocks, columns, channels].
-    page : Page, optional
-        What a block holds, where decode is by replay.
-    fold_phase : int
-        When this layer folds.
     backend : str, optional
         As for the operators.
     """
 
-    def __init__(
-        self, layer: Any, *, conv_dim_first: bool, page: Page | None = None, fold_phase: int = 0, backend: str | None = None
-    ) -> None:
+    page: Page | None = None  # what a block holds, where decode is by replay
+
+    def __init__(self, layer: Any, *, conv_dim_first: bool, backend: str | None = None) -> None:
         ranks = layer.tp_size
         self.layer = layer
         self.num_value_heads = layer.num_v_heads // ranks
@@ -97,20 +81,20 @@ class Step:
             "backend": backend,
         }
         parts, dims = Parts(self.options), (layer.head_k_dim, layer.head_v_dim)
-        self._decode = partial(gdn.fused_gdn_decode, **self.options) if fuses_decode(*dims) else parts.decode
-        self._prefill = partial(gdn.fused_gdn_prefill, **self.options) if fuses_prefill(*dims) else parts.prefill
-        self._filter = _View(lambda weight: weight.detach().view(weight.shape[0], -1))
-        self._windows = _View(lambda pages: pages if conv_dim_first else pages.transpose(-1, -2))
-        self.page = page
-        self._views = None if page is None else _View(page.views)
-        self._folds: dict[str, Any] = {} if page is None else {"fold_every": page.fold_every, "fold_phase": fold_phase}
-        self._keepers: tuple[dict[str, Any], ...] = ()
-        self._split: Callable[[Tensor], Any] = layer.split_ba
+        self._decode = bound(gdn.fused_gdn_decode, **self.options) if fuses_decode(*dims) else parts.decode
+        self._prefill = bound(gdn.fused_gdn_prefill, **self.options) if fuses_prefill(*dims) else parts.prefill
+        self._views = LayerViews(
+            lambda pages: pages if conv_dim_first else pages.transpose(-1, -2),
+            lambda weight: weight.detach().view(weight.shape[0], -1),
+        )
+        self._keepers: tuple[Any, ...] = ({}, *(None,) * 8)
+        self._widths = (self.channels, self.num_value_heads * self.head_v_dim)
+        self._gates: tuple[int, ...] = ()  # columns of b and of a, where those are all
 
-    def with_gates_in_halves(self) -> "Step":
+    def with_gates_in_halves(self) -> Self:
         """This step for gates [tokens, 2 * HV] of the rank alone, where the layer's may be those of all ranks."""
         found = copy.copy(self)
-        found._split = lambda ba: ba.chunk(2, dim=-1)
+        found._gates = (self.num_value_heads, self.num_value_heads)
         return found
 
     def __call__(self, qkvz: Tensor, ba: Tensor, core: Tensor, metadata: Any, pages: tuple[Tensor, Tensor] | None = None) -> None:
@@ -125,111 +109,117 @@ class Step:
         metadata : GDNAttentionMetadata
             The batch, as vLLM describes it.
         pages : (Tensor, Tensor), optional
-            Windows and states [blocks, ...]; those of the layer if left out.
+            Windows and states [blocks, ...], with replay all that is behind the windows; those of the layer if left out.
         """
-        every = metadata.num_actual_tokens
-        out = core.view(core.shape[0], -1)
-        rows = Rows(qkvz, ba, out, self.layer.kv_cache if pages is None else pages)
+        every, out = metadata.num_actual_tokens, core.view(-1, self._widths[1])
+        if qkvz.shape[0] != every:
+            qkvz, ba, out = qkvz[:every], ba[:every], out[:every]
+        try:
+            fixed = self._fixed(pages)
+        except KeyError:
+            self._find()
+            fixed = self._fixed(pages)
         if metadata.spec_sequence_masks is None:
-            self._without_drafts(rows, every, metadata)
-        elif metadata.num_prefills == 0 and metadata.num_decodes == 0:
-            self._drafts(rows, every, metadata)
+            if not metadata.num_prefills:
+                if every:
+                    self._tokens(*self._projected(qkvz, ba), out, fixed, every, metadata)
+            elif metadata.num_decode_tokens:
+                self._tokens_and_prompts(qkvz, ba, out, fixed, metadata)
+            else:
+                self._prompts(*self._projected(qkvz, ba), out, fixed, metadata)
+        elif not metadata.num_prefills and not metadata.num_decodes:
+            self._drafts(*self._projected(qkvz, ba), out, fixed, metadata)
         else:  # drafts among prompts: the rows of each kind are gathered
             for where, run in ((metadata.spec_token_indx, self._drafts), (metadata.non_spec_token_indx, self._prompts)):
-                own = Rows(qkvz.index_select(0, where), ba.index_select(0, where), None, rows.pages)
-                out.index_copy_(0, where, run(own, where.shape[0], metadata))
+                own = self._projected(qkvz.index_select(0, where), ba.index_select(0, where))
+                out.index_copy_(0, where, run(*own, None, fixed, metadata))
 
-    def _without_drafts(self, rows: Rows, every: int, metadata: Any) -> None:
-        count = metadata.num_decode_tokens if metadata.num_prefills else every
-        if count:
-            slots = metadata.non_spec_state_indices_tensor
-            if slots.shape[0] != count:
-                slots = slots[:count]
-            self._run(self._decode, rows, 0, count, state_indices=slots, **self._ring(rows, metadata))
-        if metadata.num_prefills:
-            self._prompts(rows, every, metadata, count)
+    # --- kinds of rows ---------------------------------------------------------------------------------------------------------
 
-    def _drafts(self, rows: Rows, every: int, metadata: Any) -> Tensor:
-        return self._run(
-            self._decode,
-            rows,
-            0,
-            every,
-            state_indices=metadata.spec_state_indices_tensor if self._views is None else metadata.gdn_replay.slots,
-            query_start_loc=metadata.spec_query_start_loc,
-            num_accepted_tokens=metadata.num_accepted_tokens,
-            **self._ring(rows, metadata),
-        )
+    def _tokens(self, mixed_qkv: Any, z: Any, b: Any, a: Any, out: Any, fixed: Any, count: int, metadata: Any) -> None:
+        windows, weight, A_log, dt_bias, gain, states, bias = fixed
+        slots = self._slots(metadata, count)
+        self._decode(mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states, slots, conv_bias=bias, out=out)
 
-    def _ring(self, rows: Rows, metadata: Any) -> dict[str, Any]:
-        if self._views is None:
-            return _NO_RING
-        _, ring, tokens = self._views(rows.pages[1])
-        return {"ring": ring, "state_tokens": tokens, "num_computed_tokens": metadata.gdn_replay.computed, **self._folds}
-
-    def _prompts(self, rows: Rows, every: int, metadata: Any, first: int = 0) -> Tensor:
-        checkpoints: dict[str, Tensor] = {}
-        if metadata.checkpoint is not None:  # of all rows without drafts; those that decode come first
-            offsets, slots = metadata.checkpoint.checkpoint_offsets, metadata.checkpoint.state_indices
-            decoding = metadata.num_decodes
-            if decoding:
-                offsets, slots = offsets[decoding:], slots[decoding:]
-            checkpoints = {"checkpoint_offsets": offsets.unsqueeze(1), "checkpoint_slots": slots.unsqueeze(1)}
-        prompts: Prompts | None = None if self._views is None else metadata.gdn_replay.prompts
-        if prompts is not None and prompts.fold is not None:
-            self._fold(rows.pages, prompts.fold)
-        result = self._run(
-            self._prefill,
-            rows,
-            first,
-            every - first,
-            state_indices=metadata.prefill_state_indices,
-            query_start_loc=metadata.prefill_query_start_loc,
-            has_initial_state=metadata.prefill_has_initial_state,
-            **checkpoints,
-        )
-        if prompts is not None and self._views is not None:
-            self._views(rows.pages[1]).state_tokens.index_copy_(0, prompts.written, prompts.tokens)
-        return result
-
-    def _fold(self, pages: tuple[Tensor, Tensor], fold: Fold) -> None:
-        """Makes states and windows what prompts go on with."""
-        assert self._views is not None
-        views: Views = self._views(pages[1])
-        gdn.fold_states(
-            views.states, fold.slots, views.ring, views.state_tokens, fold.computed, num_k_heads=self.options["num_k_heads"],
-            num_accepted_tokens=fold.accepted, state_v_first=True, null_slot=NULL_SLOT, backend=self.options["backend"],
-            **self._folds,
+    def _drafts(self, mixed_qkv: Any, z: Any, b: Any, a: Any, out: Any, fixed: Any, metadata: Any) -> Tensor:
+        windows, weight, A_log, dt_bias, gain, states, bias = fixed
+        return self._decode(
+            mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states, metadata.spec_state_indices_tensor, conv_bias=bias,
+            out=out, query_start_loc=metadata.spec_query_start_loc, num_accepted_tokens=metadata.num_accepted_tokens,
         )  # fmt: skip
-        if fold.moved is not None:  # from where drafts left them to the start of their slots
-            blocks, to, begin = fold.moved
-            windows = self._windows(pages[0]).mT
-            windows[blocks, to] = windows[blocks, begin]
 
-    def _run(self, operator: Callable[..., Tensor], rows: Rows, first: int, count: int, **batch: Any) -> Tensor:
-        """One call for rows that follow each other. Views cost as much as anything here: each part is one view of its tensor."""
-        qkvz, ba, out, (windows, states) = rows
-        if self._views is not None:
-            states = self._views(states).states
-        if not self._keepers:  # the layer has its weights now
-            layer, conv = self.layer, self.layer.conv1d
-            owners = ((conv, "weight"), (conv, "bias"), (layer, "A_log"), (layer, "dt_bias"), (layer.norm, "weight"))
-            self._keepers = tuple(_keeper(*owner) for owner in owners)
-        weights, biases, decays, shifts, gains = self._keepers
-        is_part = qkvz.shape[0] != count
-        if is_part:
-            last = first + count
-            ba, out = ba[first:last], None if out is None else out[first:last]
+    def _prompts(self, mixed_qkv: Any, z: Any, b: Any, a: Any, out: Any, fixed: Any, metadata: Any) -> Tensor:
+        windows, weight, A_log, dt_bias, gain, states, bias = fixed
+        offsets = slots = None
+        checkpoint, decoding = metadata.checkpoint, metadata.num_decodes
+        if checkpoint is not None:  # of all rows without drafts; those that decode come first
+            offsets = _offsets_behind(metadata, checkpoint.checkpoint_offsets, decoding)
+            slots = _slots_behind(metadata, checkpoint.state_indices, decoding)
+        return self._prefill(
+            mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states, metadata.prefill_state_indices, conv_bias=bias,
+            out=out, query_start_loc=metadata.prefill_query_start_loc, has_initial_state=metadata.prefill_has_initial_state,
+            checkpoint_offsets=offsets, checkpoint_slots=slots,
+        )  # fmt: skip
+
+    def _tokens_and_prompts(self, qkvz: Tensor, ba: Tensor, out: Tensor, fixed: Any, metadata: Any) -> None:
+        """Rows of one token each, and prompts behind them. A view of the rows of both is most of what each of them costs."""
+        count = metadata.num_decode_tokens
+        sizes = (count, qkvz.shape[0] - count)
+        of_tokens, of_prompts = out.split_with_sizes(sizes)
         if self.is_interleaved:
-            mixed_qkv, z, b, a = qkvz[first : first + count] if is_part else qkvz, None, ba, None
-        else:
-            row, column = qkvz.stride()
-            begin = qkvz.storage_offset() + first * row
-            mixed_qkv = qkvz.as_strided((count, self.channels), (row, column), begin)
-            inner = (row, self.head_v_dim * column, column)
-            z = qkvz.as_strided((count, self.num_value_heads, self.head_v_dim), inner, begin + self.channels * column)
+            (token_rows, prompt_rows), (token_gates, prompt_gates) = qkvz.split_with_sizes(sizes), ba.split_with_sizes(sizes)
+            self._tokens(token_rows, None, token_gates, None, of_tokens, fixed, count, metadata)
+            self._prompts(prompt_rows, None, prompt_gates, None, of_prompts, fixed, metadata)
+            return
+        mixed_qkv, z, b, a = self._projected(qkvz, ba)
+        token_rows, prompt_rows = mixed_qkv.split_with_sizes(sizes)
+        token_z, prompt_z = z.split_with_sizes(sizes)
+        token_b, prompt_b = b.split_with_sizes(sizes)
+        token_a, prompt_a = a.split_with_sizes(sizes)
+        self._tokens(token_rows, token_z, token_b, token_a, of_tokens, fixed, count, metadata)
+        self._prompts(prompt_rows, prompt_z, prompt_b, prompt_a, of_prompts, fixed, metadata)
+
+    @staticmethod
+    def _slots(metadata: Any, count: int) -> Tensor:
+        """Of the rows of one token each."""
+        slots: Tensor = metadata.non_spec_state_indices_tensor
+        return slots if slots.shape[0] == count else _first_slots(metadata, slots, count)
+
+    # --- tensors of a call -----------------------------------------------------------------------------------------------------
+
+    def _projected(self, qkvz: Tensor, ba: Tensor) -> tuple[Any, Any, Any, Any]:
+        """mixed_qkv, z, b and a of rows. Views cost as much as anything here: one call makes two of them."""
+        if self.is_interleaved:
+            return qkvz, None, ba, None
+        mixed_qkv, z = qkvz.split_with_sizes(self._widths, 1)
+        try:
+            b, a = ba.split_with_sizes(self._gates, 1) if self._gates else self._split(ba)
+        except RuntimeError:  # another width than that of which they were the halves
             b, a = self._split(ba)
-        return operator(
-            mixed_qkv, z, b, a, self._windows(windows), self._filter(weights["weight"]), decays["A_log"], shifts["dt_bias"],
-            gains["weight"], states, conv_bias=biases["bias"], out=out, **batch,
-        )  # fmt: skip
+        return mixed_qkv, z.view(-1, self.num_value_heads, self.head_v_dim), b, a
+
+    def _split(self, ba: Tensor) -> Any:
+        """b and a, as the host cuts them. Where they turn out to be the two halves of the columns, they are from then on."""
+        parts, widths = self.layer.split_ba(ba), (self.num_value_heads, self.num_value_heads)
+        if ba.shape[0] and ba.shape[1] == sum(widths):
+            self._gates = widths if _are_same(parts, ba.split_with_sizes(widths, 1)) else ()
+        return parts
+
+    def _fixed(self, pages: tuple[Tensor, Tensor] | None) -> Any:
+        """Tensors of the layer in the operators' order, as the host has them now, and the bias of its filter.
+
+        Raises KeyError where they are not known yet, or the host keeps them elsewhere since.
+        """
+        convs, conv, norms, norm, weights, biases, decays, shifts, gains = self._keepers
+        if convs["conv1d"] is not conv or norms["norm"] is not norm:
+            raise KeyError
+        windows, states = self.layer.kv_cache if pages is None else pages
+        windows, weight = self._views(windows, weights["weight"])
+        return windows, weight, decays["A_log"], shifts["dt_bias"], gains["weight"], states, biases["bias"]
+
+    def _find(self) -> None:
+        """Looks where the layer keeps its modules and parameters."""
+        layer, conv, norm = self.layer, self.layer.conv1d, self.layer.norm
+        owners = ((conv, "weight"), (conv, "bias"), (layer, "A_log"), (layer, "dt_bias"), (norm, "weight"))
+        modules = (_keeper(layer, "conv1d"), conv, _keeper(layer, "norm"), norm)
+        self._keepers = (*modules, *(_keeper(*one) for one in owners))

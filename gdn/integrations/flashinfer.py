@@ -5,6 +5,7 @@ FlashInfer's decay of prefill is a factor, not a logarithm; its states are V fir
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from gdn.integrations import _handle, _hosts, _points
 from gdn.integrations import _indices as indices
 from gdn.integrations import flashinfer_refusals as refuse
 from gdn.integrations._calls import refused_by
+from gdn.integrations._kept import bound
 
 
 @refused_by(refuse.chunk)
@@ -102,18 +104,14 @@ def chunk_gated_delta_rule(
     if state_checkpoints is not None and checkpoint_cu_starts is not None:
         most = min(state_checkpoints.shape[0], (max_seqlen or q.shape[0]) // checkpoint_every_n_tokens)
         checkpoints = _checkpoints(state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, most)
-    o, state = gdn.chunk_gated_delta_rule(
+    o, state = _chunk(scale or None, output_final_state, use_qk_l2norm_in_kernel)(
         q[None],
         k[None],
         v[None],
         None if g is None else g.float().log()[None],
         None if beta is None else beta[None],
-        scale=scale or None,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-        state_v_first=True,
+        initial_state,
+        cu_seqlens,
         state_indices=slots,
         final_state_indices=unstored,
         out=None if output is None else output[None],
@@ -125,6 +123,27 @@ def chunk_gated_delta_rule(
     if slots is not None or output_state is None:
         return rows, state if output_state is None else output_state
     return rows, output_state.copy_(state)
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _chunk(scale: float | None, output_final_state: bool, l2norm: bool) -> Callable[..., Any]:
+    """The rule of prefill with V-first states, for tensors alone."""
+    return bound(
+        gdn.chunk_gated_delta_rule, scale=scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=l2norm,
+        state_v_first=True,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _recurrent(
+    scale: float | None, l2norm: bool, state_v_first: bool, stays: bool, inplace_final_state: bool | None
+) -> Callable[..., Any]:
+    """The rule of decode with raw gates, for tensors alone. stays: whether the states stay as they are."""
+    return bound(
+        gdn.fused_recurrent_gated_delta_rule, scale=scale, use_qk_l2norm_in_kernel=l2norm, state_v_first=state_v_first,
+        disable_state_update=stays, inplace_final_state=inplace_final_state, use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True, output_final_state=False,
+    )  # fmt: skip
 
 
 def _checkpoints(kept: Tensor, starts: Tensor, every: int, most: int) -> dict[str, Any]:
@@ -200,50 +219,21 @@ def gated_delta_rule_decode_pretranspose(
     """
     pool = state if initial_state is None else initial_state
     assert pool is not None  # else refused
-    gates = {"A_log": A_log, "dt_bias": dt_bias, "state_v_first": True, "use_qk_l2norm_in_kernel": use_qk_l2norm}
-    read, written = initial_state_indices, output_state_indices
-    slots = _kept(intermediate_states_buffer, read, q) or {"ssm_state_indices": read, "final_state_indices": written}
-    o = _recurrent(q, k, v, a, b, scale, pool, output, disable_state_update=disable_state_update, **gates, **slots)
+    buffer, read, written, rows = intermediate_states_buffer, initial_state_indices, output_state_indices, None
+    if buffer is not None:
+        (read, rows), written = _rows(read, q), None
+    in_place = None if read is not None or disable_state_update else True
+    o, _ = _recurrent(scale, use_qk_l2norm, True, disable_state_update, in_place)(
+        q, k, v, a, b, pool, None, read, None, A_log, dt_bias, written, intermediate_states=buffer,
+        intermediate_indices=rows, out=output,
+    )  # fmt: skip
     return o, pool
 
 
-def _kept(buffer: Tensor | None, slots: Tensor | None, q: Tensor) -> dict[str, Any]:
-    """Arguments of the operator that put the states into the rows of a buffer; none without one."""
-    if buffer is None:
-        return {}
+def _rows(slots: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots of each sequence to start from, and the rows of the buffer that take its states."""
     rows = indices.slots(q.shape[0], q.device, torch.int32 if slots is None else slots.dtype)
-    return {"ssm_state_indices": rows if slots is None else slots, "intermediate_states": buffer, "intermediate_indices": rows}
-
-
-def _recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale: float | None,
-    pool: Tensor,
-    output: Tensor | None,
-    **options: Any,
-) -> Tensor:
-    """The rule with raw gates on states that are updated in place."""
-    in_place = None if options["ssm_state_indices"] is not None or options["disable_state_update"] else True
-    o, _ = gdn.fused_recurrent_gated_delta_rule(
-        q,
-        k,
-        v,
-        a,
-        b,
-        scale=scale,
-        initial_state=pool,
-        inplace_final_state=in_place,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        output_final_state=False,
-        out=output,
-        **options,
-    )
-    return o
+    return rows if slots is None else slots, rows
 
 
 @refused_by(refuse.decode)
@@ -294,9 +284,10 @@ def gated_delta_rule_decode(
     TypeError, ValueError
         As raised by `gdn.fused_recurrent_gated_delta_rule`.
     """
-    gates = {"A_log": A_log, "dt_bias": dt_bias, "state_v_first": False, "use_qk_l2norm_in_kernel": use_qk_l2norm}
-    slots = {"ssm_state_indices": None, "disable_state_update": False}
-    return _recurrent(q, k, v, a, b, scale, state, output, **gates, **slots), state
+    o, _ = _recurrent(scale, use_qk_l2norm, False, False, True)(
+        q, k, v, a, b, state, None, None, None, A_log, dt_bias, out=output
+    )
+    return o, state
 
 
 @refused_by(refuse.mtp)
@@ -366,13 +357,15 @@ def gated_delta_rule_mtp(
     TypeError, ValueError
         As raised by `gdn.fused_recurrent_gated_delta_rule`.
     """
-    gates = {"A_log": A_log, "dt_bias": dt_bias, "state_v_first": True, "use_qk_l2norm_in_kernel": use_qk_l2norm}
-    read, written = initial_state_indices, output_state_indices
+    read, written, buffer, rows = initial_state_indices, output_state_indices, intermediate_states_buffer, None
     if ssm_state_indices is not None:
         read, written = initial_state_indices[:, None].expand(ssm_state_indices.shape), ssm_state_indices
-    slots = _kept(intermediate_states_buffer, read, q) or {"ssm_state_indices": read, "final_state_indices": written}
-    stays = disable_state_update is not False
-    o = _recurrent(q, k, v, a, b, scale, initial_state, output, disable_state_update=stays, **gates, **slots)
+    if buffer is not None:
+        (read, rows), written = _rows(read, q), None
+    o, _ = _recurrent(scale, use_qk_l2norm, True, disable_state_update is not False, None)(
+        q, k, v, a, b, initial_state, None, read, None, A_log, dt_bias, written, intermediate_states=buffer,
+        intermediate_indices=rows, out=output,
+    )  # fmt: skip
     return o, initial_state
 
 

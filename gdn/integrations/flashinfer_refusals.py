@@ -41,12 +41,17 @@ def _unserved_pool(state: Tensor) -> str | None:
     """States that are updated in place: kernels take their strides as they are, or not at all."""
     if state.dim() != 4:
         return f"states of {state.dim()} dimensions"
-    inner = state[0] if state.shape[0] else state
-    if not inner.is_contiguous():
+    if not state.is_contiguous() and not (state[0] if state.shape[0] else state).is_contiguous():
         return "the states of a slot are not contiguous"
-    if state.shape[0] > 1 and state.stride(0) * state.element_size() % _ALIGNMENT:
+    return _unserved_slots(state)
+
+
+def _unserved_slots(state: Tensor) -> str | None:
+    """Whose slots, or rows of slots that follow each other, are contiguous."""
+    size = state.element_size()
+    if state.shape[0] > 1 and state.stride()[-4] * size % _ALIGNMENT:
         return f"the stride of slots is not a multiple of {_ALIGNMENT} bytes"
-    if state.storage_offset() * state.element_size() % _ALIGNMENT:
+    if state.storage_offset() * size % _ALIGNMENT:
         return f"the states begin at no multiple of {_ALIGNMENT} bytes"
     return unserved_state(state)
 
@@ -63,7 +68,7 @@ def _unserved_buffer(buffer: Tensor | None, q: Tensor, updates_pool: bool) -> st
         return f"a buffer of intermediate states with shape {list(buffer.shape)}"
     if not buffer.is_contiguous():
         return "the buffer of intermediate states is not contiguous"
-    return _unserved_pool(buffer.flatten(0, 1))
+    return _unserved_slots(buffer)
 
 
 def _unserved_checkpoints(rows: Tensor | None, starts: Tensor | None, every: int, sequences: int, head_dim: int) -> str | None:
@@ -240,8 +245,8 @@ def mtp(
     updates_pool = disable_state_update is False
     if reason := _unserved_rows(q, k, v, output) or _unserved_buffer(intermediate_states_buffer, q, updates_pool):
         return reason
-    windows = (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
-    if cache_replayssm or any(one is not None for one in windows):
+    has_windows = replayssm_rawv is not None or replayssm_rawk is not None
+    if cache_replayssm or has_windows or replayssm_g is not None or replayssm_beta is not None:
         return "ReplaySSM"
     if ssm_state_indices is not None:
         if not updates_pool:

@@ -57,6 +57,7 @@ class Call:
 
 
 _current: ContextVar[Call] = ContextVar("gdn_call")
+_MOST_BOUND = 256  # sets of options of an operator: bounds the memory where a number of them is new in every call
 
 
 class Operator:
@@ -86,6 +87,7 @@ class Operator:
         self.writes, self.in_place = dict(writes or {}), dict(in_place or {})
         self.memo = Memo() if varies else None
         self.varies, self.contiguous = tuple(varies), tuple(contiguous)
+        self._bound: dict[tuple[Any, ...], Callable[..., Any]] = {}  # flags -> what `bind` made for them
 
     def __call__(self, body: Function) -> Function:
         self.body, self.name = body, self.name or body.__name__
@@ -112,8 +114,8 @@ class Operator:
             kind.check_type(name, arguments[name])
         return self.library.call(arguments)
 
-    def run(self, *values: Any) -> Any:
-        """Runs the ordinary path of a call."""
+    def run(self, *values: Any, key: object = None) -> Any:
+        """Runs the ordinary path of a call. key: what stands for the flags in the memo; None = the flags themselves."""
         arguments = dict(zip(self.kinds, values, strict=True))
         if _modes.has_memory() and _modes.lack_memory(values):
             return self.trace(*values)
@@ -138,7 +140,7 @@ class Operator:
         if call.recorded is not None and self.memo is not None and _modes.has_memory():
             tensors = tuple(given[name] for name in self.tensors)
             flags = self._flags_key(*[given[name] for name in self.flags])
-            self.memo.record(tensors, flags, switches, call.recorded, list(self.written(arguments).values()))
+            self.memo.record(tensors, flags, switches, call.recorded, list(self.written(arguments).values()), key)
         return result
 
     def _explain(self, arguments: Arguments) -> Any:
@@ -184,33 +186,81 @@ class Operator:
                 if shares_element(written, tensor, address, other_address):
                     bad_value(name, "memory of its own", f"elements that it shares with {other}")
 
+    def bind(self, **options: Any) -> Callable[..., Any]:
+        """The public function with its arguments that are no tensors given once, for a caller that gives the same in every call.
+
+        Parameters
+        ----------
+        **options
+            Arguments that are no tensors, by name; the others have their defaults.
+
+        Returns
+        -------
+        callable
+            Takes the tensors, by position in the signature's order (those after its `*` too) or by name. A call does all that one
+            of the public function does, and costs the host less: as long as tensors are like those of an earlier call, most of
+            its time goes into the reading of keywords.
+
+        Raises
+        ------
+        TypeError
+            If a name is none of them, one without a default is missing, or a value has another type than the argument.
+        """
+        defaults = {name: self.signature.parameters[name].default for name in self.flags}
+        for name in options:
+            if name not in defaults:
+                raise TypeError(f"{name}: expected an argument of {self.name} that is no tensor, got {options[name]!r}")
+        given = defaults | options
+        for name, value in given.items():
+            if value is inspect.Parameter.empty:
+                raise TypeError(f"{name}: expected a value, got none")
+            self.kinds[name].check_type(name, value)
+        flags = self._flags_key(*[given[name] for name in self.flags])
+        if flags not in self._bound:  # equal layers share their plans
+            if len(self._bound) >= _MOST_BOUND:
+                self._bound.clear()
+            every = ", ".join(name if name in self.tensors else f"_given[{name!r}]" for name in self.kinds)
+            space: dict[str, Any] = {"_given": given, "_key": object()}  # hashed at once, unlike the flags
+            parameters = [self._parameter(name, space) for name in self.kinds if name in self.tensors]
+            self._bound[flags] = self._generate(parameters, every, f"{every}, key=_key", "_key", space)
+        return self._bound[flags]
+
     def _public(self) -> Callable[..., Any]:
         """Generates the public function from the signature; see the module's docstring."""
-        parameters, defaults, star = [], {}, False
+        space: dict[str, Any] = {"type": type}
+        parameters, star = [], False
         for name, parameter in self.signature.parameters.items():
             if parameter.kind is parameter.KEYWORD_ONLY and not star:
                 parameters.append("*")
                 star = True
-            if parameter.default is parameter.empty:
-                parameters.append(name)
-            else:
-                defaults[f"_{name}"] = parameter.default
-                parameters.append(f"{name}=_{name}")
+            parameters.append(self._parameter(name, space))
         every = ", ".join(self.kinds)
+        function = functools.update_wrapper(self._generate(parameters, every, every, self.flags_source, space), self.body)
+        self.library.public = function
+        setattr(function, "operator", self)  # noqa: B010  # a plain assignment is an error of type
+        return function
+
+    def _parameter(self, name: str, space: dict[str, Any]) -> str:
+        """Source of a parameter; its default goes to the names that the function sees."""
+        default = self.signature.parameters[name].default
+        if default is inspect.Parameter.empty:
+            return name
+        space[f"_{name}"] = default
+        return f"{name}=_{name}"
+
+    def _generate(self, parameters: list[str], every: str, run: str, key: str, space: dict[str, Any]) -> Callable[..., Any]:
+        """A function that calls the operator. every, run: sources of the arguments of `trace` and `run`; key: of the memo's."""
         lines = [f"def {self.name}({', '.join(parameters)}):"]
         lines += ["    if is_compiling():", f"        return trace({every})"]
         if self.memo is not None:
             tensors = "".join(f"{name}, " for name in self.tensors)
-            lines += [f"    found = plan(({tensors}), {self.flags_source})", "    if found is not None:"]
+            lines += [f"    found = plan(({tensors}), {key})", "    if found is not None:"]
             lines += [f"        return {'None' if self.signature.return_annotation is None else 'found'}"]
-        lines += [f"    return run({every})"]
+        lines += [f"    return run({run})"]
         plan = None if self.memo is None else self.memo.run
-        space: dict[str, Any] = {"trace": self.trace, "plan": plan, "run": self.run, "type": type, **defaults}
-        space["is_compiling"] = torch.compiler.is_compiling
+        space |= {"trace": self.trace, "plan": plan, "run": self.run, "is_compiling": torch.compiler.is_compiling}
         exec(compile("\n".join(lines), f"<gdn.{self.name}>", "exec"), space)
-        function = functools.update_wrapper(space[str(self.name)], self.body)
-        self.library.public = function
-        setattr(function, "operator", self)  # noqa: B010  # a plain assignment is an error of type
+        function: Callable[..., Any] = space[str(self.name)]
         return function
 
 

@@ -27,21 +27,19 @@ from torch import Tensor
 
 from gdn.ops._overlap import shares_element, span_bytes
 from gdn.ops._tensors import ALIGNMENT
-from gdn.runtime import env, is_explaining
+from gdn.runtime import env, guards, is_explaining
 
 Created = tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]  # a tensor that is not an argument, its maker, its sources
 Tensors = tuple[Tensor | None, ...]  # every tensor argument of a call, None where it was left out
-Guard = Callable[..., bool]
 
 _LIMIT = 2048  # keys, enough for the decode batches and prefill lengths of one process
 _PLANS_PER_KEY = 8
 _ADDRESSES_PER_PLAN = 512  # sets of addresses that a plan remembers as admitted
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, type})  # types of flags whose equal values are the same
 
-# Guards and views of torch's compiler, in C++. They are private: where torch lacks them, Python does the same.
-_PRIVATE: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+# Views of torch's compiler, in C++. They are private: where torch lacks them, Python does the same.
 _view: Callable[..., Tensor] = getattr(
-    _PRIVATE, "_reinterpret_tensor", lambda tensor, size, stride, _: torch.as_strided(tensor, size, stride)
+    guards.PRIVATE, "_reinterpret_tensor", lambda tensor, size, stride, _: torch.as_strided(tensor, size, stride)
 )
 
 
@@ -76,7 +74,7 @@ class Likeness:
 
     def __init__(self, tensors: Tensors, aligned_ones: Sequence[Tensor | None], written: Sequence[Tensor | None]) -> None:
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
-        self._guard = _guard_maker()([tensor for tensor in tensors if tensor is not None])
+        self._guard = guards.maker()([tensor for tensor in tensors if tensor is not None])
         aligned, targets = _places_of(aligned_ones, tensors), _places_of(written, tensors)
         self._given = _tuple_of(given)
         absent = [place for place, tensor in enumerate(tensors) if tensor is None]
@@ -165,7 +163,7 @@ class Memo:
         self._switches: env.Switches | None = None
         self._lock = threading.Lock()  # for writers
 
-    def run(self, tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
+    def run(self, tensors: tuple[Any, ...], flags: object) -> Any:
         """Launches and returns the call's results, or None where no plan matches.
 
         tensors: every tensor argument, None where it was left out, always in the same order; the two whose shapes differ
@@ -185,24 +183,33 @@ class Memo:
         return None
 
     def record(
-        self, tensors: Tensors, flags: tuple[Any, ...], switches: env.Switches, recorded: Recorded, written: Sequence[Tensor]
+        self,
+        tensors: Tensors,
+        flags: tuple[Any, ...],
+        switches: env.Switches,
+        recorded: Recorded,
+        written: Sequence[Tensor],
+        key: object = None,
     ) -> None:
-        """Records a checked call. switches: those in effect when it was checked and prepared. written: by the launch."""
+        """Records a checked call.
+
+        switches: those in effect when it was checked and prepared. written: by the launch. key: what `run` gets for the flags.
+        """
         if switches.validate or switches is not env.current() or not _PLAIN.issuperset(map(type, flags)):
             return
         origins = _origins(tensors, recorded)
         if origins is None:
             return
         plan = Plan(tensors, recorded, origins, written)
-        key = _key(tensors, flags)
+        place = _key(tensors, flags if key is None else key)
         with self._lock:
             if switches is not self._switches:
                 self._plans.clear()
                 self._switches = switches
-            others = self._plans.pop(key, ())
+            others = self._plans.pop(place, ())
             while len(self._plans) >= _LIMIT:
                 del self._plans[next(iter(self._plans))]  # the oldest
-            self._plans[key] = (plan, *others)[:_PLANS_PER_KEY]
+            self._plans[place] = (plan, *others)[:_PLANS_PER_KEY]
 
 
 _address = Tensor.data_ptr  # a method of C, so that map() calls it without a Python frame
@@ -218,7 +225,7 @@ def _tuple_of(places: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
     return lambda sequence: (sequence[place],)
 
 
-def _key(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[Any, ...]:
+def _key(tensors: tuple[Any, ...], flags: object) -> tuple[Any, ...]:
     first, second = tensors[0], tensors[1] if len(tensors) > 1 else None
     return first.shape, None if second is None else second.shape, flags
 
@@ -259,39 +266,3 @@ def _origins(tensors: Tensors, recorded: Recorded) -> _Origins | None:
     starts = (0, len(sources), len(sources) + len(constants))
     makers = tuple((maker, tuple(place_of[id(source)] for source in origins)) for _, maker, origins in recorded.created)
     return _Origins([starts[kind] + place for kind, place in kinds], makers, constants, tuple(views))
-
-
-@functools.cache
-def _guard_maker() -> Callable[[Sequence[Tensor]], Guard]:
-    """Maker of guards: torch's own, if it exists and passes a self-test, else the one in Python.
-
-    A guard is True where each tensor has the metadata of its model and no two tensors are the same object.
-    """
-
-    def of_torch(tensors: Sequence[Tensor]) -> Guard:
-        guard: Guard = _PRIVATE.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        return guard
-
-    try:
-        with torch.inference_mode(False):
-            first, second, third = (torch.empty(2, 3, device="cpu") for _ in range(3))  # on the CPU: a graph may be capturing
-            guard = of_torch([first, second])
-            others = (third[:1], third.half(), torch.empty(3, 2, device="cpu").T, third.to("meta"), [1.0], None, first)
-            is_trusted = guard(first, third) and not any(guard(first, other) for other in others)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        is_trusted = False
-    return of_torch if is_trusted else _python_guard
-
-
-def _python_guard(tensors: Sequence[Tensor]) -> Guard:
-    def metadata(tensor: Tensor) -> tuple[Any, ...]:
-        return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
-
-    wanted = [metadata(tensor) for tensor in tensors]
-
-    def guard(*found: Any) -> bool:
-        if not all(isinstance(one, Tensor) for one in found) or len(set(map(id, found))) < len(found):
-            return False
-        return wanted == [metadata(one) for one in found]
-
-    return guard

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.integrations._vllm_step import Step
+from gdn.integrations._vllm_replay_step import step_of
 from tests.integrations.test_vllm_replay import Life
 from tests.integrations.test_vllm_warm_up import FOLDS
 from tests.integrations.vllm_engine import H, int32
@@ -39,7 +39,7 @@ class Both:
     def __init__(self, host: ReplayHost, device: torch.device, dtype: torch.dtype, *, captures: bool) -> None:
         self.host, self.device, self.dtype, self.captures = host, device, dtype, captures
         options: dict[str, Any] = {"conv_dim_first": host.dim_first, "page": host.page, "fold_phase": PHASE}
-        self.here, self.there = Step(host.layer, **options), Step(self._layer(), **options)
+        self.here, self.there = step_of(host.layer, **options), step_of(self._layer(), **options)
         windows, flat = host.layer.kv_cache
         self.pages = (apart(windows.to(device, dtype)), apart(flat.to(device)))
         self.graphs: dict[Any, tuple[Any, list[Tensor], SimpleNamespace]] = {}

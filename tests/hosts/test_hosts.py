@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 import gdn
-from tests.hosts import adapter_cost, engines, float32, judge_values, sides, transformers_speed, vllm_life, vllm_speed
+from tests.hosts import (
+    adapter_cost,
+    adapter_paths,
+    engines,
+    float32,
+    judge_values,
+    sides,
+    transformers_speed,
+    vllm_life,
+    vllm_speed,
+)
 from tests.hosts.judgement import differences, errors, first_difference
 from tests.hosts.requests import Answers, Side, prompts
 from tests.hosts.vllm_checkpoint import DIGEST, HEADS, digest, shapes, tensors, write, write_heads
@@ -427,8 +437,18 @@ def test_the_table_of_transformers() -> None:
 
 
 def test_what_an_adapter_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gdn, "fused_gdn_decode", lambda x: x)
-    found = adapter_cost.added("decode", lambda: (sum(range(2000)), gdn.fused_gdn_decode(1)), torch.device("cpu"), repeats=100)
-    assert found.step_us > found.us > found.operator_us > 0
-    with pytest.raises(ValueError, match="unpack"):  # a step is one call of the operator
-        adapter_cost.added("decode", lambda: [gdn.fused_gdn_decode(x) for x in (1, 2)], torch.device("cpu"))
+    space: dict[str, Any] = {}
+    exec(compile("def fused_gdn_decode(x, *, y=3): return x", "<gdn.fused_gdn_decode>", "exec"), space)
+    monkeypatch.setattr(gdn, "fused_gdn_decode", space["fused_gdn_decode"])
+    cpu = torch.device("cpu")
+    path = adapter_paths.Path("decode", lambda: (sum(range(2000)), gdn.fused_gdn_decode(1)))
+    found = adapter_cost.added(path, cpu, batches=20)
+    for step, added, operator in zip(found.step, found.us, found.operator, strict=True):
+        assert step > added > operator > 0
+    assert not found.holds and found.row().startswith("decode ") and found.row().endswith("more than allowed")
+    apart = adapter_cost.added(adapter_paths.Path("decode", path.step, apart=lambda: sum(range(2000))), cpu, batches=20)
+    assert apart.us[0] < found.us[0] / 2
+    with pytest.raises(ValueError, match="twice: expected 1 calls of operators, got 2"):  # a step is one call of the operator
+        adapter_cost.added(adapter_paths.Path("twice", lambda: [gdn.fused_gdn_decode(x) for x in (1, 2)]), cpu)
+    both = adapter_cost.calls_of(lambda: [gdn.fused_gdn_decode(x, y=4) for x in (1, 2)])
+    assert [call() for call in both] == [1, 2]

@@ -10,7 +10,8 @@ from gdn.integrations import _calls
 
 
 def tokens(device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    return SimpleNamespace(device=torch.device(device), dtype=dtype, requires_grad=False)
+    place = torch.device(device)
+    return SimpleNamespace(device=place, is_cuda=place.type == "cuda", is_cpu=False, dtype=dtype, requires_grad=False)
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

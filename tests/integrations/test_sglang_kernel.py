@@ -127,6 +127,45 @@ def test_reasons() -> None:
     assert len(engine.host.calls) == 8 and torch.equal(engine.pool, engine.before)
 
 
+def test_a_call_unlike_the_last_one_is_asked_again() -> None:
+    """After calls that were served: other states, other head dims, other options, and autograd."""
+    engine = Engine(9)
+    rows, given, weights = engine.rows(2), _options(engine), ("A_log", "dt_bias")
+    q, k, v = engine.split(rows[0])
+    gates, kept = [x[None] for x in engine.gates(rows[1], rows[2])], torch.zeros(2, 1, *engine.state_shape)
+    engine.host.result = ("o", None, None)
+    sizes = {"scale": 1.0, "num_v_heads": HV, "head_v_dim": engine.dim}
+    own = {name: value for name, value in given.items() if name not in weights}
+    verify = {**given, "intermediate_states_buffer": kept, "intermediate_state_indices": engine.int32([0, 1])}
+
+    def call(q: Any = q, v: Any = v, **changes: Any) -> None:
+        packed = rows[0] if q.requires_grad is False else rows[0].clone().requires_grad_()
+        engine.kernel.decode(q, k, v, rows[1], rows[2], **given | changes)
+        engine.kernel.packed_decode(packed, rows[1], rows[2], **given | sizes | changes)
+        engine.kernel.extend(q, k, v, *gates, **own | changes)
+        engine.kernel.target_verify(q=q, k=k, v=v, a=rows[1], b=rows[2], **verify | changes)
+
+    with torch.no_grad():
+        for _ in range(2):
+            call()
+        call(ssm_states=engine.states.clone())  # a pool of the same form
+        assert (engine.calls.served, engine.calls.left) == (12, {})
+        call(ssm_states=engine.states.half())
+        call(ssm_states=torch.zeros(SLOTS, *engine.state_shape).transpose(-1, -2))
+        call()
+        assert engine.calls.served == 16 and sum(engine.calls.left.values()) == 8
+        engine.kernel.packed_decode(*rows, **given | sizes | {"head_v_dim": 16})
+        engine.kernel.extend(q, k, v, *gates, **own, inplace_update=False)
+        engine.kernel.target_verify(q=q, k=k, v=v, a=rows[1], b=rows[2], **verify | {"intermediate_states_buffer": kept.half()})
+        assert engine.calls.served == 16 and len(engine.host.calls) == 11
+    wanting = q.clone().requires_grad_()
+    with torch.no_grad():
+        call(q=wanting)
+        assert engine.calls.served == 20
+    call(q=wanting)
+    assert engine.calls.served == 20 and engine.calls.left["autograd needs gradients, which this project does not record"] == 4
+
+
 def test_strict() -> None:
     engine = Engine(8, dtype=torch.float16, strict=True)
     rows = engine.rows(2)

@@ -1,5 +1,6 @@
 """The adapter for Transformers on small models: values, what is left to the host and why, and putting everything back."""
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -9,8 +10,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
-import gdn
-from gdn.integrations import Handle, _calls, _hosts, _records, installed
+from gdn.integrations import Handle, _calls, _hosts, _kept, _records, installed
 from gdn.integrations._transformers import cached, functions, layer
 from gdn.integrations.transformers import enable, warm_up
 from tests.integrations import transformers_host as host
@@ -60,6 +60,40 @@ def test_a_prefill_in_two_parts_and_one_continued_by_the_host(small: PreTrainedM
         parts = [run(small, ids[:, :first], cache), run(small, ids[:, first:-1], cache)]
     parts.append(run(small, ids[:, -1:], cache))
     assert_close(torch.cat(parts, dim=1), wanted)
+
+
+def test_what_the_host_replaces_between_two_calls_is_noticed(small: PreTrainedModel) -> None:
+    """Tensors of the cache by others of the same form, and the filter by its data, after calls whose views are kept."""
+    (linear,) = host.linear_layers(small)
+    weight, ids = linear.conv1d.weight, prompts(16, 16)[0]
+    original, cache, cases = weight.data, host.dynamic(small), []
+
+    def replace(what: str) -> None:
+        layer = cache.layers[0]
+        if what == "filter":
+            weight.data = weight.data.flip(0).contiguous()
+        else:
+            states = getattr(layer, what)
+            states[0] = states[0].flip(1).contiguous()
+
+    try:
+        with on_layers(small) as handle:
+            run(small, ids[:, :4], cache)
+            for place in range(4, 10):
+                run(small, ids[:, place : place + 1], cache)
+            for place, what in enumerate(("conv_states", "recurrent_states", "filter"), 10):
+                replace(what)
+                before, filter_before = copy.deepcopy(cache), weight.data
+                cases.append((before, filter_before, place, run(small, ids[:, place : place + 1], cache)))
+            assert (served(handle), reasons(handle)) == (10, set())
+            cache.layers[0].recurrent_states[0] = cache.layers[0].recurrent_states[0].half()
+            run(small, ids[:, :1], copy.deepcopy(cache))
+            assert reasons(handle) == {"the states are float16"}
+        for before, filter_before, place, found in cases:
+            weight.data = filter_before
+            assert_close(found, run(small, ids[:, place : place + 1], before))
+    finally:
+        weight.data = original
 
 
 @pytest.mark.parametrize(("kind", "dims"), [("qwen3_next", (20, 20)), ("qwen3_5", (20, 20)), ("qwen3_next", (16, 24))])
@@ -364,14 +398,17 @@ def test_a_handle_does_not_keep_its_model() -> None:
 
 def test_warm_up_makes_every_form_of_call_once(small: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
-    for name in ("fused_gdn_prefill", "fused_gdn_decode"):
-        original = getattr(gdn, name)
 
-        def counted(*args: Any, name: str = name, original: Any = original, **options: Any) -> torch.Tensor:
-            calls.append((name, args[0].shape[0]))
-            return original(*args, **options)
+    def bound(function: Any, **options: Any) -> Any:
+        original = _kept.bound(function, **options)
 
-        monkeypatch.setattr(gdn, name, counted)
+        def counted(*tensors: torch.Tensor) -> Any:
+            calls.append((function.__name__, tensors[0].shape[0]))
+            return original(*tensors)
+
+        return counted
+
+    monkeypatch.setattr(layer, "bound", bound)
     assert warm_up(small, batch_sizes=(1, 2), prompt_lengths=(3,)) == 1
     assert calls == [
         (name, batch * (1 if "decode" in name else 3))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from gdn.integrations._vllm_replay_step import step_of
 from gdn.integrations._vllm_rows import Counter
 from gdn.integrations._vllm_step import Step
 from tests.integrations import record_vllm_batches as record
@@ -87,7 +88,7 @@ class RingReplay(Replay):
 
     def __init__(self, host: ReplayHost) -> None:
         super().__init__(host)
-        self.step = Step(host.layer, conv_dim_first=host.dim_first, page=host.page)
+        self.step = step_of(host.layer, conv_dim_first=host.dim_first, page=host.page)
         self.count = Counter(16, host.num_spec, WIDTH - 1, torch.device("cpu"))
 
     def add(self, metadata: SimpleNamespace, rows: list[dict[str, int]]) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from gdn.integrations._vllm_pages import Page, page_of
+from gdn.integrations._vllm_replay_step import step_of
 from gdn.integrations._vllm_rows import Rows
-from gdn.integrations._vllm_step import Step
 
 H, HV, K, ROWS = 16, 32, 128, 16
 CHANNELS = (2 * H + HV) * K
@@ -52,7 +52,7 @@ def best(run: Callable[[], object]) -> float:
 
 def slices(interleaved: bool, metadata: Any, page: Page | None = None) -> float:
     """Host time of a step beyond that of its call of the operator, over that of a slice."""
-    step = Step(Layer(interleaved, page), conv_dim_first=False, page=page)
+    step = step_of(Layer(interleaved, page), conv_dim_first=False, page=page)
     rows = [torch.zeros(ROWS, columns) for columns in (CHANNELS + HV * K, 2 * HV)]
     core = torch.zeros(ROWS, HV, K)
     calls: list[Any] = []

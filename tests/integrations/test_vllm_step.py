@@ -1,6 +1,8 @@
 """The step between vLLM's projections, on its pages and its metadata, against a float64 loop over every token."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -237,3 +239,99 @@ def test_which_operators_run() -> None:
         ((40, 40), False, True), ((20, 20), False, False), ((128, 512), False, False),
     ):  # fmt: skip
         assert (_vllm_parts.fuses_decode(*dims), _vllm_parts.fuses_prefill(*dims)) == (decode, prefill), dims
+
+
+REPLACED: dict[str, Callable[[Any], object]] = {
+    "pools of the same shape": lambda layer: setattr(layer, "kv_cache", tuple(map(_moved, layer.kv_cache))),
+    "filter": lambda layer: setattr(layer.conv1d, "weight", layer.conv1d.weight.flip(0).contiguous()),
+    "the filter's data": lambda layer: setattr(layer.conv1d.weight, "data", layer.conv1d.weight.data.flip(0).contiguous()),
+    "a filter of two dimensions": lambda layer: setattr(layer.conv1d.weight, "data", layer.conv1d.weight.data[:, 0]),
+    "convolution": lambda layer: setattr(layer, "conv1d", SimpleNamespace(weight=layer.conv1d.weight * 2, bias=None)),
+    "norm": lambda layer: setattr(layer, "norm", SimpleNamespace(weight=layer.norm.weight * 2, activation=layer.norm.activation)),
+    "decay": lambda layer: setattr(layer, "A_log", layer.A_log + 1),
+    "the decay's data": lambda layer: setattr(layer.A_log, "data", layer.A_log.data + 1),
+}
+
+
+def _moved(pages: Tensor) -> Tensor:
+    """The same pages in other memory, with the same strides."""
+    memory = torch.zeros(pages.untyped_storage().nbytes(), dtype=torch.uint8).view(pages.dtype)
+    return memory.as_strided(pages.shape, pages.stride(), pages.storage_offset()).copy_(pages)
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_the_host_replaces_between_two_steps_is_noticed(what: str, is_module: bool) -> None:
+    """A step that has run does what a new one does; layers keep their parameters as modules do, or as plain attributes."""
+    host = Host(8, num_spec=0, interleaved=False, dim_first=False)
+    layer = host.layer
+    if is_module:
+        layer = torch.nn.Module()
+        for name, value in vars(host.layer).items():
+            is_part = isinstance(value, SimpleNamespace)
+            setattr(layer, name, _module(**vars(value)) if is_part else torch.nn.Parameter(value) if name == "A_log" else value)
+    slots = int32([3, 5])
+    metadata = host.metadata(num_actual_tokens=2, num_decodes=2, num_decode_tokens=2, non_spec_state_indices_tensor=slots)
+    for pages in layer.kv_cache:
+        pages[3], pages[5] = 1, 2
+
+    def run(step: Step) -> Tensor:
+        core = torch.zeros(2, HV, host.V)
+        step(*host.projected(rows[0], rows[1]), core, metadata)
+        return core
+
+    with torch.no_grad():
+        rows, step = host.rows(2), Step(layer, conv_dim_first=False)
+        before = run(step)
+        if is_module and what in ("filter", "decay"):
+            name, owner = ("weight", layer.conv1d) if what == "filter" else ("A_log", layer)
+            setattr(owner, name, torch.nn.Parameter(getattr(owner, name).flip(0).contiguous()))
+        elif is_module and what in ("convolution", "norm"):
+            setattr(layer, {"convolution": "conv1d"}.get(what, what), _module(**_doubled(layer, what)))
+        else:
+            REPLACED[what](layer)
+        old = [pages.clone() for pages in layer.kv_cache]
+        expected = run(Step(layer, conv_dim_first=False))
+        after = [pages.clone() for pages in layer.kv_cache]
+        for pages, values in zip(layer.kv_cache, old, strict=True):
+            pages.copy_(values)
+        assert torch.equal(run(step), expected) and not torch.equal(expected, before)
+        for found, wanted in zip(layer.kv_cache, after, strict=True):
+            assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+def _module(weight: Tensor, **others: Any) -> torch.nn.Module:
+    made = torch.nn.Module()
+    made.weight = torch.nn.Parameter(weight.clone())
+    vars(made).update(others)
+    return made
+
+
+def _doubled(layer: Any, what: str) -> dict[str, Any]:
+    if what == "norm":
+        return {"weight": layer.norm.weight * 2, "activation": layer.norm.activation}
+    return {"weight": layer.conv1d.weight * 2, "bias": None}
+
+
+def test_where_the_host_cuts_the_gates_is_its_own_matter() -> None:
+    """A layer whose gates are not the halves of what their projection returns: replicated ones, of which a rank takes its own."""
+    host = Host(9, num_spec=0, interleaved=False, dim_first=False)
+    plain = Step(host.layer, conv_dim_first=False)
+    cut = SimpleNamespace(**vars(host.layer))
+    cut.split_ba = lambda ba: tuple(half[:, 1 : 1 + HV] for half in ba.chunk(2, dim=-1))
+    slots = int32([3, 5])
+    metadata = host.metadata(num_actual_tokens=2, num_decodes=2, num_decode_tokens=2, non_spec_state_indices_tensor=slots)
+    qkvz, ba = host.rows(2)
+    wide = torch.full((2, 2, HV + 3), 9.0)
+    wide[:, :, 1 : 1 + HV] = ba.view(2, 2, HV)
+    found = []
+    for step, gates in ((plain, ba), (Step(cut, conv_dim_first=False), wide.flatten(1))):
+        for _ in range(2):
+            for pages in host.layer.kv_cache:
+                pages[3], pages[5] = 1, 2
+            core = torch.zeros(2, HV, host.V)
+            step(*host.projected(qkvz, gates), core, metadata)
+            found.append(core)
+    assert all(torch.equal(one, found[0]) for one in found)
+    with pytest.raises(ValueError, match=r"b: expected shape \[2, 4\], got shape \[2, 7\]"):  # not of the width before
+        plain(*host.projected(qkvz, wide.flatten(1)), core, metadata)

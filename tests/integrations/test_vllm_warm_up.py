@@ -13,8 +13,8 @@ import torch
 from gdn.device import H100
 from gdn.integrations import _vllm_warm_up
 from gdn.integrations._vllm_replay import page_of_layer
+from gdn.integrations._vllm_replay_step import step_of
 from gdn.integrations._vllm_rows import Counter
-from gdn.integrations._vllm_step import Step
 from gdn.integrations._vllm_warm_up import Limits, unserved_replay, warm_up
 from gdn.runtime import compiled, devices, explaining, registry
 from gdn.warmup import warmup_sizes
@@ -59,7 +59,7 @@ class Engine:
     """Batches of drawn sizes, described as vLLM describes them."""
 
     def __init__(self, layer: Any) -> None:
-        self.layer, self.step, self.random = layer, Step(layer, conv_dim_first=False, page=layer.page), random.Random(7)
+        self.layer, self.step, self.random = layer, step_of(layer, conv_dim_first=False, page=layer.page), random.Random(7)
         self.channels, self.values = 2 * layer.key_dim + layer.value_dim, layer.value_dim
         self.qkvz = torch.empty(LIMITS.tokens, self.channels + self.values, dtype=torch.bfloat16)
         self.ba = torch.empty(LIMITS.tokens, 2 * layer.num_v_heads, dtype=torch.bfloat16)
@@ -201,7 +201,7 @@ def test_every_kernel_of_a_step_was_loaded(model: str) -> None:
 @pytest.mark.parametrize(("num_spec", "interleaved"), [(0, True), (3, False), (7, True)])
 def test_replay_needs_kernels_with_a_ring(num_spec: int, interleaved: bool, state: torch.dtype) -> None:
     layer = of_model((16, 32), interleaved=interleaved, num_spec=num_spec, state=state)
-    step = Step(layer, conv_dim_first=False, page=page_of_layer(layer))
+    step = step_of(layer, conv_dim_first=False, page=page_of_layer(layer))
     lacking = [None, "no kernel takes its ring in fold_states"][len(ALSO_UNSERVED)]
     assert unserved_replay(layer, step, torch.bfloat16) == lacking
     reason = "no kernel takes its ring in " + " and ".join([*ALSO_UNSERVED, "gdn_decode"])

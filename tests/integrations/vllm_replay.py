@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import gdn
 from gdn.integrations._vllm_pages import page_of
+from gdn.integrations._vllm_replay_step import step_of
 from gdn.integrations._vllm_rows import Counter, Rows
-from gdn.integrations._vllm_step import Step
 from tests.integrations.vllm_engine import HV, WIDTH, H, Host, int32, offsets
 
 Tensor = torch.Tensor
@@ -73,7 +73,7 @@ class Engine:
 
     def __init__(self, host: ReplayHost, build: Callable[[list[Row], int], Any] | None = None) -> None:
         self.host = host
-        self.step = Step(host.layer, conv_dim_first=host.dim_first, page=host.page, fold_phase=3)
+        self.step = step_of(host.layer, conv_dim_first=host.dim_first, page=host.page, fold_phase=3)
         self.views = host.page.views(host.layer.kv_cache[1])
         self.stand_in = StandIn(host)
         self.build: Callable[[list[Row], int], Any] = build or self.stand_in

@@ -12,7 +12,7 @@ import gdn
 from gdn import runtime
 from gdn.ops import _memo, chunk, recurrent
 from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
-from gdn.runtime import env
+from gdn.runtime import env, guards
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
@@ -40,9 +40,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> C
     monkeypatch.setattr(chunk, "prepare", stand_in.prepare)
     monkeypatch.setattr(recurrent, "prepare", stand_in.prepare)
     if request.param == "python":
-        monkeypatch.setattr(_memo, "_guard_maker", lambda: _memo._python_guard)
+        monkeypatch.setattr(guards, "maker", lambda: guards.in_python)
     else:
-        assert _memo._guard_maker() is not _memo._python_guard
+        assert guards.maker() is not guards.in_python
     return stand_in
 
 

@@ -8,6 +8,7 @@ import torch
 import gdn
 from gdn import runtime
 from gdn.ops import _call, _memo
+from gdn.runtime import guards
 from gdn.testing.compare import same_bits
 from tests.ops.contract_kernel import ContractKernel
 from tests.ops.spoiling.memory import side_by_side
@@ -96,7 +97,7 @@ def test_out_between_the_rows_of_an_input(kernel: ContractKernel, name: str) -> 
 def test_a_plan_serves_no_overlap(kernel: ContractKernel, name: str, guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Good calls at several addresses, then one of the same layout whose out shares one row with q; then a good one."""
     if guard == "python":
-        monkeypatch.setattr(_memo, "_guard_maker", lambda: _memo._python_guard)
+        monkeypatch.setattr(guards, "maker", lambda: guards.in_python)
     function, good = getattr(gdn, name), arguments(name)
     buffer = torch.zeros(1, 4 * TOKENS, HEADS, DIM, dtype=BF16)
 

@@ -18,9 +18,13 @@ class Shapes(NamedTuple):
     window: tuple[int, int]
     state: tuple[int, int, int]
 
+    def operand(self, windows: Tensor) -> Tensor:
+        """What the operators read and write of windows [N, D, >= w - 1]: the host keeps w inputs, and never reads the oldest."""
+        return windows.narrow(2, windows.shape[2] - self.window[1] + 1, self.window[1] - 1)
+
 
 class States(NamedTuple):
-    """Tensors of a call: windows [N, D, >= w - 1] oldest first, states [N, HV, K, V], and whether they hold an earlier token."""
+    """Tensors of a call: windows [N, D, w] oldest first, states [N, HV, K, V], and whether they hold an earlier token."""
 
     windows: Tensor
     states: Tensor
@@ -51,6 +55,18 @@ def unserved_cache(cache: Any, layer_idx: int, batch: int, device: torch.device,
     return None
 
 
+def made_states(cache: Any, layer_idx: int) -> Any:
+    """As `states_of`, of tensors that are there; None where they are not made yet, or the host needs them otherwise."""
+    layers = cache.layers
+    layer: Any = layers[layer_idx] if layer_idx < len(layers) else None
+    try:
+        if layer.is_conv_states_initialized[0] and layer.is_recurrent_states_initialized[0] and not layer.record_past:
+            return layer.conv_states[0], layer.recurrent_states[0], layer.has_previous_state[0]
+    except AttributeError:  # a layer of another kind
+        pass
+    return None
+
+
 def has_previous_state(cache: Any, layer_idx: int) -> bool:
     return bool(cache.layers[layer_idx].has_previous_state[0])
 
@@ -64,9 +80,7 @@ def states_of(cache: Any, layer_idx: int, batch: int, tokens: Tensor, shapes: Sh
     if not layer.is_recurrent_states_initialized[0]:
         state = tokens.new_empty((batch, *shapes.state), dtype=torch.float32)
         layer.lazy_initialization(recurrent_states=state, state_idx=0)
-    # The host keeps w inputs, newest last, and never reads the oldest; the operators read and write w - 1.
-    windows = layer.conv_states[0].narrow(2, 1, shapes.window[1] - 1)
-    return States(windows, layer.recurrent_states[0], bool(layer.has_previous_state[0]))
+    return States(layer.conv_states[0], layer.recurrent_states[0], bool(layer.has_previous_state[0]))
 
 
 def set_previous_state(cache: Any, layer_idx: int) -> None:

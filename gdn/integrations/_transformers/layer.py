@@ -9,6 +9,7 @@ from torch import Tensor
 import gdn
 from gdn.integrations import _indices as indices
 from gdn.integrations._calls import unserved
+from gdn.integrations._kept import LayerViews, Served, bound
 from gdn.integrations._transformers import cached, steps
 
 ACTIVATIONS = ("silu", "swish")
@@ -19,13 +20,19 @@ GATES = (*ACTIVATIONS, "sigmoid")
 class Facts:
     """What of a layer is the same for all calls. Read once: a lookup through `nn.Module` takes longer than a check.
 
-    reason and reason_on_gpu: why no call is served, on any device and on a GPU; None where calls can be.
+    decode and prefill: the fused operators, for tensors alone; None where no call is served. views: of the cache's windows and of
+    the filter, as the operators take them. served: what a call with a cache was like that was served. reason and reason_on_gpu:
+    why no call is served, on any device and on a GPU; None where calls can be.
     """
 
     layer_idx: int
     heads: tuple[int, int]  # HV, V
     shapes: cached.Shapes
     options: dict[str, Any]  # of the fused operators
+    decode: Any
+    prefill: Any
+    views: LayerViews
+    served: Served
     is_interleaved: bool
     fuses_prompts: bool  # whether the fused operators have a kernel
     fuses_steps: bool
@@ -55,7 +62,30 @@ class Facts:
         }
         shapes = cached.Shapes((2 * h * k + hv * v, width), (hv, k, v))
         prompts, steps = k == v and k % 8 == 0 and k <= 128, k == v and k % 32 == 0
-        return Facts(layer.layer_idx, (hv, v), shapes, options, is_interleaved, prompts, steps, reason, reason_on_gpu)
+        operators = [None, None] if reason else [bound(one, **options) for one in (gdn.fused_gdn_decode, gdn.fused_gdn_prefill)]
+        return Facts(
+            layer.layer_idx, (hv, v), shapes, options, operators[0], operators[1], LayerViews(shapes.operand, _matrix), Served(),
+            is_interleaved, prompts, steps, reason, reason_on_gpu,
+        )  # fmt: skip
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """The filter [D, w] of a depthwise convolution's weight [D, 1, w]."""
+    return weight.squeeze(1)
+
+
+def is_like_served(facts: Facts, layer: Any, hidden_states: Tensor, states: Any) -> bool:
+    """Whether a call with a cache, without packed sequences, is like one that `refusal` let pass, which need not be asked then.
+
+    Everything that it reads is compared: of tensors the forms, and the rest once more. states: of `cached.made_states`.
+    """
+    parts = layer._modules
+    return (
+        facts.served(hidden_states, states[0], states[1])
+        and "_hf_hook" not in parts["conv1d"].__dict__
+        and "_hf_hook" not in parts["norm"].__dict__
+        and not torch.is_autocast_enabled("cuda" if hidden_states.is_cuda else "cpu")
+    )
 
 
 def refusal(
@@ -113,7 +143,13 @@ def refusal(
 
 
 def step(
-    facts: Facts, layer: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, offsets: Tensor | None
+    facts: Facts,
+    layer: Any,
+    hidden_states: Tensor,
+    cache: Any,
+    attention_mask: Tensor | None,
+    offsets: Tensor | None,
+    states: Any = None,
 ) -> Tensor:
     """One served call: what the host's forward returns, with the cache updated in place.
 
@@ -129,6 +165,8 @@ def step(
         0 where a token is padding, which is on the left: its hidden states count as zero.
     offsets : Tensor [N + 1] or None
         Boundaries of packed sequences over the B * T tokens; None = each row is one sequence. Without a cache.
+    states : tuple, optional
+        Of `cached.made_states`, where the caller has them already. Views of them are kept. None in a compiled call.
 
     Returns
     -------
@@ -138,7 +176,7 @@ def step(
     if attention_mask is not None:
         hidden_states = (hidden_states * attention_mask[:, :, None]).to(hidden_states.dtype)
     batch, length, hidden = hidden_states.shape
-    tokens, device = hidden_states.reshape(batch * length, hidden), hidden_states.device
+    tokens, device = hidden_states.reshape(-1, hidden), hidden_states.device
     parts, parameters = layer._modules, layer._parameters  # a lookup through nn.Module takes several times as long
     if facts.is_interleaved:
         qkv, z, b, a = parts["in_proj_qkvz"](tokens), None, parts["in_proj_ba"](tokens), None
@@ -146,38 +184,34 @@ def step(
         qkv, z = parts["in_proj_qkv"](tokens), parts["in_proj_z"](tokens).view(-1, *facts.heads)
         b, a = parts["in_proj_b"](tokens), parts["in_proj_a"](tokens)
     count = batch if offsets is None else offsets.shape[0] - 1
-    if cache is None:
-        states = cached.states_of_call(count, qkv, facts.shapes)
-    else:
-        states = cached.states_of(cache, facts.layer_idx, batch, qkv, facts.shapes)
     convolution = parts["conv1d"]._parameters
-    arguments = (
-        qkv, z, b, a, states.windows, convolution["weight"].squeeze(1), parameters["A_log"], parameters["dt_bias"],
-        parts["norm"]._parameters["weight"], states.states, indices.slots(count, device),
-    )  # fmt: skip
-    is_decode = length == 1 and states.has_previous
+    if states is not None:
+        windows, pool, has_previous = states
+        windows, weight = facts.views(windows, convolution["weight"])
+    else:
+        if cache is None:
+            windows, pool, has_previous = cached.states_of_call(count, qkv, facts.shapes)
+        else:
+            windows, pool, has_previous = cached.states_of(cache, facts.layer_idx, batch, qkv, facts.shapes)
+        windows, weight = facts.shapes.operand(windows), _matrix(convolution["weight"])
+    is_decode = length == 1 and has_previous
+    if is_decode:
+        slots, boundaries, flags = indices.slots(count, device), None, None
+    elif offsets is None:
+        slots, boundaries, flags = indices.prompts(batch, length, has_previous, device)
+    else:
+        slots, boundaries, flags = indices.slots(count, device), offsets, indices.flags(count, has_previous, device)
+    bias, gain = convolution["bias"], parts["norm"]._parameters["weight"]
+    fixed = (windows, weight, parameters["A_log"], parameters["dt_bias"], gain, pool, slots)
     is_fused = facts.fuses_steps if is_decode else facts.fuses_prompts
     if not (is_fused or (facts.fuses_prompts and not tokens.is_cuda)):  # the reference serves what either of them does
-        core = steps.core(
-            (qkv, z, b, a),
-            arguments[5:9],
-            convolution["bias"],
-            (states.windows, states.states, arguments[10]),
-            indices.offsets(batch, length, device) if offsets is None else offsets,
-            None if is_decode else indices.flags(count, states.has_previous, device),
-            facts.options,
-        )
+        boundaries = indices.offsets(batch, length, device) if boundaries is None else boundaries
+        core = steps.core((qkv, z, b, a), fixed[1:5], bias, (windows, pool, slots), boundaries, flags, facts.options)
     elif is_decode:
-        core = gdn.fused_gdn_decode(*arguments, conv_bias=convolution["bias"], **facts.options)
+        core = facts.decode(qkv, z, b, a, *fixed, bias)
     else:
-        core = gdn.fused_gdn_prefill(
-            *arguments,
-            conv_bias=convolution["bias"],
-            query_start_loc=indices.offsets(batch, length, device) if offsets is None else offsets,
-            has_initial_state=indices.flags(count, states.has_previous, device),
-            **facts.options,
-        )
-    if cache is not None and not states.has_previous:
+        core = facts.prefill(qkv, z, b, a, *fixed, boundaries, flags, bias)
+    if cache is not None and not has_previous:
         cached.set_previous_state(cache, facts.layer_idx)
     result: Tensor = parts["out_proj"](core)
     return result.view(batch, length, -1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gdn.integrations._calls import Calls
-from gdn.integrations._transformers import layer, packed, qsa
+from gdn.integrations._transformers import cached, layer, packed, qsa
 
 _OLD_NAME = "the cache has its old name"
 
@@ -24,17 +24,27 @@ def layer_forward(
         return original(self, hidden_states, attention_mask=attention_mask, **given)
 
     def forward(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, others: dict[str, Any]) -> Any:
-        reason = named_otherwise(others, cache_name, "cache_params", Cache)
+        reason = given = order = None
+        if others:
+            reason = named_otherwise(others, cache_name, "cache_params", Cache)
+            given, order = others.get("cu_seq_lens_q"), others.get("seq_idx")
         if not calls.active:
             return left(self, hidden_states, cache, attention_mask, others)
         # Dynamo traces no reads of the model's positions, so there are no boundaries.
-        derived = None if torch.compiler.is_compiling() else boundaries.current
-        if reason is None:
+        is_compiling = torch.compiler.is_compiling()
+        derived = None if is_compiling else boundaries.current
+        offsets, states = derived if given is None else given, None
+        if offsets is None and order is None and cache is not None and not is_compiling:
+            states = cached.made_states(cache, facts.layer_idx)
+        if reason is None and (states is None or not layer.is_like_served(facts, self, hidden_states, states)):
             reason = layer.refusal(facts, self, hidden_states, cache, others, derived, calls.allow_reference)
-        if not calls.serves(reason):
+            if states is not None:
+                facts.served.judge(reason, hidden_states, states[0], states[1])
+        if reason is None and not is_compiling:
+            calls.served += 1  # what `calls.serves` does
+        elif not calls.serves(reason):
             return left(self, hidden_states, cache, attention_mask, others)
-        given = others.get("cu_seq_lens_q")
-        return layer.step(facts, self, hidden_states, cache, attention_mask, derived if given is None else given)
+        return layer.step(facts, self, hidden_states, cache, attention_mask, offsets, states)
 
     if cache_name == "cache":
 
