@@ -26,8 +26,12 @@ _AXES: Axes = {
     "drafts": [(False, False), (True, False), (True, True)],  # columns of the indices, accepted counts
     "has_rounding": [False, True],
     "intermediate_dtype": [None, "float32", "bfloat16"],
+    "ring": [None, (16, 15), (22, 15), (39, 24)],  # rows, tokens from one fold to the next
     "num_sequences": [1, 8, 128],  # they choose the configuration
 }
+
+
+_OF_DRAFTS = ((22, 15), (39, 24))  # rings that hold several tokens a call
 
 
 def _problem(row: Row) -> Problem | None:
@@ -35,6 +39,12 @@ def _problem(row: Row) -> Problem | None:
         return None
     if row["intermediate_dtype"] and (row["drafts"][0] or row["has_rounding"]):
         return None
+    ring_rows, fold_every = ring = row["ring"] or (None, None)
+    has_columns, has_accepted = row["drafts"]
+    if ring_rows is not None:
+        if row["intermediate_dtype"] or has_columns != has_accepted or has_accepted != (ring in _OF_DRAFTS):
+            return None
+        has_columns = False
     same = (
         "width", "weight_dtype", "bias_dtype", "silu", "gate_sigmoid", "state_dtype", "state_v_first",
         "index_dtype", "cu_seqlens_dtype", "has_rounding", "intermediate_dtype", "num_sequences",
@@ -54,8 +64,10 @@ def _problem(row: Row) -> Problem | None:
         b_dtype=None if row["layout"] == "concatenated" else other,
         conv_dtype=row["pool"][0],
         conv_channels_contiguous=row["pool"][1],
-        has_columns=row["drafts"][0],
-        has_accepted=row["drafts"][1],
+        has_columns=has_columns,
+        has_accepted=has_accepted,
+        ring_rows=ring_rows,
+        fold_every=fold_every,
         num_tokens=row["num_sequences"] * (1 if row["cu_seqlens_dtype"] is None else 4),
         **dict.fromkeys(("A_log_dtype", "dt_bias_dtype"), row["parameter_dtype"]),
         norm_dtype=row["parameter_dtype"] if row["has_norm"] else None,
