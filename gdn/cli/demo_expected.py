@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from gdn.cli.demo_expected_replay import brought_up_to_date, live_places, without_new
 from gdn.testing.compare import after_summary
 from gdn.testing.inputs_logits import MqaInputs, PagedInputs
 from gdn.testing.oracle import oracle_delta_rule
 from gdn.testing.oracle_logits import ExactLogits, exact_mqa_logits, exact_paged_mqa_logits
+from gdn.testing.oracle_replay import brought_up_to_date, live_places, without_new
 
 Tensor = torch.Tensor
 Arguments = dict[str, Any]

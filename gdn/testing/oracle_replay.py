@@ -1,4 +1,4 @@
-"""What a ring holds, for the expected results of calls by replay (see gdn.problems.replay).
+"""What a ring holds, by the token recurrence: for expected results of calls by replay (see gdn.problems.replay).
 
 A state and the entries of its ring stand for the state after all of these tokens: `brought_up_to_date` runs the token recurrence
 over the entries, one by one in float64, which `gdn.reference` does not.
