@@ -70,7 +70,8 @@ def accept(draw: Draw) -> Call:
     call.give("query_start_loc", draw.indices(offsets), "~")
     call.ties["N"] = call.ties["tokens"] = ("query_start_loc",)
     tokens = offsets[-1] + draw.pick(0, 2)
-    call.give("parent_token", torch.tensor(parents_of(draw, offsets, tokens), dtype=torch.int32), "tokens")
+    call.sizes["tokens"] = offsets[-1]
+    call.give("parent_token", torch.tensor(parents_of(draw, offsets, tokens), dtype=torch.int32), "tokens+")
     slots, size = slots_of(draw, call, count)
     null_slot = call.arguments.get("null_slot", -1)
     reads = [null_slot if draw.maybe(0.15) else slot for slot in slots]
