@@ -1,6 +1,6 @@
 """`gdn.warmup(config)`: every kernel that a model can reach is loaded, before the first request needs it.
 
-`warmup_sizes`: the sizes at which an adapter makes a call of its own, for the same end.
+`warmup_sizes`: the sizes at which an adapter makes a call of its own, for the same end. `without_kernel`: what no kernel runs.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gdn.runtime import devices, env
+from gdn.runtime import devices
 
 _STATES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -74,7 +74,7 @@ def warmup(
     problems = served.of_calls(calls)
     if config is not None:
         options = {"state_dtypes": (_STATES[state_dtype],), "hosts": ("layers",), "block_size": block_size}
-        switch = env.current().replay if replay is None else str(int(replay))
+        switch = None if replay is None else str(int(replay))
         problems += served.of_config(config, num_spec=num_spec, replay=switch, **options)
     return reach.load(reach.kernels(problems, spec))
 
@@ -131,6 +131,15 @@ def warmup_sizes(
             sequences = sizes.get("num_sequences", 1)
             found.add((sizes.get("num_tokens", sequences), sequences))
     return sorted(found, reverse=True)
+
+
+def without_kernel(call: Callable[[], object]) -> set[str]:
+    """Short names of the operators that a call would leave to the reference. It is run without a launch."""
+    from gdn.runtime import explaining
+
+    with explaining() as asked:
+        call()
+    return {choice.op for choice, _ in asked.answers if choice.backend == "reference"}
 
 
 def _at(problem: Any, names: Iterable[str], tokens: int, sequences: int) -> Any:

@@ -75,6 +75,23 @@ DEEPGEMM = Host(
 _VLLM_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention"
 
 _VLLM_QSA = "vllm.models.qwen4_exp.nvidia.ops"
+_VLLM_BUILDER = "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadataBuilder"
+_VLLM_BATCH = "vllm.v1.attention.backend.CommonAttentionMetadata"
+VLLM_SIZES = "vllm.platforms.interface.Platform._align_hybrid_block_size"
+_VLLM_REPLAY = (
+    VLLM_SIZES,
+    *_under(_VLLM_LAYER, "get_state_shape", "get_kv_cache_spec"),
+    *_under("vllm.model_executor.layers.mamba.abstract.MambaBase", "bind_kv_cache", "get_attn_backend"),
+    *_under(_VLLM_BUILDER, "__init__", "build", "build_for_cudagraph_capture", "update_block_table"),
+    "vllm.v1.attention.backends.gdn_attn.GDNAttentionBackend.get_builder_cls",
+    f"{_VLLM_BATCH}.compute_num_computed_tokens",
+    "vllm.model_executor.layers.mamba.mamba_utils.get_temporal_copy_spec",  # copies what is behind a window as a whole
+)
+_VLLM_REPLAY_CLASSES = {
+    _VLLM_BATCH: ("num_reqs", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound"),
+    "vllm.v1.kv_cache_interface.MambaSpec": ("dtypes", "num_speculative_blocks", "shapes"),
+}
+VLLM_REPLAY = (*_VLLM_REPLAY, *_VLLM_REPLAY_CLASSES)  # what only replay decode touches
 VLLM = Host(
     name="vllm",
     package="vllm",
@@ -89,8 +106,13 @@ VLLM = Host(
         "vllm.forward_context.get_forward_context",
         *_under(f"{_VLLM_QSA}.qsa_indexer", "qsa_select_paged_decode", "warmup_qsa_mqa_paged_decode"),
         *_under(f"{_VLLM_QSA}.qsa", "qsa_sparse_paged_attention", "warmup_qsa_sparse_paged_attention"),
+        *_VLLM_REPLAY,
     ),
-    replaced=(_VLLM_LAYER, *_under(_VLLM_QSA, "qsa_indexer.qsa_select_paged_decode", "qsa.qsa_sparse_paged_attention")),
+    replaced=(
+        _VLLM_LAYER,
+        VLLM_SIZES,
+        *_under(_VLLM_QSA, "qsa_indexer.qsa_select_paged_decode", "qsa.qsa_sparse_paged_attention"),
+    ),
     classes=MappingProxyType(
         {
             _VLLM_LAYER: (
@@ -105,6 +127,7 @@ VLLM = Host(
                 "prefill_has_initial_state",
             ),
             "vllm.model_executor.layers.mamba.checkpoint.MambaPrefillCheckpointMetadata": ("checkpoint_offsets", "state_indices"),
+            **_VLLM_REPLAY_CLASSES,
         }
     ),
 )  # fmt: skip

@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from gdn.integrations import _vllm_parts
+from gdn.integrations import _vllm_parts, _vllm_replay
 from gdn.integrations._calls import Calls
+from gdn.integrations._vllm_pages import Page
+from gdn.integrations._vllm_replay import Replay
 from gdn.integrations._vllm_step import Step
-from gdn.integrations._vllm_warm_up import Limits, warm_up
+from gdn.integrations._vllm_warm_up import Limits, unserved_replay, warm_up
 
 Tensor = torch.Tensor
 HALVES = (torch.bfloat16, torch.float16)
@@ -108,9 +110,11 @@ _NAMED = 4  # layers that the line at start-up names for a reason
 class Layers:
     """What became of the layers that the host built since the adapter was enabled."""
 
-    def __init__(self, calls: Calls, strict: bool, told: Callable[[str], None]) -> None:
+    def __init__(self, calls: Calls, strict: bool, told: Callable[[str], None], replay: Replay) -> None:
         self.calls, self.strict, self._told, self._was_told = calls, strict, told, False
+        self.replay = replay
         self._left: dict[str, list[str]] = {}  # reason -> layers
+        self._decode: dict[str, int] = {}  # how served layers decode -> their number
 
     def decide(self, prefix: str, reason: str | None) -> None:
         """Counts a layer; with strict, one that is not served is an error."""
@@ -121,6 +125,10 @@ class Layers:
         if self.strict:
             raise RuntimeError(f"gdn.integrations.vllm, strict: {prefix} would be left to the host: {reason}")
 
+    def decodes(self, how: str) -> None:
+        """Counts a served layer, which decodes this way."""
+        self._decode[how] = self._decode.get(how, 0) + 1
+
     def tell(self, warm_up_s: float | None = None) -> None:
         """Says once, when all layers are there, how many are served, which are not and why."""
         if self._was_told or (warm_up_s is None and self.calls.served):  # a served layer will say it, with the time
@@ -128,7 +136,8 @@ class Layers:
         self._was_told = True
         took = "" if warm_up_s is None else f", ready in {warm_up_s:.1f} s"
         left = "".join(f"; {len(names)} left to the host: {reason} ({_some(names)})" for reason, names in self._left.items())
-        self._told(f"{self.calls.served} Gated DeltaNet layers run on gdn's kernels{took}{left}")
+        decode = "".join(f"; {how}" if len(self._decode) == 1 else f"; {n}: {how}" for how, n in self._decode.items())
+        self._told(f"{self.calls.served} Gated DeltaNet layers run on gdn's kernels{took}{decode}{left}")
 
 
 def _some(names: list[str]) -> str:
@@ -152,18 +161,30 @@ def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bo
     """
 
     class GatedDeltaNet(host.QwenGatedDeltaNetAttention):  # type: ignore[misc]
+        _gdn_page: Page | None = None  # of a layer that decodes by replay
+
         def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, vllm_config, *args, **kwargs)
             self._gdn_refusal = refusal(facts_of(self, vllm_config), layers.calls.allow_reference)
             layers.decide(self.prefix, self._gdn_refusal)
             if self._gdn_refusal is not None:
                 return
-            self._gdn_step = Step(self, conv_dim_first=conv_dim_first())
+            self._gdn_step, self._gdn_page = _step(self, vllm_config, conv_dim_first(), layers)
             scheduler = vllm_config.scheduler_config
             captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0  # rows, some of them padding
             self._gdn_limits = Limits(scheduler.max_num_batched_tokens, max(scheduler.max_num_seqs, captured))
             if vllm_config.cache_config.mamba_cache_mode == "align":
                 self._checkpoint_alignment = CHECKPOINT_ALIGNMENT  # the prefill stores states at any multiple
+
+        def get_state_shape(self) -> Any:
+            return super().get_state_shape() if self._gdn_page is None else self._gdn_page.shapes
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            spec = super().get_kv_cache_spec(vllm_config)
+            return spec if self._gdn_page is None else replace(spec, num_speculative_blocks=0)
+
+        def get_attn_backend(self) -> Any:
+            return super().get_attn_backend() if self._gdn_page is None else layers.replay.backend
 
         def forward_cuda(self, hidden_states: Tensor) -> Tensor:
             if self._gdn_refusal is not None:
@@ -198,3 +219,19 @@ def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bo
             self._gdn_step(mixed_qkvz, ba, core_attn_out, metadata)
 
     return GatedDeltaNet
+
+
+def _step(layer: Any, vllm_config: Any, conv_dim_first: bool, layers: Layers) -> tuple[Step, Page | None]:
+    """The step of a served layer, and its page where it decodes by replay."""
+    facts = _vllm_replay.replay_facts(layer, vllm_config, has_host=layers.replay.backend is not None)
+    page, reason = None, _vllm_replay.refusal(facts)
+    if reason is None:
+        page = _vllm_replay.page_of_layer(layer)
+        phase = _vllm_replay.fold_phase(layer.prefix, page.fold_every)
+        step = Step(layer, conv_dim_first=conv_dim_first, page=page, fold_phase=phase)
+        if not layers.calls.allow_reference:
+            reason = unserved_replay(layer, step, vllm_config.model_config.dtype)
+    if page is None or reason is not None:
+        page, step = None, Step(layer, conv_dim_first=conv_dim_first)
+    layers.decodes(_vllm_replay.told(facts, page, reason))
+    return step, page

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
+from gdn.integrations._vllm_rows import Fold, Prompts, Rows
 from gdn.integrations._vllm_step import Step
-from gdn.warmup import warmup_sizes
+from gdn.warmup import warmup_sizes, without_kernel
 
 Tensor = torch.Tensor
 _LIVE = 3  # sequences of a batch that own blocks; the others are padding, so that few blocks are enough for any batch
 _PAGE_ALIGNMENT = 512  # bytes
 _CHUNK = 64  # tokens: where a prefill can store its state
+_WITH_RING = {"gdn_decode", "fold_states"}
 _done: set[tuple[Any, ...]] = set()
 
 
@@ -68,18 +70,21 @@ def warm_up(layer: Any, step: Step, qkvz: Tensor, ba: Tensor, limits: Limits) ->
     bias = layer.conv1d.bias
     parameters = (layer.A_log, layer.dt_bias, layer.norm.weight, layer.conv1d.weight, *(() if bias is None else (bias,)))
     key = (
-        shapes, dtypes, qkvz.dtype, str(qkvz.device), qkvz.shape[1], layer.num_spec, stores, limits,
+        shapes, dtypes, step.page, qkvz.dtype, str(qkvz.device), qkvz.shape[1], layer.num_spec, stores, limits,
         *(parameter.dtype for parameter in parameters), *map(str, step.options.values()),
     )  # fmt: skip
     if key in _done:
         return
-    pages = _pages(shapes, dtypes, qkvz.device, _LIVE * (2 + layer.num_spec))
+    pages = _pages(shapes, dtypes, qkvz.device, _LIVE * (2 + (layer.num_spec if step.page is None else 0)))
     columns = 1 + layer.num_spec
 
     def make(kind: Kind, tokens: int, sequences: int) -> None:
         rows = [x if len(x) >= tokens else x.new_zeros(tokens, x.shape[1]) for x in (qkvz, ba)]
         core = qkvz.new_empty(tokens, step.num_value_heads, step.head_v_dim)
-        step(rows[0][:tokens], rows[1][:tokens], core, batch(kind, tokens, sequences, columns, qkvz.device), pages)
+        known = batch(kind, tokens, sequences, columns, qkvz.device)
+        if step.page is not None:
+            known.gdn_replay = replay_rows(known, sequences, layer)
+        step(rows[0][:tokens], rows[1][:tokens], core, known, pages)
 
     with torch.inference_mode():
         for kind in kinds(layer.num_spec, stores):
@@ -90,6 +95,29 @@ def warm_up(layer: Any, step: Step, qkvz: Tensor, ba: Tensor, limits: Limits) ->
             for tokens, sequences in sizes:
                 make(kind, tokens, sequences)
     _done.add(key)
+
+
+def unserved_replay(layer: Any, step: Step, dtype: torch.dtype) -> str | None:
+    """Why a layer cannot decode by replay: a part of its steps that no kernel runs; None where all have one.
+
+    No kernel of this package is launched. dtype: of the projected rows.
+    """
+    assert step.page is not None
+    device, each, heads = layer.dt_bias.device, 1 + layer.num_spec, step.num_value_heads
+    pages = _pages(step.page.shapes, tuple(layer.get_state_dtype()[:2]), device, each)
+    step = step.with_gates_in_halves()
+
+    def steps() -> None:
+        for kind in kinds(layer.num_spec, stores_checkpoints=False):
+            known = batch(kind, kind.most_each or 1, 1, each, device)
+            known.gdn_replay = replay_rows(known, 1, layer)
+            widths = (step.channels + heads * step.head_v_dim, 2 * heads)
+            qkvz, ba = (torch.empty(known.num_actual_tokens, width, dtype=dtype, device=device) for width in widths)
+            step(qkvz, ba, qkvz.new_empty(len(qkvz), heads, step.head_v_dim), known, pages)
+
+    with torch.inference_mode():
+        own = without_kernel(steps) & _WITH_RING
+    return f"no kernel takes its ring in {' and '.join(sorted(own))}" if own else None
 
 
 def _pages(
@@ -135,3 +163,16 @@ def batch(kind: Kind, tokens: int, sequences: int, columns: int, device: torch.d
             "num_accepted_tokens": torch.ones(sequences, dtype=torch.int32, device=device),
         }  # fmt: skip
     return SimpleNamespace(**known)
+
+
+def replay_rows(known: Any, sequences: int, layer: Any) -> Rows:
+    """What the builder of layers with replay adds to such a batch. layer: its drafts and its window."""
+    num_spec, device = layer.num_spec, layer.dt_bias.device
+    ones = torch.ones(sequences, dtype=torch.int32, device=device)
+    if not known.num_prefills:
+        table = known.spec_state_indices_tensor if known.spec_sequence_masks is not None else None
+        return Rows((1 + num_spec) * ones, None if table is None else table[:, 0], None)
+    slots, columns = known.prefill_state_indices, torch.arange(layer.conv1d.weight.shape[-1] - 1, device=device)
+    moved = (slots.long()[:, None], columns, ones[:, None] - 1 + columns)
+    fold = Fold(slots, 0 * ones, ones if num_spec else None, moved if num_spec else None)
+    return Rows(ones, None, Prompts(fold, slots.long(), 0 * ones))

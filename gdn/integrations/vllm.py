@@ -3,8 +3,9 @@
 `GDN_VLLM=1 vllm serve MODEL` switches it on in every process of an engine, through the entry point `vllm.general_plugins`;
 `gdn.integrations.vllm.enable()` before an engine is made does the same from Python. Everything between the two projections of a
 layer runs by `fused_gdn_decode` and `fused_gdn_prefill` on vLLM's own pages: one-token rows, drafts, prompts and mixed batches,
-with states for the prefix cache, in captured and piecewise graphs, on each rank of a tensor parallel group. Decode steps of
-Qwen4Exp's sparse attention run by `paged_indexer_topk` and `sparse_attention`.
+with states for the prefix cache, in captured and piecewise graphs, on each rank of a tensor parallel group. With `GDN_REPLAY`
+decode is by replay: a block then holds a ring too, and a sequence takes one block in a cache group whatever its drafts. Decode
+steps of Qwen4Exp's sparse attention run by `paged_indexer_topk` and `sparse_attention`.
 """
 
 import importlib
@@ -18,10 +19,14 @@ from gdn.integrations._calls import Calls, unserved_machine
 from gdn.integrations._handle import Handle
 from gdn.integrations._points import Point, Undo
 from gdn.integrations._vllm_layer import Layers, layer_class
+from gdn.integrations._vllm_pages import sizes_point
+from gdn.integrations._vllm_replay import Replay, page_in
+from gdn.integrations._vllm_rows import backend_class
 from gdn.runtime import env, log
 
 _LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 _NAME = "QwenGatedDeltaNetAttention"
+_BATCHES = "vllm.v1.attention.backends.gdn_attn"
 SWITCH = "GDN_VLLM"
 
 
@@ -59,7 +64,8 @@ def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
     before, begin = env.export(SWITCH, "strict" if strict else "1"), time.perf_counter()
     try:
         sparse = [] if unserved_machine(allow_reference) else vllm_qsa.points()
-        points = [_point(strict, tell), *sparse]
+        replay = Replay()
+        points = [_point(strict, tell, replay), _replay_point(replay), *sparse]
         handle = _handle.enable(_hosts.VLLM, points, strict=strict, allow_reference=allow_reference)
     except BaseException:
         env.export(SWITCH, before)
@@ -77,13 +83,13 @@ def plugin() -> None:
         enable(strict=chosen == "strict")
 
 
-def _point(strict: bool, tell: Callable[[str], None]) -> Point:
+def _point(strict: bool, tell: Callable[[str], None], replay: Replay) -> Point:
     def install(calls: Calls) -> Undo:
         host = importlib.import_module(_LAYER)
         registry = importlib.import_module("vllm.model_executor.custom_op")
         sizes = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
         context = importlib.import_module("vllm.forward_context")
-        layers = Layers(calls, strict, tell)
+        layers = Layers(calls, strict, tell, replay)
         ours = layer_class(host, context, sizes.is_conv_state_dim_first, layers)
         foreign = registry.op_registry_oot.get(_NAME)
         if foreign is not None:
@@ -93,9 +99,21 @@ def _point(strict: bool, tell: Callable[[str], None]) -> Point:
         host.QwenGatedDeltaNetAttention.register_oot(ours, name=_NAME)
         return lambda: _unregister(registry, ours)
 
-    layers_alone = (name for name in _hosts.VLLM.functions if not name.startswith(vllm_qsa.OPS))
-    guards = (*layers_alone, *_hosts.VLLM.classes)
+    names = (*_hosts.VLLM.functions, *_hosts.VLLM.classes)
+    guards = tuple(name for name in names if not name.startswith(vllm_qsa.OPS) and name not in _hosts.VLLM_REPLAY)
     return Point(f"{_LAYER}.{_NAME}", guards, install)
+
+
+def _replay_point(replay: Replay) -> Point:
+    """What layers need of the host to decode by replay: the size of its blocks, and a builder of metadata of their own."""
+    sizes = sizes_point(page_in)
+
+    def install(calls: Calls) -> Undo:
+        undo = sizes.install(calls)
+        replay.backend = backend_class(importlib.import_module(_BATCHES))
+        return undo
+
+    return Point(sizes.path, sizes.guards, install)
 
 
 def _unregister(registry: Any, ours: type) -> str | None:

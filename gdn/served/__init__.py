@@ -4,7 +4,7 @@ Configuration in, problems out; `gdn.runtime.reach` finds the kernels of problem
 it by `GdnLayer`; `of_config` names the forms of every caller from a model's configuration.
 
     layers        gdn.layers.HybridModel: projections in one matrix, attention with its indexer, residual norms
-    vllm          gdn.integrations.vllm: fused steps on vLLM's pages
+    vllm          gdn.integrations.vllm: fused steps on vLLM's pages, with rings where GDN_REPLAY lets it
     sglang        gdn.integrations.sglang: decode steps, convolutions and the delta rule on SGLang's pools
     transformers  gdn.integrations.transformers: fused steps on the cache's tensors, and its functions
 
@@ -21,8 +21,8 @@ from typing import Any
 from gdn.crossing import replay_forms
 from gdn.models import ModelShape
 from gdn.problems import ChunkProblem, Conv1dProblem, GdnPrefillProblem, Problem
-from gdn.runtime import explaining
-from gdn.served import attention, gdn_layer, rule, sizes, steps
+from gdn.runtime import env, explaining
+from gdn.served import attention, gdn_layer, rule, sizes, steps, vllm_replay
 from gdn.served.gdn_layer import GdnLayer as GdnLayer
 from gdn.served.sizes import Group
 
@@ -65,19 +65,20 @@ def of_calls(calls: Iterable[Callable[[], object]]) -> list[Problem]:
 
 def groups(
     config: Any, *, num_spec: int = 0, state_dtypes: Sequence[str] | None = None, hosts: Sequence[str] = HOSTS,
-    block_size: int = 64, replay: str = "auto",
+    block_size: int = 64, replay: str | None = None,
 ) -> list[Group]:  # fmt: skip
     """Each call's problem at all of its sizes.
 
     config: a `gdn.layers.HybridConfig`, of the rank. num_spec: most drafts of a sequence. state_dtypes: of the recurrent states;
-    None = what each host takes by itself. hosts: the callers. block_size: tokens of a cache block of `gdn.layers`. replay: of
-    its caches, as ``GDN_REPLAY``: "0", "1", or "auto", both ways where the number of sequences decides.
+    None = what each host takes by itself. hosts: the callers. block_size: tokens of a cache block of `gdn.layers`. replay: "0",
+    "1", or "auto", both ways where the number of sequences decides; None = as ``GDN_REPLAY`` says.
     """
+    replay = env.current().replay if replay is None else replay
     if replay not in REPLAY:
         raise ValueError(f"replay: expected {', '.join(REPLAY)}, got {replay!r}")
-    layers = partial(_layers, replay=replay)
+    layers, vllm = partial(_layers, replay=replay), partial(_vllm, replay=replay)
     makers: dict[str, Callable[..., Iterator[Group]]] = {
-        "layers": layers, "vllm": _vllm, "sglang": _sglang, "transformers": _transformers,
+        "layers": layers, "vllm": vllm, "sglang": _sglang, "transformers": _transformers,
     }  # fmt: skip
     found: list[Group] = []
     for host in hosts if config.num_linear_layers else ():
@@ -134,7 +135,7 @@ def _steps_of_layers(layer: GdnLayer, num_layers: int) -> Iterator[Group]:
         yield from steps.accepted_trees(layer, num_layers)
 
 
-def _vllm(config: Any, state: str, num_spec: int) -> Iterator[Group]:
+def _vllm(config: Any, state: str, num_spec: int, replay: str) -> Iterator[Group]:
     """The layout of pages is a setting of the host, and so is the dtype in which it loads the parameters."""
     for channels_contiguous, norm, dt_bias in product((True, False), ("bfloat16", "float32"), ("bfloat16", "float32")):
         layer = _of_config(
@@ -142,6 +143,8 @@ def _vllm(config: Any, state: str, num_spec: int) -> Iterator[Group]:
             dt_bias_dtype=dt_bias, channels_contiguous=channels_contiguous, checkpoints=(False, True),
         )  # fmt: skip
         yield from gdn_layer.problems(layer)
+        if vllm_replay.is_reached(replay):
+            yield from vllm_replay.groups(layer)
 
 
 def _sglang(config: Any, state: str, num_spec: int) -> Iterator[Group]:

@@ -19,11 +19,12 @@ from itertools import product
 
 from gdn.device import H100, DeviceSpec
 from gdn.problems import DTYPE_BYTES, GdnDecodeProblem
-from gdn.recurrent_tiles import Tiles as Config
 from gdn.recurrent_tiles import k_vector, reads_lines, v_per_thread_k_first
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, unserved
+from kernels_cute.gdn_decode.config import Config as Config
 from kernels_cute.gdn_decode.shape import CHANNELS
+from kernels_cute.gdn_decode.streamed import sizes
 
 launch, workspace_bytes = choice.launch, choice.no_workspace
 
@@ -94,10 +95,26 @@ def _ring_tiles(problem: GdnDecodeProblem) -> tuple[tuple[int, ...], ...]:
     return _RING_DRAFTS if problem.state_v_first else _RING_DRAFTS_K_FIRST
 
 
+def _tiles(config: Config) -> tuple[int, ...]:
+    return (config.threads, config.threads_per_column, config.v_per_thread, config.min_threads_per_sm)
+
+
+def _streamed(problem: GdnDecodeProblem, device: DeviceSpec, stages: int | None = None) -> Config | None:
+    """The configuration that streams states through this many stages, None = all that fit; None where there is none."""
+    if sizes.refusal(problem) is not None:
+        return None
+    most = sizes.most_stages(problem)
+    stages = most if stages is None else stages
+    is_possible = 0 < stages <= most and stages % sizes.WARPS == 0
+    return Config(256, 8, 4, 256, stages, device.num_sms) if is_possible else None
+
+
 def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled, without spills, and launched."""
     k, v = problem.head_k_dim, problem.head_v_dim
-    if problem.ring_rows is not None and tuple(vars(config).values()) not in _ring_tiles(problem):
+    if config.stages:
+        return config == _streamed(problem, device, config.stages)
+    if problem.ring_rows is not None and _tiles(config) not in _ring_tiles(problem):
         return False
     if config.threads_per_column not in (4, 8, 16, 32) or config.threads not in (64, 128, 256):
         return False
@@ -133,7 +150,8 @@ def configs(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
     sized = [(config, _entries(problem, config.threads_per_column)) for config in space]
     found = [c for c, n in sized if 8 <= n <= 16 and n * c.v_per_thread >= 16 and c.block_v >= 16] or space
     if problem.state_v_first:
-        return found
+        streamed = _streamed(problem, device)
+        return found if streamed is None else [*found, streamed]
     found = [config for config in found if config.v_per_thread in v_per_thread_k_first(problem.state_dtype)] or found
     if _heads(problem) < device.num_sms:
         return found
@@ -147,7 +165,10 @@ def _heads(problem: GdnDecodeProblem) -> int:
 
 def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     """The measured choice (LAB-NOTES.md), by the value heads of the call: too few for the device, one wave, several, many."""
-    space = configs(problem, device)
+    streamed = _streamed(problem, device)
+    if streamed is not None and max(problem.num_sequences, 1) * problem.num_k_heads >= device.num_sms:  # items for all SMs
+        return streamed
+    space = [config for config in configs(problem, device) if not config.stages]
     heads = _heads(problem)
 
     def state(config: Config) -> int:

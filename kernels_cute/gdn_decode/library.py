@@ -4,11 +4,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams, GdnDecodeProblem
-from gdn.recurrent_tiles import Tiles as Config
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
+from kernels_cute.gdn_decode.config import Config
 from kernels_cute.gdn_decode.kernel import GdnDecode
 from kernels_cute.gdn_decode.spec import Spec
+from kernels_cute.gdn_decode.streamed.kernel import StreamedDecode
+from kernels_cute.gdn_decode.streamed.spec import Spec as StreamedSpec
 
 
 def library(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
@@ -35,4 +37,5 @@ def library(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
     slots = (ssm_state, indices, accepted, cu_seqlens, seed, kept, kept_rows, ring, *counts)
     scalars = (Float32(1.0), Float32(1e-6), Int64(-1), Int32(0) if has_ring else None)
     fakes = GdnDecodeParams(mixed_qkv, z, b, a, *conv, A_log, dt_bias, norm_weight, *slots, out, *scalars)
-    return build.one_entry("gdn_decode", GdnDecode(Spec(problem, config)), fakes)
+    kernel = StreamedDecode(StreamedSpec(problem, config)) if config.stages else GdnDecode(Spec(problem, config))
+    return build.one_entry("gdn_decode", kernel, fakes)

@@ -116,6 +116,22 @@ def count_preemptions(scheduler: Any) -> list[int]:
     return counts
 
 
+def memory(engine: Any) -> dict[str, int]:
+    """Bytes of a block, blocks of the cache, and how many of them a short sequence takes while it runs."""
+    from vllm import SamplingParams
+
+    scheduler, inner = scheduler_of(engine), engine.llm_engine
+    config, pool = scheduler.kv_cache_config, scheduler.kv_cache_manager.block_pool
+    pages = {group.kv_cache_spec.page_size_bytes for group in config.kv_cache_groups}
+    before = least = pool.get_num_free_blocks()
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
+    inner.add_request("memory", {"prompt_token_ids": [1, 2, 3]}, params)
+    while inner.has_unfinished_requests():
+        inner.step()
+        least = min(least, pool.get_num_free_blocks())
+    return {"bytes of a block": max(pages), "blocks": config.num_blocks, "blocks of a short sequence": before - least}
+
+
 class JitMonitor(logging.Handler):
     """Collects what the host's own monitor says of compilations; the host starts it when its warm-up is over."""
 

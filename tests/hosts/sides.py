@@ -20,13 +20,18 @@ _HOST = {
     "NVSHMEM_DISABLE_NVLS": "1",
     "GDN_LOG": "info",  # how many layers are served, and how long the warm-up took
 }
+REPLAYED = "; decode by replay: "  # it goes on so where they replay
 SERVED = re.compile(r"\b([1-9]\d*) Gated DeltaNet layers run on gdn's kernels")  # what the adapter says when all layers are there
 _TAIL = 40  # lines of a failed process's log that are shown
 
 
-def environment(plug: str, gpu: str | None = None, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment of a side. gpu: the devices that it sees, None = all."""
+def environment(
+    plug: str, gpu: str | None = None, base: Mapping[str, str] | None = None, *, replay: bool = False
+) -> dict[str, str]:
+    """Environment of a side. gpu: the devices that it sees, None = all. replay: decode by replay where the adapter can."""
     found = dict(os.environ if base is None else base) | _HOST | {"GDN_VLLM": SWITCHES[plug]}
+    if replay:
+        found["GDN_REPLAY"] = "1"
     return found if gpu is None else found | {"CUDA_VISIBLE_DEVICES": gpu}
 
 
@@ -77,6 +82,15 @@ def unserved(jobs: Sequence[Job]) -> list[str]:
     found = [job.name for job in switched_on if not SERVED.search(job.log.read_text(errors="replace"))]
     for name in found:
         print(f"## {name}: no layer ran on gdn's kernels", flush=True)
+    return found
+
+
+def unreplayed(jobs: Sequence[Job]) -> list[str]:
+    """Names of jobs with the adapter on that were to decode by replay, and in which no layer does."""
+    asked = [job for job in jobs if job.environment["GDN_VLLM"] != SWITCHES["off"] and job.environment.get("GDN_REPLAY") == "1"]
+    found = [job.name for job in asked if REPLAYED not in job.log.read_text(errors="replace")]
+    for name in found:
+        print(f"## {name}: no layer decodes by replay", flush=True)
     return found
 
 

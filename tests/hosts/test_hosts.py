@@ -241,6 +241,7 @@ def test_the_environment_of_a_side() -> None:
     assert sides.environment("off", base={})["GDN_VLLM"] == "0"
     on = sides.environment("on", "1", {"A": "b"})
     assert (on["GDN_VLLM"], on["CUDA_VISIBLE_DEVICES"], on["A"], on["NCCL_NVLS_ENABLE"]) == ("strict", "1", "b", "0")
+    assert "GDN_REPLAY" not in on and sides.environment("on", base={}, replay=True)["GDN_REPLAY"] == "1"
 
 
 def test_jobs_run_at_once_and_end_at_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,6 +267,20 @@ def test_a_side_without_a_served_layer_is_named(tmp_path: Path) -> None:
         log.write_text(text)
         jobs.append(sides.Job(name, "", [], sides.environment(plug, base={}), log))
     assert sides.unserved(jobs) == ["none", "silent"]
+
+
+def test_a_side_that_does_not_replay_is_named(tmp_path: Path) -> None:
+    line, jobs = "gdn INFO: vllm: 3 Gated DeltaNet layers run on gdn's kernels, ready in 2.0 s; decode ", []
+    for name, plug, replay, text in (
+        ("off", "off", True, ""),
+        ("not asked", "on", False, f"{line}without replay: GDN_REPLAY=0"),
+        ("on", "on", True, f"{line}by replay: a ring of 22 rows"),
+        ("refused", "on", True, f"{line}without replay: a KV connector moves the parts of a block that it knows"),
+    ):
+        log = tmp_path / name
+        log.write_text(text)
+        jobs.append(sides.Job(name, "", [], sides.environment(plug, base={}, replay=replay), log))
+    assert sides.unreplayed(jobs) == ["refused"] and sides.unserved(jobs) == []
 
 
 def test_variants_have_the_options_of_their_name() -> None:
@@ -309,6 +324,8 @@ def test_complaints_about_a_life(change: dict[str, Any], complaint: str | None) 
     found = vllm_life.complaints(LIFE | change, ["a triton kernel"])
     assert len(found) == (complaint is not None)
     assert complaint is None or complaint in found[0]
+    if complaint == "no cached tokens":
+        assert not vllm_life.complaints(LIFE | change, ["a triton kernel"], has_cache=False)
 
 
 # --- times ----------------------------------------------------------------------------------------------------------------------
@@ -356,6 +373,22 @@ def test_a_table_says_what_fails() -> None:
     for seconds in (10.5, math.nan):  # too long; the adapter said nothing
         assert not vllm_speed.table({"next-f32": {"off": off, "on": on | {"decode256": 210.0, "warm-up": seconds}}})[1]
     assert not vllm_speed.table({"next-f32": {"off": off}})[1], "a side that is missing does not hold"
+
+
+def test_a_case_with_replay_counts_only_where_layers_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    monkeypatch.setattr(sys, "argv", [
+        "speed", "run", "--script", str(script), "--cases", "next-replay-f32", "--out", str(tmp_path), "--scratch", str(tmp_path),
+    ])  # fmt: skip
+    monkeypatch.setenv("VLLM_MODELS", str(tmp_path))
+    for line, is_there in ((PRINTED, False), (PRINTED.replace("4.2 s", "4.2 s; decode by replay: a ring of 22 rows"), True)):
+        script.write_text(f"import os\nprint({line!r})\nassert os.environ['GDN_REPLAY'] == '1'")
+        vllm_speed.main()
+        found = json.loads((tmp_path / "speed_next-replay-f32.json").read_text())["next-replay-f32"]
+        assert ("prefill" in found["on"]) is is_there and found["off"]["prefill"] == 858.3
+        assert ("no layer decodes by replay" in capsys.readouterr().out) is not is_there
 
 
 def test_a_script_that_fails_leaves_its_figures_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Life in real vLLM with the prefix cache, aborts and preemptions: no error, no leak of blocks, no compilation while serving.
 
-usage: python3 -m tests.hosts.vllm_life --model FOLDER --scratch FOLDER --out FOLDER [--blocks N]
+usage: python3 -m tests.hosts.vllm_life --model FOLDER --scratch FOLDER --out FOLDER [--blocks N] [--spec] [--replay]
 
 FOLDER is a checkpoint of `vllm_checkpoint`. One process with the adapter off and one with it on, at once, each with few blocks of
 cache. Before and after the requests the same prompts are asked from an empty prefix cache, and must give the same tokens.
@@ -67,14 +67,14 @@ def live(engine: Any, wanted: Sequence[tuple[list[int], int]], seed: int = 2) ->
     return {"done": done, "wrong lengths": wrong, "aborted": aborted, "cached tokens": cached, "steps": steps}
 
 
-def complaints(facts: dict[str, Any], other_jit: Sequence[str] = ()) -> list[str]:
-    """What does not hold on a side. other_jit: compilations of the side without the adapter."""
+def complaints(facts: dict[str, Any], other_jit: Sequence[str] = (), *, has_cache: bool = True) -> list[str]:
+    """What does not hold on a side. other_jit: compilations of the side without the adapter. has_cache: of prefixes."""
     found = []
     if facts["done"] + facts["aborted"] != REQUESTS:
         found.append(f"{facts['done']} requests done and {facts['aborted']} aborted of {REQUESTS}")
     if facts["wrong lengths"]:
         found.append(f"{facts['wrong lengths']} answers of another length")
-    for what in ("aborted", "cached tokens"):
+    for what in ("aborted", "cached tokens") if has_cache else ("aborted",):
         if not facts[what]:
             found.append(f"no {what}")
     if not facts["preemptions"]:
@@ -93,9 +93,11 @@ def complaints(facts: dict[str, Any], other_jit: Sequence[str] = ()) -> list[str
 def worker(options: argparse.Namespace) -> None:
     """One side."""
     choices = engines.common(options.model, state=options.state, backend=options.backend) | {
-        "enable_prefix_caching": True, "num_gpu_blocks_override": options.blocks,
+        "enable_prefix_caching": not options.spec, "num_gpu_blocks_override": options.blocks,
         "compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64]},
     }  # fmt: skip
+    if options.spec:
+        choices |= engines.VARIANTS["spec"]
     engine, started = engines.start(choices)
     monitor, scheduler = engines.JitMonitor(), engines.scheduler_of(engine)
     pool = scheduler.kv_cache_manager.block_pool
@@ -110,6 +112,7 @@ def worker(options: argparse.Namespace) -> None:
     second = engines.ask(engine, same, prompt_logprobs=False)
     facts["same texts"] = (sum(a == b for a, b in zip(first.tokens, second.tokens, strict=True)), len(same))
     facts |= {"kernels while serving": engines.growth(before), "jit": sorted(set(monitor.lines))}
+    facts |= engines.memory(engine)
     handle = engines.plug()
     facts["report"] = None if handle is None else str(handle.report())
     (options.out / f"life_{options.plug}.json").write_text(json.dumps(facts, indent=1))
@@ -126,6 +129,8 @@ def main() -> None:
     parser.add_argument("--backend", default="flashinfer")
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--limit", type=float, default=300)
+    parser.add_argument("--spec", action="store_true", help="3 drafts by n-grams, without the prefix cache")
+    parser.add_argument("--replay", action="store_true", help="decode by replay with the adapter on; fails where no layer does")
     parser.add_argument("--plug", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.plug:
@@ -134,27 +139,28 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     names = ("model", "scratch", "out", "blocks", "state", "backend", "vocabulary")
     shared = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
+    shared += ["--spec"] if options.spec else []
     wanted = [
         sides.Job(
-            f"life {plug}", "tests.hosts.vllm_life", [*shared, "--plug", plug], sides.environment(plug, options.gpu),
-            options.scratch / f"life_{plug}.log",
+            f"life {plug}", "tests.hosts.vllm_life", [*shared, "--plug", plug],
+            sides.environment(plug, options.gpu, replay=options.replay), options.scratch / f"life_{plug}.log",
         )
         for plug in sides.SWITCHES
     ]  # fmt: skip
     codes = sides.run(wanted, options.limit)
-    failed = bool(sides.unserved(wanted)) or any(codes.values())
-    sys.exit(failed or not tell(options.out))
+    failed = bool(sides.unserved(wanted) or sides.unreplayed(wanted)) or any(codes.values())
+    sys.exit(failed or not tell(options.out, has_cache=not options.spec))
 
 
-def tell(folder: Path) -> bool:
+def tell(folder: Path, *, has_cache: bool = True) -> bool:
     """Prints both sides; whether nothing is wrong with the adapter on."""
     found = {plug: json.loads((folder / f"life_{plug}.json").read_text()) for plug in sides.SWITCHES}
     for plug, facts in found.items():
         print(f"{plug}: { ({name: value for name, value in facts.items() if name not in ('jit', 'report')}) }")
-        for one in complaints(facts, [] if plug == "off" else found["off"]["jit"]):
+        for one in complaints(facts, [] if plug == "off" else found["off"]["jit"], has_cache=has_cache):
             print(f"  {plug}: {one}")
     print(found["on"]["report"])
-    return not complaints(found["on"], found["off"]["jit"])
+    return not complaints(found["on"], found["off"]["jit"], has_cache=has_cache)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,12 @@ class Case:
 
     arguments: tuple[str, ...]
     musts: dict[str, float] = field(default_factory=dict)
+    replay: bool = False  # decode by replay with the adapter on
 
 
 _STEPS = {"prefill": 2.8, "short prompts": 3.4, "mixed": 2.8, "decode64": 1.1}
 _END_TO_END = {"prefill 16 x 8192": 1.08, "decode64 GPU time of a step": 1.0, "decode256 GPU time of a step": 1.0}
+_REPLAY = {"decode64": 2.5, "decode128": 2.5}
 CASES = {
     "next-bf16": Case(
         ("--model", _MODEL, "--state", "bfloat16", "--compiled", "--e2e"), _STEPS | _END_TO_END | {"decode256": 1.04}
@@ -46,6 +48,9 @@ CASES = {
     "next-f32": Case(("--model", _MODEL, "--state", "float32", "--compiled"), _STEPS | {"decode256": 1.02}),
     "next-drafts-bf16": Case(("--model", _MODEL, "--state", "bfloat16", *_DRAFTS), {"decode64": 1.25, "decode128": 1.25}),
     "next-drafts-f32": Case(("--model", _MODEL, "--state", "float32", *_DRAFTS), {"decode64": 1.05, "decode128": 1.05}),
+    "next-replay-bf16": Case(("--model", _MODEL, "--state", "bfloat16", *_DRAFTS), _REPLAY, replay=True),
+    "next-replay-f32": Case(("--model", _MODEL, "--state", "float32", *_DRAFTS), _REPLAY, replay=True),
+    "flat-replay-f32": Case(("--model", HEADS, "--state", "float32", *_DRAFTS), replay=True),
     "flat-drafts-bf16": Case(("--model", HEADS, "--state", "bfloat16", *_DRAFTS), {"decode64": 1.0, "decode128": 1.0}),
     "flat-drafts-f32": Case(("--model", HEADS, "--state", "float32", *_DRAFTS), {"decode64": 1.0, "decode128": 1.0}),
 }  # fmt: skip
@@ -55,6 +60,7 @@ _SECONDS = re.compile(r"end to end, (\S+), (.+): ([\d.]+) s ")
 _STARTED = re.compile(r"^## \S+: started in (\d+) s")
 _READY = re.compile(sides.SERVED.pattern + r", ready in ([\d.]+) s")
 MOST_WARM_UP = 10.0  # seconds, with a filled cache
+_SIZES = re.compile("attention block size to|mamba page size|GPU KV cache size|Maximum concurrency")  # of the host's start
 _PRODUCT = re.compile("nvjet|gemm|cublas", re.I)
 _GDN = re.compile("_causal_conv1d|packed_decode|fused_recurrent|fused_sigmoid|gdn_|kernels_(cute|tl)", re.I)
 
@@ -128,7 +134,7 @@ def measure(script: Path, case: str, plug: str, options: argparse.Namespace) -> 
     command = [sys.executable, str(script), name, *CASES[case].arguments, "--backend", options.backend]
     if options.compile_all and "--compiled" not in command:
         command.append("--compiled")
-    environment = sides.environment(plug, options.gpu) | {"OUT": str(options.scratch)}
+    environment = sides.environment(plug, options.gpu, replay=CASES[case].replay) | {"OUT": str(options.scratch)}
     log = options.scratch / f"{name}.log"
     began = time.monotonic()
     with log.open("wb") as file:
@@ -136,6 +142,12 @@ def measure(script: Path, case: str, plug: str, options: argparse.Namespace) -> 
     text = log.read_text(errors="replace")
     print(f"## {name}: exit {code}, {time.monotonic() - began:.0f} s", flush=True)
     found = printed(text)
+    for line in text.splitlines():
+        if sides.SERVED.search(line) or _SIZES.search(line):
+            print(f"## {name}: {line.strip()}", flush=True)
+    if plug == "on" and CASES[case].replay and sides.REPLAYED not in text:
+        print(f"## {name}: no layer decodes by replay, its figures are left out", flush=True)
+        return {}
     if code:
         print("\n".join(text.splitlines()[-40:]), flush=True)
     kernels = options.scratch / f"{name}.json.gz"

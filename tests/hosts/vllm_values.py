@@ -30,6 +30,8 @@ def answers(variant: str, folder: Path, asked: list[list[int]], *, state: str, b
         before = engines.kernels()
         found = engines.ask(engine, asked)
         found.facts |= {"started in": round(seconds, 1), **drafts}
+        if variant != "tp":  # whose caches are in other processes
+            found.facts |= engines.memory(engine)
         if variant == "prefix":
             again = engines.ask(engine, asked, prompt_logprobs=False)
             found.again = {"tokens": again.tokens, "logprobs": again.logprobs, "cached": again.cached}
@@ -54,6 +56,8 @@ def worker(options: argparse.Namespace) -> None:
             traceback.print_exc()
             side.failed[variant] = f"{type(error).__name__}: {error!s:.300}"
         side.save(path)
+        if variant in side.variants:
+            print(f"## {variant}: {side.variants[variant].facts}", flush=True)
         print(f"## {variant}: {time.time() - began:.0f} s, {side.failed.get(variant, 'done')}", flush=True)
     if (handle := engines.plug()) is not None:
         print("\n".join(f"## {line}" for line in str(handle.report()).splitlines()), flush=True)
@@ -71,7 +75,7 @@ def jobs(options: argparse.Namespace) -> list[sides.Job]:
                 "--state", options.state, "--backend", options.backend, "--vocabulary", str(options.vocabulary),
                 "--count", str(options.count), "--variants", *options.variants,
             ]  # fmt: skip
-            environment = sides.environment(plug, gpus[place % len(gpus)])
+            environment = sides.environment(plug, gpus[place % len(gpus)], replay=options.replay)
             log = options.scratch / f"values_{model}_{plug}.log"
             found.append(sides.Job(f"{model} {plug}", "tests.hosts.vllm_values", arguments, environment, log))
     return found
@@ -89,6 +93,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--count", type=int, default=64, help="requests")
     parser.add_argument("--limit", type=float, default=480, help="seconds after which processes are ended")
+    parser.add_argument("--replay", action="store_true", help="decode by replay with the adapter on; fails where no layer does")
     parser.add_argument("--judge", action="store_true", help="judge on the spot")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--plug", help=argparse.SUPPRESS)
@@ -103,7 +108,7 @@ def main() -> None:
     codes = sides.run(wanted, options.limit)
     for job in wanted:
         sides.tell_marked(job)
-    failed = bool(sides.unserved(wanted))
+    failed = bool(sides.unserved(wanted) or sides.unreplayed(wanted))
     if options.judge:
         judges = _judges(options)
         judged = sides.run(judges, options.limit)

@@ -1,6 +1,8 @@
 """Modules of vLLM's names with as little in them as the adapter touches, so that its class is built and run as in an engine."""
 
 import sys
+from dataclasses import dataclass, replace
+from math import prod
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -42,7 +44,109 @@ class Linear:
         return x @ self.weight.T, None
 
 
-class QwenGatedDeltaNetAttention(PluggableLayer):
+@dataclass(frozen=True)
+class MambaSpec:
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    num_speculative_blocks: int = 0
+
+    @property
+    def page_size_bytes(self) -> int:
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+
+class GDNAttentionMetadataBuilder:
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        self.num_spec = vllm_config.num_spec
+
+    def build(
+        self,
+        common_prefix_len: Any,
+        common_attn_metadata: Any,
+        num_accepted_tokens: Any = None,
+        num_decode_draft_tokens_cpu: Any = None,
+        fast_build: Any = False,
+    ) -> Any:
+        return common_attn_metadata.described  # what a test says
+
+    def update_block_table(self, metadata: Any, blk_table: Any, slot_mapping: Any) -> Any:
+        return blk_table  # what a test says
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        return self.build(0, common_attn_metadata)
+
+
+class GDNAttentionBackend:
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return GDNAttentionMetadataBuilder
+
+
+class CommonAttentionMetadata:
+    num_reqs = 0
+    query_start_loc_cpu = seq_lens = seq_lens_cpu_upper_bound = None
+
+    def compute_num_computed_tokens(self) -> Any:
+        return self.seq_lens
+
+
+class MambaBase:
+    kv_cache: Any
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        pages, offset, states = kv_cache.squeeze((1, 2)), 0, []
+        for shape, dtype in zip(self.get_state_shape(), self.get_state_dtype(), strict=True):  # type: ignore[attr-defined]
+            size = prod(shape) * dtype.itemsize
+            states.append(pages[:, offset : offset + size].view(dtype).view(-1, *shape))
+            offset += size
+        self.kv_cache = tuple(states)
+
+    def get_attn_backend(self) -> Any:
+        return GDNAttentionBackend
+
+
+class Model:
+    """The class of a model: it tells what its layers keep, from the configuration alone."""
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> Any:
+        return vllm_config.shapes
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> Any:
+        return vllm_config.dtypes
+
+
+class ModelOfKinds(Model):
+    """One with layers of several kinds."""
+
+    @classmethod
+    def get_mamba_specs_from_config(cls, vllm_config: Any) -> Any:
+        return MambaSpec(vllm_config.shapes, vllm_config.dtypes), MambaSpec(((3, 8),), (torch.float32,))
+
+
+class ModelRegistry:
+    @staticmethod
+    def resolve_model_cls(architecture: str, model_config: Any) -> Any:
+        return model_config.model, architecture
+
+
+class Platform:
+    @classmethod
+    def _align_hybrid_block_size(cls, vllm_config: Any, backend_cls: Any) -> None:
+        model = ModelRegistry.resolve_model_cls("", vllm_config.model_config)[0]
+        if hasattr(model, "get_mamba_specs_from_config"):
+            vllm_config.page_size = max(one.page_size_bytes for one in model.get_mamba_specs_from_config(vllm_config))
+            return
+        shapes = model.get_mamba_state_shape_from_config(vllm_config)
+        vllm_config.page_size = MambaSpec(shapes, model.get_mamba_state_dtype_from_config(vllm_config)).page_size_bytes
+
+
+class CudaPlatform(Platform):
+    """The platforms of devices have it from theirs."""
+
+
+class QwenGatedDeltaNetAttention(PluggableLayer, MambaBase):
     def __init__(
         self,
         config: Any,
@@ -62,16 +166,22 @@ class QwenGatedDeltaNetAttention(PluggableLayer):
         self.in_proj_ba = Linear(2 * HV, HIDDEN, False)
         self.out_proj = Linear(HIDDEN, HV * V, vllm_config.quantised)
         self.dtypes = vllm_config.dtypes
+        self.shapes = tuple(tuple(pages.shape[1:]) for pages in self.kv_cache)
         self._checkpoint_alignment = None
         for name, value in vllm_config.changes.items():
             setattr(self, name, value)
-        context.layers[prefix] = self
+        context.layers[prefix] = vllm_config.compilation_config.static_forward_context[prefix] = self
+        vllm_config.shapes = self.get_state_shape()
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return self.dtypes  # type: ignore[no-any-return]
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(pages.shape[1:]) for pages in self.kv_cache)  # type: ignore[attr-defined]
+        return self.shapes  # type: ignore[no-any-return]
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        spec = MambaSpec(self.get_state_shape(), self.get_state_dtype())
+        return replace(spec, num_speculative_blocks=self.num_spec)
 
     def split_ba(self, ba: Tensor) -> Any:
         return ba.chunk(2, dim=-1)
@@ -97,6 +207,10 @@ def is_conv_state_dim_first() -> bool:
     return context.dim_first  # type: ignore[no-any-return]
 
 
+def get_temporal_copy_spec(state: Any, block_ids: Any, cur_block_idx: Any, num_accepted_tokens: Any) -> Any:
+    raise NotImplementedError
+
+
 def get_forward_context() -> Any:
     return context
 
@@ -114,14 +228,21 @@ class MambaPrefillCheckpointMetadata:
 
 def config(*, quantised: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> SimpleNamespace:
     """A VllmConfig. changes: attributes of the layer, or of the configuration by the names below."""
-    top = {"lora_config": None, "fuse_norm_quant": False, "mode": "none", "dtypes": (dtype, torch.float32)}
+    top = {
+        "lora_config": None, "fuse_norm_quant": False, "mode": "none", "dtypes": (dtype, torch.float32),
+        "kv_transfer_config": None, "pipeline_ranks": 1, "model": Model,
+    }  # fmt: skip
     chosen = {name: changes.pop(name, default) for name, default in top.items()}
     return SimpleNamespace(
         quantised=quantised, dtypes=chosen["dtypes"], changes=changes, lora_config=chosen["lora_config"],
-        model_config=SimpleNamespace(dtype=dtype), cache_config=SimpleNamespace(mamba_cache_mode=chosen["mode"]),
+        kv_transfer_config=chosen["kv_transfer_config"], use_v2_model_runner=True,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=chosen["pipeline_ranks"]),
+        model_config=SimpleNamespace(dtype=dtype, architecture="", model=chosen["model"]),
+        cache_config=SimpleNamespace(mamba_cache_mode=chosen["mode"]),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=32),
         compilation_config=SimpleNamespace(
-            pass_config=SimpleNamespace(fuse_norm_quant=chosen["fuse_norm_quant"]), max_cudagraph_capture_size=48
+            pass_config=SimpleNamespace(fuse_norm_quant=chosen["fuse_norm_quant"]), max_cudagraph_capture_size=48,
+            static_forward_context={},
         ),
     )  # fmt: skip
 
@@ -135,9 +256,19 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         LAYER: {"QwenGatedDeltaNetAttention": QwenGatedDeltaNetAttention, "_encode_layer_name": lambda prefix: prefix,
                 "qwen_gdn_attention_core_fused_norm_packed": qwen_gdn_attention_core_fused_norm_packed},
         "vllm.model_executor.custom_op": {"PluggableLayer": PluggableLayer, "op_registry_oot": op_registry_oot},
-        "vllm.model_executor.layers.mamba.mamba_utils": {"is_conv_state_dim_first": is_conv_state_dim_first},
+        "vllm.model_executor.layers.mamba.mamba_utils": {
+            "is_conv_state_dim_first": is_conv_state_dim_first, "get_temporal_copy_spec": get_temporal_copy_spec,
+        },
         "vllm.model_executor.layers.mamba.checkpoint": {"MambaPrefillCheckpointMetadata": MambaPrefillCheckpointMetadata},
-        "vllm.v1.attention.backends.gdn_attn": {"GDNAttentionMetadata": GDNAttentionMetadata},
+        "vllm.v1.attention.backends.gdn_attn": {
+            "GDNAttentionMetadata": GDNAttentionMetadata, "GDNAttentionMetadataBuilder": GDNAttentionMetadataBuilder,
+            "GDNAttentionBackend": GDNAttentionBackend,
+        },
+        "vllm.v1.attention.backend": {"CommonAttentionMetadata": CommonAttentionMetadata},
+        "vllm.v1.kv_cache_interface": {"MambaSpec": MambaSpec},
+        "vllm.model_executor.layers.mamba.abstract": {"MambaBase": MambaBase},
+        "vllm.model_executor.models": {"ModelRegistry": ModelRegistry},
+        "vllm.platforms.interface": {"Platform": Platform},
         "vllm.forward_context": {"get_forward_context": get_forward_context},
     }  # fmt: skip
     for full, content in names.items():

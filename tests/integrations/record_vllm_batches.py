@@ -8,6 +8,7 @@ drafts, later parts of prompts. Each step holds what the engine gave to the buil
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,26 +97,30 @@ def trace(num_spec: int, seed: int) -> list[dict[str, Any]]:
     return steps
 
 
-def _builder(num_spec: int) -> Any:
-    """vLLM's builder, from as much of a configuration as it reads. It captures whole graphs, as by default."""
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
-    from vllm.v1.kv_cache_interface import MambaSpec
-
+def config(num_spec: int) -> Any:
+    """As much of a configuration as vLLM's builder reads. It captures whole graphs, as by default."""
     speculative = SimpleNamespace(
         num_speculative_tokens=num_spec, parallel_drafting=False, use_eagle_block_drop=lambda: False, method="mtp"
     )
-    config: Any = SimpleNamespace(
+    return SimpleNamespace(
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True), max_cudagraph_capture_size=None
         ),
-        speculative_config=speculative, additional_config=None, num_hash_lookahead_tokens=0, use_v2_model_runner=False,
-        num_speculative_tokens=num_spec,
+        speculative_config=speculative if num_spec else None, additional_config=None, num_hash_lookahead_tokens=0,
+        use_v2_model_runner=False, num_speculative_tokens=num_spec,
         scheduler_config=SimpleNamespace(max_num_seqs=16), cache_config=SimpleNamespace(mamba_cache_mode="none"),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(linear_key_head_dim=128, linear_value_head_dim=128)),
     )  # fmt: skip
+
+
+def _builder(num_spec: int) -> Any:
+    """vLLM's builder."""
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+    from vllm.v1.kv_cache_interface import MambaSpec
+
     spec = MambaSpec(block_size=4096, shapes=((1,), (1,)), dtypes=(torch.float32, torch.float32), num_speculative_blocks=num_spec)
-    builder = GDNAttentionMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+    builder = GDNAttentionMetadataBuilder(spec, ["layer"], config(num_spec), torch.device("cpu"))
     builder.gdn_prefill_backend = "flashinfer"  # what an SM90 GPU resolves to: no tables of chunks
     return builder
 
@@ -166,6 +171,15 @@ def tensor(plain: Any) -> Any:
     return made.copy_(torch.tensor(plain["values"], dtype=dtype).view(plain["shape"]))
 
 
+def without_pinned_memory(put: Callable[[Any, str, bool], None]) -> None:
+    """Where there is no GPU. The modules that the builder uses took the flag by name. put: as setattr."""
+    from vllm.utils import torch_utils
+    from vllm.v1.attention.backends import utils
+
+    for module in (torch_utils, utils):
+        put(module, "PIN_MEMORY", False)
+
+
 def traces() -> dict[str, Any]:
     return {str(num_spec): trace(num_spec, seed=num_spec) for num_spec in (2, 3)}
 
@@ -173,10 +187,7 @@ def traces() -> dict[str, Any]:
 def main() -> None:
     from importlib.metadata import version
 
-    from vllm.utils import torch_utils
-
-    torch_utils.PIN_MEMORY = False  # there is no GPU
-
+    without_pinned_memory(setattr)
     content = {"vllm": version("vllm"), "traces": traces()}
     PLACE.write_text(json.dumps(content, separators=(",", ":")).replace('{"rows"', '\n{"rows"') + "\n", encoding="utf-8")
 

@@ -20,6 +20,7 @@ NAME = "QwenGatedDeltaNetAttention"
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("GDN_VLLM", raising=False)
+    monkeypatch.setenv("GDN_REPLAY", "0")  # test_vllm_replay_layer.py has the other form
     env.reload()
     fake_vllm.install(monkeypatch)
     yield
@@ -69,7 +70,7 @@ def test_a_layer_of_an_engine_runs_on_gdn(quantised: bool) -> None:
         assert type(layer) is op_registry_oot[NAME] and isinstance(layer, QwenGatedDeltaNetAttention)
         found, expected = decode(layer)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        (point,) = handle.report().points
+        point = handle.report().points[0]
         assert (point.replaced, point.served, dict(point.left)) == (True, 1, {})
     assert type(build()) is QwenGatedDeltaNetAttention
     again, _ = decode(layer)  # built before: it keeps its class
@@ -88,7 +89,7 @@ def test_the_profile_run_compiles_once_and_says_what_is_served(caplog: pytest.Lo
             assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, layer.kv_cache, strict=True))
     (said,) = [record.message for record in caplog.records if "Gated DeltaNet layers" in record.message]
     assert said.startswith("vllm: 3 Gated DeltaNet layers run on gdn's kernels, ready in ")
-    assert said.endswith(" s; 1 left to the host: its activation is gelu (model.layers.3)")
+    assert said.endswith(" s; decode without replay: GDN_REPLAY=0; 1 left to the host: its activation is gelu (model.layers.3)")
     enabled, started = handle.report().notes
     assert enabled.startswith("enabled in ") and f"vllm: {started}" == said
 

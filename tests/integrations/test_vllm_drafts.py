@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from gdn.integrations._vllm_rows import Counter
 from gdn.integrations._vllm_step import Step
 from tests.integrations import record_vllm_batches as record
-from tests.integrations.vllm_engine import HV, WIDTH, Host, Sequence, V
+from tests.integrations.vllm_engine import HV, WIDTH, Host, Sequence, V, int32, offsets
+from tests.integrations.vllm_replay import ReplayHost
 
 RECORDED = json.loads(record.PLACE.read_text(encoding="utf-8"))
 LAYOUTS = [  # drafts, interleaved, dim_first
@@ -43,6 +45,7 @@ class Replay:
             own.qkvz, own.ba = torch.cat([own.qkvz, drawn[-1][0]]), torch.cat([own.ba, drawn[-1][1]])
         real = sum(row["tokens"] for row in rows)
         padding = host.rows(metadata.num_actual_tokens - real + 2)
+        self.add(metadata, rows)
         given = host.projected(*(torch.cat([*(one[part] for one in drawn), padding[part]]) for part in (0, 1)))
         core = torch.zeros(len(given[0]), HV, V)
         nobody = [pages[0].clone() for pages in host.layer.kv_cache]
@@ -51,6 +54,9 @@ class Replay:
         assert all(torch.equal(pages[0], before) for pages, before in zip(host.layer.kv_cache, nobody, strict=True))
         for row, result in zip(rows, core[:real].split([row["tokens"] for row in rows]), strict=True):
             self.check(row, result)
+
+    def add(self, metadata: SimpleNamespace, rows: list[dict[str, int]]) -> None:
+        """What the adapter's own builder adds to the host's metadata."""
 
     def check(self, row: dict[str, int], result: torch.Tensor) -> None:
         """Results; every state that the next step may start from; the window, which ends at the last new token."""
@@ -74,6 +80,41 @@ def test_recorded_batches(num_spec: int, interleaved: bool, dim_first: bool) -> 
         replay.make(recorded)
 
 
+class RingReplay(Replay):
+    """The same with rings: a sequence uses the first of its blocks alone."""
+
+    host: ReplayHost
+
+    def __init__(self, host: ReplayHost) -> None:
+        super().__init__(host)
+        self.step = Step(host.layer, conv_dim_first=host.dim_first, page=host.page)
+        self.count = Counter(16, host.num_spec, WIDTH - 1, torch.device("cpu"))
+
+    def add(self, metadata: SimpleNamespace, rows: list[dict[str, int]]) -> None:
+        masks = metadata.spec_sequence_masks
+        padded = 0 if masks is None else len(masks) - len(rows)
+        lengths = int32([row["before"] + row["tokens"] for row in rows] + [0] * padded)
+        bounds = offsets([row["tokens"] for row in rows] + [0] * padded)
+        batch = SimpleNamespace(
+            seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, query_start_loc_cpu=bounds,
+            compute_num_computed_tokens=lambda: lengths - bounds.diff(),
+        )  # fmt: skip
+        accepted = int32([row["accepted"] for row in rows] + [1] * padded)
+        drafts = int32([row["drafts"] for row in rows] + [record.NO_DRAFTS] * padded)
+        metadata.gdn_replay = self.count(metadata, batch, accepted, drafts)
+
+    def check(self, row: dict[str, int], result: torch.Tensor) -> None:
+        expected, _, _ = self.host.expected(self.own[row["sequence"]], row["tokens"])
+        assert (result - expected).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize(("num_spec", "interleaved", "dim_first"), LAYOUTS)
+def test_recorded_batches_by_replay(num_spec: int, interleaved: bool, dim_first: bool) -> None:
+    replay = RingReplay(ReplayHost(num_spec, num_spec=num_spec, interleaved=interleaved, dim_first=dim_first))
+    for recorded in RECORDED["traces"][str(num_spec)]:
+        replay.make(recorded)
+
+
 def test_what_was_recorded() -> None:
     """The kinds of batches that the file must hold for the test above to mean what it says."""
     for num_spec, steps in RECORDED["traces"].items():
@@ -92,8 +133,6 @@ def test_the_recorded_batches_are_those_of_the_host(monkeypatch: pytest.MonkeyPa
     pytest.importorskip("vllm", reason="vLLM is not installed: its batches are those that were recorded")
     from importlib.metadata import version
 
-    from vllm.utils import torch_utils
-
     assert version("vllm") == RECORDED["vllm"], "record the batches again"
-    monkeypatch.setattr(torch_utils, "PIN_MEMORY", False)
+    record.without_pinned_memory(monkeypatch.setattr)
     assert json.loads(json.dumps(record.traces())) == RECORDED["traces"]

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from gdn.integrations._vllm_pages import Page, page_of
+from gdn.integrations._vllm_rows import Rows
 from gdn.integrations._vllm_step import Step
 
 H, HV, K, ROWS = 16, 32, 128, 16
@@ -29,7 +31,7 @@ class Weights(nn.Module):
 class Layer(nn.Module):
     """A module with parameters, as the host's layer is: they are found by `__getattr__`."""
 
-    def __init__(self, interleaved: bool) -> None:
+    def __init__(self, interleaved: bool, page: Page | None = None) -> None:
         super().__init__()
         self.tp_size, self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim = 1, H, HV, K, K
         self.key_dim, self.value_dim, self.layer_norm_epsilon, self.activation = H * K, HV * K, 1e-6, "silu"
@@ -37,7 +39,8 @@ class Layer(nn.Module):
         self.conv1d, self.norm = Weights(torch.zeros(CHANNELS, 1, 4)), Weights(torch.zeros(K))
         self.norm.activation = "silu"  # type: ignore[assignment]
         self.A_log, self.dt_bias = (nn.Parameter(torch.zeros(HV)) for _ in range(2))
-        self.kv_cache = (torch.zeros(2, 3, CHANNELS), torch.zeros(2, HV, K, K))
+        shape = (HV, K, K) if page is None else page.shapes[1]
+        self.kv_cache = (torch.zeros(2, 3, CHANNELS), torch.zeros(2, *shape))
 
     def split_ba(self, ba: torch.Tensor) -> Any:
         return ba.chunk(2, dim=-1)
@@ -47,9 +50,9 @@ def best(run: Callable[[], object]) -> float:
     return min(timeit.repeat(run, number=20, repeat=60)) / 20
 
 
-def slices(interleaved: bool, metadata: Any) -> float:
+def slices(interleaved: bool, metadata: Any, page: Page | None = None) -> float:
     """Host time of a step beyond that of its call of the operator, over that of a slice."""
-    step = Step(Layer(interleaved), conv_dim_first=False)
+    step = Step(Layer(interleaved, page), conv_dim_first=False, page=page)
     rows = [torch.zeros(ROWS, columns) for columns in (CHANNELS + HV * K, 2 * HV)]
     core = torch.zeros(ROWS, HV, K)
     calls: list[Any] = []
@@ -65,13 +68,19 @@ def slices(interleaved: bool, metadata: Any) -> float:
 
 @pytest.mark.parametrize(("interleaved", "most"), [(True, 7), (False, 13)])
 @pytest.mark.parametrize("has_drafts", [False, True])
-def test_the_step_adds_little_to_its_call(interleaved: bool, most: int, has_drafts: bool) -> None:
+@pytest.mark.parametrize("replays", [False, True])
+def test_the_step_adds_little_to_its_call(interleaved: bool, most: int, has_drafts: bool, replays: bool) -> None:
     metadata = SimpleNamespace(
         num_actual_tokens=ROWS, num_prefills=0, num_decodes=0 if has_drafts else ROWS, num_decode_tokens=ROWS,
         spec_sequence_masks=has_drafts or None, non_spec_state_indices_tensor=torch.zeros(ROWS, dtype=torch.int32),
         spec_state_indices_tensor=None, spec_query_start_loc=None, num_accepted_tokens=None,
     )  # fmt: skip
-    found = [slices(interleaved, metadata)]
+    page = None
+    if replays:
+        page = page_of(H, ((3, CHANNELS), (HV, K, K)), torch.float32, num_spec=0)
+        slots = metadata.non_spec_state_indices_tensor
+        metadata.gdn_replay, most = Rows(slots, slots, None), most + 3  # its views, and more arguments
+    found = [slices(interleaved, metadata, page)]
     while found[-1] > most and len(found) < ATTEMPTS:
-        found.append(slices(interleaved, metadata))
+        found.append(slices(interleaved, metadata, page))
     assert min(found) <= most, found

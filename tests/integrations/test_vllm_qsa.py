@@ -165,7 +165,7 @@ def test_the_host_s_functions_are_replaced(monkeypatch: pytest.MonkeyPatch) -> N
         packed_pages = randn(4, 1, PAGE, 256)
         monkeypatch.setattr(vllm_qsa, "_MOST_ROWS", 3)
         assert attend.warmup_qsa_sparse_paged_attention(packed_pages, table, num_query_heads=2, selection_width=5) == "warmed"
-        layers, *sparse = handle.report().points
-        assert layers.replaced and [(point.replaced, point.served) for point in sparse] == [(True, 1)] * 4
+        layers, pages, *sparse = handle.report().points
+        assert layers.replaced and pages.replaced and [(point.replaced, point.served) for point in sparse] == [(True, 1)] * 4
         assert dict(sparse[1].left) == {"the batch holds prompts, whose bounds the function is not given": 1}
     assert attend.qsa_sparse_paged_attention is original

@@ -12,9 +12,11 @@ import torch
 
 from gdn.device import H100
 from gdn.integrations import _vllm_warm_up
+from gdn.integrations._vllm_replay import page_of_layer
+from gdn.integrations._vllm_rows import Counter
 from gdn.integrations._vllm_step import Step
-from gdn.integrations._vllm_warm_up import Limits, warm_up
-from gdn.runtime import compiled, devices, explaining
+from gdn.integrations._vllm_warm_up import Limits, unserved_replay, warm_up
+from gdn.runtime import compiled, devices, explaining, registry
 from gdn.warmup import warmup_sizes
 from tests.integrations.vllm_engine import int32, offsets
 
@@ -31,32 +33,38 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_model(
-    heads: tuple[int, int], *, interleaved: bool, num_spec: int, state: torch.dtype, dims: tuple[int, int] = (128, 128)
-) -> Any:
+    heads: tuple[int, int], *, interleaved: bool, num_spec: int, state: torch.dtype, dims: tuple[int, int] = (128, 128),
+    replays: bool = False,
+) -> Any:  # fmt: skip
     """A layer of the sizes of a rank; its parameters hold anything."""
     (H, HV), (K, V) = heads, dims
     channels = 2 * H * K + HV * V
     half = torch.bfloat16
-    return SimpleNamespace(
+    found = SimpleNamespace(
         tp_size=1, num_k_heads=H, num_v_heads=HV, head_k_dim=K, head_v_dim=V, key_dim=H * K, value_dim=HV * V,
         layer_norm_epsilon=1e-6, activation="silu", gqa_interleaved_layout=interleaved, num_spec=num_spec,
         conv1d=SimpleNamespace(weight=torch.zeros(channels, 1, WIDTH, dtype=half), bias=None),
         A_log=torch.zeros(HV), dt_bias=torch.zeros(HV, dtype=half),
         norm=SimpleNamespace(weight=torch.zeros(V, dtype=half), activation="silu"),
         split_ba=lambda ba: ba.chunk(2, dim=-1), _checkpoint_alignment=64,
-        get_state_shape=lambda: ((WIDTH - 1 + num_spec, channels), (HV, V, K)), get_state_dtype=lambda: (half, state),
+        get_state_shape=lambda: ((WIDTH - 1 + num_spec, channels), (HV, V, K)), get_state_dtype=lambda: (half, state), page=None,
     )  # fmt: skip
+    if replays:
+        found.page = page = page_of_layer(found)
+        found.get_state_shape = lambda: page.shapes
+    return found
 
 
 class Engine:
     """Batches of drawn sizes, described as vLLM describes them."""
 
     def __init__(self, layer: Any) -> None:
-        self.layer, self.step, self.random = layer, Step(layer, conv_dim_first=False), random.Random(7)
+        self.layer, self.step, self.random = layer, Step(layer, conv_dim_first=False, page=layer.page), random.Random(7)
         self.channels, self.values = 2 * layer.key_dim + layer.value_dim, layer.value_dim
         self.qkvz = torch.empty(LIMITS.tokens, self.channels + self.values, dtype=torch.bfloat16)
         self.ba = torch.empty(LIMITS.tokens, 2 * layer.num_v_heads, dtype=torch.bfloat16)
         self.core = torch.empty(LIMITS.tokens, layer.num_v_heads, layer.head_v_dim, dtype=torch.bfloat16)
+        self.counter = Counter(LIMITS.sequences, layer.num_spec, WIDTH - 1, self.qkvz.device)
         blocks = 1 + 2 * LIMITS.sequences * (1 + layer.num_spec)  # their memory is never touched
         self.pages = _vllm_warm_up._pages(layer.get_state_shape(), layer.get_state_dtype(), self.qkvz.device, blocks)
 
@@ -113,7 +121,21 @@ class Engine:
                 known["checkpoint"] = SimpleNamespace(checkpoint_offsets=nothing, state_indices=nothing)
         if kind == "among":
             known |= {"spec_token_indx": torch.arange(begin), "non_spec_token_indx": torch.arange(begin, total)}
-        return SimpleNamespace(num_actual_tokens=total, **known)
+        metadata = SimpleNamespace(num_actual_tokens=total, **known)
+        if self.layer.page is not None:
+            self._count(metadata, drafting)
+        return metadata
+
+    def _count(self, metadata: Any, drafting: int) -> None:
+        """What the builder adds; prompts go on."""
+        rows = drafting + metadata.num_decodes + metadata.num_prefills
+        lengths = int32([9] * rows)
+        batch = SimpleNamespace(
+            seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, query_start_loc_cpu=offsets([1] * rows),
+            compute_num_computed_tokens=lambda: lengths - 1,
+        )  # fmt: skip
+        drafts = int32([0] * drafting + [-1] * (rows - drafting))
+        metadata.gdn_replay = self.counter(metadata, batch, int32([1] * rows), drafts)
 
 
 def forms(asked: Any) -> set[Any]:
@@ -135,11 +157,25 @@ MODELS = {  # of published models, on 1, 2 and 8 ranks
         "dims": (64, 128),
     },
     "qwen3.5 on 8 ranks": {"heads": (2, 6), "interleaved": False, "num_spec": 3, "state": torch.float32},
+    "qwen3.5 by replay": {"heads": (8, 16), "interleaved": False, "num_spec": 3, "state": torch.float32, "replays": True},
+    "qwen3-next by replay": {
+        "heads": (16, 32),
+        "interleaved": True,
+        "num_spec": 0,
+        "state": torch.bfloat16,
+        "replays": True,
+    },
 }
+
+
+FOLDS = bool(registry.operator("fold_states").modules)
+ALSO_UNSERVED = [] if FOLDS else ["fold_states"]
 
 
 @pytest.mark.parametrize("model", [pytest.param(name, marks=() if "2 ranks" in name else pytest.mark.cover) for name in MODELS])
 def test_every_kernel_of_a_step_was_loaded(model: str) -> None:
+    if MODELS[model].get("replays") and not FOLDS:
+        pytest.skip("fold_states has no kernel, so that no layer replays on a GPU")
     engine = Engine(of_model(**MODELS[model]))
     warmed, seen = engine.warmed(), set()
     for _ in range(DRAWN):
@@ -152,10 +188,24 @@ def test_every_kernel_of_a_step_was_loaded(model: str) -> None:
     if "dims" in MODELS[model]:
         assert ops == {"gdn_decode", "split", "conv1d", "chunk", "rms_norm_gated"}
         return
+    if MODELS[model].get("replays"):
+        assert ops == {"gdn_decode", "gdn_prefill", "fold_states"}
+        return  # prompts are those of the other models
     assert ops == {"gdn_decode", "gdn_prefill"}
     prefill = [dict(fields) for op, _, _, fields in seen if op == "gdn_prefill"]
     assert {bool(one["num_conv_blocks"]) for one in prefill} == {False, True}
     assert {bool(one["norm_in_chunk"]) for one in prefill} == {False, True}
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_spec", "interleaved"), [(0, True), (3, False), (7, True)])
+def test_replay_needs_kernels_with_a_ring(num_spec: int, interleaved: bool, state: torch.dtype) -> None:
+    layer = of_model((16, 32), interleaved=interleaved, num_spec=num_spec, state=state)
+    step = Step(layer, conv_dim_first=False, page=page_of_layer(layer))
+    lacking = [None, "no kernel takes its ring in fold_states"][len(ALSO_UNSERVED)]
+    assert unserved_replay(layer, step, torch.bfloat16) == lacking
+    reason = "no kernel takes its ring in " + " and ".join([*ALSO_UNSERVED, "gdn_decode"])
+    assert unserved_replay(layer, step, torch.float32) == reason
 
 
 @pytest.mark.cover

@@ -16,12 +16,14 @@ from gdn import served
 from gdn.cli.demo_engine import Engine, EngineSizes
 from gdn.device import H100
 from gdn.integrations import _sglang_warm_up as sglang_warm_up
+from gdn.integrations._vllm_pages import page_of
+from gdn.integrations._vllm_rows import Counter
 from gdn.integrations._vllm_step import Step
 from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.named import NAMED
 from gdn.problems import Problem
-from gdn.runtime import env, reach
-from gdn.served import GdnLayer, gdn_layer
+from gdn.runtime import env, explaining, reach
+from gdn.served import GdnLayer, gdn_layer, vllm_replay
 from tests.integrations import sglang_engine
 from tests.runtime.recorded import recording
 
@@ -231,21 +233,44 @@ def vllm_batches(num_spec: int) -> Iterator[SimpleNamespace]:
 
 
 def vllm_problems(config: HybridConfig, kind: GdnLayer) -> list[Problem]:
-    layer = vllm_layer(config, kind)
-    step = Step(layer, conv_dim_first=not kind.channels_contiguous)
+    with recording() as asked:
+        vllm_steps(config, kind)
+    return asked
+
+
+def vllm_steps(config: HybridConfig, kind: GdnLayer, *, replays: bool = False) -> None:
+    """Makes a step of each kind of batch."""
+    layer, page = vllm_layer(config, kind), None
     columns = 3 + kind.num_spec
-    channels, values = step.channels, step.num_value_heads * step.head_v_dim
+    channels, values = 2 * layer.key_dim + layer.value_dim, layer.value_dim
     windows = (channels, columns) if not kind.channels_contiguous else (columns, channels)
-    states = (kind.num_v_heads, kind.head_v_dim, kind.head_k_dim)
+    states: tuple[int, ...] = (kind.num_v_heads, kind.head_v_dim, kind.head_k_dim)
+    if replays:
+        page = page_of(kind.num_k_heads, (windows, states), getattr(torch, kind.state_dtype), kind.num_spec)
+        states = page.shapes[1]
+    step = Step(layer, conv_dim_first=not kind.channels_contiguous, page=page)
+    counter = Counter(8, kind.num_spec, 3, torch.device("cpu"))
     pages = (
         torch.zeros(16, *windows, dtype=BFLOAT16), torch.zeros(16, *states, dtype=getattr(torch, kind.state_dtype)),
     )  # fmt: skip
-    with recording() as asked:
-        for batch in vllm_batches(kind.num_spec):
-            tokens = batch.num_actual_tokens + 2
-            rows = [torch.zeros(tokens, width, dtype=BFLOAT16) for width in (channels + values, 2 * step.num_value_heads)]
-            step(rows[0], rows[1], torch.zeros(tokens, step.num_value_heads, step.head_v_dim, dtype=BFLOAT16), batch, pages)
-    return asked
+    for batch in vllm_batches(kind.num_spec):
+        if replays:
+            batch.gdn_replay = counter(batch, *vllm_counts(batch))
+        tokens = batch.num_actual_tokens + 2
+        rows = [torch.zeros(tokens, width, dtype=BFLOAT16) for width in (channels + values, 2 * step.num_value_heads)]
+        step(rows[0], rows[1], torch.zeros(tokens, step.num_value_heads, step.head_v_dim, dtype=BFLOAT16), batch, pages)
+
+
+def vllm_counts(batch: SimpleNamespace) -> tuple[Any, Tensor, Tensor]:
+    """What the host says of tokens: 5 of each sequence are there, those with drafts come first."""
+    drafting = 0 if batch.spec_sequence_masks is None else len(batch.spec_sequence_masks)
+    rows = drafting + batch.num_decodes + batch.num_prefills
+    computed, bounds = torch.full((rows,), 5, dtype=torch.int32), torch.arange(rows + 1)
+    counts = SimpleNamespace(
+        seq_lens=computed + 1, seq_lens_cpu_upper_bound=computed + 1, query_start_loc_cpu=bounds,
+        compute_num_computed_tokens=lambda: computed,
+    )  # fmt: skip
+    return counts, torch.ones(rows, dtype=torch.int32), torch.tensor([0] * drafting + [-1] * (rows - drafting))
 
 
 VLLM_KINDS: list[dict[str, Any]] = [
@@ -268,6 +293,33 @@ def test_layers_of_vllm(name: str, kind: dict[str, Any]) -> None:
     known = served.groups(config, num_spec=layer.num_spec, state_dtypes=(layer.state_dtype,), hosts=("vllm",))
     check(asked, known, 4 if layer.num_spec else 3)
     check(asked, gdn_layer.problems(layer), 4 if layer.num_spec else 3)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(VLLM_KINDS[1], marks=pytest.mark.cover), *VLLM_KINDS[2:]], ids=str)
+def test_layers_of_vllm_by_replay(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = NAMED["qwen3-next-80b"].per_rank(4)
+    layer = GdnLayer(4, 8, 128, 128, layout=config.projection_layout, checkpoints=(False, True), **kind)
+    with recording() as asked:
+        vllm_steps(config, layer, replays=True)
+    with explaining() as every:  # the folds too, whether they have a kernel or not
+        vllm_steps(config, layer, replays=True)
+    asked += [problem for _, problem in every.answers if problem is not None and problem.op == "fold_states"]
+    found = {}
+    for switch in ("0", "1"):
+        monkeypatch.setenv("GDN_REPLAY", switch)
+        env.reload()
+        found[switch] = served.groups(
+            config, num_spec=layer.num_spec, state_dtypes=(layer.state_dtype,), hosts=("vllm",)
+        )  # fmt: skip
+    check(asked, found["1"], 5 if layer.num_spec else 4)
+    rings = {form for form in forms(asked) if "fold_every" in form[1] and "fold_every=None" not in form[1]}
+    assert {op for op, _ in rings} == {"gdn_decode", "fold_states"}
+    assert not rings & forms([group[0] for group in found["0"]])
+    assert set(found["0"]) < set(found["1"])  # whether a server replays depends on its settings too
+
+
+def test_head_dims_that_do_not_replay() -> None:
+    assert not list(vllm_replay.groups(GdnLayer(4, 8, 40, 40))) and list(vllm_replay.groups(GdnLayer(4, 8, 64, 128)))
 
 
 @pytest.mark.parametrize("other", [{"bias_dtype": "bfloat16"}, {"A_log_dtype": "bfloat16"}, {"gate_activation": "sigmoid"}])
@@ -418,7 +470,8 @@ def test_hosts_have_their_own_forms() -> None:
     config = NAMED["qwen3-next-80b"].per_rank(4)
     of_host = {host: forms([group[0] for group in served.groups(config, hosts=(host,))]) for host in served.HOSTS}
     assert {"gdn_decode", "topk"} <= {op for op, _ in of_host["layers"]} and not of_host["layers"] & of_host["vllm"]
-    assert {op for op, _ in of_host["vllm"]} == {"gdn_decode", "gdn_prefill"}
+    folds = {"fold_states"} if vllm_replay.is_reached(env.current().replay) else set()
+    assert {op for op, _ in of_host["vllm"]} == {"gdn_decode", "gdn_prefill"} | folds
     assert {op for op, _ in of_host["sglang"]} == {"chunk", "conv1d", "conv1d_update", "gdn_decode", "recurrent"}
     assert all("state_dtype=bfloat16" in static for _, static in of_host["vllm"])  # vLLM's own choice for Qwen3-Next
     later = served.groups(NAMED["qwen3.5-35b"], hosts=("vllm",))

@@ -1,0 +1,191 @@
+"""A tile of the streamed form: 32 columns of a state, which one warp takes from the stage to the rows of the output.
+
+    y_i, o_i = D_i S0^T k_i, D_i S0^T q_i + sum_e w_ei (k_e . k_i, k_e . q_i) u_e          for all tokens, as in `ring_batch`
+    u_i      = beta_i (v_i - y_i - sum_(j < i) d_ij (k_j . k_i) u_j)                          in order
+
+Products with the state: 8 lanes share a column, 16 of K each, whose k and q stay in registers for all columns. Then a lane has a
+column, and all that remains.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Float32, Int32, Int64
+
+from gdn.problems import GdnDecodeParams
+from kernels_cute.common import ptx, ring
+from kernels_cute.common.delta_rule import L2NORM_EPS
+from kernels_cute.common.memory import sigmoid
+from kernels_cute.common.ring import TEAM, Live, load_columns
+from kernels_cute.common.ring_batch import halved
+from kernels_cute.gdn_decode.replay_batch import z_of
+from kernels_cute.gdn_decode.streamed.fold import fold_tile
+from kernels_cute.gdn_decode.streamed.items import block_of
+from kernels_cute.gdn_decode.streamed.sizes import COLUMNS, DIM, TILES_OF_HEAD, WARPS
+from kernels_cute.gdn_decode.streamed.spec import HEAD_BARRIER, Item, Shared, Spec, of_head, stage_of
+from kernels_cute.gdn_decode.streamed.tiles import PER_LANE, TEAMS, Tile, entry_at, state_values
+
+
+@cute.jit
+def load_vectors(spec: Spec, part: Int32, shared: Shared, rX: cute.Tensor):
+    """The lane's entries of k_0, q_0, k_1, ...: rX [vector * 16 + entry]."""
+    for i in cutlass.range_constexpr(spec.batch):
+        for is_q in cutlass.range_constexpr(2):
+            row = shared.tokens + (i * spec.token_floats + (1 - is_q) * DIM) * 4
+            for n in cutlass.range_constexpr(0, PER_LANE, 4):
+                four = ptx.load_four(row + entry_at(spec, part, n) * 4)
+                for e in cutlass.range_constexpr(4):
+                    rX[(2 * i + is_q) * PER_LANE + n + e] = four[e]
+
+
+@cute.jit
+def multiply(spec: Spec, tile: Tile, lane: Int32, shared: Shared, rX: cute.Tensor):
+    """S0^T k_i and S0^T q_i of all columns to the warp's sums. Eight sums at a time: lane l of a team ends with sum l."""
+    vectors, part, group = cutlass.const_expr(spec.vectors), lane % TEAM, lane // TEAM
+    turns = cutlass.const_expr(TEAM // spec.vectors)  # columns of a team whose sums are added up together
+    for first in cutlass.range_constexpr(0, COLUMNS // TEAMS, turns):
+        rSums = cute.make_rmem_tensor(TEAM, Float32)
+        rSums.fill(0.0)
+        for turn in cutlass.range_constexpr(turns):
+            values = state_values(spec, tile, (first + turn) * TEAMS + group, part)
+            for n in cutlass.range_constexpr(PER_LANE):
+                for x in cutlass.range_constexpr(vectors):
+                    rSums[turn * vectors + x] += values[n] * rX[x * PER_LANE + n]
+        halved(rSums, TEAM, 1, part)
+        column = (first + part // vectors) * TEAMS + group
+        ptx.store_one(shared.sums + (column * spec.sums_pitch + part % vectors) * 4, rSums[0])
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def add_entries(spec: Spec, tile: Tile, live: Live, lane: Int32, shared: Shared, rSums: cute.Tensor):
+    """rSums [vector] = the lane's column of S^T k_i and S^T q_i, before the call's own tokens."""
+    vectors, entries = cutlass.const_expr(spec.vectors), of_head(spec, shared.entries, tile.head)
+    found = load_columns(shared.sums + lane * (4 * spec.sums_pitch), vectors)
+    totals = shared.totals + tile.head * (4 * spec.batch)
+    for x in cutlass.range_constexpr(vectors):
+        rSums[x] = found[x] * ptx.load_one(totals + x // 2 * 4)
+    updates = entries.updates + (tile.head * DIM + tile.first + lane) * 4
+    for entry in cutlass.range(live.start, live.count, unroll=1):
+        update = ptx.load_one(updates + entry * (4 * spec.ratio * DIM))
+        row = load_columns(entries.weights + entry * (4 * vectors), vectors)
+        for x in cutlass.range_constexpr(vectors):
+            rSums[x] += row[x] * update
+
+
+def solve(spec: Spec, tile: Tile, live: Live, lane: Any, scale: Any, shared: Shared, registers: Any) -> None:
+    """rU = corrections of the lane's column, rO = its outputs, rK = factors of the keys. registers: rSums, rU, rO, rK."""
+    rSums, rU, rO, rK = registers
+    batch, vectors, entries = spec.batch, spec.vectors, of_head(spec, shared.entries, tile.head)
+    column = (2 + tile.head) * DIM + tile.first + lane
+    for j in range(batch):
+        row = load_columns(entries.weights + (live.count + j) * (4 * vectors), vectors)
+        k_factor = cute.math.rsqrt(row[2 * j] + L2NORM_EPS)
+        q_factor = scale * cute.math.rsqrt(ptx.load_one(shared.norms + 4 * j) + L2NORM_EPS)
+        value = ptx.load_one(shared.tokens + (j * spec.token_floats + column) * 4)
+        beta = ptx.load_one(shared.gates + (j * spec.ratio + tile.head) * 8 + 4)
+        rK[j] = k_factor
+        rU[j] = beta * (value - k_factor * rSums[2 * j])
+        weighted = k_factor * rU[j]  # as it stands in every sum
+        rO[j] = q_factor * (rSums[2 * j + 1] + row[2 * j + 1] * weighted)
+        for x in range(2 * j + 2, vectors):
+            rSums[x] += row[x] * weighted
+
+
+@cute.jit
+def run_tile(
+    spec: Spec, storage, params: GdnDecodeParams, item: Item, live: Live, place: Any, shared: Shared, norm_weight: Float32
+):  # fmt: skip
+    """place: live items before this one, and the turn of tiles in it; the thread's warp and lane."""
+    (served, turn), (warp, lane) = place
+    batch, number = cutlass.const_expr(spec.batch), warp + turn * WARPS
+    stage, parity = stage_of(spec, served, warp, turn)
+    tile = Tile(number // TILES_OF_HEAD, number % TILES_OF_HEAD * COLUMNS, shared.state + stage * spec.tile_bytes)
+    rZ, rU, rO, rK = [cute.make_rmem_tensor(batch, Float32) for _ in range(4)]
+    load_gates_of_norm(spec, params, item, tile, lane, rZ)
+    rX = cute.make_rmem_tensor(spec.vectors * PER_LANE, Float32)
+    load_vectors(spec, lane % TEAM, shared, rX)
+    cute.arch.mbarrier_wait(storage.state_full.data_ptr() + stage, parity)
+    multiply(spec, tile, lane, shared, rX)
+    if ring.needs_fold(live):
+        fold_tile(spec, params, item, live, tile, lane, shared)
+    cute.arch.sync_warp()
+    if lane == 0:
+        cute.arch.mbarrier_arrive(storage.state_free.data_ptr() + stage)
+
+    rSums = cute.make_rmem_tensor(spec.vectors, Float32)
+    add_entries(spec, tile, live, lane, shared, rSums)
+    solve(spec, tile, live, lane, params.scale, shared, (rSums, rU, rO, rK))
+    append(spec, params, item, live, tile, (warp, lane, turn), shared, (rU, rK))
+    if cutlass.const_expr(spec.has_norm):
+        share_squares(spec, warp, lane, turn, shared, rO)
+    else:  # nothing to wait for: without it ptxas mixes what follows into what comes before, and spills
+        cute.arch.barrier(barrier_id=HEAD_BARRIER + warp // TILES_OF_HEAD, number_of_threads=32 * TILES_OF_HEAD)
+    for i in cutlass.range_constexpr(batch):
+        value = rO[i]
+        if cutlass.const_expr(spec.has_norm):
+            z = rZ[i]
+            gate = sigmoid(z) if spec.problem.gate_sigmoid else z * sigmoid(z)
+            value = value * inverse_norm(spec, params, warp, turn, i, shared) * norm_weight * gate
+        if i < item.count:
+            value = cutlass.select_(live.is_valid, value, Float32(0.0))
+            head = item.key_head * spec.ratio + tile.head
+            params.out[item.begin + i, head, tile.first + lane] = Float32(value).to(params.out.element_type)
+
+
+@cute.jit
+def load_gates_of_norm(spec: Spec, params: GdnDecodeParams, item: Item, tile: Tile, lane: Int32, rZ: cute.Tensor):
+    if cutlass.const_expr(spec.has_norm):
+        block = block_of(spec, item.key_head, lane)
+        place = block.place._replace(head=block.place.head + tile.head)
+        block = block._replace(rank=tile.head, place=place)
+        for i in cutlass.range_constexpr(spec.batch):
+            token = cutlass.min(item.begin + i, item.begin + item.count - 1)
+            rZ[i] = z_of(spec, params, token, block, tile.first + lane)
+
+
+@cute.jit
+def share_squares(spec: Spec, warp: Int32, lane: Int32, turn: Int32, shared: Shared, rO: cute.Tensor):
+    """The tile's sums of squared outputs to shared memory, and those of the head's other tiles are there."""
+    batch = cutlass.const_expr(spec.batch)
+    rSquares = cute.make_rmem_tensor(batch, Float32)
+    for i in cutlass.range_constexpr(batch):
+        rSquares[i] = rO[i] * rO[i]
+    halved(rSquares, batch, 1, lane)
+    value = rSquares[0]
+    for bit in cutlass.range_constexpr((batch - 1).bit_length(), 5):
+        value += cute.arch.shuffle_sync_bfly(value, offset=1 << bit)
+    if lane < batch:
+        ptx.store_one(shared.squares + ((turn % 2 * batch + lane) * WARPS + warp) * 4, value)
+    cute.arch.barrier(barrier_id=HEAD_BARRIER + warp // TILES_OF_HEAD, number_of_threads=32 * TILES_OF_HEAD)
+
+
+@cute.jit
+def inverse_norm(spec: Spec, params: GdnDecodeParams, warp: Int32, turn: Int32, token: Constexpr, shared: Shared):
+    """1 / sqrt(mean of the head's squared outputs + eps) of a token."""
+    at = (turn % 2 * spec.batch + token) * WARPS + warp // TILES_OF_HEAD * TILES_OF_HEAD
+    four = ptx.load_four(shared.squares + at * 4)
+    return cute.math.rsqrt(((four[0] + four[1]) + (four[2] + four[3])) * (1.0 / DIM) + params.eps)
+
+
+@cute.jit
+def append(
+    spec: Spec, params: GdnDecodeParams, item: Item, live: Live, tile: Tile, place: Any, shared: Shared, registers: Any
+):  # fmt: skip
+    """The tokens' entries to their rows of the ring: corrections by all, the key of token w by warp w, log decays by warp 0."""
+    (warp, lane, turn), (rU, rK), gRing = place, registers, params.ring
+    source = gRing.iterator.toint() + Int64(item.slot) * gRing.stride[0] * 4
+    head = item.key_head * spec.ratio + tile.head
+    for i in cutlass.range_constexpr(spec.batch):
+        if (i < item.count) & live.is_valid:
+            row = source + Int64(ring.row_of(spec.ring, live.base, live.count + i)) * gRing.stride[1] * 4
+            at = spec.ring.updates_at + head * DIM + tile.first + lane
+            ptx.store_global_word(row + at * 4, rU[i].bitcast(Int32))
+            if (warp == i) & (turn == 0):
+                key = ptx.load_four(shared.tokens + (i * spec.token_floats + DIM) * 4 + lane * 16)
+                values = [rK[i] * key[e] for e in range(4)]
+                ptx.store_global_four(row + item.key_head * (4 * DIM) + lane * 16, values)
+                if lane < spec.ratio:
+                    decay = ptx.load_word(shared.gates + (i * spec.ratio + lane) * 8)
+                    ptx.store_global_word(row + (spec.ring.decays_at + item.key_head * spec.ratio + lane) * 4, decay)

@@ -1,0 +1,77 @@
+"""The copy warp of the streamed form: entries and states of every item of the block, as far ahead as there is room."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from gdn.problems import GdnDecodeParams
+from kernels_cute.common import ptx
+from kernels_cute.common.ring import row_of
+from kernels_cute.gdn_decode.streamed.items import COUNTS, is_live, item_of, load_counts
+from kernels_cute.gdn_decode.streamed.sizes import DIM, WARPS
+from kernels_cute.gdn_decode.streamed.spec import Item, Spec, entries_of, stage_of
+
+
+@cute.jit
+def copy_warp(spec: Spec, storage, params: GdnDecodeParams, total: Int32):
+    """The block's items: its own number, and every further one as many blocks away, below total."""
+    first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    rCounts = cute.make_rmem_tensor(COUNTS, Int32)
+    rNext = cute.make_rmem_tensor(COUNTS, Int32)
+    load_counts(spec, params, first, rNext)
+    served = Int32(0)  # live items so far
+    for number in cutlass.range(first, total, step, unroll=1):
+        for i in cutlass.range_constexpr(COUNTS):
+            rCounts[i] = rNext[i]
+        load_counts(spec, params, cutlass.min(number + step, total - 1), rNext)
+        if is_live(spec, params, rCounts):
+            item = item_of(spec, params, number, rCounts)
+            copy_entries(spec, storage, params, item, served)
+            copy_states(spec, storage, params, item, served)
+            served += 1
+
+
+@cute.jit
+def copy_entries(spec: Spec, storage, params: GdnDecodeParams, item: Item, served: Int32):
+    """The entries that may be live, one a lane, and the slot's count."""
+    lane, ring, gRing, ratio = cute.arch.lane_idx(), spec.ring, params.ring, cutlass.const_expr(spec.ratio)
+    buffer = served % spec.buffers
+    cute.arch.mbarrier_wait(storage.entries_free.data_ptr() + buffer, served // spec.buffers % 2 ^ 1)
+    full = storage.entries_full.data_ptr() + buffer
+    entries, count = entries_of(spec, storage, served), item.committed - item.first
+    if lane < count:
+        number = row_of(ring, Int32(Uint32(item.first) % ring.rows), lane)
+        row = gRing.iterator.toint() + (Int64(item.slot) * gRing.stride[0] + Int64(number) * gRing.stride[1]) * 4
+        bytes_of_key, bytes_of_updates = cutlass.const_expr(4 * DIM), cutlass.const_expr(4 * ratio * DIM)
+        ptx.copy_from_global(
+            entries.keys + lane * bytes_of_key, row + item.key_head * bytes_of_key, Int32(bytes_of_key), full.toint()
+        )
+        updates = row + 4 * ring.updates_at + item.key_head * bytes_of_updates
+        ptx.copy_from_global(entries.updates + lane * bytes_of_updates, updates, Int32(bytes_of_updates), full.toint())
+        for head in cutlass.range_constexpr(ratio):
+            decay = gRing[item.slot, number, ring.decays_at + item.key_head * ratio + head]
+            ptx.store_one(entries.decays + (head * spec.decay_pitch + lane) * 4, decay)
+    if lane == 31:
+        ptx.store_word(entries.written, params.state_tokens[item.slot])
+    # Bytes that have come before they are announced count below zero: the phase ends with the last arrival.
+    if lane == 0:
+        cute.arch.mbarrier_arrive_and_expect_tx(full, count * (4 * (1 + ratio) * DIM))
+    else:
+        cute.arch.mbarrier_arrive(full)
+
+
+@cute.jit
+def copy_states(spec: Spec, storage, params: GdnDecodeParams, item: Item, served: Int32):
+    """All tiles of the key head's states."""
+    gState, size = params.ssm_state, cutlass.const_expr(spec.tile_bytes)
+    if cute.arch.lane_idx() == 0:
+        source = gState.iterator.toint() + Int64(item.slot) * gState.stride[0] * (gState.element_type.width // 8)
+        source += Int64(item.key_head) * (spec.item_tiles * size)
+        for tile in cutlass.range(spec.item_tiles, unroll=1):
+            stage, parity = stage_of(spec, served, tile % WARPS, tile // WARPS)
+            full = storage.state_full.data_ptr() + stage
+            cute.arch.mbarrier_wait(storage.state_free.data_ptr() + stage, parity ^ 1)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+            target = storage.state.data_ptr().toint() + stage * size
+            ptx.copy_from_global(target, source + Int64(tile) * size, Int32(size), full.toint())
+    cute.arch.sync_warp()

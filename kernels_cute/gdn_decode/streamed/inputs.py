@@ -1,0 +1,86 @@
+"""Inputs of an item in the streamed form: what its threads load while another item is computed, and the convolution.
+
+Thread i has four channels: q, k, then v of all value heads of the key head. The last threads have the gates: a token and value
+head each.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from gdn.problems import GdnDecodeParams
+from kernels_cute.common import ptx
+from kernels_cute.common.delta_rule import log_decay
+from kernels_cute.common.memory import load, words
+from kernels_cute.gdn_decode.convolution import convolve_row, load_filter, load_windows, loaded_item, place_in_row, store_column
+from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
+from kernels_cute.gdn_decode.spec import Registers, place_of_gates
+from kernels_cute.gdn_decode.streamed.items import block_of
+from kernels_cute.gdn_decode.streamed.spec import THREADS, Item, Shared, Spec
+
+
+def make_registers(spec: Spec) -> Registers:
+    """Registers of the inputs."""
+    rWeight = cute.make_rmem_tensor(spec.weight_words, Int32)
+    rBias = cute.make_rmem_tensor(CHANNELS, Float32)
+    rLine = cute.make_rmem_tensor(spec.line_rows * WORDS, Int32)
+    rGates = cute.make_rmem_tensor(2, Float32)
+    for rX in (rBias, rGates):
+        rX.fill(0.0)
+    for rX in (rWeight, rLine):
+        rX.fill(0)
+    return Registers(None, rWeight, rBias, rLine, rGates, None, None, cute.make_rmem_tensor(CHANNELS, Float32))
+
+
+@cute.jit
+def load_inputs(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, registers: Registers):
+    """The thread's inputs of an item. A token beyond the last is the last one again."""
+    gX, batch, ratio = params.mixed_qkv, cutlass.const_expr(spec.batch), cutlass.const_expr(spec.ratio)
+    block, last = block_of(spec, item.key_head, thread), item.begin + item.count - 1
+    load_windows(spec, params, block, Int64(item.slot), item.column, registers.line)
+    at = place_in_row(spec, loaded_item(spec, 0, thread), block)
+    for i in cutlass.range_constexpr(batch):
+        token = cutlass.min(item.begin + i, last)
+        load(words(gX, Int64(token) * gX.stride[0] + at, 4 * WORDS), WORDS, registers.line, (spec.history + i) * WORDS, True)
+    load_filter(spec, params, block, registers)
+    rGates = registers.gates
+    gate = thread - (THREADS - batch * ratio)
+    if gate >= 0:
+        token = cutlass.min(item.begin + gate // ratio, last)
+        for head in cutlass.range_constexpr(ratio):
+            if gate % ratio == head:
+                own = block_of(spec, item.key_head, thread, head)
+                (gA, a_at), (gB, b_at) = place_of_gates(spec, params, own)
+                rGates[0], rGates[1] = gA[token, a_at].to(Float32), gB[token, b_at].to(Float32)
+
+
+@cute.jit
+def write_inputs(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, registers: Registers, shared: Shared):
+    """q, k and v of all tokens after the convolution, and the gates, to shared memory."""
+    batch, rOut, rGates = cutlass.const_expr(spec.batch), registers.out, registers.gates
+    if thread < spec.items:
+        for i in cutlass.range_constexpr(batch):
+            convolve_row(spec, 0, i * WORDS, registers, registers.line)
+            values = [rOut[c] for c in range(CHANNELS)]
+            ptx.store_where(shared.tokens + 4 * (i * spec.token_floats) + thread * (4 * CHANNELS), values, Int32(1))
+    gate = thread - (THREADS - batch * spec.ratio)
+    if gate >= 0:
+        head = item.key_head * spec.ratio + gate % spec.ratio
+        minus_decay = -cute.math.exp(params.A_log[head].to(Float32))
+        g = log_decay(rGates[0] + params.dt_bias[head].to(Float32), minus_decay)
+        ptx.store_pair(shared.gates + gate * 8, g, 1.0 / (1.0 + cute.math.exp(-rGates[1])))
+
+
+@cute.jit
+def store_windows(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, rLine: cute.Tensor):
+    """The window after the item: with accepted counts the inputs of all its tokens as columns behind those before."""
+    block, slot, history = block_of(spec, item.key_head, thread), Int64(item.slot), cutlass.const_expr(spec.history)
+    if cutlass.const_expr(spec.keeps_columns):
+        for c in cutlass.range_constexpr(1, history):
+            store_column(spec, params, block, slot, Int32(c - 1), (0, c), rLine)
+        for i in cutlass.range_constexpr(spec.batch):
+            if (i < item.count) & (history - 1 + i < params.conv_state.shape[2]):
+                store_column(spec, params, block, slot, Int32(history - 1 + i), (0, history + i), rLine)
+    else:
+        for c in cutlass.range_constexpr(history):
+            store_column(spec, params, block, slot, Int32(c), (0, c + 1), rLine)

@@ -1,0 +1,132 @@
+"""Compile-time constants of the streamed form, its shared memory and its barriers."""
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from gdn.problems import DTYPE_BYTES, GdnDecodeProblem
+from gdn.recurrent_tiles import Tiles
+from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
+from kernels_cute.common.memory import CUTE_DTYPES
+from kernels_cute.common.ring import Entries, RingTile
+from kernels_cute.common.state_tile import StateTile
+from kernels_cute.gdn_decode.shape import CHANNELS
+from kernels_cute.gdn_decode.streamed.sizes import DIM, WARPS, Sizes
+
+# Named barriers: of all warps that compute, and of the four warps of a head, one for each four.
+WARPS_BARRIER, HEAD_BARRIER = 1, 2
+THREADS = 32 * WARPS  # that compute
+
+
+class Item(NamedTuple):
+    """A sequence and a key head; all Int32."""
+
+    key_head: Any
+    begin: Any  # the sequence's first token
+    count: Any  # its tokens
+    slot: Any
+    column: Any  # of the window's first input
+    first: Any  # position of the first entry that may be live
+    committed: Any  # position of the sequence's first token
+
+
+class Shared(NamedTuple):
+    """Addresses in shared memory, of an item's buffers where there are two."""
+
+    state: Any  # the stages: 32 columns of V each, as they lie in the pool
+    entries: Entries  # keys, then updates of all value heads; `weights` of the first value head; `decays` too; `written`
+    tokens: Any  # of each token [q | k | v of all value heads], float32, not normalised
+    gates: Any  # of each token and value head: log decay and beta
+    norms: Any  # q . q of each token
+    totals: Any  # of each value head and token: exp(sum of the log decays of all entries, and of the tokens up to it)
+    sums: Any  # this warp's, of each column: S0^T k and S0^T q of each token
+    squares: Any  # of each warp and token, two buffers
+
+
+class Spec(Sizes):
+    """A problem, its configuration, and what follows from them. `convolution` reads it as it reads `gdn_decode.spec.Spec`: a
+    block, alone in its cluster, has all value heads of its key head."""
+
+    def __init__(self, problem: GdnDecodeProblem, config: Any) -> None:
+        super().__init__(problem, config.stages)
+        p = problem
+        assert p.ring_rows is not None and p.fold_every is not None
+        self.problem, self.num_blocks = p, config.num_blocks
+        self.tiles = Tiles(THREADS, 8, 4, THREADS)
+        self.ring = RingTile(p.ring_rows, p.fold_every, p.has_accepted, p.num_k_heads, p.num_v_heads, StateTile(p, self.tiles))
+        self.dtype, self.weight_dtype, self.state_dtype = (CUTE_DTYPES[name] for name in (p.dtype, p.weight_dtype, p.state_dtype))
+        self.vector = 16 // DTYPE_BYTES[p.state_dtype]  # elements of an access of the state
+        self.has_norm, self.has_several_tokens, self.keeps_columns = p.has_norm, p.cu_seqlens_dtype is not None, p.has_accepted
+        self.splits = self.cluster = self.passes = 1
+        self.history, self.line_rows = p.width - 1, p.width - 1 + self.batch
+        self.weight_words = CHANNELS * p.width * self.weight_dtype.width // 32
+        self.copies_windows = p.conv_channels_contiguous and p.conv_dtype == p.dtype
+        self.z_at, self.group_width = p.dim, 2 * (1 + self.ratio) * DIM
+        self.shared_items = 2 * DIM // CHANNELS
+        self.items = self.shared_items + self.ratio * DIM // CHANNELS
+        self.barriers = BarrierTable(
+            {"copy": 1, "math": WARPS},
+            [
+                Barrier("state_full", self.stages, (Arrivals("copy", "role", what="with the bytes"),), ("math",)),
+                Barrier("state_free", self.stages, (Arrivals("math", "role", what="read by the tile's warp"),), ("copy",)),
+                Barrier("entries_full", self.buffers, (Arrivals("copy", "thread", what="with the bytes"),), ("math",)),
+                Barrier("entries_free", self.buffers, (Arrivals("math", "warp", what="read"),), ("copy",)),
+            ],
+        )
+
+    def storage(self) -> Any:
+        stages, state_words, buffers = self.stages, self.stages * self.tile_bytes // 4, self.buffers
+        num_keys, num_updates, num_decays, num_tokens, num_weights, num_sums, num_others = self.floats.values()
+
+        @cute.struct
+        class Storage:
+            state: cute.struct.Align[cute.struct.MemRange[Int32, state_words], 128]
+            keys: cute.struct.Align[cute.struct.MemRange[Float32, num_keys], 16]
+            updates: cute.struct.Align[cute.struct.MemRange[Float32, num_updates], 16]
+            decays: cute.struct.Align[cute.struct.MemRange[Float32, num_decays], 16]
+            tokens: cute.struct.Align[cute.struct.MemRange[Float32, num_tokens], 16]
+            weights: cute.struct.Align[cute.struct.MemRange[Float32, num_weights], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, num_sums], 16]
+            others: cute.struct.Align[cute.struct.MemRange[Float32, num_others], 16]
+            state_full: cute.struct.MemRange[Int64, stages]
+            state_free: cute.struct.MemRange[Int64, stages]
+            entries_full: cute.struct.MemRange[Int64, buffers]
+            entries_free: cute.struct.MemRange[Int64, buffers]
+
+        return Storage
+
+
+def entries_of(spec: Spec, storage: Any, served: Any) -> Entries:
+    """The entries of the live item of this number."""
+    live, buffer = spec.most_live, served % spec.buffers
+    keys = storage.keys.data_ptr().toint() + buffer * (4 * live * DIM)
+    updates = storage.updates.data_ptr().toint() + buffer * (4 * live * spec.ratio * DIM)
+    decays = storage.decays.data_ptr().toint()
+    written = decays + 4 * (spec.buffers * spec.ratio * spec.decay_pitch) + buffer * 4
+    decays = decays + buffer * (4 * spec.ratio * spec.decay_pitch)
+    return Entries(keys, updates, storage.weights.data_ptr().toint(), decays, written)
+
+
+def shared_of(spec: Spec, storage: Any, served: Any, warp: Any) -> Shared:
+    """What a warp needs of the shared memory of the live item of this number."""
+    tokens = storage.tokens.data_ptr().toint() + served % 2 * (4 * spec.tokens_floats)
+    others = storage.others.data_ptr().toint()
+    sums = storage.sums.data_ptr().toint() + warp * (4 * 32 * spec.sums_pitch)
+    places = [others + 4 * at for at in (spec.norms_at, spec.totals_at)]
+    squares = others + 4 * spec.squares_at
+    state, entries = storage.state.data_ptr().toint(), entries_of(spec, storage, served)
+    return Shared(state, entries, tokens, tokens + 4 * spec.gates_at, *places, sums, squares)
+
+
+def stage_of(spec: Spec, served: Any, warp: Any, turn: Any) -> tuple[Any, Any]:
+    """Stage of a warp's tile number `turn` of an item, and parity of the phase in which it is there."""
+    tiles = (spec.item_tiles + (WARPS - 1) - warp) // WARPS  # of the warp, in an item
+    number = served * tiles + turn
+    return warp + number % spec.stages_of_warp * WARPS, number // spec.stages_of_warp % 2
+
+
+def of_head(spec: Spec, entries: Entries, head: Any) -> Entries:
+    """The entries with weights and log decays of one value head of the key head."""
+    weights = entries.weights + head * (4 * spec.entries * spec.vectors)
+    return entries._replace(weights=weights, decays=entries.decays + head * (4 * spec.decay_pitch))
