@@ -18,6 +18,20 @@ def replays(num_value_heads: int, num_sequences: int, num_spec: int) -> bool:
     return REPLAY_HEADS is not None and (num_spec > 0 or num_value_heads * num_sequences >= REPLAY_HEADS)
 
 
+def replay_rule(switch: str) -> str:
+    """What a value of ``GDN_REPLAY`` means for caches of which nothing else is said, in words."""
+    if switch != "auto":
+        return f"GDN_REPLAY={switch}: {'on' if switch == '1' else 'off'} in every cache"
+    if REPLAY_HEADS is None:
+        return "GDN_REPLAY=auto: off, since no size is known from which it is faster"
+    return f"GDN_REPLAY=auto: on with drafts, and in caches of {REPLAY_HEADS} value heads or more over all their sequences"
+
+
+def replay_forms(num_value_heads: int, num_spec: int) -> tuple[bool, ...]:
+    """The outcomes of `replays` for caches of any number of sequences."""
+    return tuple(sorted({replays(num_value_heads, count, num_spec) for count in (1, 2**31)}))
+
+
 def recurrent_rows(lengths: Sequence[int]) -> int:
     """Number of leading sequences that take the recurrent form; all after the first longer one take the chunk form.
 

@@ -237,12 +237,23 @@ def _few_columns(problem: RecurrentProblem, block_v: int, device: DeviceSpec, bl
 
 
 def _spills_cute(problem: RecurrentProblem, tiles: Tiles) -> bool:
-    """Whether the CuTe kernel spills 64 values of the state with a ring, in the registers of 512 threads an SM."""
-    return _holds_much(problem, tiles) and problem.has_accepted and (tiles.threads != 256 or problem.has_rounding)
+    """Whether the CuTe kernel may spill with a ring, in the registers that so many threads an SM leave."""
+    is_much, has_drafts, has_noise = _holds_much(problem, tiles), problem.has_accepted, problem.has_rounding
+    if tiles.min_threads_per_sm < _MIN_THREADS_PER_SM[0]:
+        is_wide_k_first = not problem.state_v_first and problem.head_k_dim > 128
+        return is_wide_k_first and has_drafts and tiles.min_threads_per_sm > _MIN_THREADS_PER_SM[-1]
+    if not problem.state_v_first:
+        return has_drafts or is_much and (has_noise or DTYPE_BYTES[problem.state_dtype] == 2)
+    if not (is_much and has_drafts):
+        return False
+    # 256 threads hold drafts with next to no register to spare: not all forms with wider slots fit.
+    return has_noise or tiles.threads != 256 or problem.index_dtype != "int32"
 
 
 def spills_tilelang(problem: RecurrentProblem, tiles: Tiles) -> bool:
     """The same of the TileLang kernel, at either end of the range of its versions."""
+    if tiles.min_threads_per_sm < _MIN_THREADS_PER_SM[0]:
+        return False
     if (problem.ring_rows or 0) > 32 or (problem.has_rounding and problem.has_accepted):
         return True  # with 32 values too; beyond 32 rows a lane has decays of several entries
     if not _holds_much(problem, tiles):
@@ -261,20 +272,21 @@ def fits_ring(problem: RecurrentProblem, tiles: Tiles, spills: Callable[[Recurre
     """Whether a kernel with a ring can be compiled and launched. spills: of the kernel."""
     if (tiles.threads, tiles.threads_per_column) not in _RING_SHAPES or tiles.v_per_thread != 4:
         return False
-    if tiles.min_threads_per_sm not in _MIN_THREADS_PER_SM[:2] or tiles.min_threads_per_sm % tiles.threads:
+    if tiles.min_threads_per_sm not in _MIN_THREADS_PER_SM or tiles.min_threads_per_sm % tiles.threads:
         return False
     values = k_per_thread(problem, tiles.threads_per_column) * tiles.v_per_thread
     if values > _MAX_STATE_REGISTERS or ring_bytes(problem, tiles) > H100.shared_bytes_per_block:
         return False
-    if tiles.min_threads_per_sm == _MIN_THREADS_PER_SM[0] and spills(problem, tiles):
+    if spills(problem, tiles):
         return False
     return tiles.block_v < 2 * problem.head_v_dim or (tiles.threads, tiles.threads_per_column) == _RING_SHAPES[-1]
 
 
 def ring_tiles(problem: RecurrentProblem, spills: Callable[[RecurrentProblem, Tiles], bool]) -> list[Tiles]:
-    """The tiles worth measuring with a ring, in order of preference."""
-    space = [Tiles(*shape, 4, least) for least in _MIN_THREADS_PER_SM[:2] for shape in _RING_SHAPES]
-    return [tiles for tiles in space if fits_ring(problem, tiles, spills)]
+    """The tiles worth measuring with a ring, in order of preference. The fewest threads an SM only where nothing else fits."""
+    space = [Tiles(*shape, 4, least) for least in _MIN_THREADS_PER_SM for shape in _RING_SHAPES]
+    found = [tiles for tiles in space if fits_ring(problem, tiles, spills)]
+    return [tiles for tiles in found if tiles.min_threads_per_sm > _MIN_THREADS_PER_SM[-1]] or found
 
 
 def default_ring_tiles(problem: RecurrentProblem, device: DeviceSpec, spills: Callable[[RecurrentProblem, Tiles], bool]) -> Tiles:

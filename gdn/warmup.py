@@ -17,7 +17,7 @@ _STATES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 def warmup(
     config: Any = None, *, num_spec: int = 0, state_dtype: torch.dtype = torch.float32, block_size: int = 64,
-    calls: Iterable[Callable[[], object]] = (),
+    replay: bool | None = None, calls: Iterable[Callable[[], object]] = (),
 ) -> int:  # fmt: skip
     """Load every kernel that a `gdn.layers.HybridModel` can reach on the current GPU; what no cache holds is compiled.
 
@@ -33,6 +33,9 @@ def warmup(
         Of the recurrent states: float32 or bfloat16.
     block_size : int
         Tokens of a cache block of attention, >= 1.
+    replay : bool, optional
+        Whether the caches decode by replay, as for `gdn.layers.GDNStateCache`. None = as ``GDN_REPLAY`` says now; where the
+        number of sequences decides, both forms are loaded.
     calls : iterable of callable
         Functions without arguments that call operators of `gdn` on tensors of any device, such as small ones on the CPU, and do
         nothing with the results. They are not run: what they would run is loaded, for any numbers of tokens and sequences.
@@ -58,6 +61,8 @@ def warmup(
         if value < least:
             what = "drafts" if name == "num_spec" else "tokens"
             raise ValueError(f"{name}: expected a number of {what} >= {least}, got {value}")
+    if replay is not None and not isinstance(replay, bool):
+        raise TypeError(f"replay: expected a bool or None, got {type(replay).__name__}")
     if state_dtype not in _STATES:
         raise ValueError(f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype}")
     spec = devices.spec(torch.device("cuda")) if torch.cuda.is_available() else None
@@ -69,7 +74,8 @@ def warmup(
     problems = served.of_calls(calls)
     if config is not None:
         options = {"state_dtypes": (_STATES[state_dtype],), "hosts": ("layers",), "block_size": block_size}
-        problems += served.of_config(config, num_spec=num_spec, **options)
+        switch = None if replay is None else str(int(replay))
+        problems += served.of_config(config, num_spec=num_spec, replay=switch, **options)
     return reach.load(reach.kernels(problems, spec))
 
 

@@ -55,6 +55,16 @@ def test_the_example_of_a_host_runs() -> None:
     assert handle.report().host == "transformers"
 
 
+def test_the_example_of_replay_runs() -> None:
+    """On the CPU, where bad counts are refused; the states contain all tokens in the end."""
+    text = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
+    (example,) = [block for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+    scope: dict[str, Any] = {}
+    exec(example, scope)
+    assert scope["state_tokens"].tolist() == [0, 40, 0, 40, 0, 0, 0, 0] and scope["fold_every"] == 15
+    assert (scope["pool"] != 0).flatten(1).any(dim=1).tolist() == [False, True, False, True] + [False] * 4
+
+
 def test_the_files_that_it_names_exist() -> None:
     """The functions that it names in them exist too."""
     named = set(re.findall(r"`((?:gdn|autotune|tests|kernels_\w+)/[\w./]*)`", README)) | set(

@@ -27,6 +27,7 @@ _RUNS_OTHERS = {("chunk", "recurrent"), *(("gdn_prefill", family) for family in 
 # Qualified name, or path of a file -> why.
 EXCEPTIONS: dict[str, str] = {
     "autotune.cli.tune": "typer makes the options of a command of its function's parameters, one each",
+    "gdn.cli.compile.compile_command": "typer makes the options of a command of its function's parameters, one each",
     "gdn.cli.demo.demo": "typer makes the options of a command of its function's parameters, one each",
     "gdn.distributed.chunk.chunk_gated_delta_rule": "the arguments of the operator, and the group",
     "gdn.distributed.conv.causal_conv1d_fn": "the arguments of the operator, and the group",

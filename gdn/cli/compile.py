@@ -15,7 +15,7 @@ from gdn.cli.plain import print_json
 from gdn.device import H100, H200
 from gdn.layers.config import HybridConfig
 from gdn.layers.named import NAMED
-from gdn.runtime import reach
+from gdn.runtime import env, reach
 
 _SPECS = {"h100": H100, "h200": H200}
 _STATES = {"auto": None, "float32": ("float32",), "bfloat16": ("bfloat16",), "both": ("float32", "bfloat16")}
@@ -31,6 +31,9 @@ def compile_command(
     ] = "auto",
     host: Annotated[str, typer.Option(help=f"Who calls: {', '.join(served.HOSTS)}, several with commas, or all.")] = "all",
     block_size: Annotated[int, typer.Option(help="Tokens of a cache block of gdn.layers' attention.")] = 64,
+    replay: Annotated[
+        str | None, typer.Option(help="Decode by replay of gdn.layers' caches: auto, 0 or 1; default: as GDN_REPLAY says.")
+    ] = None,
     device: Annotated[str, typer.Option(help="The GPU that will run them: h100 or h200.")] = "h100",
     workers: Annotated[int | None, typer.Option(help="Processes that compile; default: one a CPU.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -47,14 +50,17 @@ def compile_command(
     for name, value, least, what in counts:
         if value is not None and value < least:
             raise ValueError(f"{name}: expected a number of {what} >= {least}, got {value}")
+    replay = env.current().replay if replay is None else replay
     hosts = served.HOSTS if host == "all" else tuple(host.split(","))
     if unknown := [one for one in hosts if one not in served.HOSTS]:
         raise ValueError(f"host: expected {', '.join(served.HOSTS)} or all, got {unknown[0]!r}")
     config = config_of(model).per_rank(tp)
-    problems = served.of_config(config, num_spec=num_spec, state_dtypes=_STATES[state_dtype], hosts=hosts, block_size=block_size)
+    problems = served.of_config(
+        config, num_spec=num_spec, state_dtypes=_STATES[state_dtype], hosts=hosts, block_size=block_size, replay=replay
+    )
     wanted = reach.kernels(problems, _SPECS[device])
     options = {"model": model, "tp": tp, "num-spec": num_spec, "state-dtype": state_dtype, "host": host,
-               "block-size": block_size, "device": device}  # fmt: skip
+               "block-size": block_size, "replay": replay, "device": device}  # fmt: skip
     command = shlex.join(["gdn", "compile", *(f"--{name}={value}" for name, value in options.items())])
     columns = (TextColumn("kernels"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True)) as progress:

@@ -14,6 +14,7 @@ from gdn.cli import demo_ranks
 from gdn.cli.demo_report import device_name, print_report, versions
 from gdn.cli.demo_run import VERIFIED, Plan, Report, run
 from gdn.cli.plain import print_json, warn, wrapped
+from gdn.crossing import replay_rule, replays
 from gdn.layers import HybridModel
 from gdn.layers.loading import SafetensorsFolder, from_transformers, read_config
 from gdn.layers.named import NAMED, first_layers
@@ -25,6 +26,7 @@ LONG_LENGTHS = (37, 4000, 511, 2048, 2, 64, 1530)
 SHORT_LENGTHS = (37, 129, 64, 2, 20)
 GPU_STEPS, CPU_STEPS = 64, 8
 LAYERS = 4
+BATCH = 128  # of the steps that are timed with replay and without
 MANY_BYTES = 4 * 10**9  # of weights on a CPU: more are announced
 
 
@@ -47,6 +49,17 @@ def demo(
         int | None, typer.Option(min=1, help="Decode steps.", show_default=f"{GPU_STEPS}; {CPU_STEPS} on a CPU")
     ] = None,
     drafts: Annotated[int, typer.Option(min=1, max=7, help="Drafts of a speculative step.")] = 3,
+    replay: Annotated[
+        str | None, typer.Option(help="Decode by replay: 0, 1, or auto, where it is faster.", show_default="GDN_REPLAY")
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Sequences of the steps that are timed with replay and without; 0: none.",
+            show_default=f"{BATCH}; 0 on a CPU",
+        ),
+    ] = None,
     eager: Annotated[bool, typer.Option("--eager", help="Decode without CUDA graphs.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, prompts and drafts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -57,7 +70,11 @@ def demo(
     """
     if cp > 1 and not demo_ranks.are_launched():
         raise typer.BadParameter(f"expected 1 without torchrun, got {cp}", param_hint="--cp")
+    if replay not in (None, "auto", "0", "1"):
+        raise typer.BadParameter(f"expected auto, 0 or 1, got {replay!r}", param_hint="--replay")
     plan = replace(_plan(model, layers, checkpoint, tp, device, steps, drafts, seed), eager=eager, context_parallel=cp)
+    has_replay, why = _replay(plan, replay)
+    plan = replace(plan, replay=has_replay, batch=(BATCH if plan.device.type == "cuda" else 0) if batch is None else batch)
     if plan.device.type == "cpu" and plan.name == "tiny":
         torch.set_num_threads(1)  # threads that wait for each other take longer than the tiny model's products
     with demo_ranks.joined(tp * cp, plan.device) as group:
@@ -71,7 +88,7 @@ def demo(
         if plan.device.type == "cuda":
             limits = measure_limits()
             torch.cuda.empty_cache()
-        for line in _head(plan, limits, alone=group is None):
+        for line in _head(plan, limits, why, alone=group is None):
             console.print(wrapped(line, console.width), highlight=False, markup=False)
         started = time.perf_counter()
         with Progress(
@@ -130,8 +147,8 @@ def weight_bytes(plan: Plan) -> int:
     return sum({id(one): one.nbytes for one in model.parameters()}.values())
 
 
-def _head(plan: Plan, limits: Limits | None, *, alone: bool) -> list[str]:
-    """Lines that say what will run and where: the model's shapes, the batch, and what is generated."""
+def _head(plan: Plan, limits: Limits | None, why: str, *, alone: bool) -> list[str]:
+    """Lines that say what will run and where: the model's shapes, the batch, and what is generated. why: replay is on or off."""
     config = plan.config.per_rank(plan.tensor_parallel)
     dtype = str(plan.dtype).removeprefix("torch.")
     weights = "random weights" if plan.checkpoint is None else f"weights of {plan.checkpoint}"
@@ -162,8 +179,18 @@ def _head(plan: Plan, limits: Limits | None, *, alone: bool) -> list[str]:
         f"  Gated DeltaNet: {heads}, convolution of width {config.linear_conv_kernel_dim}, float32 states",
         f"  attention: {attention}; {index}",
         f"  prefill: {len(plan.lengths)} prompts of {', '.join(map(str, plan.lengths))} tokens in one ragged batch",
+        f"  replay decode: {'on' if plan.replay else 'off'} ({why})",
         f"  verify: {VERIFIED} steps of up to {plan.drafts} drafts for each sequence; decode: {plan.steps} steps of one token",
     ]
+
+
+def _replay(plan: Plan, option: str | None) -> tuple[bool, str]:
+    """Whether decode is by replay, and why."""
+    value, given = env.current().replay if option is None else option, "GDN_REPLAY" if option is None else "--replay"
+    if value != "auto":
+        return value == "1", f"{given}={value}"
+    heads = plan.config.per_rank(plan.tensor_parallel).linear_num_value_heads
+    return replays(heads, len(plan.lengths), plan.drafts), replay_rule("auto").removeprefix("GDN_REPLAY=")
 
 
 def _mlp(plan: Plan) -> str:
@@ -182,7 +209,9 @@ def _data(plan: Plan, report: Report) -> dict[str, Any]:
         "captured": report.captured, "passed": report.passed, "device_name": device_name(plan.device), "versions": versions(),
         "phases": [{**vars(one), "tokens_per_second": one.tokens_per_second} for one in report.speeds],
         "calls": [{**vars(one), "passed": one.passed} for one in report.rows],
-        "memory": report.memory,
+        "memory": report.memory, "replay": report.has_replay,
+        "sequence_bytes": [{**vars(one), "share": one.share} for one in report.sequences],
+        "steps": [{**vars(one), "ratio": one.ratio} for one in report.steps],
         "deviations": [{**vars(one), "passed": one.passed} for one in report.deviations],
         "tokens": report.tokens, "wrong_on_other_ranks": sum(report.others),
     }  # fmt: skip

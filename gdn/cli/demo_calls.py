@@ -21,7 +21,7 @@ Handler = Callable[[str, Callable[..., Any], dict[str, Any]], Any]
 
 _FUNCTIONS = sorted({name for operator in registry.OPERATORS.values() for name in operator.functions})
 # Arguments that operators update in place.
-_WRITTEN = ("out", "initial_state", "conv_states", "conv_state", "ssm_state", "cache", "v_cache", "ring")
+_WRITTEN = ("out", "initial_state", "conv_states", "conv_state", "ssm_state", "cache", "v_cache", "ring", "state_tokens")
 
 
 @contextlib.contextmanager

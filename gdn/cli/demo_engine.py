@@ -51,6 +51,8 @@ class Engine:
         Whether decode and verification run padded batches of fixed shape, captured as CUDA graphs on a GPU. None = on a GPU.
     null_slot : int
         Largest state slot that is never used.
+    replay : bool, optional
+        Whether decode is by replay, as for `gdn.layers.HybridCaches`. None = as ``GDN_REPLAY`` says now.
 
     Attributes
     ----------
@@ -75,6 +77,7 @@ class Engine:
         state_dtype: torch.dtype = torch.float32,
         use_graphs: bool | None = None,
         null_slot: int = -1,
+        replay: bool | None = None,
     ) -> None:
         self.model, self.sizes = model, sizes
         self.device, dtype = model.embed_tokens.device, model.embed_tokens.dtype
@@ -88,6 +91,7 @@ class Engine:
         self.caches = HybridCaches(
             config, sizes.blocks, sizes.block_size, sizes.max_num_sequences, num_checkpoints=sizes.num_checkpoints,
             num_spec=sizes.num_spec, null_slot=null_slot, dtype=dtype, state_dtype=state_dtype, device=self.device,
+            replay=replay,
         )  # fmt: skip
         self.allocator = CacheAllocator(self.caches)
         rows = sizes.max_num_sequences

@@ -17,6 +17,7 @@ from gdn.testing.compare import after_summary
 from gdn.testing.inputs_logits import MqaInputs, PagedInputs
 from gdn.testing.oracle import oracle_delta_rule
 from gdn.testing.oracle_logits import ExactLogits, exact_mqa_logits, exact_paged_mqa_logits
+from gdn.testing.oracle_replay import brought_up_to_date, live_places, without_new
 
 Tensor = torch.Tensor
 Arguments = dict[str, Any]
@@ -177,12 +178,36 @@ def _decode_step(call: Call, before: Arguments) -> Pairs:
         own = windows[rows[n][0]]
         line = torch.cat([own[:, first : first + width], x[start:end].double().T], dim=1)
         mixed[start:end] = _convolve(line, weight)
-        kept = line[:, 1:] if slots.dim() == 2 else line[:, -width:]
+        kept = line[:, 1:] if slots.dim() == 2 or accepted is not None else line[:, -width:]
         own[:, : kept.shape[1]] = kept[:, : own.shape[1]]
-    given = {"cu_seqlens": offsets, "ssm_state_indices": slots, "num_accepted_tokens": accepted}
+    given, states, rings = {"cu_seqlens": offsets, "ssm_state_indices": slots}, call.after["ssm_state"], []
+    if before["ring"] is None:
+        given["num_accepted_tokens"] = accepted
+    else:
+        # The recurrence starts from the state after all entries, and the call leaves the state after all of its tokens.
+        lengths = [end - start for start, end in itertools.pairwise(bounds)]
+        places, new = live_places(before, before["fold_phase"], lengths)
+        options: Arguments = {"key_heads": before["num_k_heads"], "v_first": before["state_v_first"]}
+        states = brought_up_to_date(states, call.after["ring"], new, **options)
+        counts = [length for length, own in zip(lengths, rows, strict=False) if length and own[0] > before["null_slot"]]
+        rings = [Pair(without_new(call.after["ring"], new, counts), without_new(before["ring"], new, counts), 0.0)]
+        before = before | {"ssm_state": brought_up_to_date(before["ssm_state"], before["ring"], places, **options)}
     out, exact = _after_convolution(mixed, z, b, a, before, given)
-    states = Pair(call.after["ssm_state"], exact, _often(x))
-    return [Pair(call.result, out, _often(x)), Pair(call.after["conv_state"].double(), windows, 0.0), states]
+    found = [Pair(call.result, out, _often(x)), Pair(call.after["conv_state"].double(), windows, 0.0), *rings]
+    return [*found, Pair(states, exact, _often(x))]
+
+
+def _folded(call: Call, before: Arguments) -> Pairs:
+    """The states of all layers after all of their entries, and the counts."""
+    found, counts = [], before["state_tokens"].clone()
+    for layer, (states, ring) in enumerate(zip(before["ssm_state"], before["ring"], strict=True)):
+        phase = (before["fold_phase"] + layer) % before["fold_every"]
+        places, _ = live_places(before, phase, [1] * len(before["state_indices"]))
+        exact = brought_up_to_date(states, ring, places, before["num_k_heads"], v_first=before["state_v_first"])
+        found.append(Pair(call.after["ssm_state"][layer], exact, _once(states)))
+        for place in places:
+            counts[place.slot] = place.end
+    return [*found, Pair(call.after["state_tokens"], counts, 0.0)]
 
 
 def _gated_norm(call: Call, before: Arguments) -> Pairs:
@@ -407,7 +432,7 @@ def _attention(call: Call, before: Arguments) -> Pairs:
 
 _EXPECTED: dict[str, Callable[[Call, Arguments], Pairs]] = {
     "fused_gdn_prefill": _prefill_step, "fused_gdn_decode": _decode_step, "causal_conv1d_fn": _convolution,
-    "chunk_gated_delta_rule": _delta_rule, "chunk_summary": _summary, "rms_norm_gated": _gated_norm,
+    "fold_states": _folded, "chunk_gated_delta_rule": _delta_rule, "chunk_summary": _summary, "rms_norm_gated": _gated_norm,
     "add_rms_norm": _add_norm, "prepare_indexer": _prepared,
     "compress_indexer_keys": _compressed, "gather_indexer_cache": _gathered,
     "indexer_topk": _ragged_selection, "paged_indexer_topk": _paged_selection, "sparse_attention": _attention,

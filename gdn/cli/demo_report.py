@@ -41,6 +41,10 @@ def print_report(console: Console, report: Report, dtype: str, seconds: float, d
         f"({memory.per_token / 2**10:.2f} KiB a token, {memory.per_sequence / 2**20:.2f} MiB a sequence){peak}",
         highlight=False,
     )
+    if report.sequences:
+        console.print(_states(report))
+    if report.steps:
+        console.print(_steps(report))
     ran = ", ".join(f"{backend} {count}" for backend, count in Counter(row.backend for row in report.rows).most_common())
     console.print(
         f"{len(report.rows)} calls ({ran}), each checked against an independent computation in float64, and the logits of "
@@ -108,6 +112,25 @@ def _speeds(report: Report) -> Table:
     for one in report.speeds:
         each, rate = f"{one.seconds / one.steps * 1e3:.2f}", f"{one.tokens_per_second:,.0f}"
         made.add_row(one.phase, str(one.tokens), str(one.steps), each, rate)
+    return made
+
+
+def _states(report: Report) -> Table:
+    """One line per number of drafts and dtype: a sequence's states, windows and ring."""
+    caption = f"MiB a sequence; decode was {'by replay' if report.has_replay else 'without replay'}"
+    made = table("states", "drafts", "with replay", "without", "share", caption=caption)
+    for one in report.sequences:
+        sizes = (f"{size / 2**20:.3f}" for size in (one.with_replay, one.without))
+        made.add_row(one.state_dtype, str(one.drafts), *sizes, f"{one.share:.1%}")
+    return made
+
+
+def _steps(report: Report) -> Table:
+    """One line per kind of step: milliseconds with replay and without."""
+    made = table("sequences", "tokens each", "ms with replay", "ms without", "ratio", "accepted")
+    for one in report.steps:
+        times = (f"{time:.3f}" for time in (one.with_replay, one.without))
+        made.add_row(str(one.batch), str(one.tokens), *times, f"{one.ratio:.2f}", f"{one.accepted:.2f}")
     return made
 
 

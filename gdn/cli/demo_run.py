@@ -14,6 +14,7 @@ from gdn.cli.demo_drafts import ngram_drafts, random_drafts
 from gdn.cli.demo_engine import Engine, EngineSizes, Generated
 from gdn.cli.demo_ranks import divided, told_by_all
 from gdn.cli.demo_reference import Deviation, Trace, deviations
+from gdn.cli.demo_replay import SequenceBytes, StepTimes, sequence_bytes, step_times
 from gdn.cli.demo_routes import Routes
 from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.loading import SafetensorsFolder, load
@@ -23,6 +24,7 @@ from gdn.testing.timing import Limits
 PHASES = ("prefill", "verify", "decode")
 VERIFIED = 2  # speculative steps
 CHECKED_STEPS = 2  # decode steps whose calls are checked on a GPU; on a CPU all are
+TIMED_STEPS = 30  # at most, of those that are timed with replay and without: two periods of the folds
 BLOCK_SIZE = 64  # tokens of a cache block
 
 
@@ -49,6 +51,10 @@ class Plan:
         Folder of the weights; None = random.
     eager : bool
         Whether steps of fixed shape run without captured graphs.
+    replay : bool, optional
+        Whether decode is by replay; None = as ``GDN_REPLAY`` says.
+    batch : int
+        Sequences of the steps that are timed with replay and without; 0 = none are.
     """
 
     name: str
@@ -62,6 +68,8 @@ class Plan:
     checkpoint: Path | None = None
     eager: bool = False
     context_parallel: int = 1
+    replay: bool | None = None
+    batch: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,6 +124,9 @@ class Report:
     captured: bool  # whether the measured steps of fixed shape were CUDA graphs
     tokens: list[list[int]]  # prompts with what was generated
     others: tuple[int, ...] = ()  # wrong calls and phases of the other ranks
+    has_replay: bool = False  # whether decode was by replay
+    sequences: tuple[SequenceBytes, ...] = ()  # of a sequence with replay and without
+    steps: tuple[StepTimes, ...] = ()  # with replay and without
 
     @property
     def wrong(self) -> int:
@@ -159,7 +170,7 @@ def run(
     """
     draw = random.Random(plan.seed)
     prompts = [random_drafts(draw, plan.config.vocab_size, length) for length in plan.lengths]
-    engine = Engine(make_model(plan, group), plan.sizes, use_graphs=False)
+    engine = Engine(make_model(plan, group), plan.sizes, use_graphs=False, replay=plan.replay)
     checker = Checker(limits, on_row=on_row)
     known = _checked(engine, checker, prompts, draw, plan.checked_steps)
     is_cuda = plan.device.type == "cuda"
@@ -179,11 +190,23 @@ def run(
     memory = Memory(sum(weights.values()), caches.nbytes, caches.bytes_per_token, caches.bytes_per_sequence, peak)
     engine.drop_graphs()
     routes.stop()
-    report = Report(checker.rows, speeds, memory, deviations(trace, engine), captured, tokens)
+    report = Report(
+        checker.rows, speeds, memory, deviations(trace, engine), captured, tokens,
+        has_replay=caches.gdn.has_replay, sequences=tuple(sequence_bytes(engine.model.config, plan.drafts, plan.dtype)),
+        steps=_side_by_side(plan, engine, captured),
+    )  # fmt: skip
     if group is None:
         return report
     wrong = told_by_all(report.wrong, group)
     return replace(report, others=tuple(wrong[: group.rank()] + wrong[group.rank() + 1 :]))
+
+
+def _side_by_side(plan: Plan, engine: Engine, captured: bool) -> tuple[StepTimes, ...]:
+    """Times of steps with replay and without, where the plan asks for them. Of ranks that part prompts, none."""
+    if not plan.batch or plan.context_parallel > 1 or not plan.config.num_linear_layers:
+        return ()
+    steps = min(plan.steps, TIMED_STEPS)
+    return tuple(step_times(engine.model, plan.batch, plan.drafts, steps, use_graphs=captured, seed=plan.seed))
 
 
 def can_capture(rows: Sequence[Row]) -> bool:

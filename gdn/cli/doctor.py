@@ -13,6 +13,7 @@ from rich.text import Text
 
 from gdn.cli.plain import print_json
 from gdn.cli.tune import tuner_folder
+from gdn.crossing import replay_rule
 from gdn.integrations import installed
 from gdn.runtime import cache_folder, compiled, env, packages, registry, source, toolchain, tuned
 
@@ -75,7 +76,8 @@ def diagnose() -> list[Finding]:
     except ValueError as error:
         return [*findings, Finding("switches", "fail", str(error))]
     switches = Finding("switches", "ok", ", ".join(given) or "none set (`gdn env` lists them)")
-    return [*findings, switches, _cache(), *_tables(), *_hosts()]
+    replay = Finding("replay decode", "ok", replay_rule(env.current().replay))
+    return [*findings, switches, replay, _cache(), *_tables(), *_hosts()]
 
 
 def _torch() -> Finding:

@@ -21,6 +21,7 @@ from gdn.models import ModelShape
 from gdn.ops.indexer_topk import units_per_block
 from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem, Problem, TopkProblem
 from gdn.runtime import Choice, devices, env, explain_problem, registry
+from gdn.runtime.replay_notes import replay_notes
 from gdn.served import shape_of
 
 _SPECS = {"h100": H100, "h200": H200}
@@ -92,9 +93,10 @@ class Part:
     choice: Choice
     problem: Problem
     notes: tuple[str, ...] = ()  # the composed operator's remarks on this part
+    spec: DeviceSpec | None = None  # of the device
 
     def __str__(self) -> str:
-        notes = [f"  note: {note}" for note in self.notes]
+        notes = [f"  note: {note}" for note in (*self.notes, *replay_notes(self.problem, self.spec))]
         return "\n".join([str(self.choice), *notes, f"  problem: {self.problem}"])
 
     def as_data(self) -> dict[str, Any]:
@@ -105,7 +107,7 @@ class Part:
             "op": self.choice.op, "backend": self.choice.backend, "config": self.choice.config,
             "config_source": self.choice.config_source, "decided_by": self.choice.decided_by, "switches": self.choice.switches,
             "refusals": dict(self.choice.refusals), "lost": dict(self.choice.lost),
-            "notes": (*self.choice.notes, *self.notes), "problem": problem,
+            "notes": (*self.choice.notes, *self.notes, *replay_notes(one, self.spec)), "problem": problem,
         }  # fmt: skip
 
 
@@ -131,7 +133,7 @@ def parts_of(
         examples_of = [_grouped(one, ratio) if isinstance(one, TopkProblem) else one for one in examples_of]
     problems, notes = taken(examples_of, assignments, public)
     order, ordered_by = _order(operator, backend) if operator.composed_of else (backend, None)
-    return [Part(explain_problem(problem, spec, order, ordered_by=ordered_by), problem, notes) for problem in problems]
+    return [Part(explain_problem(problem, spec, order, ordered_by=ordered_by), problem, notes, spec) for problem in problems]
 
 
 def _grouped(selection: TopkProblem, ratio: int) -> TopkProblem:

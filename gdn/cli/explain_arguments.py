@@ -138,7 +138,29 @@ def taken(
             what = "deals the rows to the forms that are listed" if name in _DEALS else "does not decide what runs"
             notes.append(f"{name} {what}")
         changed = [dataclasses.replace(problem, **(one or {})) for problem, one in zip(changed, found, strict=True)]  # type: ignore[type-var]
+    for problem in changed:
+        _check_ring(problem)
     return changed, tuple(notes)
+
+
+def _check_ring(problem: Any) -> None:
+    """Refuses a ring without the tokens between two folds, or with so many that no token is left."""
+    names = ("ring_rows", "fold_every")
+    if not all(hasattr(problem, name) for name in names):
+        return
+    for name, other in (names, names[::-1]):
+        if getattr(problem, name) is None and getattr(problem, other) is not None:
+            raise ValueError(f"{other}: expected next to {name}, got {other}={getattr(problem, other)} alone")
+    if problem.fold_every is None:
+        return
+    if problem.fold_every < 1:
+        raise ValueError(f"fold_every: expected a number of tokens >= 1, got {problem.fold_every}")
+    if problem.ring_rows <= problem.fold_every:
+        expected = f"at least {problem.fold_every + 1} rows (fold_every + 1)"
+        raise ValueError(f"ring_rows: expected {expected}, got {problem.ring_rows}")
+    for name in ("has_columns", "write_every_token"):  # of 2-D slots
+        if getattr(problem, name, False):
+            raise ValueError(f"{name}: expected false with ring_rows, got true")
 
 
 def _fields(problem: Any, name: str, text: str, arguments: Sequence[str]) -> Fields | None:
@@ -176,12 +198,13 @@ def _parse(name: str, kind: Any, text: str) -> Any:
     word = text.lower()
     if kind is bool and word in ("true", "false", "1", "0"):
         return word in ("true", "1")
-    if kind is int and word.isdecimal():
+    if (kind is int or int in get_args(kind)) and word.isdecimal():
         return int(word)
     if type(None) in get_args(kind) and word == "none":
         return None
     if kind not in (bool, int) and word in DTYPE_BYTES:
         return word
     or_none = " or none" if type(None) in get_args(kind) else ""
-    expected = {bool: "true or false", int: "a whole number"}.get(kind, f"one of {', '.join(DTYPE_BYTES)}{or_none}")
+    words = {bool: "true or false", int: "a whole number", int | None: "a whole number or none"}
+    expected = words.get(kind, f"one of {', '.join(DTYPE_BYTES)}{or_none}")
     raise ValueError(f"{name}: expected {expected}, got {text!r}")

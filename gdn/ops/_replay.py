@@ -16,6 +16,8 @@ from gdn.ops._modes import address
 from gdn.ops._tensors import ALIGNMENT
 from gdn.problems import entry_width, most_tokens
 
+MOST_COMMITTED = 2**31 - 1  # tokens of a sequence: kernels count in int32
+
 
 class Replay(NamedTuple):
     """Arguments of a call about its ring, under their public names."""
@@ -141,13 +143,14 @@ def check_replay_values(
 
 
 def check_computed(tokens: Tensor, computed: Tensor, slots: Tensor, is_live: Tensor, *, num_rings: int | None = None) -> None:
-    """Checks that no live sequence has fewer tokens than its state, nor more where it has no ring.
+    """Checks that no live sequence has fewer tokens than its state, nor more where it has no ring, and counts in int32.
 
     num_rings: slots with a ring, where others may be named.
     """
     p = computed.long()
     p0 = tokens.long()[torch.where(is_live, slots, 0)] if tokens.numel() else torch.zeros_like(p)
-    bad = [(is_live & (p < p0), "at least state_tokens of the slot")]
+    _values.require("state_tokens", p0, (is_live & (p0 < 0), "counts >= 0"))
+    bad = [(is_live & (p < p0), "at least state_tokens of the slot"), (is_live & (p > MOST_COMMITTED), "at most 2**31 - 1")]
     if num_rings is not None:
         bad.append((is_live & (slots >= num_rings) & (p > p0), "state_tokens of a slot without a ring"))
     _values.require("num_computed_tokens", p, *bad)

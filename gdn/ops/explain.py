@@ -1,12 +1,16 @@
 """`gdn.explain(op, ...)`: the choice that a call would make, and its reasons, without running it."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
+from gdn.device import DeviceSpec
 from gdn.problems import Problem
-from gdn.runtime import Choice, explaining, registry
+from gdn.runtime import Choice, devices, explaining, registry
+from gdn.runtime.replay_notes import replay_notes
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,22 @@ def explain(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     answers = list(dict.fromkeys(asked.answers))
     if not answers:
         raise RuntimeError(f"{name} ran without asking the runtime what to run")
+    spec = _spec((*args, *kwargs.values()))
     if not operator.composed_of:
-        return _explanation(name, *answers[-1])
-    parts = tuple(_explanation(registry.operator(choice.op).functions[0], choice, problem) for choice, problem in answers)
+        return _explanation(name, *answers[-1], spec)
+    parts = tuple(_explanation(registry.operator(choice.op).functions[0], choice, problem, spec) for choice, problem in answers)
     first = parts[0]
     return Explanation(name, operator.name, first.backend, None, "none", first.decided_by, first.switches, (), (), None, parts)
 
 
-def _explanation(function: str, choice: Choice, problem: Problem | None) -> Explanation:
+def _spec(values: Iterable[Any]) -> DeviceSpec | None:
+    """The device of the first tensor."""
+    device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+    return None if device is None else devices.spec(device)
+
+
+def _explanation(function: str, choice: Choice, problem: Problem | None, spec: DeviceSpec | None) -> Explanation:
     shared = {field.name for field in fields(Explanation)} & vars(choice).keys()
-    return Explanation(function=function, problem=problem, **{name: getattr(choice, name) for name in shared})
+    found = {name: getattr(choice, name) for name in shared}
+    found["notes"] = (*choice.notes, *replay_notes(problem, spec))
+    return Explanation(function=function, problem=problem, **found)

@@ -9,7 +9,7 @@ from gdn.ops._call import always, launch, make, operator, prepare, reads_values
 from gdn.ops._check import FLOAT_DTYPES, INDEX_DTYPES, bad_type, bad_value, is_less
 from gdn.ops._kinds import kind_of
 from gdn.ops._modes import address, is_empty
-from gdn.ops._replay import check_computed, check_ring, check_ring_layout
+from gdn.ops._replay import MOST_COMMITTED, check_computed, check_ring, check_ring_layout
 from gdn.ops._tensors import ALIGNMENT, as_int32, common_dtype, dtypes_of, given_of, is_aligned
 from gdn.problems import (
     AcceptDraftTreeParams,
@@ -271,7 +271,7 @@ def accept_draft_tree(
         is_missing = is_live & ((nodes < 0) | (nodes >= lengths))
         _values.require("accepted_nodes", nodes, (is_missing, "a node of the sequence, counted from 0"))
         p = num_computed_tokens[:count].long()
-        _values.require("num_computed_tokens", p, (is_live & (p < 0), "counts >= 0"))
+        _values.require("num_computed_tokens", p, (is_live & ((p < 0) | (p > MOST_COMMITTED)), "0 to 2**31 - 1"))
         most = ring.shape[-2] if conv_state is None else min(ring.shape[-2], conv_state.shape[-1] - conv_width + 2)
         _values.require("query_start_loc", lengths, (is_live & (lengths > most), f"at most {most} tokens a sequence"))
 

@@ -85,6 +85,7 @@ def _family(name: str) -> Family:
 
 _DELTA_RULE, _DECODE, _STEPS = _family("delta_rule"), _family("decode"), _family("steps")
 _LOGITS, _TOPK, _INDEXER, _ATTENTION = _family("logits"), _family("topk"), _family("indexer"), _family("attention")
+_REPLAY = _family("replay")
 
 _OPERATORS = (
     Operator("chunk", _DELTA_RULE, ("chunk_gated_delta_rule",), _modules("chunk", "cute", "tilelang"), (_BLADNN,)),
@@ -95,8 +96,8 @@ _OPERATORS = (
     Operator("gated_delta_rule", None, ("gated_delta_rule",), composed_of=("chunk", "recurrent")),
     Operator("gdn_decode", _DECODE, ("fused_gdn_decode",), _modules("gdn_decode", "cute")),
     Operator("gdn_prefill", _DECODE, ("fused_gdn_prefill",), _modules("gdn_prefill", "cute")),
-    Operator("fold_states", _DELTA_RULE, ("fold_states",)),
-    Operator("accept_draft_tree", _DELTA_RULE, ("accept_draft_tree",)),
+    Operator("fold_states", _REPLAY, ("fold_states",), _modules("replay.fold_states", "cute")),
+    Operator("accept_draft_tree", _REPLAY, ("accept_draft_tree",), _modules("replay.accept_draft_tree", "cute")),
     Operator("gating", _STEPS, ("fused_gdn_gating",), _modules("gdn_steps.gating", "cute")),
     Operator("split", _STEPS, ("fused_qkvzba_split_reshape_cat",), _modules("gdn_steps.split", "cute")),
     Operator("conv1d", _STEPS, ("causal_conv1d_fn",), _modules("conv1d.prefill", "cute")),

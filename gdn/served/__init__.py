@@ -12,13 +12,16 @@ Not here: context-parallel layers, whose ranks part a prompt, and the adapters o
 no model.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
+from gdn.crossing import replay_forms
 from gdn.models import ModelShape
 from gdn.problems import ChunkProblem, Conv1dProblem, GdnPrefillProblem, Problem
-from gdn.runtime import explaining
+from gdn.runtime import env, explaining
 from gdn.served import attention, gdn_layer, rule, sizes, steps, vllm_replay
 from gdn.served.gdn_layer import GdnLayer as GdnLayer
 from gdn.served.sizes import Group
@@ -26,6 +29,7 @@ from gdn.served.sizes import Group
 HOSTS = ("layers", "vllm", "sglang", "transformers")
 STATE_DTYPES = ("float32", "bfloat16")
 _OF_PROMPTS = (ChunkProblem, Conv1dProblem, GdnPrefillProblem)
+REPLAY = ("auto", "0", "1")
 _MOST_DRAFTED = 8  # tokens of a sequence in a step with drafts
 
 
@@ -61,14 +65,21 @@ def of_calls(calls: Iterable[Callable[[], object]]) -> list[Problem]:
 
 def groups(
     config: Any, *, num_spec: int = 0, state_dtypes: Sequence[str] | None = None, hosts: Sequence[str] = HOSTS,
-    block_size: int = 64,
+    block_size: int = 64, replay: str | None = None,
 ) -> list[Group]:  # fmt: skip
     """Each call's problem at all of its sizes.
 
     config: a `gdn.layers.HybridConfig`, of the rank. num_spec: most drafts of a sequence. state_dtypes: of the recurrent states;
-    None = what each host takes by itself. hosts: the callers. block_size: tokens of a cache block of `gdn.layers`.
+    None = what each host takes by itself. hosts: the callers. block_size: tokens of a cache block of `gdn.layers`. replay: "0",
+    "1", or "auto", both ways where the number of sequences decides; None = as ``GDN_REPLAY`` says.
     """
-    makers = {"layers": _layers, "vllm": _vllm, "sglang": _sglang, "transformers": _transformers}
+    replay = env.current().replay if replay is None else replay
+    if replay not in REPLAY:
+        raise ValueError(f"replay: expected {', '.join(REPLAY)}, got {replay!r}")
+    layers, vllm = partial(_layers, replay=replay), partial(_vllm, replay=replay)
+    makers: dict[str, Callable[..., Iterator[Group]]] = {
+        "layers": layers, "vllm": vllm, "sglang": _sglang, "transformers": _transformers,
+    }  # fmt: skip
     found: list[Group] = []
     for host in hosts if config.num_linear_layers else ():
         for state in _states(host, config, state_dtypes):
@@ -100,20 +111,31 @@ def _of_config(config: Any, **more: Any) -> GdnLayer:
     )  # fmt: skip
 
 
-def _layers(config: Any, state: str, num_spec: int) -> Iterator[Group]:
+def _layers(config: Any, state: str, num_spec: int, replay: str) -> Iterator[Group]:
     layer = _of_config(
         config, layout="concatenated", state_dtype=state, num_spec=num_spec, has_offsets=True, checkpoints=(False, True)
     )
-    yield from layer.decode()
+    forms = {"0": (False,), "1": (True,)}.get(replay) or replay_forms(config.linear_num_value_heads, num_spec)
+    for has_replay in forms:
+        yield from _steps_of_layers(dataclasses.replace(layer, replay=has_replay), config.num_linear_layers)
     if layer.head_k_dim == layer.head_v_dim <= 128 and layer.head_k_dim % 8 == 0:
         yield from layer.prefill()
     else:
         yield from steps.prefill(layer)
-    if num_spec:
+
+
+def _steps_of_layers(layer: GdnLayer, num_layers: int) -> Iterator[Group]:
+    """Decode and drafts, with replay or without."""
+    yield from layer.decode()
+    if layer.replay:
+        yield from steps.folds(layer, num_layers)
+    if layer.num_spec:
         yield from steps.trees(layer)
+    if layer.num_spec and layer.replay:
+        yield from steps.accepted_trees(layer, num_layers)
 
 
-def _vllm(config: Any, state: str, num_spec: int) -> Iterator[Group]:
+def _vllm(config: Any, state: str, num_spec: int, replay: str) -> Iterator[Group]:
     """The layout of pages is a setting of the host, and so is the dtype in which it loads the parameters."""
     for channels_contiguous, norm, dt_bias in product((True, False), ("bfloat16", "float32"), ("bfloat16", "float32")):
         layer = _of_config(
@@ -121,7 +143,7 @@ def _vllm(config: Any, state: str, num_spec: int) -> Iterator[Group]:
             dt_bias_dtype=dt_bias, channels_contiguous=channels_contiguous, checkpoints=(False, True),
         )  # fmt: skip
         yield from gdn_layer.problems(layer)
-        if vllm_replay.is_reached():
+        if vllm_replay.is_reached(replay):
             yield from vllm_replay.groups(layer)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gdn.problems import GdnDecodeProblem, GdnPrefillProblem
+from gdn.problems import GdnDecodeProblem, GdnPrefillProblem, ring_choice
 from gdn.served import sizes
 from gdn.served.sizes import Group
 
@@ -37,6 +37,8 @@ class GdnLayer:
         Whether prompts come with `has_initial_state` and with checkpoints in the pools: the cases that occur.
     index_dtype : str
         Of slots and offsets.
+    replay : bool
+        Whether decode is by replay, with the ring of `gdn.ring_shape`. Drafts then have one slot.
     """
 
     num_k_heads: int
@@ -61,6 +63,15 @@ class GdnLayer:
     masks: tuple[bool, ...] = (True,)
     checkpoints: tuple[bool, ...] = (False,)
     index_dtype: str = "int32"
+    replay: bool = False
+
+    @property
+    def ring(self) -> dict[str, Any]:
+        """Fields of a decode problem about its ring; none without replay."""
+        if not self.replay:
+            return {}
+        rows, fold_every = ring_choice(1 + self.num_spec, self.state_dtype)
+        return {"ring_rows": rows, "fold_every": fold_every}
 
     def decode(self) -> Iterator[Group]:
         """Steps of one token of each sequence, and of drafts."""
@@ -68,12 +79,13 @@ class GdnLayer:
         shared: dict[str, Any] = {
             **self._fields(self.layout), "A_log_dtype": self.A_log_dtype, "dt_bias_dtype": self.dt_bias_dtype,
             "b_dtype": None if is_concatenated else self.dtype, "concatenated": is_concatenated, "has_rounding": False,
-            "num_tokens": 1, "num_sequences": 1,
+            "num_tokens": 1, "num_sequences": 1, **self.ring,
         }  # fmt: skip
         for offsets in dict.fromkeys((None, self.index_dtype if self.has_offsets else None)):
             yield sizes.steps(GdnDecodeProblem(**shared, cu_seqlens_dtype=offsets, has_columns=False, has_accepted=False))
         if self.num_spec:
-            drafts = GdnDecodeProblem(**shared, cu_seqlens_dtype=self.index_dtype, has_columns=True, has_accepted=True)
+            offsets_dtype, has_columns = self.index_dtype, not self.replay
+            drafts = GdnDecodeProblem(**shared, cu_seqlens_dtype=offsets_dtype, has_columns=has_columns, has_accepted=True)
             yield sizes.steps(drafts, 1 + self.num_spec)
 
     def prefill(self) -> Iterator[Group]:

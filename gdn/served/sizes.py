@@ -19,8 +19,10 @@ Group = tuple[Problem, ...]  # a call's problem at all of its sizes
 
 
 def at(problem: Any, names: tuple[str, ...], sizes: Iterator[tuple[int, ...]]) -> Group:
-    """The problem at these sizes."""
-    return tuple(replace(problem, **dict(zip(names, one, strict=True))) for one in sizes)
+    """The problem at these sizes, each once; names that it lacks are left out."""
+    own = problem.sizes().keys() & set(names)
+    every = (dict(zip(names, one, strict=True)) for one in sizes)
+    return tuple(dict.fromkeys(replace(problem, **{name: size[name] for name in own}) for size in every))
 
 
 def steps(problem: Any, most_tokens: int = 1) -> Group:

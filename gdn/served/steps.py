@@ -3,7 +3,16 @@
 from collections.abc import Iterator
 from typing import Any
 
-from gdn.problems import ChunkProblem, Conv1dProblem, Conv1dUpdateProblem, RecurrentProblem, RmsNormGatedProblem
+from gdn.problems import (
+    AcceptDraftTreeProblem,
+    ChunkProblem,
+    Conv1dProblem,
+    Conv1dUpdateProblem,
+    FoldStatesProblem,
+    RecurrentProblem,
+    RmsNormGatedProblem,
+    entry_width,
+)
 from gdn.served import sizes
 from gdn.served.gdn_layer import GdnLayer
 from gdn.served.sizes import Group
@@ -26,11 +35,36 @@ def prefill(layer: GdnLayer) -> Iterator[Group]:
 def trees(layer: GdnLayer) -> Iterator[Group]:
     """Drafts that form a tree, which the fused step refuses."""
     flags: dict[str, Any] = {"has_accepted": True, "has_parent": True, "num_tokens": 1, "num_sequences": 1}
-    convolution = Conv1dUpdateProblem(**_convolution(layer), cu_seqlens_dtype=layer.index_dtype, has_columns=True, **flags)
+    has_columns = not layer.replay
+    convolution = Conv1dUpdateProblem(**_convolution(layer), cu_seqlens_dtype=layer.index_dtype, has_columns=has_columns, **flags)
     yield sizes.steps(convolution, 1 + layer.num_spec)
-    rule = RecurrentProblem(**_rule(layer), write_every_token=True, has_rounding=False, **flags)
+    rule = RecurrentProblem(**_rule(layer), write_every_token=has_columns, has_rounding=False, **flags, **layer.ring)
     yield sizes.steps(rule, 1 + layer.num_spec)
     yield _norm(layer)
+
+
+def folds(layer: GdnLayer, num_layers: int) -> Iterator[Group]:
+    """States of all layers that prompts continue, after decode by replay."""
+    for has_accepted in dict.fromkeys((False, layer.num_spec > 0)):
+        problem = FoldStatesProblem(
+            num_k_heads=layer.num_k_heads, num_state_heads=layer.num_v_heads, head_k_dim=layer.head_k_dim,
+            head_v_dim=layer.head_v_dim, state_dtype=layer.state_dtype, state_v_first=layer.state_v_first, **layer.ring,
+            index_dtype=layer.index_dtype, has_accepted=has_accepted, has_final_indices=False, has_rounding=False,
+            num_layers=num_layers, num_sequences=1,
+        )  # fmt: skip
+        yield sizes.steps(problem)
+
+
+def accepted_trees(layer: GdnLayer, num_layers: int) -> Iterator[Group]:
+    """The accepted paths of draft trees after decode by replay, in all layers."""
+    convolution = _convolution(layer)
+    entry = entry_width(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+    problem = AcceptDraftTreeProblem(
+        ring_rows=layer.ring["ring_rows"], ring_width=-(-entry // 4) * 4, conv_dim=convolution["dim"],
+        conv_dtype=convolution["state_dtype"], conv_channels_contiguous=layer.channels_contiguous, conv_width=layer.conv_width,
+        index_dtype=layer.index_dtype, cu_seqlens_dtype=layer.index_dtype, num_layers=num_layers, num_tokens=1, num_sequences=1,
+    )  # fmt: skip
+    yield sizes.steps(problem, 1 + layer.num_spec)
 
 
 def _convolution(layer: GdnLayer) -> dict[str, Any]:

@@ -9,14 +9,12 @@ from typing import Any
 
 from gdn import crossing
 from gdn.problems import FoldStatesProblem, ring_choice
-from gdn.runtime import env
 from gdn.served.gdn_layer import GdnLayer
 from gdn.served.sizes import SEQUENCES, Group, at
 
 
-def is_reached() -> bool:
-    """Whether ``GDN_REPLAY`` lets a server with many sequences replay."""
-    switch = env.current().replay
+def is_reached(switch: str) -> bool:
+    """Whether this value of ``GDN_REPLAY`` lets a server with many sequences replay."""
     return switch == "1" or (switch == "auto" and crossing.REPLAY_HEADS is not None)
 
 

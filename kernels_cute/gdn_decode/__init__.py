@@ -86,7 +86,7 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
 # Of one token; of drafts V first, which are computed several at once; of drafts K first.
 _RING_ONE = ((128, 8, 4, 512), (64, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512))
 _RING_DRAFTS = ((128, 16, 4, 384), (128, 8, 4, 256), (64, 16, 4, 384))
-_RING_DRAFTS_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 384), (128, 16, 4, 512))
+_RING_DRAFTS_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 384), (128, 16, 4, 256))
 
 
 def _ring_tiles(problem: GdnDecodeProblem) -> tuple[tuple[int, ...], ...]:

@@ -171,6 +171,22 @@ def _gdn_prefill(tensors: tuple[Any, ...], problem: Any) -> None:
     out.copy_(o.view(out.shape))
 
 
+def _fold_states(tensors: tuple[Any, ...], problem: Any) -> None:
+    states, ring, slots, counts, computed, _, final, _, phase, null_slot = tensors
+    reference.fold_states(
+        states, slots, ring.double(), counts, computed, num_k_heads=problem.num_k_heads, fold_every=problem.fold_every,
+        fold_phase=phase, final_state_indices=final, state_v_first=problem.state_v_first, null_slot=null_slot,
+    )  # fmt: skip
+
+
+def _accept_draft_tree(tensors: tuple[Any, ...], problem: Any) -> None:
+    ring, windows, slots, parents, nodes, computed, accepted, offsets, null_slot = tensors
+    reference.accept_draft_tree(
+        ring, windows, slots, parents, nodes, computed, accepted, query_start_loc=offsets, conv_width=problem.conv_width,
+        null_slot=null_slot,
+    )  # fmt: skip
+
+
 def _stand_in(op: str) -> Callable[[tuple[Any, ...], Any], None]:
     """The reference in a kernel's place: a function of this module, or of the indexer's stand-ins, under the operator's name."""
     of_indexer = getattr(indexer_kernels, op, None)
@@ -184,7 +200,8 @@ def _out_of(op: str, params: Any) -> torch.Tensor:
     """A tensor that the launch writes: out, else the first that is no argument of the call, else what is updated in place."""
     arguments = inspect.signature(getattr(gdn, registry.operator(op).functions[0])).parameters
     new = [name for name in params._fields if name == "out" or name not in arguments and name not in ("cu_seqlens", "eps")]
-    name = "out" if "out" in new else next((name for name in (*new, "ring", "cache") if name in params._fields), "")
+    updated = ("ssm_state", "ring", "cache")
+    name = "out" if "out" in new else next((name for name in (*new, *updated) if name in params._fields), "")
     out: torch.Tensor = getattr(params, name)
     return out[0] if op in ("chunk", "recurrent") else out  # which have a batch dimension
 

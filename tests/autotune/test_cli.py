@@ -213,7 +213,8 @@ def test_shapes_are_of_operators_with_kernels_and_unique() -> None:
             assert shape.op == op
             if shape.lengths:
                 sizes = shape.problem.sizes()
-                assert sum(shape.lengths) == sizes.get("num_tokens", sizes.get("num_rows"))
+                if op != "fold_states":  # whose lengths are tokens of earlier calls
+                    assert sum(shape.lengths) == sizes.get("num_tokens", sizes.get("num_rows"))
                 assert len(shape.lengths) == sizes.get("num_sequences", len(shape.lengths))
 
 

@@ -43,7 +43,7 @@ def make_prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[list
 
 
 def make_engine(model: HybridModel, **changes: Any) -> Engine:
-    options = {name: changes.pop(name) for name in ("use_graphs", "null_slot") if name in changes}
+    options = {name: changes.pop(name) for name in ("use_graphs", "null_slot", "replay") if name in changes}
     return Engine(model, EngineSizes(**{"max_num_sequences": 6, "max_seq_len": 200, "block_size": 48} | changes), **options)
 
 

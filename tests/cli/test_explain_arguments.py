@@ -25,7 +25,7 @@ NEVER = {
     "scale", "eps", "null_slot", "out", "threshold", "head_first", "block_tables", "seq_lens", "context_lens", "return_lse",
     "skip_rows_up_to", "cu_seqlen_ks", "cu_seqlen_ke", "schedule_metadata", "indices", "ring", "max_seq_len", "kv",
     "workspace_bytes", "max_query_len", "lengths_host", "seq_lens_host", "query_lens_host",
-    "intermediate_indices",
+    "intermediate_indices", "state_tokens", "num_computed_tokens", "accepted_nodes", "fold_phase",
 }  # fmt: skip
 RULES = {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "gated_delta_rule"}
 SOMETIMES = {
@@ -33,6 +33,9 @@ SOMETIMES = {
     "output_final_state": RULES,  # of a pool
     "inplace_final_state": {"fused_recurrent_gated_delta_rule", "gated_delta_rule"},
     "beta": {"fused_gdn_gating"},  # a number there
+    "parent_token": {"accept_draft_tree", "fused_gdn_decode"},  # required there, and refused
+    "num_accepted_tokens": {"accept_draft_tree"},  # required there
+    "fold_every": {"fused_recurrent_gated_delta_rule", "fused_gdn_decode"},  # with ring_rows
     "checkpoint_offsets": {"causal_conv1d_fn"},  # with checkpoint_slots, which decides
     "query_start_loc": {"sparse_attention", "attention"},
 }
@@ -174,3 +177,25 @@ def test_it_fits_80_columns() -> None:
     for op in ("chunk", "indexer_topk", "attention", "mqa_logits"):
         result = CliRunner().invoke(app.app, ["explain", op, "--device", "h100"], env={"COLUMNS": "80"})
         assert max(map(len, result.output.splitlines())) <= 80, result.output
+
+
+def test_a_ring() -> None:
+    """Tokens of a call, live entries, bytes and floor; a ring and its folds go together."""
+    one = explain("gdn_decode", "ring_rows=16", "fold_every=15", "--device", "h100")
+    assert one["notes"] == [
+        "replay: at most 1 token of a sequence in a call",
+        "replay: a mean of 8 live entries a sequence, a fold every 15 tokens; 331.6 MB, floor 109.5 us on h100",
+    ]
+    drafts = ("ring_rows=22", "fold_every=15", "num_accepted_tokens=given", "num_tokens=512")
+    notes = explain("fused_recurrent_gated_delta_rule", *drafts, "--device", "h100")["notes"]
+    assert notes[0] == "replay: at most 4 tokens of a sequence in a call" and "a mean of 9.8 live entries" in notes[1]
+    assert "room" in explain("fused_gdn_decode", *drafts, "--device", "h100")["notes"][0]
+    assert "replay: " in explain("fold_states", "--device", "h200")["notes"][0]
+    assert not explain("gdn_decode", "ring_rows=none", "--device", "h100")["notes"]
+    for wrong, message in (
+        (("ring_rows=16",), "ring_rows: expected next to fold_every, got ring_rows=16 alone"),
+        (("ring_rows=16", "fold_every=16"), r"ring_rows: expected at least 17 rows \(fold_every \+ 1\), got 16"),
+        (("ring_rows=none", "fold_every=none", "ring_rows=x"), "ring_rows: expected a whole number or none, got 'x'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            taken([examples.gdn_decode(TINY)], wrong, "fused_gdn_decode")

@@ -31,9 +31,13 @@ _FORMS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def _dtype_and_ring(problem: Any, config: Any) -> Any:
+    return getattr(problem, "dtype", None), getattr(problem, "ring_rows", None) is not None
+
+
 def smaller_cover(op: str, module: Any) -> list[Variant]:
-    """The first variant of each dtype, and of each form."""
-    form = _FORMS.get(module.__name__, lambda problem, config: getattr(problem, "dtype", None))
+    """The first variant of each dtype, with a ring and without, and of each form."""
+    form = _FORMS.get(module.__name__, _dtype_and_ring)
     found: dict[Any, Variant] = {}
     for problem, config in variants.cover(op, module):
         found.setdefault(form(problem, config), (problem, config))

@@ -15,6 +15,7 @@ from tests.gpu import (
     attention,
     cases,
     chunk,
+    replay_slots,
     test_attention,
     test_chunk_summary,
     test_gdn_decode,
@@ -251,6 +252,19 @@ def _expand(rng: random.Random, device: torch.device) -> Arguments:
     return {"group_indices": groups, "positions": torch.randint(0, 10**6, (rows,), generator=source).to(device), "ratio": 4}
 
 
+def _fold(**fields: Any) -> Draw:
+    def draw(rng: random.Random, device: torch.device) -> Arguments:
+        scene = replay_slots.Fold(sequences=rng.randint(5, 40), layers=rng.choice([1, 3]), seed=_seed(rng), **fields)
+        return {name: x for name, x in scene.arguments(device).items() if x is not None}
+
+    return draw
+
+
+def _accept(rng: random.Random, device: torch.device) -> Arguments:
+    own = tuple(rng.randint(0, 8) for _ in range(rng.randint(4, 30)))
+    return replay_slots.Trees(lengths=own, seed=_seed(rng)).arguments(device)
+
+
 def _form(operator: str) -> Draw:
     def draw(rng: random.Random, device: torch.device) -> Arguments:
         arguments = drawn_attention.draw(_seed(rng), device, operator, few_variants=True).arguments
@@ -290,6 +304,9 @@ FAMILIES: dict[str, Family] = {
     "conv, columns": Family("causal_conv1d_fn", "conv1d", _conv(order="columns", index_dtype=torch.int64), 1e-2),
     "update": Family("causal_conv1d_update", "conv1d_update", _update(), 1e-2),
     "update, drafts": Family("causal_conv1d_update", "conv1d_update", _update(spec=4), 1e-2),
+    "fold": Family("fold_states", "fold_states", _fold(), 1e-5),
+    "fold, elsewhere": Family("fold_states", "fold_states", _fold(has_final=True, state_dtype=BF16), 8e-3),
+    "accepted trees": Family("accept_draft_tree", "accept_draft_tree", _accept, 0.0),
     "gating": Family("fused_gdn_gating", "gating", _gating, 1e-5),
     "split": Family("fused_qkvzba_split_reshape_cat", "split", _split, 0.0),
     "norm": Family("rms_norm_gated", "rms_norm_gated", _norm, 8e-3),

@@ -11,7 +11,10 @@ from tests.fuzz.families import Arguments, Family
 from tests.gpu.twins import twin, whole
 
 Tensor = torch.Tensor
-WRITTEN = ("out", "initial_state", "conv_state", "conv_states", "ssm_state", "cache", "v_cache", "ring")
+WRITTEN = (
+    "out", "initial_state", "conv_state", "conv_states", "ssm_state", "cache", "v_cache", "ring", "state_tokens",
+    "num_accepted_tokens",
+)  # fmt: skip
 FEW_BYTES = 0.05  # share of a cache's bytes that a rounding may change
 SAME_PICKS = 0.97  # share of selected indices that scores in another rounding leave
 

@@ -16,7 +16,7 @@ from gdn.ops import _constants
 from gdn.runtime import registry
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import recurrent_inputs
-from tests.gpu import calls, cases, chunk, test_gated_delta_rule, test_indexer_steps, test_indexer_topk, test_steps
+from tests.gpu import calls, cases, chunk, replay_slots, test_gated_delta_rule, test_indexer_steps, test_indexer_topk, test_steps
 from tests.gpu.delta_rule import Arguments, backends
 from tests.gpu.twins import twin, whole
 
@@ -128,6 +128,8 @@ MORE: dict[str, tuple[str, str, Callable[[torch.device], Arguments]]] = {
     "ragged top-k": ("indexer_topk", "mqa_logits", _ragged_topk),
     "paged top-k": ("paged_indexer_topk", "paged_mqa_logits", _paged_topk),
     "dense prefill": ("attention", "sparse_attention_decode", _dense_prefill),
+    "fold": ("fold_states", "fold_states", replay_slots.Fold().arguments),
+    "accepted trees": ("accept_draft_tree", "accept_draft_tree", replay_slots.Trees().arguments),
 }
 EVERY = [(name, backend) for name, (_, op, _) in CALLS.items() for backend in backends(op)]
 OF_CONSTANTS = pytest.mark.parametrize(("name", "backend"), EVERY)

@@ -11,12 +11,12 @@ from gdn.cli.demo_engine import Engine
 from gdn.layers import CacheAllocator, GDNMetadataBuilder, HybridCaches
 from gdn.layers.caches import GDNStateCache
 from gdn.runtime import env
-from tests.cli.test_demo_engine import make_engine, make_model, make_prompts
+from tests.cli.test_demo_engine import TOLERANCE, Recorder, make_engine, make_model, make_prompts, one_pass
 from tests.layers.small import small_config
 
 
 def life_of(engine: Engine, steps: int) -> list[list[int]]:
-    """Greedy tokens of prompts, decode, drafts, a fork, a kept prefix, and prompts that start next to live streams."""
+    """Greedy tokens of prompts, decode, drafts, a fork, a preempted stream, a kept prefix, and prompts next to live streams."""
     prompts = make_prompts((70, 5, 73))
     prompts[2][:70] = prompts[0]
     engine.prefill(prompts[:2], chunk=64)
@@ -25,6 +25,9 @@ def life_of(engine: Engine, steps: int) -> list[list[int]]:
         best = engine.streams[0].tokens[-1:] * (step % 3)  # sometimes what comes next
         engine.verify([best, engine.streams[1].tokens[-2:]])
     engine.fork(engine.streams[0])
+    preempted = engine.streams[1]
+    engine.finish(preempted)
+    engine.prefill([preempted.tokens])  # computed again
     engine.prefill(prompts[2:])  # hits the prefix of 64 tokens
     engine.decode(2 * steps)
     found = [list(stream.tokens) for stream in engine.streams]
@@ -139,3 +142,24 @@ def test_metadata() -> None:
     assert beside.prefill_written_slots.tolist() == [1] and beside.prefill_seq_lens.tolist() == [40]
     with pytest.raises(ValueError, match="^num_accepted_tokens: expected 1 to 3"):
         build(builder, (5, 9, 3), num_draft_tokens=[-1], num_accepted_tokens=[4])
+
+
+@pytest.mark.parametrize("num_spec", [0, 2])
+def test_padded_steps_equal_one_pass(num_spec: int) -> None:
+    """Batches of fixed shape, with a null slot of 0, over a fold of every stream: logits of decode, and of accepted drafts."""
+    engine = make_engine(make_model("dense, experts", null_slot=0), num_spec=num_spec, use_graphs=True, null_slot=0, replay=True)
+    prompts = make_prompts((5, 3, 18))
+    engine.prefill(prompts)
+    seen = Recorder(engine)
+    engine.decode(9)
+    if num_spec:
+        engine.verify([[1, 2], [], [3]])
+        for stream in engine.streams:
+            seen.seen[id(stream)][-1] = seen.seen[id(stream)][-1][: stream.accepted]
+    copy = engine.fork(engine.streams[2])
+    engine.decode(2)
+    sequences = [stream.tokens[: stream.num_computed] for stream in engine.streams]
+    wanted = one_pass(make_model("dense, experts"), sequences)
+    for stream, prompt, whole in zip(engine.streams, [*prompts, sequences[2][:-2]], wanted, strict=True):
+        assert seen.error(stream, whole, len(prompt)) <= TOLERANCE
+    assert engine.streams[3] is copy and copy.tokens == engine.streams[2].tokens

@@ -355,7 +355,8 @@ def levels() -> dict[str, str]:
 def test_doctor_on_this_machine():
     result = gdn("doctor")
     found = levels()
-    for subject in ("python", "torch", "tilelang", "cute", "tvm-ffi", "nvcc", "host compiler", "switches", "kernel cache"):
+    subjects = ("python", "torch", "tilelang", "cute", "tvm-ffi", "nvcc", "host compiler", "switches", "replay decode")
+    for subject in (*subjects, "kernel cache"):
         assert subject in found and subject in result.output
     assert {"hosts", "transformers"} & found.keys()
     assert (result.exit_code == 0) == ("fail" not in found.values())
@@ -465,3 +466,19 @@ def test_where_nvcc_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("PATH", str(tool.parent))
     assert toolchain.nvcc() == tool
     assert toolchain.missing("cute") == "requires the host compiler cc to link kernels, got none on PATH"
+
+
+@pytest.mark.parametrize(
+    ("value", "heads", "text"),
+    [
+        ("0", 128, "GDN_REPLAY=0: off in every cache"),
+        ("1", None, "GDN_REPLAY=1: on in every cache"),
+        ("auto", None, "GDN_REPLAY=auto: off, since no size is known from which it is faster"),
+        ("auto", 128, "GDN_REPLAY=auto: on with drafts, and in caches of 128 value heads or more over all their sequences"),
+    ],
+)
+def test_doctor_names_the_replay_setting(value: str, heads: int | None, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GDN_REPLAY", value)
+    monkeypatch.setattr("gdn.crossing.REPLAY_HEADS", heads)
+    (finding,) = [finding for finding in doctor.diagnose() if finding.subject == "replay decode"]
+    assert (finding.level, finding.text) == ("ok", text)

@@ -247,6 +247,22 @@ def test_functions_and_short_names():
             gdn.explain(wrong)
 
 
+def test_a_call_with_a_ring() -> None:
+    """The kernel that a ring reaches, tokens of a call, live entries, bytes and floor."""
+    given = decode() | {
+        "ring": -ones(SLOTS, 22, H * D + HV * (D + 1), dtype=F32), "state_tokens": torch.zeros(SLOTS, dtype=I32),
+        "num_computed_tokens": arange(2), "fold_every": 15,
+    }  # fmt: skip
+    rows = given["state_indices"].shape[0]
+    given["num_computed_tokens"] = torch.zeros(rows, dtype=I32)
+    found = gdn.explain("fused_gdn_decode", **given)
+    assert (found.problem.ring_rows, found.problem.fold_every) == (22, 15)  # type: ignore[union-attr]
+    assert found.notes[-2] == "replay: at most 1 token of a sequence in a call"
+    assert "a mean of 8 live entries a sequence, a fold every 15 tokens" in found.notes[-1] and "floor" in str(found)
+    assert not any("replay" in note for note in gdn.explain("fused_gdn_decode", **decode()).notes)
+    assert "where every sequence has 8 entries" in gdn.explain("fold_states", **fold()).notes[-1]
+
+
 PUBLIC = sorted(name for name in gdn.__all__ if not name.startswith("_"))
 
 

@@ -86,6 +86,7 @@ def test_kernels_are_each_listed_once_and_hold_those_of_sizes_between() -> None:
             "host: expected layers, vllm, sglang, transformers or all, got 'nobody'",
         ),
         (("--model", "tiny", "--block-size", "0"), "block_size: expected a number of tokens >= 1, got 0"),
+        (("--model", "tiny", "--replay", "yes"), "replay: expected auto, 0, 1, got 'yes'"),
         (("--model", "tiny", "--device", "a100"), "device: expected h100 or h200, got 'a100'"),
     ],
 )
@@ -118,8 +119,10 @@ def test_warmup_names_a_bad_argument_and_does_nothing_without_a_gpu() -> None:
         gdn.warmup(config, state_dtype=torch.float16)
     with pytest.raises(ValueError, match="block_size: expected a number of tokens >= 1, got 0"):
         gdn.warmup(config, block_size=0)
+    with pytest.raises(TypeError, match="replay: expected a bool or None, got str"):
+        gdn.warmup(config, replay="1")  # type: ignore[arg-type]
     if not torch.cuda.is_available():
-        assert gdn.warmup(config) == 0
+        assert gdn.warmup(config) == gdn.warmup(config, replay=True) == 0
 
 
 def test_calls_of_operators_are_known_at_all_sizes() -> None:
@@ -130,6 +133,19 @@ def test_calls_of_operators_are_known_at_all_sizes() -> None:
     assert {(problem.num_tokens, problem.num_sequences) for problem in problems} >= {(1, 1), (4, 1), (512, 512)}  # type: ignore[attr-defined]
     prompts = served.of_calls([lambda: gdn.causal_conv1d_fn(rows, weight)])
     assert {problem.num_tokens for problem in prompts} >= {16, 131072}  # type: ignore[attr-defined]
+
+
+def test_calls_of_sequences_without_tokens_are_known_at_all_sizes() -> None:
+    """fold_states has sequences and layers alone."""
+    counts, states = torch.zeros(4, dtype=torch.int32), torch.full((2, 4, 2, 8, 8), 7.0)
+    slots, ring = torch.tensor([1, 2], dtype=torch.int32), torch.zeros(2, 4, 6, 36)
+
+    def call() -> None:
+        gdn.fold_states(states, slots, ring, counts, slots, num_k_heads=2, fold_every=3)
+
+    problems = served.of_calls([call])
+    assert {(problem.num_layers, problem.num_sequences) for problem in problems} >= {(2, 1), (2, 512)}  # type: ignore[attr-defined]
+    assert len(set(problems)) == len(problems) and (states == 7).all()
 
 
 SERVE = """

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import gdn
 from gdn import served
 from gdn.cli.demo_engine import Engine, EngineSizes
 from gdn.device import H100
@@ -71,27 +72,28 @@ def engine_problems(config: HybridConfig, state: torch.dtype, num_spec: int, blo
     return asked
 
 
-ENGINES = [  # model, tensor parallel, dtype of the states, drafts, tokens of a block, FP8 of the indexer
-    ("qwen3-next-80b", 4, "float32", 2, 64, "0"),
-    ("qwen3.8-flash-next", 2, "bfloat16", 3, 16, "1"),
+ENGINES = [  # model, tensor parallel, dtype of the states, drafts, tokens of a block, FP8 of the indexer, replay
+    ("qwen3-next-80b", 4, "float32", 2, 64, "0", "0"),
+    ("qwen3.8-flash-next", 2, "bfloat16", 3, 16, "1", "1"),
 ]
 MORE_ENGINES = [
-    ("qwen3-next-80b", 1, "bfloat16", 3, 16, "1"),
-    ("qwen3.5-35b", 1, "bfloat16", 0, 16, "0"),
-    ("qwen3.5-35b", 4, "float32", 2, 64, "1"),
-    ("qwen3.8-flash-next", 1, "float32", 0, 64, "0"),
-    ("tiny", 1, "bfloat16", 0, 48, "1"),
-    ("tiny", 2, "float32", 1, 64, "0"),
+    ("qwen3-next-80b", 1, "bfloat16", 3, 16, "1", "1"),
+    ("qwen3.5-35b", 1, "bfloat16", 0, 16, "0", "1"),
+    ("qwen3.5-35b", 4, "float32", 2, 64, "1", "1"),
+    ("qwen3.8-flash-next", 1, "float32", 0, 64, "0", "0"),
+    ("tiny", 1, "bfloat16", 0, 48, "1", "0"),
+    ("tiny", 2, "float32", 1, 64, "0", "1"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "state", "num_spec", "block", "fp8"),
+    ("name", "tp", "state", "num_spec", "block", "fp8", "replay"),
     [*ENGINES, *(pytest.param(*one, marks=pytest.mark.cover) for one in MORE_ENGINES)],
 )
 def test_the_engine_of_the_demo(
-    name: str, tp: int, state: str, num_spec: int, block: int, fp8: str, monkeypatch: pytest.MonkeyPatch
+    name: str, tp: int, state: str, num_spec: int, block: int, fp8: str, replay: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("GDN_REPLAY", replay)
     monkeypatch.setenv("VLLM_QSA_USE_FP8_INDEXER", fp8)
     monkeypatch.setenv("VLLM_DSA_USE_DENSE_PREFILL_THRESHOLD", "16")  # short prompts select positions too
     env.reload()
@@ -99,7 +101,8 @@ def test_the_engine_of_the_demo(
     small: dict[str, Any] = {"vocab_size": 64, "num_experts": 0, "intermediate_size": 64, "hidden_size": 64}
     config = dataclasses.replace(config, num_hidden_layers=2, layer_types=("linear_attention", "full_attention"), **small)
     asked = engine_problems(config, getattr(torch, state), num_spec, block)
-    options: dict[str, Any] = {"state_dtypes": (state,), "hosts": ("layers",), "block_size": block}
+    assert any(problem.op == "fold_states" for problem in asked) == (replay == "1")
+    options: dict[str, Any] = {"state_dtypes": (state,), "hosts": ("layers",), "block_size": block, "replay": replay}
     check(asked, served.groups(config, num_spec=num_spec, **options), 7)
 
 
@@ -120,6 +123,56 @@ def test_layers_whose_steps_are_operators_of_their_own() -> None:
             step = builder.build(queries, [90, 80], [[1, 2, 3], [4, 5, 6]], num_draft_tokens=drafts, parent_token=parents)
             layer(torch.zeros(sum(queries), config.hidden_size, dtype=BFLOAT16), step, windows, states)
     check(asked, served.groups(config, num_spec=2, hosts=("layers",)), 3)
+
+
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_draft_trees_by_replay(state: str) -> None:
+    """Trees, their accepted paths in all layers, and prompts that go on after drafts."""
+    from gdn.layers import GatedDeltaNet, GDNMetadataBuilder, GDNStateCache
+
+    kinds = ("linear_attention", "linear_attention")
+    config, dtype = dataclasses.replace(NAMED["tiny"], num_hidden_layers=2, layer_types=kinds), getattr(torch, state)
+    with recording() as asked:
+        layer = GatedDeltaNet(config, dtype=BFLOAT16)
+        for parameter in layer.parameters():
+            parameter.data.zero_()
+        cache = GDNStateCache(config, 4, num_spec=2, state_dtype=dtype, replay=True)
+        builder = GDNMetadataBuilder(torch.device("cpu"), num_spec=2, max_num_sequences=4, replay=True)
+        for queries, lengths, drafts, parents in (
+            ([70, 3], [70, 3], None, None), ([3, 3], [73, 6], [2, 2], [-1, 0, 0] * 2), ([3, 70], [74, 78], [2, -1], None),
+        ):  # fmt: skip
+            accepted = None if drafts is None else [1, 2]
+            step = builder.build(
+                queries, lengths, [1, 2], num_draft_tokens=drafts, num_accepted_tokens=accepted, parent_token=parents
+            )
+            cache.begin_step(step)
+            rows = torch.zeros(sum(queries), config.hidden_size, dtype=BFLOAT16)
+            layer(rows, step, cache.conv_states[0], cache.ssm_states[0], cache.replay[0])
+            if parents is not None:
+                nodes, lengths_of_paths = torch.tensor([[1, 2], [1, 2]], dtype=torch.int32)
+                gdn.accept_draft_tree(
+                    cache.rings[0], cache.conv_states[0], step.spec_state_indices_tensor, step.retrieve_parent_token, nodes,
+                    step.num_computed_tokens, lengths_of_paths, query_start_loc=step.spec_query_start_loc, conv_width=4,
+                )  # fmt: skip
+    assert {problem.op for problem in asked} >= {"fold_states", "accept_draft_tree", "recurrent"}
+    check(asked, served.groups(config, num_spec=2, state_dtypes=(state,), hosts=("layers",), replay="1"), 6)
+
+
+def test_which_forms_the_layers_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the number of sequences decides, both are built."""
+    config = NAMED["qwen3-next-80b"].per_rank(4)
+
+    def rings(num_spec: int, **options: Any) -> set[bool]:
+        found = served.groups(config, num_spec=num_spec, hosts=("layers",), **options)
+        return {getattr(group[0], "ring_rows", None) is not None for group in found if group[0].op == "gdn_decode"}
+
+    assert rings(0) == rings(2) == {False}  # as long as no crossing is known
+    monkeypatch.setattr("gdn.crossing.REPLAY_HEADS", 128)
+    assert rings(0) == {False, True} and rings(2) == {True}
+    for num_spec in (0, 2):
+        assert rings(num_spec, replay="0") == {False} and rings(num_spec, replay="1") == {True}
+    with pytest.raises(ValueError, match="replay: expected auto, 0, 1, got 'maybe'"):
+        served.groups(config, replay="maybe")
 
 
 # --- vLLM ----------------------------------------------------------------------------------------------------------------------
@@ -417,7 +470,7 @@ def test_hosts_have_their_own_forms() -> None:
     config = NAMED["qwen3-next-80b"].per_rank(4)
     of_host = {host: forms([group[0] for group in served.groups(config, hosts=(host,))]) for host in served.HOSTS}
     assert {"gdn_decode", "topk"} <= {op for op, _ in of_host["layers"]} and not of_host["layers"] & of_host["vllm"]
-    folds = {"fold_states"} if vllm_replay.is_reached() else set()
+    folds = {"fold_states"} if vllm_replay.is_reached(env.current().replay) else set()
     assert {op for op, _ in of_host["vllm"]} == {"gdn_decode", "gdn_prefill"} | folds
     assert {op for op, _ in of_host["sglang"]} == {"chunk", "conv1d", "conv1d_update", "gdn_decode", "recurrent"}
     assert all("state_dtype=bfloat16" in static for _, static in of_host["vllm"])  # vLLM's own choice for Qwen3-Next

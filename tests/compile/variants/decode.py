@@ -1,10 +1,14 @@
 """Variants of the fused decode and prefill steps."""
 
+import functools
 from collections.abc import Collection
+from typing import Any
 
+from gdn.device import H100
 from gdn.problems import GdnDecodeProblem, GdnPrefillProblem, Problem
 from tests.compile.expectations import TENSOR_CORES, Expectation
-from tests.compile.variants.base import CONVOLUTION_POOLS, Axes, Row, Variants, example
+from tests.compile.variants import least
+from tests.compile.variants.base import CONVOLUTION_POOLS, Axes, Row, Variant, Variants, example
 
 _AXES: Axes = {
     "heads": [(16, 32), (4, 4), (2, 6), (2, 16)],
@@ -26,8 +30,12 @@ _AXES: Axes = {
     "drafts": [(False, False), (True, False), (True, True)],  # columns of the indices, accepted counts
     "has_rounding": [False, True],
     "intermediate_dtype": [None, "float32", "bfloat16"],
+    "ring": [None, (16, 15), (22, 15), (39, 24)],  # rows, tokens from one fold to the next
     "num_sequences": [1, 8, 128],  # they choose the configuration
 }
+
+
+_OF_DRAFTS = ((22, 15), (19, 12), (39, 24))  # rings that hold several tokens a call
 
 
 def _problem(row: Row) -> Problem | None:
@@ -35,6 +43,12 @@ def _problem(row: Row) -> Problem | None:
         return None
     if row["intermediate_dtype"] and (row["drafts"][0] or row["has_rounding"]):
         return None
+    ring_rows, fold_every = ring = row["ring"] or (None, None)
+    has_columns, has_accepted = row["drafts"]
+    if ring_rows is not None:
+        if row["intermediate_dtype"] or has_columns != has_accepted or has_accepted != (ring in _OF_DRAFTS):
+            return None
+        has_columns = False
     same = (
         "width", "weight_dtype", "bias_dtype", "silu", "gate_sigmoid", "state_dtype", "state_v_first",
         "index_dtype", "cu_seqlens_dtype", "has_rounding", "intermediate_dtype", "num_sequences",
@@ -54,8 +68,10 @@ def _problem(row: Row) -> Problem | None:
         b_dtype=None if row["layout"] == "concatenated" else other,
         conv_dtype=row["pool"][0],
         conv_channels_contiguous=row["pool"][1],
-        has_columns=row["drafts"][0],
-        has_accepted=row["drafts"][1],
+        has_columns=has_columns,
+        has_accepted=has_accepted,
+        ring_rows=ring_rows,
+        fold_every=fold_every,
         num_tokens=row["num_sequences"] * (1 if row["cu_seqlens_dtype"] is None else 4),
         **dict.fromkeys(("A_log_dtype", "dt_bias_dtype"), row["parameter_dtype"]),
         norm_dtype=row["parameter_dtype"] if row["has_norm"] else None,
@@ -70,10 +86,38 @@ def _code(problem: GdnDecodeProblem, backend: str, entries: Collection[str]) -> 
     narrow = {"LDG": problem.state_dtype == "bfloat16", "STG": "bfloat16" in (stored, problem.state_dtype)}
     wides = {name: "64|{0}.128" if narrow[name] or not problem.state_v_first else "128" for name in narrow}
     patterns = {f"{name}.{wide.format(name)}": 1 for name, wide in wides.items()}
+    if problem.ring_rows is not None and problem.state_v_first:  # the form that streams states copies them in bulk
+        patterns = {f"{name}|UBLKCP" if name.startswith("LDG") else name: count for name, count in patterns.items()}
     return Expectation(patterns, none_of=TENSOR_CORES)
 
 
 gdn_decode = Variants(_AXES, _problem, _code)
+
+# The form of large batches with a ring that streams states through shared memory.
+_STREAMED_AXES: Axes = _AXES | {
+    "heads": [(16, 32), (4, 4), (2, 6)],
+    "head_dims": [(128, 128)],
+    "state_v_first": [True],
+    "intermediate_dtype": [None],
+    "ring": [(16, 15), (12, 11), (22, 15), (19, 12)],
+    "num_sequences": [256],
+}
+
+
+@functools.cache
+def streamed_cover(module: Any) -> list[Variant]:
+    """Cover of that form, as far as it serves the rows."""
+
+    def allowed(row: Row) -> bool:
+        problem = _problem(row)
+        return problem is not None and module.default_config(problem, H100).stages > 0
+
+    found: list[Variant] = []
+    for row in least(_STREAMED_AXES, allowed):
+        made = _problem(row)
+        assert made is not None
+        found.append((made, module.default_config(made, H100)))
+    return found
 
 
 _PREFILL_AXES: Axes = {

@@ -12,6 +12,12 @@ from tests.compile.variants import least
 from tests.compile.variants.base import Axes, Row, Variant, Variants, example
 
 
+def _ring(index: str, rows: int, fold_every: int, has_drafts: bool, has_parent: bool = False, final: bool = True) -> Row:
+    """The same of replay decode."""
+    flags = {"write_every_token": False, "has_accepted": has_drafts, "has_parent": has_parent}
+    return _state(True, final, index, **flags) | {"ring_rows": rows, "fold_every": fold_every}
+
+
 def _state(initial: bool, final: bool, index: str | None = None, final_indices: bool = False, **more: bool | str) -> Row:
     """Fields of the state tensors; index: dtype of the pool's indices, None = one row per sequence."""
     fields = {"has_initial_state": initial, "has_final_state": final, "has_final_indices": final_indices}
@@ -78,6 +84,10 @@ _RECURRENT_AXES: Axes = _DELTA_AXES | {
             True, False, "int64", write_every_token=False, has_accepted=False, has_parent=False, intermediate_dtype="bfloat16"
         ),
         _state(True, False, "int32", write_every_token=False, has_accepted=False, has_parent=True, intermediate_dtype="float32"),
+        _ring("int32", 16, 15, has_drafts=False),
+        _ring("int64", 22, 15, has_drafts=True),
+        _ring("int32", 39, 24, has_drafts=True, has_parent=True),
+        _ring("int32", 12, 11, has_drafts=False, final=False),
     ],
     "has_rounding": [False, True],
 }

@@ -107,7 +107,14 @@ conv1d_update = Variants(
     | {
         "pool": CONVOLUTION_POOLS,
         "cu_seqlens_dtype": ["int32", "int64", None],
-        "drafts": [(False, False, False), (True, False, False), (True, True, False), (True, True, True)],
+        "drafts": [
+            (False, False, False),
+            (False, True, False),
+            (False, True, True),
+            (True, False, False),
+            (True, True, False),
+            (True, True, True),
+        ],  # columns of the indices, accepted counts, parents
         "tokens": [1, 2, 4],  # of a sequence: they choose the configuration
     },
     _conv1d_update,

@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 
+from gdn.problems import entry_width
 from tests.ops.spoiling.call import Call, Draw
+from tests.ops.spoiling.rings import give_ring
 
 HEADS = ((2, 2, 2), (2, 2, 4), (2, 2, 6), (4, 2, 2), (6, 2, 2))  # of q, k, v
 
@@ -145,7 +147,7 @@ def recurrent(draw: Draw) -> Call:
     inner = _tokens(draw, call, batch, length)
     if draw.maybe(0.3):
         call.arguments["output_final_state"] = draw.maybe()
-    kind = draw.pick("none", "states", "in place", "1-D", "2-D", "2-D", "tree", "kept", "kept tree")
+    kind = draw.pick("none", "states", "in place", "1-D", "2-D", "2-D", "tree", "kept", "kept tree", "ring", "ring", "ring tree")
     if kind == "states":
         state_of(draw, call, "initial_state", count, inner, is_pool=False)
         if draw.maybe(0.3):
@@ -161,8 +163,10 @@ def recurrent(draw: Draw) -> Call:
         _pooled(draw, call, kind, inner, batch * length, count, length)
     if kind.startswith("kept"):
         _kept(draw, call, inner, count)
-        if kind.endswith("tree"):
-            _give_parents(draw, call, batch * length, length)
+    if kind.startswith("ring"):
+        _ringed(draw, call, inner, lengths if "cu_seqlens" in call.arguments else [length] * batch)
+    if kind in ("kept tree", "ring tree"):
+        _give_parents(draw, call, batch * length, length)
     if draw.maybe(0.15):
         call.arguments["disable_state_update"] = True
     return call
@@ -271,6 +275,21 @@ def _kept(draw: Draw, call: Call, inner: tuple[int, ...], count: int) -> None:
     reads = [null_slot if draw.maybe(0.15) else slot for slot in slots]
     call.give("ssm_state_indices", draw.indices(reads), rows_name(call))
     intermediate(draw, call, inner, count, 4, rows_name(call))
+
+
+def _ringed(draw: Draw, call: Call, inner: tuple[int, int, int], lengths: list[int]) -> None:
+    """1-D slots, each with a ring."""
+    slots, size = slots_of(draw, call, len(lengths))
+    null_slot, dims = call.arguments.get("null_slot", -1), rows_name(call)
+    state = state_of(draw, call, "initial_state", size, inner, is_pool=True)
+    call.dims["initial_state"] = ("slots", *call.dims["initial_state"][1:])
+    reads = [null_slot if draw.maybe(0.15) else slot for slot in slots]
+    extra = [reads[0]] * draw.pick(0, 1) if dims == "N+" else []
+    call.give("ssm_state_indices", draw.indices(reads + extra), dims)
+    give_ring(draw, call, entry_width(call.get("k").shape[2], *inner), (reads, size), lengths, dims)
+    if state.dtype == torch.bfloat16 and draw.maybe():
+        call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
+        call.ties["one"] = ("rounding_seed",)
 
 
 def _give_parents(draw: Draw, call: Call, num_tokens: int, length: int) -> None:

@@ -2,8 +2,10 @@
 
 import torch
 
+from gdn.problems import entry_width
 from tests.ops.spoiling.call import Call, Draw
 from tests.ops.spoiling.calls_delta_rule import checkpoint_states, intermediate, slots_of, state_of
+from tests.ops.spoiling.rings import give_ring
 
 _HEADS = 2  # key heads
 _TIES = {
@@ -31,9 +33,9 @@ def decode(draw: Draw) -> Call:
     call.sizes["N"] = count
     call.ties |= _TIES | {"N": ("query_start_loc", "mixed_qkv")}
     _projections(draw, call, tokens, inner, dtype, ("flat", "interleaved", "concatenated"))
-    kind = draw.pick("1-D", "2-D", "2-D accepted", "kept")
-    columns = 1 if kind in ("1-D", "kept") else 3
-    num_spec, width = columns - 1, draw.pick(2, 4)
+    kind = draw.pick("1-D", "2-D", "2-D accepted", "kept", "ring", "ring")
+    columns = 1 if kind in ("1-D", "kept", "ring") else 3
+    num_spec, width = max(lengths) - 1 if kind == "ring" else columns - 1, draw.pick(2, 4)
     slots, size = slots_of(draw, call, count, columns=columns)
     null_slot = call.arguments.get("null_slot", -1)
     state = _parameters(draw, call, "conv_state", inner, size, width, num_spec)
@@ -42,6 +44,11 @@ def decode(draw: Draw) -> Call:
     indices = reads + [reads[0]] * (draw.pick(0, 1) if is_packed else 0)
     dims = ("N+" if is_packed else "N") + ("" if columns == 1 else " columns")
     call.give("state_indices", draw.indices([row[0] for row in indices] if columns == 1 else indices), dims)
+    if kind == "ring":
+        windows = call.get("conv_state").shape[2] - width + 2
+        slots_of_pool = ([row[0] for row in reads], size)
+        give_ring(draw, call, entry_width(_HEADS, *inner), slots_of_pool, lengths, "N+" if is_packed else "N", windows)
+        call.dims["ssm_state"] = ("slots", *call.dims["ssm_state"][1:])
     if kind == "kept":
         intermediate(draw, call, inner, count, 3, "N+" if is_packed else "N")
     if kind == "2-D accepted":

@@ -5,14 +5,9 @@ import torch
 from gdn.problems import entry_width, state_position
 from tests.ops.spoiling.call import Call, Draw
 from tests.ops.spoiling.calls_delta_rule import parents_of, slots_of
+from tests.ops.spoiling.rings import ring_of
 
 HEADS = ((2, 2), (2, 4), (2, 6), (1, 3))  # of keys, of states
-
-
-def ring_of(draw: Draw, slots: int, rows: int, width: int) -> torch.Tensor:
-    """[slots, rows, >= width], decays among it below 0."""
-    ring = -torch.rand(slots, rows, -(-width // 4) * 4, generator=draw.generator)
-    return draw.pool(ring)
 
 
 def fold(draw: Draw) -> Call:
@@ -34,7 +29,8 @@ def fold(draw: Draw) -> Call:
     reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
     call.give("state_tokens", torch.tensor(written, dtype=torch.int32), "slots")
     call.give("state_indices", draw.indices(reads), "N")
-    accepted = [draw.random.randint(1, (rows + 1 - fold_every) // 2) for _ in range(count)]
+    call.sizes["accepted"] = (rows + 1 - fold_every) // 2
+    accepted = [draw.random.randint(1, call.sizes["accepted"]) for _ in range(count)]
     if draw.maybe():
         call.give("num_accepted_tokens", draw.indices(accepted), "N")
     call.give("num_computed_tokens", draw.indices([written[slot] + draw.pick(0, 1, 3, 20) for slot in reads]), "N")
@@ -74,7 +70,8 @@ def accept(draw: Draw) -> Call:
     call.give("query_start_loc", draw.indices(offsets), "~")
     call.ties["N"] = call.ties["tokens"] = ("query_start_loc",)
     tokens = offsets[-1] + draw.pick(0, 2)
-    call.give("parent_token", torch.tensor(parents_of(draw, offsets, tokens), dtype=torch.int32), "tokens")
+    call.sizes["tokens"] = offsets[-1]
+    call.give("parent_token", torch.tensor(parents_of(draw, offsets, tokens), dtype=torch.int32), "tokens+")
     slots, size = slots_of(draw, call, count)
     null_slot = call.arguments.get("null_slot", -1)
     reads = [null_slot if draw.maybe(0.15) else slot for slot in slots]

@@ -80,7 +80,10 @@ def places_looked_at(call: Call, path: str) -> list[tuple[int, ...]]:
     if path == "checkpoint_slots":
         counts, offsets = lengths(call), call.index("checkpoint_offsets")
         return [(n, c) for n in live_sequences(call) for c, offset in enumerate(offsets[n]) if 0 < offset <= counts[n]]
-    if path in ("checkpoint_offsets", "num_accepted_tokens"):
+    if path == "state_tokens":
+        slots = call.index("ssm_state_indices" if "ssm_state_indices" in call.arguments else "state_indices")
+        return [(slots[n],) for n in live_sequences(call)]
+    if path in ("checkpoint_offsets", "num_accepted_tokens", "num_computed_tokens"):
         live = live_sequences(call)
         return [(n,) if tensor.dim() == 1 else (n, 0) for n in live]
     if path == "topk_length":

@@ -4,6 +4,7 @@ import torch
 
 from gdn.reference.logits import page_views
 from tests.ops.spoiling.call import Call
+from tests.ops.spoiling.rings import has_ring, replayed_elements
 
 Tensor = torch.Tensor
 OFFSETS = ("cu_seqlens", "query_start_loc")
@@ -20,7 +21,10 @@ def indices_of(call: Call) -> str | None:
 
 
 def use_of(call: Call, argument: str) -> str:
-    """Role of initial_state: the pool that indices refer to or that is replaced, or one state per sequence."""
+    """Role of initial_state (the pool that indices refer to or that is replaced, or one state per sequence), and of accepted
+    counts: of columns, or of a ring."""
+    if argument == "num_accepted_tokens":
+        return "with a ring" if has_ring(call) else "of columns"
     is_pool = indices_of(call) is not None or bool(call.arguments.get("inplace_final_state"))
     return "as a pool" if is_pool else "to read" if call.get(argument) is not None else ""
 
@@ -132,8 +136,18 @@ def changed_elements(call: Call) -> dict[str, Tensor]:
     return masks | _kept_masks(call) | (function(call) if function is not None else {})
 
 
+def _replayed(call: Call, pool: str, indices: str, inner: tuple[int, int, int, int]) -> dict[str, Tensor]:
+    """inner: key heads, state heads, K, V."""
+    counts, slots = lengths(call), call.index(indices)
+    found: dict[str, Tensor] = replayed_elements(call, pool, [(n, slots[n], counts[n]) for n in live_sequences(call)], inner)
+    return found
+
+
 def _delta_rule(call: Call) -> dict[str, Tensor]:
     pool, name = call.get("initial_state"), indices_of(call)
+    if has_ring(call) and name is not None and not call.arguments.get("disable_state_update"):
+        q, k, v = (call.get(path).shape for path in ("q", "k", "v"))
+        return _replayed(call, "initial_state", name, (k[2], max(q[2], v[2]), k[3], v[3]))
     if not isinstance(pool, Tensor) or call.arguments.get("disable_state_update") or "intermediate_states" in call.arguments:
         return {}
     if name is None:
@@ -147,6 +161,9 @@ def _decode(call: Call) -> dict[str, Tensor]:
     slots = _written_slots(call, "state_indices", None)
     windows = {rows_of(call, "state_indices")[n][0] for n in live_sequences(call)}
     conv, state = call.get("conv_state"), call.get("ssm_state")
+    if has_ring(call):
+        inner = (call.get("num_k_heads"), state.shape[1], call.get("head_k_dim"), call.get("head_v_dim"))
+        return {"conv_state": _slots_mask(conv, windows), **_replayed(call, "ssm_state", "state_indices", inner)}
     return {"conv_state": _slots_mask(conv, windows), "ssm_state": _slots_mask(state, slots)}
 
 

@@ -247,7 +247,9 @@ def _padding(name: str, value: Callable[[int], int]) -> None:
             return None
         slots = call.get(indices)
         most = slots.shape[1] if slots.dim() == 2 else 0
-        if slots.dim() == 1:  # the convolution's window may start anywhere in its slot
+        if "accepted" in call.sizes:  # with a ring
+            most = call.sizes["accepted"]
+        elif slots.dim() == 1:  # the convolution's window may start anywhere in its slot
             most = call.get("conv_state").shape[2] - call.get("weight").shape[1] + 2
         n = rng.choice(live)
         tensor[n] = value(most)

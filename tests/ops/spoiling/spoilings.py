@@ -4,6 +4,7 @@ from tests.ops.spoiling import (  # noqa: F401
     spoil_context,
     spoil_layout,
     spoil_pages,
+    spoil_rings,
     spoil_sequences,
     spoil_sharing,
     spoil_together,

@@ -221,8 +221,29 @@ _COUNTS: Kind = but(INT32, "one longer") | {
     "all rows in one place": VALUE, "overlaps another argument": VALUE, "adjacent to another argument": SAME,
 }  # fmt: skip
 _WITHOUT_OFFSETS: Kind = but(PER_SEQUENCE, "extra rows of anything")
+_COMMITTED: Kind = {
+    "a count of -1": VALUE, "2**31 committed tokens": VALUE, "2**33 + 1 committed tokens": VALUE,
+    "anything where no sequence is live": SAME,
+}  # fmt: skip
+_ACCEPTED_OF_RING: Kind = dict.fromkeys(
+    ("0 accepted", "-3 accepted", "more than the columns", "2**33 + 1 accepted", "-2**33 + 1 accepted"), VALUE
+)
+_STATE_TOKENS: Kind = {
+    "a count of -1": VALUE, "more tokens than are committed": VALUE, "anything where no sequence is live": SAME,
+}  # fmt: skip
 _RING: Kind = but(STATE_POOL, "dtype float64", "one longer", "one shorter", "interleaved with another argument")
 _RING_READ: Kind = but(_RING, "all rows in one place", "overlapping rows", "overlaps another argument") | {"dtype float64": TYPE}
+_SIZES_OF_RING: Kind = {"too few rows": VALUE, "rows too short for an entry": VALUE}
+_REPLAYED: dict[str, Kind] = {
+    "ring": but(STATE_POOL, "one longer", "one shorter") | {"the indices 2-D": VALUE} | _SIZES_OF_RING,
+    "state_tokens": but(INT32, "one longer") | {"left out where it must be": ERROR} | _STATE_TOKENS,
+    "num_computed_tokens": PER_SEQUENCE | _COMMITTED | {
+        "left out where it must be": ERROR, "fewer tokens than its state": VALUE,
+    },
+    "num_accepted_tokens with a ring": PER_SEQUENCE | _ACCEPTED_OF_RING,
+    "fold_every": OPTIONAL_COUNT | {"0": VALUE},
+    "fold_phase": COUNT | {"as long as a period": VALUE},
+}  # fmt: skip
 
 TABLE: dict[str, dict[str, Kind]] = {
     "chunk_gated_delta_rule": _DELTA_RULE | {
@@ -239,10 +260,10 @@ TABLE: dict[str, dict[str, Kind]] = {
         **{names: _DELTA_RULE[names] for names in ("q, k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "backend", "*")},
         "use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, state_v_first": FLAG,
     },
-    "fused_recurrent_gated_delta_rule": _DELTA_RULE | _INTERMEDIATE | {
-        "ssm_state_indices": SLOTS | _SHARED_SLOTS,
+    "fused_recurrent_gated_delta_rule": _DELTA_RULE | _INTERMEDIATE | _REPLAYED | {
+        "ssm_state_indices": SLOTS | _SHARED_SLOTS | {"a slot without a ring": VALUE},
         "final_state_indices": SLOTS | _FINAL_SLOTS | {"given with intermediate states": VALUE},
-        "num_accepted_tokens": _ACCEPTED | {"the indices 1-D": VALUE},
+        "num_accepted_tokens of columns": _ACCEPTED | {"the indices 1-D": VALUE},
         "parent_token": _PARENTS,
         "rounding_seed": _SEED | {"given with intermediate states": VALUE},
         "inplace_final_state": OPTIONAL_FLAG | {"False with indices": VALUE},
@@ -265,7 +286,7 @@ TABLE: dict[str, dict[str, Kind]] = {
         "disable_state_update": FLAG,
         "initial_state as a pool": but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
     },
-    "fused_gdn_decode": _INTERMEDIATE | {
+    "fused_gdn_decode": _INTERMEDIATE | _REPLAYED | {
         "mixed_qkv": REQUIRED | ROWS | MATRIX,
         "z": ROWS | {
             "left out where it must be": ERROR, "given with interleaved projections": VALUE, "given without the norm": VALUE,
@@ -278,9 +299,9 @@ TABLE: dict[str, dict[str, Kind]] = {
         "conv_bias": PARAMETER,
         "A_log, dt_bias": REQUIRED | PARAMETER,
         "norm_weight": PARAMETER,
-        "state_indices": REQUIRED | SLOTS | _SHARED_SLOTS,
+        "state_indices": REQUIRED | SLOTS | _SHARED_SLOTS | {"a slot without a ring": VALUE},
         "query_start_loc": OFFSETS,
-        "num_accepted_tokens": _ACCEPTED | {"the indices 1-D": VALUE},
+        "num_accepted_tokens of columns": _ACCEPTED | {"the indices 1-D": VALUE},
         "rounding_seed": _SEED | {"given with intermediate states": VALUE},
         "num_k_heads, head_k_dim, head_v_dim": AT_LEAST_ONE,
         "scale": OPTIONAL_NUMBER,
@@ -298,13 +319,15 @@ TABLE: dict[str, dict[str, Kind]] = {
         "state_indices": REQUIRED | but(SLOTS, "one shorter", "extra rows of anything", "extra rows without offsets") | {
             "two live sequences, one slot": VALUE, "null slots twice": SAME,
         },
-        "ring": REQUIRED | _RING_READ,
-        "state_tokens": REQUIRED | but(_COUNTS, "all rows in one place"),
-        "num_computed_tokens": REQUIRED | _WITHOUT_OFFSETS,
-        "num_accepted_tokens": _WITHOUT_OFFSETS,
+        "ring": REQUIRED | _RING_READ | _SIZES_OF_RING,
+        "state_tokens": REQUIRED | but(_COUNTS, "all rows in one place") | but(
+            _STATE_TOKENS, "anything where no sequence is live"
+        ),
+        "num_computed_tokens": REQUIRED | _WITHOUT_OFFSETS | _COMMITTED | {"fewer tokens than its state": VALUE},
+        "num_accepted_tokens": _WITHOUT_OFFSETS | _ACCEPTED_OF_RING,
         "final_state_indices": but(SLOTS, "extra rows of anything") | _FINAL_SLOTS,
         "num_k_heads, fold_every": AT_LEAST_ONE,
-        "fold_phase": COUNT,
+        "fold_phase": COUNT | {"as long as a period": VALUE},
         "rounding_seed": _SEED,
         "state_v_first": FLAG,
         "null_slot": NULL_SLOT,
@@ -317,7 +340,7 @@ TABLE: dict[str, dict[str, Kind]] = {
         "state_indices": REQUIRED | _with_offsets(SLOTS) | _SHARED_SLOTS,
         "parent_token": REQUIRED | but(_PARENTS, "the indices 1-D", "one longer"),
         "accepted_nodes": REQUIRED | _with_offsets(but(PER_SEQUENCE, "the other index dtype") | {"dtype int64": TYPE}),
-        "num_computed_tokens": REQUIRED | _with_offsets(PER_SEQUENCE),
+        "num_computed_tokens": REQUIRED | _with_offsets(PER_SEQUENCE) | _COMMITTED,
         "num_accepted_tokens": REQUIRED | _COUNTS,
         "query_start_loc": REQUIRED | OFFSETS,
         "conv_width": AT_LEAST_ONE,
