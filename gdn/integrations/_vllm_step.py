@@ -8,8 +8,8 @@ serve: `_vllm_parts`):
     drafts                    fused_gdn_decode    [rows, 1 + num_spec], with the accepted counts of the step before
     prompts                   fused_gdn_prefill   [rows], with checkpoints for the prefix cache
 
-`_vllm_replay_step` has the step with replay. Nothing of vLLM is imported: the layer and the metadata are taken as they are, by the
-names of their attributes.
+`_vllm_replay_step` has the step with replay. Nothing of vLLM is imported: the layer and the metadata are taken as they are, by
+the names of their attributes.
 """
 
 import copy
