@@ -79,7 +79,7 @@ class GdnDecode:
         rGates.fill(0.0)
         minus_decay = Float32(0.0)
         dt_bias = Float32(0.0)
-        if thread == spec.tiles.threads - 1:
+        if makes_gates(spec, thread):
             minus_decay = params.A_log[place.head].to(Float32)
             dt_bias = params.dt_bias[place.head].to(Float32)
         if cutlass.const_expr(not spec.has_several_tokens):
@@ -116,6 +116,12 @@ class GdnDecode:
             num_sequences = params.cu_seqlens.shape[0] - 1
             first = Int32(params.cu_seqlens[num_sequences]) + sequence
             store_zeros(spec.tile, params.out, first, params.out.shape[0], num_sequences, place)
+
+
+def makes_gates(spec: Spec, thread: Any) -> Any:
+    """Whether a thread makes decay and beta of a token; of several tokens at once, those of a token each."""
+    last = spec.tiles.threads - 1
+    return thread == last if spec.batch == 1 else thread > last - spec.batch
 
 
 def block_of(spec: Spec) -> Block:
