@@ -13,6 +13,7 @@ from kernels_cute.common.memory import narrowed
 from kernels_cute.common.ptx import use
 from kernels_cute.common.ring import boundary, entries_at, is_served, load_entries
 from kernels_cute.common.rounding import mixed_seed
+from kernels_cute.common.staged_state import copy_state
 from kernels_cute.common.state_sums import carveout
 from kernels_cute.common.state_tile import Place, load_state
 from kernels_cute.gdn_decode import replay, replay_batch
@@ -165,9 +166,13 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
                 norm_weight = params.norm_weight[place.v_start + place.lane % columns].to(Float32)
         elif place.lane < columns:
             norm_weight = params.norm_weight[place.v_start + place.lane].to(Float32)
-    load_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, registers.state)
+    if cutlass.const_expr(spec.batch > 1):
+        state = storage.state.data_ptr().toint()
+        copy_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, state, block.thread)
+    else:
+        load_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, registers.state)
 
-    shared = Shared(tokens, sums, storage.sums_full.data_ptr(), parts, entries)
+    shared = Shared(tokens, sums, storage.sums_full.data_ptr(), parts, entries, storage.state.data_ptr().toint())
     if cutlass.const_expr(spec.sends_squares):
         if block.thread == 0:
             init_barriers(spec.barriers, storage, 0)

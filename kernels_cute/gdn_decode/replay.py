@@ -12,6 +12,7 @@ from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx, ring
 from kernels_cute.common.delta_rule import HeadGate, Work, log_decay, make_work, row_factors, store_out
 from kernels_cute.common.ring import Live
+from kernels_cute.common.staged_state import fill_state
 from kernels_cute.common.state_sums import Exchange, add_up
 from kernels_cute.common.state_tile import store_state
 from kernels_cute.gdn_decode.convolution import load_gates, load_row, store_column
@@ -132,5 +133,7 @@ def store_folded(
     """The state with the entries that it takes in after this call, if there are any."""
     tile, place, rState = spec.tile, block.place, registers.state
     if ring.needs_fold(live):
+        if cutlass.const_expr(spec.batch > 1):
+            fill_state(tile, params.ssm_state.element_type, shared.state, block.thread, rState)
         ring.fold(spec.ring, shared.entries, live, place, block.thread, rState)
         store_state(tile, Int64(sequence.read_slot), place, tile.width, params.ssm_state, rState, sequence.seed)
