@@ -86,7 +86,7 @@ _BATCH = 4  # the most tokens with a ring that are computed at once
 # Tiles with a ring that do not spill: threads, threads a column, columns a thread, threads an SM.
 # Of one token; of drafts V first, which are computed several at once; of drafts K first.
 _RING_ONE = ((128, 8, 4, 512), (64, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512))
-_RING_DRAFTS = ((128, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512), (64, 16, 4, 384))
+_RING_DRAFTS = ((128, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512), (64, 16, 4, 256))
 _RING_DRAFTS_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 384), (128, 16, 4, 512))
 
 

@@ -143,13 +143,14 @@ def test_accepted_tokens(fold_every: int, most: int, v_first: bool, device: torc
 @LAYOUTS
 def test_counts_that_make_padding(v_first: bool, device: torch.device) -> None:
     """As on a device, where nothing checks them: zero rows, and nothing is written."""
-    members = [Member(20, a=2, tokens=3)] * 9
+    members = [Member(20, a=2, tokens=3)] * 10
     members[3] = Member(0, is_null=True)
     step = Step(members, Case(v_first=v_first), rows=22, has_drafts=True)
     arguments, _ = step.arguments(device)
     slots = arguments["state_indices"].tolist()
     arguments["state_tokens"][slots[0]] = 21  # more than p
     arguments["state_tokens"][slots[8]] = -1
+    arguments["state_tokens"][slots[9]] = 2**30
     arguments["num_accepted_tokens"][[1, 2, 4]] = torch.tensor([0, 5, -1], dtype=torch.int32, device=device)
     arguments["state_indices"][5] = arguments["ring"].shape[0]  # a slot of the pool without a ring
     arguments["num_computed_tokens"][6] = -3
