@@ -101,7 +101,7 @@ def _ring_bytes(problem: GdnDecodeProblem, config: Config) -> int:
     assert problem.ring_rows is not None
     k, rows, block_v = problem.head_k_dim, problem.ring_rows, config.block_v
     entries = rows * (k + block_v) + (2 * _BATCH + 1) * (rows + _BATCH)
-    state = k * block_v * DTYPE_BYTES[problem.state_dtype] if problem.has_accepted and problem.state_v_first else 0
+    state = k * block_v * DTYPE_BYTES[problem.state_dtype] if problem.state_v_first else 0
     return 4 * (entries + _BATCH * (2 * k + block_v + 8)) + state + 12288  # and the sums that warps and blocks exchange
 
 

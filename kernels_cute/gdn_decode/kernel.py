@@ -166,7 +166,7 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
                 norm_weight = params.norm_weight[place.v_start + place.lane % columns].to(Float32)
         elif place.lane < columns:
             norm_weight = params.norm_weight[place.v_start + place.lane].to(Float32)
-    if cutlass.const_expr(spec.batch > 1):
+    if cutlass.const_expr(spec.stages_state):
         state = storage.state.data_ptr().toint()
         copy_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, state, block.thread)
     else:

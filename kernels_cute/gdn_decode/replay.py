@@ -44,7 +44,7 @@ def run_token(
         ptx.store_one(entries.decays + newest * 4, log_decay(rGates[0] + gate.bias, gate.minus_decay))
         ptx.store_one(shared.tokens + 4 * spec.gates_at + 4, 1.0 / (1.0 + cute.math.exp(-rGates[1])))
     if step == 0:
-        cute.arch.cp_async_wait_group(0)
+        cute.arch.cp_async_wait_group(1 if spec.stages_state else 0)  # the entries are there, the state need not be
     cute.arch.sync_threads()
     if cutlass.const_expr(spec.cluster > 1):
         # The windows of this block are read (its values have been used), and its barriers are set up.
@@ -61,6 +61,10 @@ def run_token(
     own_decay = ptx.load_one(entries.decays + newest * 4)
     beta = ptx.load_one(shared.tokens + 4 * spec.gates_at + 4)
     cute.arch.sync_threads()  # all weights are there
+    if cutlass.const_expr(spec.stages_state):
+        if step == 0:
+            cute.arch.cp_async_wait_group(0)
+            fill_state(tile, params.ssm_state.element_type, shared.state, block.thread, rState)
 
     work = make_work(tile, 2 * tile.v_per_thread + 3)
     multiply(spec, shared.tokens, place.lane, rState, work)
