@@ -59,6 +59,9 @@ store_global_word, store_global_pair, store_global_words = (_stores("st.global",
 # (target, source, bytes) from shared memory of this block, in the thread's bulk group.
 copy_to_global = instruction("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};")
 
+# (target, source): 16 bytes from global to shared memory, in the thread's group.
+copy_four = instruction("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;")
+
 # Other blocks of the cluster.
 in_block = instruction("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", Int32)  # (address, rank): the same address there
 load_from_block = _loads("ld.shared::cluster", "b32")  # a word there; address: of in_block

@@ -27,9 +27,8 @@ from kernels_cute.common.state_sums import load_some
 from kernels_cute.common.state_tile import Place, StateTile
 
 _WARP, TEAM = 32, 8
-_COPIES = {
-    width: ptx.instruction(f"cp.async.{mode}.shared.global [{{$r0}}], [{{$r1}}], {4 * width};")
-    for width, mode in ((1, "ca"), (2, "ca"), (4, "cg"))
+_COPIES = {width: ptx.instruction(f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {4 * width};") for width in (1, 2)} | {
+    4: ptx.copy_four
 }
 
 

@@ -24,6 +24,7 @@ from cutlass import Constexpr, Float32, Int32
 from kernels_cute.common import ptx
 from kernels_cute.common.delta_rule import L2NORM_EPS
 from kernels_cute.common.ring import TEAM, Entries, Live, RingTile, load_columns, log_decays
+from kernels_cute.common.staged_state import is_possible, load_access
 from kernels_cute.common.state_tile import StateTile
 
 _WARP = 32
@@ -31,7 +32,7 @@ _WARP = 32
 
 def serves(tile: StateTile) -> bool:
     """Whether the sums of a group's columns fit its lanes."""
-    return tile.state_v_first and tile.threads_per_column >= 2 * tile.v_per_thread
+    return is_possible(tile) and tile.threads_per_column >= 2 * tile.v_per_thread
 
 
 def halved(rX: Any, count: int, size: int, lane: Any) -> None:
@@ -136,22 +137,27 @@ def tail_of(ring: RingTile, entry: Int32, rTails: cute.Tensor):
 
 @cute.jit
 def multiply(
-    ring: RingTile, entries: Entries, live: Live, before: Int32, batch: Constexpr, tokens: Any, at: Any, rState: cute.Tensor,
+    ring: RingTile, entries: Entries, live: Live, before: Int32, batch: Constexpr, tokens: Any, at: Any, state: Any,
     rDecays: cute.Tensor, rY: cute.Tensor,
 ):  # fmt: skip
-    """rY [batch] = S^T k_i, or S^T q_i, before the batch's own tokens, of the lane's column. at: the thread's lane and group."""
+    """rY [batch] = S^T k_i, or S^T q_i, before the batch's own tokens, of the lane's column.
+
+    at: the thread's lane and group. state: dtype and address of the state (`staged_state`), and the thread.
+    """
     tile, (rows, pitch), (lane, group) = ring.tile, tokens, at
     columns, vector = cutlass.const_expr(tile.v_per_thread), cutlass.const_expr(tile.vector)
     rSums = cute.make_rmem_tensor(2 * columns * batch, Float32)  # of k, of q; column by column
     rSums.fill(0.0)
     for i in cutlass.range_constexpr(0, tile.k_per_thread, 4):
         place = ((i // vector * tile.threads_per_column + lane) * vector + i % vector) * 4
+        if cutlass.const_expr(i % vector == 0):
+            s_values = [load_access(tile, *state, r * tile.chunks + i // vector) for r in range(columns)]
         for t in cutlass.range_constexpr(batch):
             q_values = ptx.load_four(rows + t * pitch + place)
             k_values = ptx.load_four(rows + t * pitch + 4 * ring.head_k_dim + place)
             for e in cutlass.range_constexpr(4):
                 for r in cutlass.range_constexpr(columns):
-                    s_value = rState[tile.at(r, i + e)]
+                    s_value = s_values[r][i % vector + e]
                     rSums[r * batch + t] += s_value * k_values[e]
                     rSums[(columns + r) * batch + t] += s_value * q_values[e]
     for t in cutlass.range_constexpr(batch):

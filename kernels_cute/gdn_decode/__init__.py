@@ -82,10 +82,12 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     return more + 84 + 5 * state // 4 + 6 * problem.has_rounding
 
 
+_BATCH = 4  # the most tokens with a ring that are computed at once
+
 # Tiles with a ring that do not spill: threads, threads a column, columns a thread, threads an SM.
 # Of one token; of drafts V first, which are computed several at once; of drafts K first.
 _RING_ONE = ((128, 8, 4, 512), (64, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512))
-_RING_DRAFTS = ((128, 16, 4, 384), (128, 8, 4, 256), (64, 16, 4, 384))
+_RING_DRAFTS = ((128, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512), (64, 16, 4, 256))
 _RING_DRAFTS_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 384), (128, 16, 4, 256))
 
 
@@ -109,6 +111,15 @@ def _streamed(problem: GdnDecodeProblem, device: DeviceSpec, stages: int | None 
     return Config(256, 8, 4, 256, stages, device.num_sms) if is_possible else None
 
 
+def _ring_bytes(problem: GdnDecodeProblem, config: Config) -> int:
+    """Shared memory of a block with a ring, at most: entries, their weights, inputs of tokens, the state of several tokens."""
+    assert problem.ring_rows is not None
+    k, rows, block_v = problem.head_k_dim, problem.ring_rows, config.block_v
+    entries = rows * (k + block_v) + (2 * _BATCH + 1) * (rows + _BATCH)
+    state = k * block_v * DTYPE_BYTES[problem.state_dtype] if problem.state_v_first else 0
+    return 4 * (entries + _BATCH * (2 * k + block_v + 8)) + state + 12288  # and the sums that warps and blocks exchange
+
+
 def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether the configuration can be compiled, without spills, and launched."""
     k, v = problem.head_k_dim, problem.head_v_dim
@@ -130,7 +141,7 @@ def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
     if _entries(problem, config.threads_per_column) * config.v_per_thread > _MAX_STATE_REGISTERS:
         return False
     if problem.ring_rows is not None:
-        return True
+        return _ring_bytes(problem, config) <= device.shared_bytes_per_block
     return _registers(problem, config) <= min(device.registers_per_sm // config.min_threads_per_sm // 8 * 8, 255)
 
 
@@ -189,7 +200,9 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     wave = [c for c in space if blocks(c) == 1 and heads <= device.num_sms * (c.min_threads_per_sm // c.threads)]
     if wave:
         return min(wave, key=lambda c: (-state(c), -c.v_per_thread * k_first, c.threads_per_column))
-    if k_first:  # configurations that read lines, in blocks of 128 threads for any number of heads
+    # K first: configurations that read lines, in blocks of 128 threads for any number of heads. With a ring nothing is stored as
+    # a rule, and every block of a head works on its keys again: as much of the state in a block.
+    if k_first or problem.ring_rows is not None:
         return min(space, key=lambda c: (-state(c), abs(c.threads - 128), c.threads_per_column))
     if heads < _MANY_WAVES * device.num_sms:  # small blocks, whose places are soon free again
         return min(space, key=lambda c: (-state(c), -blocks(c), c.threads_per_column))

@@ -13,6 +13,7 @@ from kernels_cute.common.memory import narrowed
 from kernels_cute.common.ptx import use
 from kernels_cute.common.ring import boundary, entries_at, is_served, load_entries
 from kernels_cute.common.rounding import mixed_seed
+from kernels_cute.common.staged_state import copy_state
 from kernels_cute.common.state_sums import carveout
 from kernels_cute.common.state_tile import Place, load_state
 from kernels_cute.gdn_decode import replay, replay_batch
@@ -79,7 +80,7 @@ class GdnDecode:
         rGates.fill(0.0)
         minus_decay = Float32(0.0)
         dt_bias = Float32(0.0)
-        if thread == spec.tiles.threads - 1:
+        if makes_gates(spec, thread):
             minus_decay = params.A_log[place.head].to(Float32)
             dt_bias = params.dt_bias[place.head].to(Float32)
         if cutlass.const_expr(not spec.has_several_tokens):
@@ -116,6 +117,12 @@ class GdnDecode:
             num_sequences = params.cu_seqlens.shape[0] - 1
             first = Int32(params.cu_seqlens[num_sequences]) + sequence
             store_zeros(spec.tile, params.out, first, params.out.shape[0], num_sequences, place)
+
+
+def makes_gates(spec: Spec, thread: Any) -> Any:
+    """Whether a thread makes decay and beta of a token; of several tokens at once, those of a token each."""
+    last = spec.tiles.threads - 1
+    return thread == last if spec.batch == 1 else thread > last - spec.batch
 
 
 def block_of(spec: Spec) -> Block:
@@ -159,9 +166,13 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
                 norm_weight = params.norm_weight[place.v_start + place.lane % columns].to(Float32)
         elif place.lane < columns:
             norm_weight = params.norm_weight[place.v_start + place.lane].to(Float32)
-    load_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, registers.state)
+    if cutlass.const_expr(spec.stages_state):
+        state = storage.state.data_ptr().toint()
+        copy_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, state, block.thread)
+    else:
+        load_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, registers.state)
 
-    shared = Shared(tokens, sums, storage.sums_full.data_ptr(), parts, entries)
+    shared = Shared(tokens, sums, storage.sums_full.data_ptr(), parts, entries, storage.state.data_ptr().toint())
     if cutlass.const_expr(spec.sends_squares):
         if block.thread == 0:
             init_barriers(spec.barriers, storage, 0)

@@ -12,6 +12,7 @@ from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx, ring
 from kernels_cute.common.delta_rule import HeadGate, Work, log_decay, make_work, row_factors, store_out
 from kernels_cute.common.ring import Live
+from kernels_cute.common.staged_state import fill_state
 from kernels_cute.common.state_sums import Exchange, add_up
 from kernels_cute.common.state_tile import store_state
 from kernels_cute.gdn_decode.convolution import load_gates, load_row, store_column
@@ -43,7 +44,7 @@ def run_token(
         ptx.store_one(entries.decays + newest * 4, log_decay(rGates[0] + gate.bias, gate.minus_decay))
         ptx.store_one(shared.tokens + 4 * spec.gates_at + 4, 1.0 / (1.0 + cute.math.exp(-rGates[1])))
     if step == 0:
-        cute.arch.cp_async_wait_group(0)
+        cute.arch.cp_async_wait_group(1 if spec.stages_state else 0)  # the entries are there, the state need not be
     cute.arch.sync_threads()
     if cutlass.const_expr(spec.cluster > 1):
         # The windows of this block are read (its values have been used), and its barriers are set up.
@@ -60,6 +61,10 @@ def run_token(
     own_decay = ptx.load_one(entries.decays + newest * 4)
     beta = ptx.load_one(shared.tokens + 4 * spec.gates_at + 4)
     cute.arch.sync_threads()  # all weights are there
+    if cutlass.const_expr(spec.stages_state):
+        if step == 0:
+            cute.arch.cp_async_wait_group(0)
+            fill_state(tile, params.ssm_state.element_type, shared.state, block.thread, rState)
 
     work = make_work(tile, 2 * tile.v_per_thread + 3)
     multiply(spec, shared.tokens, place.lane, rState, work)
@@ -132,5 +137,7 @@ def store_folded(
     """The state with the entries that it takes in after this call, if there are any."""
     tile, place, rState = spec.tile, block.place, registers.state
     if ring.needs_fold(live):
+        if cutlass.const_expr(spec.batch > 1):
+            fill_state(tile, params.ssm_state.element_type, shared.state, block.thread, rState)
         ring.fold(spec.ring, shared.entries, live, place, block.thread, rState)
         store_state(tile, Int64(sequence.read_slot), place, tile.width, params.ssm_state, rState, sequence.seed)

@@ -33,7 +33,6 @@ def run_tokens(
     for first in cutlass.range(0, sequence.count, batch, unroll=1):
         # Addresses are made in each turn: made before the first one, they would take registers all along.
         run_batch(spec, params, opaque_block(block), sequence, first, gate, registers, shared)
-    ptx.use(registers.state[0])
     live = ring.live_entries(spec.ring, shared.entries, (sequence.first, sequence.committed), params.fold_phase)
     store_folded(spec, params, block, sequence, live, registers, shared)
 
@@ -108,13 +107,15 @@ def run_batch(
     write_inputs(spec, block, before, gate, registers, shared)
     load_z(spec, params, block, sequence, first, registers)
     if first == 0:
-        cute.arch.cp_async_wait_group(0)
+        cute.arch.cp_async_wait_group(1)  # the entries are there, the state need not be
     cute.arch.sync_threads()
     if cutlass.const_expr(spec.cluster > 1):
         if first == 0:  # the windows of this block are read (their values have been used), and its barriers are set up
             cute.arch.cluster_arrive_relaxed()
 
     live = ring.live_entries(spec.ring, entries, (sequence.first, sequence.committed), params.fold_phase)
+    # Of padding, which may have any count, no entry is live: all weights that are read below have been written.
+    live = live._replace(start=cutlass.min(live.start, live.count))
     rDecays, rY, rV, rBeta, rU, rK = [cute.make_rmem_tensor(batch, Float32) for _ in range(6)]
     norms = shared.tokens + batch * pitch
     ring_batch.weigh(spec.ring, entries, live, before, batch, (shared.tokens, pitch, norms), thread, rDecays)
@@ -124,11 +125,12 @@ def run_batch(
     # Here, so that the products with the state have the registers of the line.
     if live.is_valid:
         store_columns(spec, params, block, sequence, first, count, registers.line)
+    cute.arch.cp_async_wait_group(0)
     cute.arch.sync_threads()  # all weights are there
 
     at = (place.lane, ring.group_of(spec.ring, thread))
-    tokens = (shared.tokens, pitch)
-    ring_batch.multiply(spec.ring, entries, live, before, batch, tokens, at, registers.state, rDecays, rY)
+    tokens, state = (shared.tokens, pitch), (params.ssm_state.element_type, shared.state, thread)
+    ring_batch.multiply(spec.ring, entries, live, before, batch, tokens, at, state, rDecays, rY)
     column = place.v_start - column_in_head(spec, block.rank) + place.lane % columns
     for i in cutlass.range_constexpr(batch):
         rV[i] = ptx.load_one(shared.tokens + i * pitch + (2 * tile.head_k_dim + column) * 4)

@@ -11,6 +11,7 @@ from kernels_cute.common import ring_batch
 from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 from kernels_cute.common.memory import CUTE_DTYPES
 from kernels_cute.common.ring import Entries, RingTile
+from kernels_cute.common.staged_state import is_possible, staged_bytes
 from kernels_cute.common.state_sums import parts_floats
 from kernels_cute.common.state_tile import Place, StateTile
 from kernels_cute.gdn_decode.shape import CHANNELS
@@ -61,6 +62,7 @@ class Shared(NamedTuple):
     sums_full: Any  # pointer to two barriers, which count the bytes of those sums
     warp_parts: Any  # sums over K of warps that share columns
     entries: Entries | None  # of the ring
+    state: Any  # of `staged_state`, with a ring and V first
 
 
 class Spec:
@@ -105,7 +107,10 @@ class Spec:
         self.num_entries = 0 if self.ring is None else self.ring.floats(self.batch)
         self.token_floats = self.gates_at + 4
         self.num_tokens = self.batch * self.token_floats + (4 if self.batch > 1 else 0)  # and q . q of each
-        self.shared_bytes = 16 + 2 * self.parity_bytes + 4 * (self.num_tokens + self.num_parts + self.num_entries)
+        self.stages_state = self.ring is not None and is_possible(self.tile)
+        self.num_staged = staged_bytes(self.tile) // 4 if self.stages_state else 0
+        num_floats = self.num_tokens + self.num_parts + self.num_entries + self.num_staged
+        self.shared_bytes = 16 + 2 * self.parity_bytes + 4 * num_floats
         # One barrier for even and one for odd tokens; used where a head has several blocks.
         sums_full = Arrivals("token", "role", what="with the bytes of the head's warps")
         self.barriers = BarrierTable({"token": self.warps}, [Barrier("sums_full", 2, (sums_full,), ("token",))])
@@ -113,7 +118,7 @@ class Spec:
     def storage(self) -> Any:
         """Shared memory of a block."""
         num_sums, num_tokens, num_parts, num_entries = self.parity_bytes // 2, self.num_tokens, self.num_parts, self.num_entries
-        num_barriers = self.barriers.barriers["sums_full"].stages
+        num_barriers, num_staged = self.barriers.barriers["sums_full"].stages, self.num_staged
 
         @cute.struct
         class Storage:
@@ -122,6 +127,7 @@ class Spec:
             tokens: cute.struct.Align[cute.struct.MemRange[Float32, num_tokens], 16]
             warp_parts: cute.struct.Align[cute.struct.MemRange[Float32, num_parts], 16]
             entries: cute.struct.Align[cute.struct.MemRange[Float32, num_entries], 16]
+            state: cute.struct.Align[cute.struct.MemRange[Float32, num_staged], 16]
 
         return Storage
 

@@ -95,10 +95,11 @@ AXES = {name: STEP_AXES[name] for name in STEP_AXES if name not in ("spec", "acc
 
 
 def is_served(row: dict[str, Any]) -> bool:
-    """A cluster has eight blocks; with drafts, blocks have half as many columns."""
-    most = {(256, 256): 2, (96, 160): 1}.get(row["dims"], 8)
-    if row["form"] in ("drafts", "eight"):
-        most = {(128, 128): 4, (64, 128): 4, (256, 256): 1, (96, 160): 1}.get(row["dims"], 8)
+    """A cluster has eight blocks; with drafts a block has at most 64 columns, V first of whole lines of K."""
+    has_drafts = row["form"] in ("drafts", "eight")
+    most = {(256, 256): 1, (96, 160): 0 if has_drafts and row["v_first"] else 1}.get(row["dims"], 8)
+    if has_drafts and row["dims"][1] == 128:
+        most = 4
     return bool(row["heads"][1] <= most * row["heads"][0])
 
 
@@ -142,13 +143,14 @@ def test_accepted_tokens(fold_every: int, most: int, v_first: bool, device: torc
 @LAYOUTS
 def test_counts_that_make_padding(v_first: bool, device: torch.device) -> None:
     """As on a device, where nothing checks them: zero rows, and nothing is written."""
-    members = [Member(20, a=2, tokens=3)] * 9
+    members = [Member(20, a=2, tokens=3)] * 10
     members[3] = Member(0, is_null=True)
     step = Step(members, Case(v_first=v_first), rows=22, has_drafts=True)
     arguments, _ = step.arguments(device)
     slots = arguments["state_indices"].tolist()
     arguments["state_tokens"][slots[0]] = 21  # more than p
     arguments["state_tokens"][slots[8]] = -1
+    arguments["state_tokens"][slots[9]] = 2**30
     arguments["num_accepted_tokens"][[1, 2, 4]] = torch.tensor([0, 5, -1], dtype=torch.int32, device=device)
     arguments["state_indices"][5] = arguments["ring"].shape[0]  # a slot of the pool without a ring
     arguments["num_computed_tokens"][6] = -3

@@ -1,0 +1,46 @@
+"""The fused decode step with a ring: its tiles and their shared memory."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gdn.device import H100
+from gdn.problems import GdnDecodeProblem
+from gdn.recurrent_tiles import Tiles
+from kernels_cute import gdn_decode
+from tests.compile.test_decode_config import MAIN
+
+ONE = replace(MAIN, ring_rows=16, fold_every=15)
+DRAFTS = replace(MAIN, cu_seqlens_dtype="int32", has_accepted=True, ring_rows=22, fold_every=15)
+FORMS = {"one": ONE, "drafts": DRAFTS}
+CHANGES: list[dict[str, Any]] = [{}, {"state_dtype": "bfloat16"}, {"state_v_first": False}, {"head_k_dim": 64, "head_v_dim": 64}]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize("rows", [16, 39, 300])
+@pytest.mark.parametrize("form", FORMS)
+def test_tiles_fit_into_shared_memory(form: str, rows: int, changes: dict[str, Any]) -> None:
+    """What the choice takes for a block's memory is no less than what the kernel asks for."""
+    from kernels_cute.gdn_decode.spec import Spec  # imports the DSL
+
+    problem = replace(FORMS[form], ring_rows=rows, **changes)
+    for sizes in gdn_decode._ring_tiles(problem):
+        tiles = Tiles(*sizes)
+        if gdn_decode.fits(problem, tiles, H100):
+            asked = Spec(problem, tiles).shared_bytes
+            assert asked <= gdn_decode._ring_bytes(problem, tiles) <= H100.shared_bytes_per_block
+
+
+def test_a_ring_that_is_too_large_is_refused() -> None:
+    assert gdn_decode.refusal(replace(DRAFTS, ring_rows=22)) is None
+    assert gdn_decode.refusal(replace(DRAFTS, ring_rows=2000)) is not None
+
+
+@pytest.mark.parametrize(("problem", "batch"), [(ONE, 1), (ONE, 128), (DRAFTS, 1), (DRAFTS, 8), (DRAFTS, 128)])
+def test_default_fits(problem: GdnDecodeProblem, batch: int) -> None:
+    problem = replace(problem, num_sequences=batch, num_tokens=4 * batch)
+    config = gdn_decode.default_config(problem, H100)
+    assert gdn_decode.fits(problem, config, H100)
+    if batch == 128:  # what a large batch reads is hidden by 512 threads an SM, each with 64 values of a state
+        assert (config.min_threads_per_sm, config.threads_per_column, config.v_per_thread) == (512, 8, 4)
