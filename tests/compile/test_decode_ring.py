@@ -7,7 +7,6 @@ import pytest
 
 from gdn.device import H100
 from gdn.problems import GdnDecodeProblem
-from gdn.recurrent_tiles import Tiles
 from kernels_cute import gdn_decode
 from tests.compile.test_decode_config import MAIN
 
@@ -26,7 +25,7 @@ def test_tiles_fit_into_shared_memory(form: str, rows: int, changes: dict[str, A
 
     problem = replace(FORMS[form], ring_rows=rows, **changes)
     for sizes in gdn_decode._ring_tiles(problem):
-        tiles = Tiles(*sizes)
+        tiles = gdn_decode.Config(*sizes)
         if gdn_decode.fits(problem, tiles, H100):
             asked = Spec(problem, tiles).shared_bytes
             assert asked <= gdn_decode._ring_bytes(problem, tiles) <= H100.shared_bytes_per_block
@@ -42,5 +41,15 @@ def test_default_fits(problem: GdnDecodeProblem, batch: int) -> None:
     problem = replace(problem, num_sequences=batch, num_tokens=4 * batch)
     config = gdn_decode.default_config(problem, H100)
     assert gdn_decode.fits(problem, config, H100)
-    if batch == 128:  # what a large batch reads is hidden by 512 threads an SM, each with 64 values of a state
+    assert (config.stages > 0) == (batch == 128)  # an item for every SM: states are streamed
+
+
+def test_many_heads_that_are_not_streamed() -> None:
+    """What a large batch reads is hidden by 512 threads an SM, each with 64 values of a state."""
+    for problem in (ONE, DRAFTS):
+        problem = replace(
+            problem, state_v_first=problem is DRAFTS, ring_rows=39, fold_every=24, num_sequences=128, num_tokens=512
+        )
+        config = gdn_decode.default_config(problem, H100)
+        assert config.stages == 0
         assert (config.min_threads_per_sm, config.threads_per_column, config.v_per_thread) == (512, 8, 4)
