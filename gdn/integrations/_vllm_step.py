@@ -34,15 +34,19 @@ class Rows(NamedTuple):
 
 
 class _View:
-    """A view of a tensor of the host, made again when the host has another tensor or other memory."""
+    """A view of a tensor of the host, made again when the host has another tensor or other memory.
+
+    The tensor is kept beside its view: the `id` of one that is gone may be that of the next, laid out otherwise in its memory.
+    """
 
     def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
-        self._make, self._key, self._view = make, (0, 0), torch.empty(0)
+        self._make, self._of, self._begin = make, torch.empty(0), 0
+        self._view = self._of
 
     def __call__(self, x: Tensor) -> Tensor:
-        key = (id(x), x.data_ptr())
-        if key != self._key:
-            self._key, self._view = key, self._make(x)
+        begin = x.data_ptr()
+        if x is not self._of or begin != self._begin:
+            self._of, self._begin, self._view = x, begin, self._make(x)
         return self._view
 
 

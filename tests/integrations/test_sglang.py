@@ -196,8 +196,11 @@ def test_a_step_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         backend = runner.backend()
         assert runner.step(backend)[0] == stand_in.HOST and counts(handle)["forward_decode"] == (0, {})
         assert asked[1:] == [(1, ("extend",))]
+        assert not backend.requires_contiguous_prefill_state
+        monkeypatch.setattr(fake_sglang, "enable_mis", True)  # the rule of such prompts is the host's
+        assert runner.backend().requires_contiguous_prefill_state
         choose("triton")
-        assert runner.backend().requires_contiguous_prefill_state and len(asked) == 2
+        assert runner.backend().requires_contiguous_prefill_state and len(asked) == 3
 
 
 def test_convolutions_are_ours_where_the_phase_is() -> None:
@@ -245,6 +248,7 @@ def test_patches_of_others_on_the_backend(monkeypatch: pytest.MonkeyPatch) -> No
     ours = GDNAttnBackend.forward_decode
     monkeypatch.setattr(GDNAttnBackend, "forward_decode", lambda self, *given, **named: ("patched", ours(self, *given, **named)))
     backend = runner.backend()
+    assert backend.requires_contiguous_prefill_state  # which the other convolution may need
     assert runner.step(backend)[1].shape == (1, 2, HV, 32)
     handle.disable()
     why = next(one.why for one in handle.report().points if one.path.endswith("forward_decode"))

@@ -230,6 +230,22 @@ def test_head_dims_of_the_step_operators(dims: tuple[int, int], interleaved: boo
     driver.drafts(own, prompts=[3, 1])
 
 
+def test_pages_that_are_laid_out_anew() -> None:
+    """Windows [blocks, columns, channels] give way to others in the same memory, whose `id` is that of the first ones."""
+    host = Host(5, num_spec=0, interleaved=True, dim_first=False)
+    driver = Driver(host)
+    driver.prompts([3], [], [])
+    windows, states = host.layer.kv_cache
+    shape, seen, memory = windows.shape, id(windows), torch.empty(0).set_(host.pages)
+    strides = (windows.stride(0), 1, shape[1])  # the channels first in memory
+    host.layer.kv_cache = windows = None
+    found = [memory.as_strided(shape, strides)]
+    while id(found[-1]) != seen and len(found) < 50:
+        found.append(memory.as_strided(shape, strides))
+    host.layer.kv_cache = (found[-1], states)
+    driver.prompts([5, 66], [], [])
+
+
 def test_which_operators_run() -> None:
     """The fused operator wherever it has a kernel, each for itself."""
     for dims, decode, prefill in (
