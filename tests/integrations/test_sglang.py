@@ -1,7 +1,6 @@
 """The adapter of SGLang on a stand-in of its modules: the switch, the choice, what a dispatcher gets, `disable`, the report."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -46,11 +45,6 @@ def test_off_unless_the_switch_says_so(monkeypatch: pytest.MonkeyPatch, choices:
         env.reload()
         sglang.plugin()
     assert seen == [(False, False, {"apply_hooks": False}), (True, False, {"apply_hooks": False})]
-
-
-def test_import_loads_no_host() -> None:
-    code = "import sys, gdn.integrations.sglang; assert not {'sglang', 'tilelang', 'cutlass'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 CHOSEN = {
