@@ -18,7 +18,7 @@ from gdn.integrations import sglang_convolution as convolution
 from gdn.integrations._calls import Calls
 from gdn.integrations._hosts import SGLANG_BACKEND, SGLANG_CONVOLUTIONS, SGLANG_RUNNER
 from gdn.integrations._points import Point, Undo, Unreplaced, replace, resolve
-from gdn.integrations._sglang_kernel import LARGEST_HEAD_DIM, Serving, unserved_slots
+from gdn.integrations._sglang_kernel import LARGEST_HEAD_DIM_OF_SNAPSHOTS, Serving, unserved_slots
 from gdn.runtime import log
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -147,11 +147,11 @@ def _start(convolves_prompts: Callable[[], bool]) -> Point:
 def takes_strided(form: warm.Form, cache: Any, allow_reference: bool) -> bool:
     """Whether every prompt of such layers is served, on pools whose slots are apart: the host's kernels drop writes to such.
 
-    Only then need the host not copy the slots before and after.
+    Prompts that leave snapshots for the prefix cache are among them. Only then need the host not copy the slots before and after.
     """
     if form.token_dtype not in _HALVES and not allow_reference:
         return False
-    if form.head_k_dim != form.head_v_dim or form.head_k_dim % 4 or form.head_k_dim > LARGEST_HEAD_DIM:
+    if form.head_k_dim != form.head_v_dim or form.head_k_dim % 4 or form.head_k_dim > LARGEST_HEAD_DIM_OF_SNAPSHOTS:
         return False
     return form.channels % 8 == 0 and 2 <= form.width <= 4 and unserved_slots(cache.temporal[0]) is None
 

@@ -26,6 +26,7 @@ Tensor = torch.Tensor
 CHUNK = 64  # tokens between two states that the host may ask for
 NULL_SLOT = -1  # the host's padding
 LARGEST_HEAD_DIM = 256
+LARGEST_HEAD_DIM_OF_SNAPSHOTS = 128
 _ALIGNMENT = 16  # bytes, of a slot
 
 
@@ -74,8 +75,11 @@ def unserved_slots(states: Tensor) -> str | None:
         return reason
     slot, *inner = states.stride()
     _, _, rows, columns = states.shape
-    if slot * states.element_size() % _ALIGNMENT or inner != [rows * columns, columns, 1]:
+    size = states.element_size()
+    if slot * size % _ALIGNMENT or inner != [rows * columns, columns, 1]:
         return f"the states have strides {states.stride()}, served are contiguous slots at multiples of {_ALIGNMENT} bytes"
+    if states.storage_offset() * size % _ALIGNMENT:
+        return f"the states begin at no multiple of {_ALIGNMENT} bytes"
     return None
 
 
@@ -95,6 +99,16 @@ def refusal_extend(q: Tensor, v: Tensor, states: Tensor, inplace_update: bool, *
     return refusal(q, q.shape[-1], v.shape[-1], states, allow_reference=allow_reference)
 
 
+def refusal_snapshots(snapshots: Tensor | None, head_dim: int) -> str | None:
+    """Why an extend that stores states for the prefix cache in `snapshots` [rows, HV, V, K] is left to the host."""
+    if snapshots is None:
+        return None
+    if head_dim > LARGEST_HEAD_DIM_OF_SNAPSHOTS:
+        return f"snapshots of head dim {head_dim}, served are up to {LARGEST_HEAD_DIM_OF_SNAPSHOTS}"
+    reason = unserved_slots(snapshots)
+    return None if reason is None else f"snapshots: {reason}"
+
+
 def refusal_verify(
     q: Tensor, v: Tensor, states: Tensor, kept: Tensor | None, parents: Tensor | None, rows: int, *, allow_reference: bool = False
 ) -> str | None:
@@ -103,6 +117,14 @@ def refusal_verify(
         return "no buffer takes the states"
     if kept.dtype != states.dtype and (reason := unserved_state(kept)) is not None:
         return reason
+    row, step, *inner = kept.stride()
+    size = kept.element_size()
+    if (
+        kept.shape[2:] != states.shape[1:]
+        or inner != list(states.stride()[1:])
+        or (row | step | kept.storage_offset()) * size % _ALIGNMENT
+    ):
+        return f"the buffer of states has shape {list(kept.shape)} and strides {kept.stride()}"
     if parents is not None and (parents.shape[0] < rows or rows * parents.shape[1] != q.shape[1]):
         return f"the tree has parents {list(parents.shape)} of {q.shape[1]} tokens in {rows} sequences"
     return refusal(q, q.shape[-1], v.shape[-1], states, allow_reference=allow_reference)
@@ -145,6 +167,7 @@ def kernel_class(base: type) -> type:
         ) -> tuple[Tensor, Tensor | None, Tensor | None]:
             states, allowed = given["ssm_states"], self._serving.calls.allow_reference
             reason = refusal_extend(q, v, states, given.get("inplace_update", True), allow_reference=allowed)
+            reason = reason or refusal_snapshots(given.get("track_state"), q.shape[-1])
             if not self._serving.serves("extend", reason):
                 return _extend_by_host(self._host, q, k, v, g, beta, given)
             return _extend(q, k, v, g, beta, given), None, None
@@ -211,7 +234,7 @@ def _extend(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, given: Map
         options["checkpoint_slots"] = indices.slots(rows, slots.device, slots.dtype)[:, None]
         options["checkpoint_states"] = snapshots
     output = given.get("output")
-    if output is not None and output.dtype == v.dtype and output.shape == v.shape:
+    if output is not None and output.dtype == v.dtype and output.shape == v.shape and output.stride(-1) == 1:
         options["out"] = output
     o, _ = gdn.chunk_gated_delta_rule(
         q, k, v, g, beta, initial_state=states, use_qk_l2norm_in_kernel=True, cu_seqlens=offsets, state_v_first=True,
