@@ -122,7 +122,7 @@ def refusal_verify(
     if (
         kept.shape[2:] != states.shape[1:]
         or inner != list(states.stride()[1:])
-        or (row | step | kept.storage_offset()) * size % _ALIGNMENT
+        or any(one * size % _ALIGNMENT for one in (row, step, kept.storage_offset()))
     ):
         return f"the buffer of states has shape {list(kept.shape)} and strides {kept.stride()}"
     if parents is not None and (parents.shape[0] < rows or rows * parents.shape[1] != q.shape[1]):
