@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import gdn
@@ -77,6 +78,11 @@ def chunk(
     )
 
 
+def _is_misaligned(states: Tensor) -> bool:
+    """Whether states begin where no kernel takes them. A compiler cannot ask: it sees the host's own tensors, which do not."""
+    return not torch.compiler.is_compiling() and bool(states.storage_offset() * states.element_size() % _ALIGNMENT)
+
+
 def recurrent_refusal(
     query: Tensor,
     key: Tensor,
@@ -93,7 +99,7 @@ def recurrent_refusal(
     if others.get("cu_seqlens") is not None:
         return "packed sequences of one token"
     if initial_state is not None and output_final_state:  # it is updated in place
-        if not initial_state.is_contiguous() or initial_state.storage_offset() * initial_state.element_size() % _ALIGNMENT:
+        if not initial_state.is_contiguous() or _is_misaligned(initial_state):
             return f"the states have strides {initial_state.stride()}, or begin at no multiple of {_ALIGNMENT} bytes"
     return _unserved_rule(query, key, value, g, beta, initial_state, allow_reference)
 
