@@ -73,10 +73,10 @@ def unserved_slots(states: Tensor) -> str | None:
     reason = unserved_state(states)
     if reason is not None:
         return reason
-    slot, *inner = states.stride()
+    slot, head, row, column = states.stride()
     _, _, rows, columns = states.shape
     size = states.element_size()
-    if slot * size % _ALIGNMENT or inner != [rows * columns, columns, 1]:
+    if slot * size % _ALIGNMENT or column != 1 or row != columns or head != rows * columns:
         return f"the states have strides {states.stride()}, served are contiguous slots at multiples of {_ALIGNMENT} bytes"
     if states.storage_offset() * size % _ALIGNMENT:
         return f"the states begin at no multiple of {_ALIGNMENT} bytes"
@@ -117,13 +117,9 @@ def refusal_verify(
         return "no buffer takes the states"
     if kept.dtype != states.dtype and (reason := unserved_state(kept)) is not None:
         return reason
-    row, step, *inner = kept.stride()
-    size = kept.element_size()
-    if (
-        kept.shape[2:] != states.shape[1:]
-        or inner != list(states.stride()[1:])
-        or any(one * size % _ALIGNMENT for one in (row, step, kept.storage_offset()))
-    ):
+    strides, size = kept.stride(), kept.element_size()
+    is_apart = strides[0] * size % _ALIGNMENT or strides[1] * size % _ALIGNMENT or kept.storage_offset() * size % _ALIGNMENT
+    if is_apart or kept.shape[2:] != states.shape[1:] or strides[2:] != states.stride()[1:]:
         return f"the buffer of states has shape {list(kept.shape)} and strides {kept.stride()}"
     if parents is not None and (parents.shape[0] < rows or rows * parents.shape[1] != q.shape[1]):
         return f"the tree has parents {list(parents.shape)} of {q.shape[1]} tokens in {rows} sequences"
