@@ -116,6 +116,28 @@ def test_packed_rows_of_a_batch_by_positions_alone(small: PreTrainedModel) -> No
     assert_close(found, torch.cat([alone, run(small, ids[1:])]))
 
 
+@pytest.mark.parametrize("how", ["its call", "a module around it", "its forward"])
+def test_positions_that_restart_are_refused_by_name_where_a_layer_is_compiled_by_itself(small: PreTrainedModel, how: str) -> None:
+    """The compiled layer cannot be told the boundaries: it would mix the sequences without a word."""
+    ids, _ = prompts(12)
+    positions, layers = torch.arange(12)[None] % 5, small.model.layers
+    first = layers[0]
+    with on_layers(small):
+        try:
+            if how == "its call":
+                first.compile(backend="eager")
+            elif how == "a module around it":
+                layers[0] = torch.compile(first, backend="eager")
+            else:
+                first.forward = torch.compile(first.forward, backend="eager")
+            with pytest.raises(ValueError, match="position_ids: .*whose layers are compiled by themselves .pass cu_seq_lens_q"):
+                run(small, ids, position_ids=positions)
+        finally:
+            layers[0], first._compiled_call_impl = first, None
+            vars(first).pop("forward", None)
+        run(small, ids, position_ids=positions)
+
+
 @pytest.mark.parametrize("made", [True, False])
 def test_positions_that_restart_are_refused_by_name_with_a_cache(small: PreTrainedModel, made: bool) -> None:
     ids, mask = prompts(12)
