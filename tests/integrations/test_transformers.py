@@ -216,6 +216,10 @@ def test_every_other_reason_of_a_layer(small: PreTrainedModel, monkeypatch: pyte
     assert _refusal(small, torch.randn(2, 4, 64), one) == "the cache's windows have another shape"
     one.layers[0].is_conv_states_initialized[0] = False
     assert _refusal(small, torch.randn(2, 4, 64), one) == "the cache's states have another shape"
+    kept = one.layers[0].recurrent_states[0]
+    one.layers[0].recurrent_states[0] = kept.mT.contiguous().mT
+    assert _refusal(small, cache=one) == "the cache's states are not contiguous"
+    one.layers[0].recurrent_states[0] = kept
     one.layers[0].recurrent_states[0] = one.layers[0].recurrent_states[0].half()
     assert _refusal(small, cache=one) == "the states are float16"
     one.layers[0].recurrent_states[0] = one.layers[0].recurrent_states[0].to("meta")
