@@ -1,6 +1,7 @@
 """`gdn.warmup(config)`: every kernel that a model can reach is loaded, before the first request needs it.
 
 `warmup_sizes`: the sizes at which an adapter makes a call of its own, for the same end. `without_kernel`: what no kernel runs.
+`unusable`: why there are no kernels.
 """
 
 import itertools
@@ -77,6 +78,21 @@ def warmup(
         switch = None if replay is None else str(int(replay))
         problems += served.of_config(config, num_spec=num_spec, replay=switch, **options)
     return reach.load(reach.kernels(problems, spec))
+
+
+def unusable() -> str | None:
+    """Why the kernels of this package cannot run in this process, whatever its GPU; None where they can.
+
+    Asks for those of the CuTe DSL, which alone has every operator: without them the reference runs, which is slow.
+    """
+    from gdn.runtime import packages
+
+    for package in (packages.DSLS["cute"], packages.TVM_FFI):
+        if packages.version(package) is None:
+            return f"requires {package.distribution} {package.served}, got none"
+        if (reason := packages.unserved(package)) is not None:
+            return reason
+    return None
 
 
 def warmup_sizes(

@@ -93,4 +93,7 @@ def config_of(model: str) -> HybridConfig:
         raise ValueError(f"model: expected a config.json, got {model!r}, which is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"model: expected a config.json, got {model!r}, which holds a {type(content).__name__}")
-    return HybridConfig.from_transformers(content)
+    try:
+        return HybridConfig.from_transformers(content)
+    except TypeError as error:  # an entry of the file, not of a caller
+        raise ValueError(f"model: {model!r}: {error}") from error

@@ -12,6 +12,7 @@ from gdn.integrations._calls import Calls, unserved_machine
 from gdn.integrations._hosts import Host
 from gdn.integrations._points import Missing, Point, Undo, Unreplaced, resolve
 from gdn.runtime import log
+from gdn.warmup import unusable
 
 _lock = threading.RLock()
 _enabled: dict[tuple[str, Hashable], "Handle"] = {}
@@ -147,7 +148,7 @@ def enable(
     ValueError
         If this host and scope is enabled with other options.
     RuntimeError
-        With strict, if a point cannot be replaced.
+        With strict, if a point cannot be replaced, or no kernel can run in this process.
     """
     given = {"strict": strict, "allow_reference": allow_reference, **(options or {})}
     with _lock:
@@ -156,8 +157,11 @@ def enable(
             if existing.options != given:
                 raise ValueError(f"enable: expected the options of the enabled handle, {dict(existing.options)}, got {given}")
             return existing
+        reason = unserved_machine(allow_reference)
+        if reason is None and not allow_reference and (reason := unusable()) is not None and strict:
+            raise RuntimeError(f"gdn.integrations.{host.name}, strict: nothing would be replaced, {reason}")
         handle = Handle(host.name, _records.installed_version(host), MappingProxyType(given), list(notes), _scope=scope)
-        if reason := unserved_machine(allow_reference):
+        if reason is not None:
             handle._installed = [_Installed(point, Calls(), why=reason) for point in points]
             log.once(f"{host.name}: nothing is replaced, {reason}")
         else:

@@ -164,7 +164,7 @@ SGLANG = Host(
             "decode_kernel", "extend_kernel", "supports_packed_decode", "tree_verify_kernel", "verify_kernel",
             "verify_kernel_is_flashinfer",
         ),
-        SGLANG_BACKEND: ("kernel_dispatcher", "requires_contiguous_prefill_state"),
+        SGLANG_BACKEND: ("enable_mis", "kernel_dispatcher", "requires_contiguous_prefill_state"),
         SGLANG_RUNNER: ("dtype", "model", "req_to_token_pool"),
         "sglang.srt.layers.radix_linear_attention.RadixLinearAttention": (
             "A_log", "activation", "bias", "conv_weights", "dt_bias", "head_k_dim", "head_q_dim", "head_v_dim", "layer_id",

@@ -27,7 +27,8 @@ def bound(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 class Served:
     """Whether the tensors of a call are like those of the last call that was served, so that nothing need be asked again.
 
-    For what depends on the types, dtypes, devices, shapes and strides of these tensors alone. What autograd wants is asked anew.
+    For what depends on the types, dtypes, devices, shapes and strides of these tensors alone, and on the last one's alignment:
+    states that are updated in place. What autograd wants is asked anew.
     """
 
     __slots__ = ("_guard",)
@@ -36,13 +37,16 @@ class Served:
         self._guard: guards.Guard = _never
 
     def __call__(self, *tensors: Tensor) -> bool:
-        return self._guard(*tensors) and not torch.is_grad_enabled()
+        return self._guard(*tensors) and not tensors[-1].data_ptr() & _UNALIGNED and not torch.is_grad_enabled()
 
     def judge(self, reason: str | None, *tensors: Tensor) -> str | None:
         """Returns the reason why a call is left to the host; remembers a call without."""
         if reason is None and not torch.compiler.is_compiling():
             self._guard = guards.maker()(tensors)
         return reason
+
+
+_UNALIGNED = 15  # bits of an address that kernels do not take, of what they update in place
 
 
 def _never(*_: Tensor) -> bool:

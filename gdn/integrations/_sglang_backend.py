@@ -18,7 +18,7 @@ from gdn.integrations import sglang_convolution as convolution
 from gdn.integrations._calls import Calls
 from gdn.integrations._hosts import SGLANG_BACKEND, SGLANG_CONVOLUTIONS, SGLANG_RUNNER
 from gdn.integrations._points import Point, Undo, Unreplaced, replace, resolve
-from gdn.integrations._sglang_kernel import LARGEST_HEAD_DIM, Serving, unserved_slots
+from gdn.integrations._sglang_kernel import LARGEST_HEAD_DIM_OF_SNAPSHOTS, Serving, unserved_slots
 from gdn.runtime import log
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -33,18 +33,22 @@ phases: set[str] = set()  # those that ours run in any engine of this process: t
 def points(strict: bool) -> list[Point]:
     """The points, besides the dispatcher's own."""
     prompts, update = SGLANG_CONVOLUTIONS
+    taken: set[str] = set()  # convolutions that are ours now
     return [
-        _convolution(prompts, {"extend"}, convolution.prompts_refusal, convolution.prompts, strict),
-        _convolution(update, {"decode", "verify"}, convolution.update_refusal, convolution.update, strict),
+        _convolution(prompts, {"extend"}, convolution.prompts_refusal, convolution.prompts, strict, taken),
+        _convolution(update, {"decode", "verify"}, convolution.update_refusal, convolution.update, strict, taken),
         _decode_step(),
-        _start(),
+        _start(lambda: prompts in taken),
     ]
 
 
 def _convolution(
-    path: str, where: set[str], refusal: Callable[..., str | None], serve: Callable[..., Any], strict: bool
+    path: str, where: set[str], refusal: Callable[..., str | None], serve: Callable[..., Any], strict: bool, taken: set[str]
 ) -> Point:
-    """A function that the module of the backend holds, and calls by this name. Other backends hold it too, and keep it."""
+    """A function that the module of the backend holds, and calls by this name. Other backends hold it too, and keep it.
+
+    taken gets the path while the function is replaced.
+    """
     name, definition = path.rpartition(".")[2], SGLANG_CONVOLUTIONS[path]
 
     def install(calls: Calls) -> Undo:
@@ -62,7 +66,14 @@ def _convolution(
                     return serve(*args, **kwargs)
             return original(*args, **kwargs)
 
-        return replace(original, replacement, (path,))
+        undo = replace(original, replacement, (path,))
+        taken.add(path)
+
+        def stop() -> str | None:
+            taken.discard(path)
+            return undo()
+
+        return stop
 
     return Point(path, (definition,), install)
 
@@ -91,8 +102,11 @@ def _decode_step() -> Point:
     return Point(f"{SGLANG_BACKEND}.forward_decode", (*guards, SGLANG_BACKEND), install)
 
 
-def _start() -> Point:
-    """The construction of a backend, after which every kernel is loaded that its layers reach; graphs are captured later."""
+def _start(convolves_prompts: Callable[[], bool]) -> Point:
+    """The construction of a backend, after which every kernel is loaded that its layers reach; graphs are captured later.
+
+    convolves_prompts: whether the convolution of prompts is ours, which the pools' layout depends on.
+    """
 
     def install(calls: Calls) -> Undo:
         path = f"{SGLANG_BACKEND}.__init__"
@@ -112,7 +126,9 @@ def _start() -> Point:
             compiled = warm.warm_up(forms, chosen)
             took = f"{time.perf_counter() - begin:.1f} s, {compiled} compiled"
             log.once(f"sglang: kernels of {', '.join(chosen)} are loaded ({took})", logging.INFO)
-            if "extend" in chosen and all(takes_strided(form, cache, calls.allow_reference) for form in forms):
+            # Multi-item scoring leaves the rule to the host, which reads slots as if they were adjacent.
+            serves_prompts = "extend" in chosen and convolves_prompts() and not self.enable_mis
+            if serves_prompts and all(takes_strided(form, cache, calls.allow_reference) for form in forms):
                 self.requires_contiguous_prefill_state = False
                 changed.add(self)
 
@@ -131,11 +147,11 @@ def _start() -> Point:
 def takes_strided(form: warm.Form, cache: Any, allow_reference: bool) -> bool:
     """Whether every prompt of such layers is served, on pools whose slots are apart: the host's kernels drop writes to such.
 
-    Only then need the host not copy the slots before and after.
+    Prompts that leave snapshots for the prefix cache are among them. Only then need the host not copy the slots before and after.
     """
     if form.token_dtype not in _HALVES and not allow_reference:
         return False
-    if form.head_k_dim != form.head_v_dim or form.head_k_dim % 4 or form.head_k_dim > LARGEST_HEAD_DIM:
+    if form.head_k_dim != form.head_v_dim or form.head_k_dim % 4 or form.head_k_dim > LARGEST_HEAD_DIM_OF_SNAPSHOTS:
         return False
     return form.channels % 8 == 0 and 2 <= form.width <= 4 and unserved_slots(cache.temporal[0]) is None
 

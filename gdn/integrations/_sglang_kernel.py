@@ -28,6 +28,7 @@ Tensor = torch.Tensor
 CHUNK = 64  # tokens between two states that the host may ask for
 NULL_SLOT = -1  # the host's padding
 LARGEST_HEAD_DIM = 256
+LARGEST_HEAD_DIM_OF_SNAPSHOTS = 128
 _ALIGNMENT = 16  # bytes, of a slot
 
 
@@ -74,10 +75,13 @@ def unserved_slots(states: Tensor) -> str | None:
     reason = unserved_state(states)
     if reason is not None:
         return reason
-    slot, *inner = states.stride()
+    slot, head, row, column = states.stride()
     _, _, rows, columns = states.shape
-    if slot * states.element_size() % _ALIGNMENT or inner != [rows * columns, columns, 1]:
+    size = states.element_size()
+    if slot * size % _ALIGNMENT or column != 1 or row != columns or head != rows * columns:
         return f"the states have strides {states.stride()}, served are contiguous slots at multiples of {_ALIGNMENT} bytes"
+    if states.storage_offset() * size % _ALIGNMENT:
+        return f"the states begin at no multiple of {_ALIGNMENT} bytes"
     return None
 
 
@@ -97,6 +101,16 @@ def refusal_extend(q: Tensor, v: Tensor, states: Tensor, inplace_update: bool, *
     return refusal(q, q.shape[-1], v.shape[-1], states, allow_reference=allow_reference)
 
 
+def refusal_snapshots(snapshots: Tensor | None, head_dim: int) -> str | None:
+    """Why an extend that stores states for the prefix cache in `snapshots` [rows, HV, V, K] is left to the host."""
+    if snapshots is None:
+        return None
+    if head_dim > LARGEST_HEAD_DIM_OF_SNAPSHOTS:
+        return f"snapshots of head dim {head_dim}, served are up to {LARGEST_HEAD_DIM_OF_SNAPSHOTS}"
+    reason = unserved_slots(snapshots)
+    return None if reason is None else f"snapshots: {reason}"
+
+
 def refusal_verify(
     q: Tensor, v: Tensor, states: Tensor, kept: Tensor | None, parents: Tensor | None, rows: int, *, allow_reference: bool = False
 ) -> str | None:
@@ -105,6 +119,10 @@ def refusal_verify(
         return "no buffer takes the states"
     if kept.dtype != states.dtype and (reason := unserved_state(kept)) is not None:
         return reason
+    strides, size = kept.stride(), kept.element_size()
+    is_apart = strides[0] * size % _ALIGNMENT or strides[1] * size % _ALIGNMENT or kept.storage_offset() * size % _ALIGNMENT
+    if is_apart or kept.shape[2:] != states.shape[1:] or strides[2:] != states.stride()[1:]:
+        return f"the buffer of states has shape {list(kept.shape)} and strides {kept.stride()}"
     if parents is not None and (parents.shape[0] < rows or rows * parents.shape[1] != q.shape[1]):
         return f"the tree has parents {list(parents.shape)} of {q.shape[1]} tokens in {rows} sequences"
     return refusal(q, q.shape[-1], v.shape[-1], states, allow_reference=allow_reference)
@@ -158,9 +176,11 @@ def kernel_class(base: type) -> type:
             self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **given: Any
         ) -> tuple[Tensor, Tensor | None, Tensor | None]:
             states, known, reason, in_place = given["ssm_states"], self._extended, None, given.get("inplace_update", True)
-            if not in_place or not known(q, v, states):
+            snapshots = given.get("track_state")
+            if not in_place or snapshots is not None or not known(q, v, states):
                 allowed = self._serving.calls.allow_reference
                 reason = known.judge(refusal_extend(q, v, states, in_place, allow_reference=allowed), q, v, states)
+                reason = reason or refusal_snapshots(snapshots, q.shape[-1])
             if not self._serving.serves("extend", reason):
                 return _extend_by_host(self._host, q, k, v, g, beta, given)
             return _extend(q, k, v, g, beta, given), None, None
@@ -170,11 +190,11 @@ def kernel_class(base: type) -> type:
         ) -> Tensor:
             states, offsets, known, reason = given["ssm_states"], given["query_start_loc"], self._verified, None
             kept, parents = given.get("intermediate_states_buffer"), given.get("retrieve_parent_token")
-            if kept is None or parents is not None or not known(q, v, states, kept):
+            if kept is None or parents is not None or kept.data_ptr() % _ALIGNMENT or not known(q, v, kept, states):
                 rows, allowed = offsets.shape[0] - 1, self._serving.calls.allow_reference
                 reason = refusal_verify(q, v, states, kept, parents, rows, allow_reference=allowed)
                 if kept is not None:
-                    reason = known.judge(reason, q, v, states, kept)
+                    reason = known.judge(reason, q, v, kept, states)
             if not self._serving.serves("target_verify", reason):
                 return self._host.target_verify(  # type: ignore[no-any-return]
                     A_log=A_log, dt_bias=dt_bias, q=q, k=k, v=v, a=a, b=b, **given
@@ -228,7 +248,7 @@ def _extend(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, given: Map
         options["checkpoint_slots"] = indices.slots(rows, slots.device, slots.dtype)[:, None]
         options["checkpoint_states"] = snapshots
     output = given.get("output")
-    if output is not None and output.dtype == v.dtype and output.shape == v.shape:
+    if output is not None and output.dtype == v.dtype and output.shape == v.shape and output.stride(-1) == 1:
         options["out"] = output
     o, _ = _chunk()(q, k, v, g, beta, states, offsets, state_indices=slots, **options)
     return o  # type: ignore[no-any-return]

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.integrations._calls import unserved, unserved_state
+from gdn.integrations._calls import unserved
 from gdn.integrations._kept import bound
+from gdn.integrations._sglang_kernel import unserved_slots
 
 Tensor = torch.Tensor
 NULL_SLOT = -1
@@ -46,7 +47,7 @@ def refusal(layer: Any, cache: Any, mixed_qkv: Any, *, allow_reference: bool = F
     if cache.replayssm_d is not None:
         return "ReplaySSM keeps the states"
     rows, k, v = rows_of(mixed_qkv), layer.head_k_dim, layer.head_v_dim
-    reason = unserved(rows, (layer.A_log, layer.dt_bias), allow_reference) or unserved_state(cache.temporal)
+    reason = unserved(rows, (layer.A_log, layer.dt_bias), allow_reference) or unserved_slots(cache.temporal)
     if reason is not None:
         return reason
     if k % 32 or v % 32 or max(k, v) > LARGEST_HEAD_DIM or layer.head_q_dim != k:

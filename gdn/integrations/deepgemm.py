@@ -17,6 +17,8 @@ from gdn.integrations import _handle, _hosts, _points
 from gdn.integrations._calls import refused_by, unserved
 
 HEAD_DIMS = (64, 128)  # of the kernels
+MOST_HEADS = 64
+_PAGE_MULTIPLE = 4  # keys
 _FP8 = torch.float8_e4m3fn
 
 Query = Tensor | tuple[Tensor, Tensor | None]
@@ -31,6 +33,8 @@ def _unserved_query(q: Query, allow_reference: bool) -> str | None:
         return "the queries have scales of their own (FP4 or MX)"
     if rows.shape[-1] not in HEAD_DIMS:
         return f"head dim {rows.shape[-1]} has no kernel"
+    if rows.shape[-2] > MOST_HEADS:
+        return f"{rows.shape[-2]} heads have no kernel"
     return unserved(rows, allow_reference=allow_reference)
 
 
@@ -82,6 +86,8 @@ def _refuse_paged(
         return "indices (sequences of varying numbers of queries)"
     if kv_cache.dtype != torch.uint8:
         return "the cache is not uint8"
+    if kv_cache.shape[1] % _PAGE_MULTIPLE:
+        return f"a page holds {kv_cache.shape[1]} keys, which is no multiple of {_PAGE_MULTIPLE}"
     return None
 
 

@@ -27,7 +27,9 @@ _RECURRENT_KEYWORDS = {"transpose_state_layout"}
 _LARGEST_DIM = 256
 
 
-def _unserved_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, state: Tensor | None, neg_sigmoid: bool) -> str | None:
+def _unserved_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, state: Tensor | None, neg_sigmoid: bool
+) -> str | None:
     """What both forms of the rule refuse: shapes and dtypes.
 
     neg_sigmoid: allow_neg_eigval without the sigmoid, which is an error of FLA's.
@@ -37,6 +39,10 @@ def _unserved_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, state: 
     for dim in (q.shape[-1], v.shape[-1]):
         if dim % 4 or dim > _LARGEST_DIM:
             return f"head dim {dim} has no kernel"
+    if v.shape[2] % q.shape[2]:
+        return f"{v.shape[2]} value heads are no multiple of {q.shape[2]} key heads"
+    if q.is_cuda and any(gate is not None and gate.dtype == torch.float64 for gate in (g, beta)):
+        return "g or beta is float64, which has no kernel"
     if beta is not None and beta.dim() != 3:
         return "beta is not [B, T, HV]"
     if neg_sigmoid:
@@ -56,7 +62,7 @@ def _unserved_keywords(given: Mapping[str, Any], known: set[str], state_v_first:
 def _write_strength(beta: Tensor | None, sigmoid: bool, allow_neg_eigval: bool) -> tuple[Tensor | None, bool]:
     """beta, and whether it is still the raw one."""
     if beta is None or not (sigmoid and allow_neg_eigval):
-        return beta, sigmoid and beta is not None
+        return beta, bool(sigmoid) and beta is not None
     return 2.0 * beta.float().sigmoid(), False
 
 
@@ -92,7 +98,7 @@ def _refuse_chunk(
         return reason
     if q.shape[-1] != v.shape[-1]:
         return "key and value head dims differ"
-    return _unserved_rule(q, k, v, beta, initial_state, allow_neg_eigval and not use_beta_sigmoid_in_kernel)
+    return _unserved_rule(q, k, v, g, beta, initial_state, allow_neg_eigval and not use_beta_sigmoid_in_kernel)
 
 
 @refused_by(_refuse_chunk)
@@ -155,6 +161,7 @@ def chunk_gated_delta_rule(
         As raised by `gdn.chunk_gated_delta_rule`.
     """
     beta_or_raw, raw = _write_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    # Callers hand on flags of theirs that are None, such as `use_cache`.
     gate = bool(kwargs.get("use_gate_in_kernel", False))
     return gdn.chunk_gated_delta_rule(
         q,
@@ -164,10 +171,10 @@ def chunk_gated_delta_rule(
         beta_or_raw,
         scale=scale,
         initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        output_final_state=bool(output_final_state),
+        use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
         cu_seqlens=cu_seqlens,
-        state_v_first=kwargs.get("transpose_state_layout", state_v_first),
+        state_v_first=bool(kwargs.get("transpose_state_layout", state_v_first)),
         use_gate_in_kernel=gate,
         A_log=kwargs.get("A_log") if gate else None,
         dt_bias=kwargs.get("dt_bias") if gate else None,
@@ -206,7 +213,7 @@ def _refuse_recurrent(
         return "use_gate_in_kernel without g and A_log"
     if reason := _unserved_keywords(kwargs, _RECURRENT_KEYWORDS, state_v_first):
         return reason
-    return _unserved_rule(q, k, v, beta, initial_state, allow_neg_eigval and not use_beta_sigmoid_in_kernel)
+    return _unserved_rule(q, k, v, g, beta, initial_state, allow_neg_eigval and not use_beta_sigmoid_in_kernel)
 
 
 @refused_by(_refuse_recurrent)
@@ -280,13 +287,13 @@ def fused_recurrent_gated_delta_rule(
         scale=scale,
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        state_v_first=kwargs.get("transpose_state_layout", state_v_first),
-        use_gate_in_kernel=use_gate_in_kernel,
+        use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
+        state_v_first=bool(kwargs.get("transpose_state_layout", state_v_first)),
+        use_gate_in_kernel=bool(use_gate_in_kernel),
         A_log=A_log if use_gate_in_kernel else None,
         dt_bias=dt_bias if use_gate_in_kernel else None,
         use_beta_sigmoid_in_kernel=raw,
-        output_final_state=output_final_state,
+        output_final_state=bool(output_final_state),
         disable_state_update=not output_final_state,
     )
 

@@ -30,6 +30,9 @@ def _unserved_rows(q: Tensor, k: Tensor, v: Tensor, output: Tensor | None) -> st
     for dim in (q.shape[-1], v.shape[-1]):
         if dim % 4 or dim > _LARGEST_DIM:
             return f"head dim {dim} has no kernel"
+    queries, keys, values = q.shape[-2], k.shape[-2], v.shape[-2]
+    if not (queries == keys and values % keys == 0 or keys == values and queries % keys == 0):
+        return f"{queries} query, {keys} key and {values} value heads"
     if output is not None and output.dtype != v.dtype:
         return "output differs in dtype"
     if output is not None and output.stride(-1) != 1:
@@ -43,6 +46,8 @@ def _unserved_pool(state: Tensor) -> str | None:
         return f"states of {state.dim()} dimensions"
     if not state.is_contiguous() and not (state[0] if state.shape[0] else state).is_contiguous():
         return "the states of a slot are not contiguous"
+    if state.shape[0] > 1 and state.stride(0) < state[0].numel():
+        return "the states of several slots share memory"
     return _unserved_slots(state)
 
 

@@ -33,7 +33,8 @@ def enable(
         of Qwen4Exp, which then selects by `indexer_topk` and attends by `sparse_attention`. The model also gets a hook that keeps
         packed sequences apart where `position_ids` restart and `cu_seq_lens_q` is not given: Transformers would mix them
         without a word. The hook reads the positions, so such a call waits for the device once; with a cache, where packed
-        sequences cannot be continued, it raises ValueError, and in a compiled or captured call an assertion on the device fails.
+        sequences cannot be continued, and where layers are compiled by themselves, it raises ValueError; in a compiled or
+        captured call an assertion on the device fails.
     level : {"layers", "functions"}, optional
         "layers" needs a model; None = "layers" with a model, else "functions". "functions" replaces functions of the modeling
         modules instead, for all models of the process: for layers that subclass or copy those of Transformers. It is slower.

@@ -17,7 +17,7 @@ from typing import Any
 from gdn.integrations import _handle, _hosts, vllm_qsa
 from gdn.integrations._calls import Calls, unserved_machine
 from gdn.integrations._handle import Handle
-from gdn.integrations._points import Point, Undo
+from gdn.integrations._points import Point, Undo, Unreplaced
 from gdn.integrations._vllm_layer import Layers, layer_class
 from gdn.integrations._vllm_pages import sizes_point
 from gdn.integrations._vllm_replay import Replay, page_in
@@ -53,7 +53,7 @@ def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
     ValueError
         If it is enabled with other options.
     RuntimeError
-        With strict, if nothing can be replaced.
+        With strict, if something cannot be replaced.
     """
     said: list[str] = []
 
@@ -93,9 +93,7 @@ def _point(strict: bool, tell: Callable[[str], None], replay: Replay) -> Point:
         ours = layer_class(host, context, sizes.is_conv_state_dim_first, layers)
         foreign = registry.op_registry_oot.get(_NAME)
         if foreign is not None:
-            raise RuntimeError(
-                f"{_LAYER}.{_NAME}: {foreign.__module__}.{foreign.__qualname__} is registered in its place already"
-            )
+            raise Unreplaced(f"{foreign.__module__}.{foreign.__qualname__} is registered in its place already")
         host.QwenGatedDeltaNetAttention.register_oot(ours, name=_NAME)
         return lambda: _unregister(registry, ours)
 

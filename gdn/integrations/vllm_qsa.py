@@ -23,6 +23,8 @@ SELECT = f"{OPS}.qsa_indexer.qsa_select_paged_decode"
 ATTEND = f"{OPS}.qsa.qsa_sparse_paged_attention"
 WARM_SELECT = f"{OPS}.qsa_indexer.warmup_qsa_mqa_paged_decode"
 WARM_ATTEND = f"{OPS}.qsa.warmup_qsa_sparse_paged_attention"
+_SCORED = (torch.bfloat16, torch.float8_e4m3fn)  # queries and keys of the indexer that have a kernel
+_MOST_INDEXER_HEADS = 64
 _TOPK = 512  # groups of keys in a warm-up: 2048 tokens by 4, as published; the host's warm-up does not say how many
 _MOST_ROWS = 512  # of a warm-up where the host names no limit: its graphs hold as many
 
@@ -32,12 +34,23 @@ def select_refusal(
     decode_query_len: int, block_indices: Tensor, *, allow_reference: bool = False,
 ) -> str | None:  # fmt: skip
     """Why a selection is left to the host."""
-    if q.dtype != torch.float8_e4m3fn and (reason := unserved(q, (q,), allow_reference)):
+    if reason := unserved(q, (q,), allow_reference):
         return reason
-    if q.shape[2] not in (64, 128):
-        return f"the head dim of the indexer is {q.shape[2]}"
+    if q.dtype != k_cache.dtype or (q.is_cuda and q.dtype not in _SCORED):
+        return f"the queries are {_word(q.dtype)}, the keys {_word(k_cache.dtype)}"
+    rows, heads, dim = q.shape
+    if dim not in (64, 128):
+        return f"the head dim of the indexer is {dim}"
+    if heads > _MOST_INDEXER_HEADS:
+        return f"the indexer has {heads} heads"
     if k_cache.shape[1] % 16:
         return f"a page holds {k_cache.shape[1]} keys, which is no multiple of 16"
+    requests = page_table.shape[0]
+    if rows != requests * decode_query_len or visible_blocks.shape != (rows,):
+        return f"{rows} rows, {visible_blocks.shape[0]} lengths and {requests} requests of {decode_query_len} tokens"
+    groups = token_topk // compress_ratio
+    if block_indices.shape != (rows, groups) or not groups or block_indices.dtype != torch.int32:
+        return f"the selection is {_word(block_indices.dtype)} {list(block_indices.shape)}"
     return None
 
 
@@ -63,11 +76,19 @@ def attend_refusal(
         return reason
     if use_prefill_config:
         return "the batch holds prompts, whose bounds the function is not given"
-    if k_cache.dtype != q.dtype:
-        return f"the cache is {str(k_cache.dtype).removeprefix('torch.')}, which has no kernel"
-    if q.shape[2] not in (128, 256) or q.shape[1] > 16 * k_cache.shape[2]:
-        return f"{q.shape[1]} heads of dim {q.shape[2]} over {k_cache.shape[2]} key heads"
+    for name, cache in (("cache", k_cache), ("cache", v_cache), ("gate", output_gate), ("result", q if out is None else out)):
+        if cache.dtype != q.dtype:
+            return f"the {name} is {_word(cache.dtype)}, which has no kernel"
+    heads, key_heads = q.shape[1], k_cache.shape[2]
+    if q.shape[2] not in (128, 256) or heads % key_heads or heads > 16 * key_heads:
+        return f"{heads} heads of dim {q.shape[2]} over {key_heads} key heads"
+    if block_table.dtype != torch.int32 or not block_table.shape[0]:
+        return f"the block table is {_word(block_table.dtype)} {list(block_table.shape)}"
     return None
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def attend(

@@ -107,17 +107,22 @@ def find(root: Path, versions: Mapping[str, str]) -> Bundle | None:
 def _read(root: Path, versions: tuple[tuple[str, str], ...]) -> Bundle | str | None:
     """The index, or the reason why it is not believed."""
     path = root / NAME
-    if not path.exists():
-        return None
+    try:
+        if not path.exists():
+            return None
+    except OSError as error:  # the folder cannot be searched
+        return f"{path} cannot be read ({error.strerror or error})"
     if (reason := cache_folder.distrust(root, root)) is not None:
         return reason
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         digest = content.pop("sha256")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{path} is not a whole index ({type(error).__name__}: {error})"
-    if digest != _digest(content) or content.get("format") != FORMAT:
-        return f"{path} is not a whole index of format {FORMAT}: its checksum differs"
+    if digest != _digest(content):
+        return f"{path} is not a whole index: its checksum differs"
+    if content.get("format") != FORMAT:
+        return f"{path} is not a whole index of format {FORMAT}, but of format {content.get('format')}"
     for what, here in versions:
         if (built := content["versions"].get(what)) != here:
             return f"{path} was built with {what} {built}, here is {here}"
@@ -132,6 +137,15 @@ def write(root: Path, versions: Mapping[str, str], entries: Mapping[str, str], s
     Kernels of the index that is there, of another model for example, stay in it where it is believed and no source has changed.
     entries: kernel -> name of its entry below the root. sources: kernel module -> its file.
     """
+    import filelock  # here, since a process that only reads an index needs none
+
+    with filelock.FileLock(root / f".{NAME}.lock", mode=0o600):  # another build of this folder may end at the same time
+        forget()  # what it has written since is to stay
+        _write(root, versions, entries, sources, command)
+    forget()
+
+
+def _write(root: Path, versions: Mapping[str, str], entries: Mapping[str, str], sources: Mapping[str, str], command: str) -> None:
     before = _read(root, tuple(sorted(versions.items())))
     known: dict[str, dict[str, Any]] = {}
     if isinstance(before, Bundle) and all(one.are_here for one in before.sources.values()):
@@ -151,7 +165,6 @@ def write(root: Path, versions: Mapping[str, str], entries: Mapping[str, str], s
     temporary.unlink(missing_ok=True)
     cache_folder.write_private(temporary, json.dumps({**content, "sha256": _digest(content)}, indent=1).encode())
     os.replace(temporary, root / NAME)
-    forget()
 
 
 def forget() -> None:

@@ -53,6 +53,9 @@ def test_checkpoint_states_without_a_pool(tmp_path: Path) -> None:
         chunk.launch(own, ChunkParams(*map(fake_cuda.on_device, params)))
 
 
+IN_COVER = ("either", "padded", "segments, clusters of no use")
+
+
 def load(problem: ChunkProblem, config: Any, folder: Path) -> dict[str, Callable[..., None]]:
     ctypes.CDLL(str(compiled.runtime_library("cute")), mode=ctypes.RTLD_GLOBAL)
     functions = {}
@@ -62,7 +65,7 @@ def load(problem: ChunkProblem, config: Any, folder: Path) -> dict[str, Callable
     return functions
 
 
-@pytest.mark.parametrize("call", [pytest.param(one, marks=pytest.mark.cover) if one == "either" else one for one in CALLS])
+@pytest.mark.parametrize("call", [pytest.param(one, marks=pytest.mark.cover) if one in IN_COVER else one for one in CALLS])
 def test_launch_fails_for_want_of_a_device_alone(call: str, tmp_path: Path) -> None:
     fields, changes = CALLS[call]
     sizes: dict[str, Any] = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 128, "head_v_dim": 128}

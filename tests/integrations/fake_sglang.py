@@ -132,7 +132,7 @@ class GDNAttnBackend(MambaAttnBackendBase):
     requires_contiguous_prefill_state = True
 
     def __init__(self, model_runner):  # type: ignore[no-untyped-def]
-        self.kernel_dispatcher = dispatch()
+        self.kernel_dispatcher, self.enable_mis = dispatch(), enable_mis
         self.req_to_token_pool = model_runner.req_to_token_pool
 
     def forward_decode(self, layer, forward_batch, mixed_qkv, a, b, **kwargs):  # type: ignore[no-untyped-def]
@@ -155,6 +155,7 @@ class ModelRunner:
         self.model = self.dtype = self.req_to_token_pool = None
 
 
+enable_mis = False  # multi-item scoring
 mamba = SimpleNamespace()  # the linear attention switches of the command line
 deterministic = SimpleNamespace(enable_deterministic_inference=False)
 

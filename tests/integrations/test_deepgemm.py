@@ -106,6 +106,7 @@ RAGGED_REFUSALS = {
     "the queries are not FP8": lambda one: {"q": fp4(one["q"])},
     "the queries have scales of their own": lambda one: {"q": (one["q"], torch.ones(9, 8))},
     "head dim 32 has no kernel": lambda one: {"q": one["q"][..., :32]},
+    "65 heads have no kernel": lambda one: {"q": one["q"][:, :1].expand(-1, 65, -1)},
     "the scores are neither float32 nor bfloat16": lambda one: {"logits_dtype": torch.float16},
     "the keys are not FP8": lambda one: {"kv": (one["kv"][0], one["kv"][1].to(torch.int32))},
     "the tokens are on meta": lambda one: {"q": one["q"].to("meta")},
@@ -115,6 +116,7 @@ PAGED_REFUSALS = {
     "the queries have scales of their own": lambda one: {"q": (one["q"], torch.ones(3, 2, 8))},
     "the scores are neither float32 nor bfloat16": lambda one: {"logits_dtype": torch.float16},
     "indices": lambda one: {"indices": torch.zeros(3, dtype=torch.int32)},
+    "a page holds 2 keys, which is no multiple of 4": lambda one: {"kv_cache": one["kv_cache"][:, :2]},
     "the cache is not uint8": lambda one: {"kv_cache": one["kv_cache"].view(torch.int8)},
 }
 

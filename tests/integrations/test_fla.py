@@ -77,6 +77,26 @@ def test_recurrent_without_gates_and_with_other_value_dims() -> None:
     check(fla.fused_recurrent_gated_delta_rule(**bare, output_final_state=True), **bare)
 
 
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
+def test_flags_that_are_none(name: str) -> None:
+    """Models hand on flags of theirs, such as `use_cache`: None counts as False, as in FLA."""
+    given, flags = rule_inputs(), ("output_final_state", "use_beta_sigmoid_in_kernel", "use_gate_in_kernel")
+    more = dict.fromkeys(("use_qk_l2norm_in_kernel", "state_v_first", *flags))
+    o, state = getattr(fla, name)(**given, **more)
+    assert state is None and torch.equal(o, getattr(fla, name)(**given)[0])
+
+
+@pytest.mark.parametrize("gate", ["g", "beta"])
+def test_gates_without_a_kernel(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gdn.integrations._calls._is_sm90", lambda index: True)
+    with torch._subclasses.FakeTensorMode():
+        q = torch.empty(1, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+        given = {one: torch.empty(1, 4, 2, device="cuda") for one in ("g", "beta")}
+        for refusal in (fla._refuse_chunk, fla._refuse_recurrent):
+            assert refusal(q, q, q, **given) is None
+            assert refusal(q, q, q, **given | {gate: given[gate].double()}) == "g or beta is float64, which has no kernel"
+
+
 def test_ignored_arguments_change_nothing() -> None:
     given = rule_inputs()
     given |= {one: given[one][:1] for one in ("q", "k", "v", "g", "beta")} | {"cu_seqlens": torch.tensor([0, 30, 70])}
@@ -93,6 +113,7 @@ RULE_REFUSALS = {
     "the states are float16": {"initial_state": torch.zeros(2, 4, 16, 16, dtype=torch.float16)},
     "both state_v_first and its old name": {"state_v_first": True, "transpose_state_layout": True},
     "keyword head_first": {"head_first": False},
+    "3 value heads are no multiple of 2 key heads": {"v": torch.zeros(2, 70, 3, 16)},
 }
 CHUNK_REFUSALS = {
     **RULE_REFUSALS,

@@ -294,6 +294,7 @@ ROWS = {
     "autograd needs gradients": {"A_log": torch.zeros(4, requires_grad=True)},
     "q, k and v differ in dtype": {"v": torch.zeros(BATCH, TOKENS, 4, 32, dtype=torch.bfloat16)},
     "head dim 260 has no kernel": {"v": torch.zeros(BATCH, TOKENS, 4, 260)},
+    "2 query, 2 key and 3 value heads": {"v": torch.zeros(BATCH, TOKENS, 3, 32)},
     "output differs in dtype": {"output": torch.zeros(BATCH, TOKENS, 4, 32, dtype=torch.bfloat16)},
     "output's last dimension is not contiguous": {"output": torch.zeros(BATCH, TOKENS, 4, 64)[..., ::2]},
 }
@@ -301,6 +302,7 @@ POOLS = {
     "the states are float16": torch.zeros(8, 4, 32, DIM, dtype=torch.float16),
     "states of 5 dimensions": torch.zeros(8, 4, 2, 16, DIM),
     "the states of a slot are not contiguous": torch.zeros(8, 4, DIM, 32).transpose(-1, -2),
+    "the states of several slots share memory": torch.zeros(1, 4, 32, DIM).expand(8, -1, -1, -1),
     "the stride of slots is not a multiple of 16 bytes": torch.zeros(8, 4 * 32 * DIM + 1)[:, 1:].unflatten(1, (4, 32, DIM)),
     "the states begin at no multiple of 16 bytes": torch.zeros(8 * 4 * 32 * DIM + 1)[1:].view(8, 4, 32, DIM),
 }
@@ -360,6 +362,7 @@ PREFILLS: dict[str, dict[str, Any]] = {
     "q, k and v differ in dtype": {"v": torch.zeros(80, 4, DIM, dtype=torch.bfloat16)},
     "head dim 260 has no kernel": {"v": torch.zeros(80, 4, 260)},
     "key and value head dims differ": {"v": torch.zeros(80, 4, 32)},
+    "4 query, 2 key and 4 value heads": {"q": torch.zeros(80, 4, DIM)},
     "output differs in dtype": {"output": torch.zeros(80, 4, DIM, dtype=torch.bfloat16)},
     "output's last dimension is not contiguous": {"output": torch.zeros(80, 4, 2 * DIM)[..., ::2]},
     "cu_seqlens is not int32 or int64": {"cu_seqlens": None},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gdn.integrations import Handle, _calls, _handle, _points, _records, _signatures, installed
-from gdn.runtime import log
+from gdn.runtime import log, packages
 from tests.integrations.conftest import KERNELS, FakeHost, host_module
 
 PATH = "fakehost.kernels.double"
@@ -177,6 +177,24 @@ def test_a_machine_with_an_sm90_gpu_among_others(fake: FakeHost, monkeypatch: py
     monkeypatch.setattr(_calls, "_capabilities", lambda: [(8, 0), (9, 0)])
     with enable(fake, allow_reference=False):
         assert host_module().double(1)[0] == "gdn"
+
+
+@pytest.mark.parametrize("distribution", ["nvidia-cutlass-dsl", "apache-tvm-ffi"])
+@pytest.mark.parametrize("version", ["99.0", None])
+def test_without_kernels_nothing_is_replaced(
+    fake: FakeHost, monkeypatch: pytest.MonkeyPatch, distribution: str, version: str | None
+) -> None:
+    """With a DSL of another version the operators would run their reference on the GPU: the host is faster by far."""
+    monkeypatch.setattr(_calls, "_capabilities", lambda: [(9, 0)])
+    found = packages.version
+    monkeypatch.setattr(packages, "version", lambda one: version if one.distribution == distribution else found(one))
+    with enable(fake, allow_reference=False) as handle:
+        assert host_module().double(1)[0] == "host"
+        (point,) = handle.report().points
+        assert not point.replaced and str(point.why).startswith(f"requires {distribution} >=")
+        assert str(point.why).endswith(f", got {version or 'none'}")
+    with pytest.raises(RuntimeError, match=f"strict: nothing would be replaced, requires {distribution}"):
+        enable(fake, allow_reference=False, strict=True)
 
 
 def test_an_error_while_replacing_puts_everything_back(fake: FakeHost) -> None:

@@ -200,3 +200,13 @@ def test_an_operator_with_its_options() -> None:
     options: dict[str, Any] = {"eps": "small"}
     with pytest.raises(TypeError, match="eps: expected a number, got str"):
         bound(gdn.rms_norm_gated, **options)
+
+
+def test_states_of_the_same_form_at_another_alignment_are_asked_again() -> None:
+    served, rows = Served(), torch.zeros(2, 4)
+    memory = torch.zeros(33)
+    aligned, beside = memory[:32].view(2, 16), memory[1:].view(2, 16)
+    assert aligned.data_ptr() % 16 == 0 != beside.data_ptr() % 16
+    with torch.no_grad():
+        assert served.judge(None, rows, aligned) is None and served(rows, aligned)
+        assert not served(rows, beside)

@@ -104,7 +104,9 @@ def test_reasons_of_a_step() -> None:
     assert reason(activation="gelu") == "the activation is gelu"
     wanted = conv.engine.A_log.clone().requires_grad_()
     assert reason(A_log=wanted) == "autograd needs gradients, which this project does not record"
-    cache.temporal = cache.temporal.half()
+    pool, cache.temporal = cache.temporal, cache.temporal.mT
+    assert str(reason()).startswith("the states have strides")
+    cache.temporal = pool.half()
     assert reason() == "the states are float16"
     cache.replayssm_d = rows
     assert reason() == "ReplaySSM keeps the states"
@@ -214,7 +216,7 @@ def test_pools_whose_slots_are_apart_need_no_copy() -> None:
     cache.temporal = conv.engine.states[None]
     form = form_of(conv)
     assert backend.takes_strided(form, cache, True) and not backend.takes_strided(form, cache, False)
-    for changes in ({"head_v_dim": 64}, {"width": 5}, {"head_k_dim": 260, "head_v_dim": 260}):
+    for changes in ({"head_v_dim": 64}, {"width": 5}, {"head_k_dim": 132, "head_v_dim": 132}):
         assert not backend.takes_strided(dataclasses.replace(form, **changes), cache, True)
     cache.temporal = cache.temporal.half()
     assert not backend.takes_strided(form, cache, True)

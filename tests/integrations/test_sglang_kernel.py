@@ -166,6 +166,42 @@ def test_a_call_unlike_the_last_one_is_asked_again() -> None:
     assert engine.calls.served == 20 and engine.calls.left["autograd needs gradients, which this project does not record"] == 4
 
 
+def test_layouts_that_are_left() -> None:
+    """Pools, buffers and snapshots that no kernel takes: the host gets the call, and nothing was written."""
+    engine, large = Engine(9), Engine(9, dim=132)
+    engine.host.result = large.host.result = ("o", None, None)
+    rows, weights = engine.rows(2), {"A_log": engine.A_log, "dt_bias": engine.dt_bias}
+    q, k, v = engine.split(rows[0])
+    size = engine.states[0].numel()
+    beside = torch.zeros(SLOTS * size + 1)[1:].view(SLOTS, *engine.state_shape)
+    engine.kernel.decode(q, k, v, rows[1], rows[2], **{**_options(engine), "ssm_states": beside})
+    given, wide = engine.options([1, 2], [1, 1]), torch.zeros(2, 1, HV, engine.dim, 2 * engine.dim)
+    for kept in (wide[..., : engine.dim], torch.zeros(2 * size + 1)[1:].view(2, 1, *engine.state_shape), wide[:, :, :2]):
+        more = {"intermediate_states_buffer": kept, "intermediate_state_indices": engine.int32([0, 1])}
+        engine.kernel.target_verify(*weights.values(), q, k, v, rows[1], rows[2], **given, **more)
+    for other, kept in ((engine, beside[:2].half()), (large, torch.zeros(2, *large.state_shape))):
+        more = {"track_state": kept, "track_chunk_idx": other.int32([-1, -1])}
+        before = len(other.calls.left)
+        other.host.supports_track_state_snapshot = True
+        tokens = other.rows(2)
+        other.kernel.extend(*other.split(tokens[0]), tokens[1][None], tokens[2][None], **other.options([1, 2], [1, 1]), **more)
+        assert len(other.calls.left) == before + 1 and not kept.any()
+    assert list(engine.calls.left)[0] == "the states begin at no multiple of 16 bytes"
+    assert [reason[:38] for reason in list(engine.calls.left)[1:4]] == ["the buffer of states has shape [2, 1, "] * 3
+    assert list(engine.calls.left)[4:] == ["snapshots: the states are float16"]
+    assert list(large.calls.left) == ["snapshots of head dim 132, served are up to 128"]
+    assert engine.calls.served == large.calls.served == 0 and torch.equal(engine.pool, engine.before)
+
+
+def test_a_result_whose_last_dimension_is_apart_is_not_written() -> None:
+    engine = Engine(10)
+    rows = engine.rows(3)
+    given = {**engine.options([1], [3]), "output": torch.zeros(1, 3, HV, 2 * engine.dim)[..., ::2]}
+    gates = (x[None] for x in engine.gates(rows[1], rows[2]))
+    o, _, _ = engine.kernel.extend(*engine.split(rows[0]), *gates, **given)
+    assert engine.calls.served == 1 and o.any() and not given["output"].any()
+
+
 def test_strict() -> None:
     engine = Engine(8, dtype=torch.float16, strict=True)
     rows = engine.rows(2)

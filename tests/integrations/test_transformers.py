@@ -150,6 +150,28 @@ def test_packed_rows_of_a_batch_by_positions_alone(small: PreTrainedModel) -> No
     assert_close(found, torch.cat([alone, run(small, ids[1:])]))
 
 
+@pytest.mark.parametrize("how", ["its call", "a module around it", "its forward"])
+def test_positions_that_restart_are_refused_by_name_where_a_layer_is_compiled_by_itself(small: PreTrainedModel, how: str) -> None:
+    """The compiled layer cannot be told the boundaries: it would mix the sequences without a word."""
+    ids, _ = prompts(12)
+    positions, layers = torch.arange(12)[None] % 5, small.model.layers
+    first = layers[0]
+    with on_layers(small):
+        try:
+            if how == "its call":
+                first.compile(backend="eager")
+            elif how == "a module around it":
+                layers[0] = torch.compile(first, backend="eager")
+            else:
+                first.forward = torch.compile(first.forward, backend="eager")
+            with pytest.raises(ValueError, match="position_ids: .*whose layers are compiled by themselves .pass cu_seq_lens_q"):
+                run(small, ids, position_ids=positions)
+        finally:
+            layers[0], first._compiled_call_impl = first, None
+            vars(first).pop("forward", None)
+        run(small, ids, position_ids=positions)
+
+
 @pytest.mark.parametrize("made", [True, False])
 def test_positions_that_restart_are_refused_by_name_with_a_cache(small: PreTrainedModel, made: bool) -> None:
     ids, mask = prompts(12)
@@ -228,6 +250,10 @@ def test_every_other_reason_of_a_layer(small: PreTrainedModel, monkeypatch: pyte
     assert _refusal(small, torch.randn(2, 4, 64), one) == "the cache's windows have another shape"
     one.layers[0].is_conv_states_initialized[0] = False
     assert _refusal(small, torch.randn(2, 4, 64), one) == "the cache's states have another shape"
+    kept = one.layers[0].recurrent_states[0]
+    one.layers[0].recurrent_states[0] = kept.mT.contiguous().mT
+    assert _refusal(small, cache=one) == "the cache's states are not contiguous"
+    one.layers[0].recurrent_states[0] = kept
     one.layers[0].recurrent_states[0] = one.layers[0].recurrent_states[0].half()
     assert _refusal(small, cache=one) == "the states are float16"
     one.layers[0].recurrent_states[0] = one.layers[0].recurrent_states[0].to("meta")
@@ -256,7 +282,8 @@ def test_head_dims_without_a_kernel_are_the_hosts_on_a_gpu(small: PreTrainedMode
         facts = layer.Facts.of(linear)
         assert (facts.reason, facts.reason_on_gpu) == (None, None)
         assert (facts.fuses_prompts, facts.fuses_steps) == fused
-    for changes in ({"head_v_dim": 64}, {"conv_kernel_size": 5}, {"head_k_dim": 260, "head_v_dim": 260}):
+    few = {"num_k_heads": 1, "num_v_heads": 1, "head_k_dim": 4, "head_v_dim": 4}  # 12 channels
+    for changes in ({"head_v_dim": 64}, {"conv_kernel_size": 5}, {"head_k_dim": 260, "head_v_dim": 260}, few):
         with monkeypatch.context() as one:
             for name, value in changes.items():
                 one.setattr(linear, name, value)
@@ -295,6 +322,22 @@ def test_every_reason_of_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
         wide, narrow, gate = (torch.empty(1, 6, *dims, dtype=torch.bfloat16, device="cuda") for dims in ((4, 64), (4, 32), (4,)))
         assert functions.chunk_refusal(narrow, narrow, wide, gate, gate) == "no kernel for K=32, V=64"
         assert functions.chunk_refusal(wide, wide, wide, gate, gate) is None
+        odd = torch.empty(1, 6, 4, 62, dtype=torch.bfloat16, device="cuda")
+        assert functions.chunk_refusal(odd, odd, odd, gate, gate) == "no kernel for K=62, V=62"
+        rows, window, taps = (
+            torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in ((2, 12, 1), (2, 12, 4), (12, 4))
+        )
+        for refusal, given in ((functions.conv_refusal, (rows,)), (functions.update_refusal, (rows, window))):
+            assert refusal(*given, taps) == "no kernel for 12 channels and a filter of 4"
+    half, state = q.half(), state.detach()
+    assert functions.chunk_refusal(half, q, v, g, g, **cpu) == "query, key and value differ in dtype"
+    assert functions.chunk_refusal(q, q, v[:, :, :3], g, g, **cpu) == "3 value heads are no multiple of 2 key heads"
+    for strange in (state.expand(2, -1, -1, -1), state.mT, torch.zeros(state.numel() + 1)[1:].view_as(state)):
+        reason = functions.recurrent_refusal(*rule, initial_state=strange, output_final_state=True, **cpu)
+        assert reason is not None and reason.startswith("the states have strides")
+        assert functions.recurrent_refusal(*rule, initial_state=strange, **cpu) is None  # it is only read
+    o, last = functions.chunk(*rule, output_final_state=None, use_qk_l2norm_in_kernel=None)  # type: ignore[arg-type]
+    assert o.shape == v.shape and last is None  # as models hand on `use_cache`
     x, weight, window = torch.randn(2, 8, 5), torch.randn(8, 4), torch.randn(2, 8, 4)
     assert functions.conv_refusal(x, weight, activation="gelu", **cpu) == "the activation is gelu"
     assert functions.conv_refusal(x, weight, seq_idx=offsets, **cpu) == "packed sequences by seq_idx without cu_seq_lens_q"
@@ -302,6 +345,9 @@ def test_every_reason_of_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert functions.conv_refusal(x[:0], weight, **cpu) == functions.update_refusal(x[:0], window, weight, **cpu) == "no tokens"
     assert functions.conv_refusal(x, weight) == functions.update_refusal(x, window, weight) == "the tokens are on cpu"
     assert functions.update_refusal(x, window, weight, None, "gelu", **cpu) == "the activation is gelu"
+    shared = window[:1].expand(2, -1, -1)
+    assert functions.update_refusal(x, shared, weight, **cpu) == "the windows of several rows share memory"
+    assert functions.conv_refusal(x, weight[:, :1], **cpu) == "no kernel for 8 channels and a filter of 1"
     assert (
         functions.update_refusal(x, window[..., 1:], weight, **cpu) == "the window has another number of columns than the filter"
     )

@@ -120,6 +120,15 @@ def test_every_other_reason(model: PreTrainedModel, monkeypatch: pytest.MonkeyPa
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         on_gpu = torch.empty(1, 4, 64, dtype=torch.bfloat16, device="cuda")
     assert refusal(on_gpu) == "no kernel for head dims 32 and 32 of the indexer"
+    indexer = layer.indexer
+    for owner, name, value in ((layer, "head_dim", 128), (indexer, "index_head_dim", 256)):
+        monkeypatch.setattr(owner, name, value)
+    assert refusal(on_gpu) == "no kernel for head dims 128 and 256 of the indexer"
+    monkeypatch.setattr(indexer, "index_head_dim", 64)
+    assert refusal(on_gpu) is None
+    heads = layer.q_proj.out_features // (2 * layer.k_proj.out_features)
+    monkeypatch.setattr(indexer, "index_n_heads", 65)
+    assert refusal(on_gpu) == f"no kernel for {heads} heads a key head and 65 heads of the indexer"
 
 
 def test_another_name_of_the_cache(model: PreTrainedModel) -> None:

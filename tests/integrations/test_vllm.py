@@ -158,9 +158,13 @@ def test_the_norm_may_be_fused_where_nothing_is_quantised() -> None:
 
 def test_another_registration_stays() -> None:
     op_registry_oot[NAME] = foreign = type("Foreign", (QwenGatedDeltaNetAttention,), {})
-    with pytest.raises(RuntimeError, match="Foreign is registered in its place already"):
-        vllm.enable(allow_reference=True)
+    with pytest.raises(RuntimeError, match="strict: .*Foreign is registered in its place already"):
+        vllm.enable(allow_reference=True, strict=True)
     assert op_registry_oot == {NAME: foreign} and "GDN_VLLM" not in os.environ
+    with vllm.enable(allow_reference=True) as handle:  # an engine starts all the same
+        point = handle.report().points[0]
+        assert not point.replaced and point.why is not None and point.why.endswith("Foreign is registered in its place already")
+    assert op_registry_oot == {NAME: foreign}
     op_registry_oot.clear()
     handle = vllm.enable(allow_reference=True)
     op_registry_oot[NAME] = foreign

@@ -89,13 +89,38 @@ def test_what_is_left_to_the_host() -> None:
     assert attending(cache=cache.to(torch.float8_e4m3fn)) == "the cache is float8_e4m3fn, which has no kernel"
     assert attending(q[..., :96], cache[..., :96]) == "4 heads of dim 96 over 2 key heads"
 
-    def selecting(q: Tensor, cache: Tensor) -> str | None:
-        return vllm_qsa.select_refusal(q, cache, index, owner, 8, 4, 1, index, allow_reference=True)
+    assert attending(cache=cache[:, :, :1].expand(-1, -1, 3, -1)) == "4 heads of dim 128 over 3 key heads"
+    given = (q, cache, cache, index, index, owner, False)
+    gate = vllm_qsa.attend_refusal(*given, output_gate=q.half(), allow_reference=True)
+    assert gate == "the gate is float16, which has no kernel"
+    result = vllm_qsa.attend_refusal(*given, q.half(), output_gate=q, allow_reference=True)
+    assert result == "the result is float16, which has no kernel"
+    table = vllm_qsa.attend_refusal(*given[:4], index.long(), owner, False, output_gate=q, allow_reference=True)
+    assert table == "the block table is int64 [2, 3]"
+
+    def selecting(q: Tensor, cache: Tensor, visible: Tensor = owner, found: Tensor = index) -> str | None:
+        return vllm_qsa.select_refusal(q, cache, index, visible, 12, 4, 1, found, allow_reference=True)
 
     assert selecting(q, cache[:, :, :1]) is None
+    assert selecting(q, cache[:, :, :1].bfloat16()) == "the queries are float32, the keys bfloat16"
+    assert selecting(q[:, :1].expand(-1, 65, -1), cache[:, :, :1]) == "the indexer has 65 heads"
+    assert selecting(q, cache[:, :, :1], index[:, 0].repeat(2)) == "2 rows, 4 lengths and 2 requests of 1 tokens"
+    assert selecting(q, cache[:, :, :1], found=index[:, :2]) == "the selection is int32 [2, 2]"
     assert selecting(q[..., :32], cache[:, :, :1, :32]) == "the head dim of the indexer is 32"
     assert selecting(q, cache[:, :8, :1]) == "a page holds 8 keys, which is no multiple of 16"
-    assert vllm_qsa.select_refusal(q, cache, index, owner, 8, 4, 1, index) == "the tokens are on cpu"
+    fp8 = torch.float8_e4m3fn
+    for tokens, keys in ((q, cache), (q.to(fp8), cache.to(fp8))):
+        assert vllm_qsa.select_refusal(tokens, keys, index, owner, 12, 4, 1, index) == "the tokens are on cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16])
+def test_dtypes_of_the_indexer_with_a_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gdn.integrations._calls._is_sm90", lambda index: True)
+    with torch._subclasses.FakeTensorMode():
+        q, cache = (torch.empty(shape, dtype=dtype, device="cuda") for shape in ((2, 4, 64), (4, PAGE, 1, 64)))
+        table, lengths, found = (torch.empty(shape, dtype=torch.int32, device="cuda") for shape in ((2, 3), (2,), (2, 6)))
+        reason = vllm_qsa.select_refusal(q, cache, table, lengths, 24, 4, 1, found)
+    assert reason == ("the queries are float16, the keys float16" if dtype == torch.float16 else None)
 
 
 SOURCES = {

@@ -12,7 +12,9 @@ from gdn.integrations._vllm_step import Step
 from tests.integrations.vllm_engine import HV, WIDTH, Host, Sequence, int32, offsets
 
 Tensor = torch.Tensor
-LAYOUTS = [(False, False), (False, True), (True, False), (True, True)]  # interleaved, dim_first
+LAYOUTS = [  # interleaved, dim_first
+    (False, True), (True, False), *(pytest.param(both, both, marks=pytest.mark.cover) for both in (False, True)),
+]  # fmt: skip
 PADDING = 3  # rows and sequences behind those of a batch
 CLOSE = 2e-5
 
@@ -158,7 +160,8 @@ def test_prompts_and_decode(interleaved: bool, dim_first: bool) -> None:
     driver.prompts([9, 66], first, second)  # the second parts of two prompts
 
 
-@pytest.mark.parametrize(("interleaved", "dim_first", "dims"), [*((*one, (32, 32)) for one in LAYOUTS), (True, False, (16, 32))])
+@pytest.mark.parametrize("dims", [(32, 32), (16, 32)])
+@pytest.mark.parametrize(("interleaved", "dim_first"), LAYOUTS)
 def test_captured_batches(interleaved: bool, dim_first: bool, dims: tuple[int, int]) -> None:
     """Padded to the size of a graph: rows of nobody have block 0, one accepted token, and the last offset again."""
     host = Host(4, num_spec=2, interleaved=interleaved, dim_first=dim_first, dims=dims)
@@ -230,6 +233,22 @@ def test_head_dims_of_the_step_operators(dims: tuple[int, int], interleaved: boo
         one.accepted = 1
     driver.drafts(own)
     driver.drafts(own, prompts=[3, 1])
+
+
+def test_pages_that_are_laid_out_anew() -> None:
+    """Windows [blocks, columns, channels] give way to others in the same memory, whose `id` is that of the first ones."""
+    host = Host(5, num_spec=0, interleaved=True, dim_first=False)
+    driver = Driver(host)
+    driver.prompts([3], [], [])
+    windows, states = host.layer.kv_cache
+    shape, seen, memory = windows.shape, id(windows), torch.empty(0).set_(host.pages)
+    strides = (windows.stride(0), 1, shape[1])  # the channels first in memory
+    host.layer.kv_cache = windows = None
+    found = [memory.as_strided(shape, strides)]
+    while id(found[-1]) != seen and len(found) < 50:
+        found.append(memory.as_strided(shape, strides))
+    host.layer.kv_cache = (found[-1], states)
+    driver.prompts([5, 66], [], [])
 
 
 def test_which_operators_run() -> None:

@@ -113,6 +113,44 @@ def test_a_second_build_keeps_the_kernels_of_the_first_unless_sources_changed(fo
     assert entries() == {other}
 
 
+def test_builds_that_end_at_the_same_time_keep_each_other_s_kernels(folder: Path, problem: FakeProblem) -> None:
+    """What another process wrote since this one read the index stays."""
+    own, path = compiled.bundle_versions(), folder / bundle.NAME
+    known = bundle.find(folder, own)
+    assert known is not None
+    first = path.read_bytes()
+    path.unlink()
+    bundle.forget()
+    assert bundle.find(folder, own) is None
+    path.write_bytes(first)  # by the other one
+    name = compiled.build(folder, "recurrent", "tilelang", fake_kernel, problem, OTHER)
+    other = bundle.kernel_key("recurrent", "tilelang", problem.static_fields(), compiled.compiled_fields(OTHER))
+    bundle.write(folder, own, {other: name}, {fake_kernel.__name__: fake_kernel.__file__}, "second")
+    found = bundle.find(folder, own)
+    assert found is not None and set(found.entries) == {*known.entries, other}
+
+
+def test_a_folder_that_cannot_be_searched(
+    folder: Path, problem: FakeProblem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same as one that is not believed, whoever asks."""
+    exists = Path.exists
+
+    def refused(self: Path, *given: Any, **named: Any) -> bool:
+        if self.name == bundle.NAME:
+            raise PermissionError(13, "Permission denied")
+        return exists(self, *given, **named)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    mode(monkeypatch, "auto")
+    with caplog.at_level(logging.WARNING, "gdn"):
+        assert run(problem) == 32
+    assert "bundle.json cannot be read (Permission denied)" in caplog.text
+    mode(monkeypatch, "off")
+    with pytest.raises(compiled.MissingKernel, match="cannot be read"):
+        run(problem)
+
+
 def test_without_a_folder_off_names_the_general_command(problem: FakeProblem, monkeypatch: pytest.MonkeyPatch) -> None:
     mode(monkeypatch, "off")
     with pytest.raises(compiled.MissingKernel, match="`gdn compile --model NAME -o DIR`"):
@@ -161,6 +199,8 @@ def damage(folder: Path, kind: str) -> None:
         path.write_text(path.read_text()[:-40])
     elif kind == "changed index":
         path.write_text(path.read_text().replace(COMMAND, "rm -rf /"))
+    elif kind == "index of another kind":
+        path.write_text("[1]")
     elif kind == "other format":
         index(folder, format=0)
     elif kind == "other gdn":
@@ -186,7 +226,8 @@ DAMAGES = {
     "no entry": r"manifest\.json cannot be read",
     "truncated index": r"bundle\.json is not a whole index",
     "changed index": r"bundle\.json is not a whole index.*checksum",
-    "other format": r"bundle\.json is not a whole index of format",
+    "index of another kind": r"bundle\.json is not a whole index \(TypeError",
+    "other format": r"bundle\.json is not a whole index of format 2, but of format 0",
     "other gdn": r"built with gdn 0\.0\.1, here is",
     "other DSL": r"built with tilelang 0\.0\.1, here is",
     "other CUDA": r"built with CUDA 11, here is",

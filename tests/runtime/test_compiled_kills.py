@@ -27,6 +27,7 @@ def _work(problems: list[FakeProblem], seed: int) -> None:
         assert [kernel.functions[name](3) for name in ("first", "second")] == [3 * config.tile, 30 * config.tile]
 
 
+@pytest.mark.cover  # eight processes on all cores, for many seconds
 def test_processes_that_are_killed_lose_and_corrupt_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "missing", lambda backend: None)
     monkeypatch.setattr(compiled, "_preload", lambda backend: None)

@@ -109,6 +109,14 @@ def test_a_file_that_is_no_configuration_is_named(content: str, message: str, tm
     assert "model: expected a config.json" in ran.stderr and message in ran.stderr
 
 
+def test_a_wrong_entry_of_a_configuration_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "qwen3_next", "hidden_size": "x"}')
+    ran = CliRunner().invoke(app.app, ["compile", "--model", str(path), "-o", str(tmp_path / "folder")])
+    assert (ran.exit_code, len(ran.stderr.splitlines())) == (2, 1)
+    assert "config.json': hidden_size: expected an int, got str" in ran.stderr
+
+
 def test_warmup_names_a_bad_argument_and_does_nothing_without_a_gpu() -> None:
     config = NAMED["tiny"]
     with pytest.raises(TypeError, match="config: expected a gdn.layers.HybridConfig, got dict"):

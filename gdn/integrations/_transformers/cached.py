@@ -51,6 +51,8 @@ def unserved_cache(cache: Any, layer_idx: int, batch: int, device: torch.device,
             return "the cache is on another device"
         if state.shape != (batch, *shapes.state):
             return "the cache's states have another shape"
+        if not state.is_contiguous():
+            return "the cache's states are not contiguous"
         return unserved_state(state)
     return None
 

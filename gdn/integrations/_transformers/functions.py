@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import gdn
@@ -10,6 +11,8 @@ from gdn.integrations._calls import unserved, unserved_state
 from gdn.integrations._transformers.layer import ACTIVATIONS, GATES
 
 _LARGEST_HEAD_DIM = 256
+_LARGEST_NORM = 1024
+_ALIGNMENT = 16  # bytes: of states that are updated in place
 
 
 def _unserved_rule(
@@ -19,8 +22,12 @@ def _unserved_rule(
     if reason is not None:
         return reason
     k, v = key.shape[-1], value.shape[-1]
-    if query.is_cuda and (k != v or k > _LARGEST_HEAD_DIM):
+    if query.is_cuda and (k != v or k % 4 or k > _LARGEST_HEAD_DIM):
         return f"no kernel for K={k}, V={v}"
+    if not query.dtype == key.dtype == value.dtype:
+        return "query, key and value differ in dtype"
+    if value.shape[2] % key.shape[2]:
+        return f"{value.shape[2]} value heads are no multiple of {key.shape[2]} key heads"
     return "no tokens" if query.numel() == 0 else None
 
 
@@ -65,10 +72,15 @@ def chunk(
         g=g,
         beta=beta,
         initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        output_final_state=bool(output_final_state),
+        use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
         cu_seqlens=others.get("cu_seqlens"),
     )
+
+
+def _is_misaligned(states: Tensor) -> bool:
+    """Whether states begin where no kernel takes them. A compiler cannot ask: it sees the host's own tensors, which do not."""
+    return not torch.compiler.is_compiling() and bool(states.storage_offset() * states.element_size() % _ALIGNMENT)
 
 
 def recurrent_refusal(
@@ -86,6 +98,9 @@ def recurrent_refusal(
 ) -> str | None:
     if others.get("cu_seqlens") is not None:
         return "packed sequences of one token"
+    if initial_state is not None and output_final_state:  # it is updated in place
+        if not initial_state.is_contiguous() or _is_misaligned(initial_state):
+            return f"the states have strides {initial_state.stride()}, or begin at no multiple of {_ALIGNMENT} bytes"
     return _unserved_rule(query, key, value, g, beta, initial_state, allow_reference)
 
 
@@ -108,9 +123,9 @@ def recurrent(
         g=g,
         beta=beta,
         initial_state=initial_state,
-        inplace_final_state=initial_state is not None and output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        output_final_state=output_final_state,
+        inplace_final_state=initial_state is not None and bool(output_final_state),
+        use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
+        output_final_state=bool(output_final_state),
     )
 
 
@@ -132,7 +147,14 @@ def conv_refusal(
         return "cu_seq_lens_q with more than one row"
     if hidden_states.numel() == 0:
         return "no tokens"
-    return unserved(hidden_states, (weight, bias), allow_reference)
+    return unserved(hidden_states, (weight, bias), allow_reference) or _filter_without_kernel(hidden_states, weight)
+
+
+def _filter_without_kernel(rows: Tensor, weight: Tensor) -> str | None:
+    channels, width = weight.shape
+    if width < 2 or (rows.is_cuda and (channels % 8 or width > 4)):
+        return f"no kernel for {channels} channels and a filter of {width}"
+    return None
 
 
 def conv(
@@ -162,7 +184,9 @@ def update_refusal(
         return "the window has another number of columns than the filter"
     if hidden_states.numel() == 0:
         return "no tokens"
-    return unserved(hidden_states, (conv_state, weight, bias), allow_reference)
+    if conv_state.stride(0) == 0 and conv_state.shape[0] > 1:
+        return "the windows of several rows share memory"
+    return unserved(hidden_states, (conv_state, weight, bias), allow_reference) or _filter_without_kernel(hidden_states, weight)
 
 
 def update(
@@ -175,6 +199,9 @@ def update(
 def norm_refusal(norm: Any, hidden_states: Tensor, gate: Tensor, *, allow_reference: bool = False) -> str | None:
     if norm.activation not in GATES:
         return f"the gate's activation is {norm.activation}"
+    size = hidden_states.shape[-1]
+    if hidden_states.is_cuda and (size % 4 or size > _LARGEST_NORM):
+        return f"no kernel for rows of {size}"
     return unserved(hidden_states, (gate, norm.weight), allow_reference)
 
 

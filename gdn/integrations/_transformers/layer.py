@@ -48,7 +48,7 @@ class Facts:
             reason = f"the activation is {layer.activation}"
         elif norm.activation not in GATES:
             reason = f"the gate's activation is {norm.activation}"
-        if k != v or k % 4 or k > 256 or not 2 <= width <= 4:
+        if k != v or k % 4 or k > 256 or not 2 <= width <= 4 or (2 * h * k + hv * v) % 8:
             reason_on_gpu = f"the operators have no kernel for K={k}, V={v}, w={width}"
         is_interleaved = "in_proj_qkvz" in layer._modules
         options = {

@@ -20,6 +20,10 @@ _IN_GRAPH = (
     "position_ids: expected rows that do not restart, got packed sequences in a compiled or captured call (pass cu_seq_lens_q, "
     "whose length the graph can rely on)"
 )
+IN_PARTS = (
+    "position_ids: expected rows that do not restart, got packed sequences in a model whose layers are compiled by themselves "
+    "(pass cu_seq_lens_q, which reaches them)"
+)
 
 
 class Boundaries(threading.local):
@@ -79,6 +83,16 @@ def derive(positions: Tensor, batch: int, has_cache: bool) -> Tensor | None:
     if starts.numel() == batch:
         return None
     return torch.cat([starts, starts.new_full((1,), batch * length)]).to(torch.int32)
+
+
+def has_compiled_part(model: torch.nn.Module) -> bool:
+    """Whether a part of a model is compiled by itself: what the hook tells the layers does not reach into such a part."""
+    return any(
+        getattr(part, "_compiled_call_impl", None) is not None  # part.compile()
+        or "_orig_mod" in part._modules  # torch.compile(part)
+        or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable")  # of its forward alone
+        for part in model.modules()
+    )
 
 
 def arguments_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

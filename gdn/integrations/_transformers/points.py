@@ -156,6 +156,8 @@ def _text_installer(module: nn.Module, boundaries: packed.Boundaries) -> Callabl
                 if reason is None:
                     given = packed.arguments_of(names, args, kwargs)
                     derived = packed.boundaries_of(given, getattr(model.config, "use_cache", False))
+                    if derived is not None and packed.has_compiled_part(model):
+                        raise ValueError(packed.IN_PARTS)
                     reason = packed.unserved_mask(given, derived, model.config)
                 mask = reason
             if not torch.compiler.is_compiling():

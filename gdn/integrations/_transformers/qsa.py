@@ -16,7 +16,8 @@ from gdn.integrations._calls import unserved
 from gdn.integrations._transformers import packed
 
 _BLOCK = 64  # tokens of a block of keys and values: compiled in
-_HEAD_DIMS = (64, 128, 256)
+_HEAD_DIMS, _HEADS_A_KEY_HEAD = (128, 256), 16  # of attention with a kernel
+_INDEXER_HEAD_DIMS, _INDEXER_HEADS = (64, 128), 64
 
 
 def refusal(
@@ -54,9 +55,17 @@ def refusal(
         return f"a mask of {attention_mask.dim()} dimensions"
     if hidden_states.numel() == 0:
         return "no tokens"
-    dims = (layer.head_dim, layer.indexer.index_head_dim)
-    if hidden_states.is_cuda and not all(dim in _HEAD_DIMS for dim in dims):
-        return f"no kernel for head dims {dims[0]} and {dims[1]} of the indexer"
+    return _without_kernel(layer) if hidden_states.is_cuda else None
+
+
+def _without_kernel(layer: Any) -> str | None:
+    """Why the operators have no kernel for a layer; None where they have."""
+    indexer = layer.indexer
+    if layer.head_dim not in _HEAD_DIMS or indexer.index_head_dim not in _INDEXER_HEAD_DIMS:
+        return f"no kernel for head dims {layer.head_dim} and {indexer.index_head_dim} of the indexer"
+    heads = layer.q_proj.out_features // (2 * layer.k_proj.out_features)  # the queries come with a gate
+    if heads > _HEADS_A_KEY_HEAD or indexer.index_n_heads > _INDEXER_HEADS:
+        return f"no kernel for {heads} heads a key head and {indexer.index_n_heads} heads of the indexer"
     return None
 
 

@@ -1,5 +1,6 @@
 """The functions that take the place of a layer's forward. They keep its argument names, which differ by version."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,17 @@ from gdn.integrations._transformers import cached, layer, packed, qsa
 _OLD_NAME = "the cache has its old name"
 
 
+def _cache_type() -> type:
+    """The host's class of caches. By name: a type checker that follows an import reads all of the host, for half a minute."""
+    found: type = importlib.import_module("transformers.cache_utils").Cache
+    return found
+
+
 def layer_forward(
     calls: Calls, facts: layer.Facts, original: Callable[..., Any], cache_name: str, boundaries: packed.Boundaries
 ) -> Callable[..., Any]:
     """The forward of a Gated DeltaNet layer. cache_name is the host's name of its second argument."""
-    from transformers.cache_utils import Cache
+    cache_type = _cache_type()
 
     def left(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, others: dict[str, Any]) -> Any:
         # The host's wrapper takes the old name beside no other: a cache that was not given must not be passed as None.
@@ -26,7 +33,7 @@ def layer_forward(
     def forward(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, others: dict[str, Any]) -> Any:
         reason = given = order = None
         if others:
-            reason = named_otherwise(others, cache_name, "cache_params", Cache)
+            reason = named_otherwise(others, cache_name, "cache_params", cache_type)
             given, order = others.get("cu_seq_lens_q"), others.get("seq_idx")
         if not calls.active:
             return left(self, hidden_states, cache, attention_mask, others)
@@ -67,7 +74,7 @@ def attention_forward(
     calls: Calls, rotate: Callable[..., Any], original: Callable[..., Any], cache_name: str, boundaries: packed.Boundaries
 ) -> Callable[..., Any]:
     """The forward of an attention layer with an indexer. rotate is the host's `apply_rotary_pos_emb`."""
-    from transformers.cache_utils import Cache
+    cache_type = _cache_type()
 
     def replacement(
         self: Any,
@@ -78,7 +85,7 @@ def attention_forward(
         **others: Any,
     ) -> Any:
         given = (hidden_states, position_embeddings, attention_mask, *further)
-        reason = named_otherwise(others, cache_name, "past_key_values", Cache)
+        reason = named_otherwise(others, cache_name, "past_key_values", cache_type)
         if calls.active and reason is None:
             reason = qsa.refusal(self, hidden_states, attention_mask, boundaries.unserved_mask, calls.allow_reference)
         if not calls.active or not calls.serves(reason):

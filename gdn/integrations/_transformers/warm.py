@@ -1,5 +1,6 @@
 """Runs every form of call that a served layer can make, so that nothing is compiled inside a capture or while serving."""
 
+import importlib
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +27,10 @@ def distinct_layers(layers: Sequence[nn.Module]) -> Iterator[tuple[layer.Facts, 
 
 def run(facts: layer.Facts, module: Any, batch: int, length: int) -> None:
     """A new prompt, a continued one, a decode step, and packed rows, on zeros and on a cache of their own."""
-    from transformers.cache_utils import LinearAttentionLayer
-
     weight = module.out_proj.weight
     hidden = torch.zeros(batch, length, weight.shape[0], device=weight.device, dtype=module.conv1d.weight.dtype)
-    cache = SimpleNamespace(layers={facts.layer_idx: LinearAttentionLayer()})
+    host = importlib.import_module("transformers.cache_utils")  # by name: type checkers would read all of it
+    cache = SimpleNamespace(layers={facts.layer_idx: host.LinearAttentionLayer()})
     for tokens in (hidden, hidden, hidden[:, :1]):
         layer.step(facts, module, tokens, cache, None, None)
     offsets = torch.tensor([0, batch * length], dtype=torch.int32, device=weight.device)

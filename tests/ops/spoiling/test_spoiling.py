@@ -15,7 +15,8 @@ from tests.ops.spoiling.spoilings import SPOILINGS
 from tests.ops.spoiling.table import TABLE, Row, rows
 
 SEEDS_TO_TRY = 400  # until a row applied to as many calls
-CALLS_PER_ROW = 3
+CALLS_PER_ROW = 1
+MORE_CALLS_PER_ROW = 3  # of the tests that take minutes
 CALLS_PER_TEST = 100
 SHORT = range(0, 1_000, CALLS_PER_TEST)
 LONG = range(1_000, 21_000, CALLS_PER_TEST)
@@ -50,19 +51,29 @@ def test_every_spoiling_is_used() -> None:
 
 @pytest.mark.parametrize("operator", TABLE)
 def test_each_row(operator: str) -> None:
+    _each_row(operator, CALLS_PER_ROW)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("operator", TABLE)
+def test_each_row_in_more_calls(operator: str) -> None:
+    _each_row(operator, MORE_CALLS_PER_ROW)
+
+
+def _each_row(operator: str, calls: int) -> None:
     table = list(rows(operator))
-    _report([failure for row in table if (failure := _first_calls(row))], len(table))
+    _report([failure for row in table if (failure := _first_calls(row, calls))], len(table))
 
 
-def _first_calls(row: Row) -> str | None:
-    """Fault of the row at the first seeds that it applies to."""
+def _first_calls(row: Row, calls: int) -> str | None:
+    """Fault of the row at the first seeds that it applies to, as many as `calls`."""
     applied = 0
     for seed in range(SEEDS_TO_TRY):
         try:
             applied += check(row, seed)
         except Wrong as wrong:
             return f"{row} | seed {seed} | {row.verdict.value} | {wrong}"
-        if applied == CALLS_PER_ROW:
+        if applied == calls:
             return None
     return None if applied else f"{row} | applies to no call of seeds 0 to {SEEDS_TO_TRY - 1}"
 
