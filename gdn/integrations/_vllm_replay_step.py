@@ -12,7 +12,7 @@ import gdn
 from gdn.integrations._kept import PartViews, bound
 from gdn.integrations._vllm_pages import Page, Views
 from gdn.integrations._vllm_rows import NULL_SLOT, Fold, Prompts
-from gdn.integrations._vllm_step import Step
+from gdn.integrations._vllm_step import Step, first_slots
 
 Tensor = torch.Tensor
 
@@ -51,7 +51,9 @@ class ReplayStep(Step):
 
     def _tokens(self, mixed_qkv: Any, z: Any, b: Any, a: Any, out: Any, fixed: Any, count: int, metadata: Any) -> None:
         windows, weight, A_log, dt_bias, gain, (states, ring, tokens), bias = fixed
-        slots = self._slots(metadata, count)
+        slots = metadata.non_spec_state_indices_tensor
+        if slots.shape[0] != count:
+            slots = first_slots(metadata, slots, count)
         self._decode(
             mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states, slots, conv_bias=bias, out=out, ring=ring,
             state_tokens=tokens, num_computed_tokens=metadata.gdn_replay.computed,

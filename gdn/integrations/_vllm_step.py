@@ -26,7 +26,7 @@ from gdn.integrations._vllm_rows import NULL_SLOT
 Tensor = torch.Tensor
 
 # A step's metadata is that of many layers.
-_first_slots = StepView(lambda slots, count: slots[:count])
+first_slots = StepView(lambda slots, count: slots[:count])
 _offsets_behind, _slots_behind = (StepView(lambda values, count: values[count:, None]) for _ in range(2))
 
 
@@ -138,7 +138,9 @@ class Step:
 
     def _tokens(self, mixed_qkv: Any, z: Any, b: Any, a: Any, out: Any, fixed: Any, count: int, metadata: Any) -> None:
         windows, weight, A_log, dt_bias, gain, states, bias = fixed
-        slots = self._slots(metadata, count)
+        slots = metadata.non_spec_state_indices_tensor
+        if slots.shape[0] != count:
+            slots = first_slots(metadata, slots, count)
         self._decode(mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states, slots, conv_bias=bias, out=out)
 
     def _drafts(self, mixed_qkv: Any, z: Any, b: Any, a: Any, out: Any, fixed: Any, metadata: Any) -> Tensor:
@@ -178,12 +180,6 @@ class Step:
         token_a, prompt_a = a.split_with_sizes(sizes)
         self._tokens(token_rows, token_z, token_b, token_a, of_tokens, fixed, count, metadata)
         self._prompts(prompt_rows, prompt_z, prompt_b, prompt_a, of_prompts, fixed, metadata)
-
-    @staticmethod
-    def _slots(metadata: Any, count: int) -> Tensor:
-        """Of the rows of one token each."""
-        slots: Tensor = metadata.non_spec_state_indices_tensor
-        return slots if slots.shape[0] == count else _first_slots(metadata, slots, count)
 
     # --- tensors of a call -----------------------------------------------------------------------------------------------------
 

@@ -223,8 +223,8 @@ def test_drafts_without_prefetch_that_would_spill_do_not_fit(changes: dict[str, 
 )
 def test_measured_tiles_of_decode(problem: GdnDecodeProblem, batch: int, tiles: tuple[int, int, int, int]) -> None:
     call = replace(problem, state_v_first=False, num_sequences=batch, num_tokens=batch)
-    assert gdn_decode.default_config(call, H100) == Tiles(*tiles)
-    assert Tiles(*tiles) in gdn_decode.configs(call, H100)
+    assert gdn_decode.default_config(call, H100) == gdn_decode.Config(*tiles)
+    assert gdn_decode.Config(*tiles) in gdn_decode.configs(call, H100)
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])

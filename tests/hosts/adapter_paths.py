@@ -18,6 +18,7 @@ from gdn.integrations import deepgemm, fla, flashinfer
 from gdn.integrations._calls import Calls
 from gdn.integrations._sglang_kernel import Serving, kernel_class
 from gdn.integrations._vllm_layer import Layers, layer_class
+from gdn.integrations._vllm_replay import Replay
 
 H, HV, K, V, WIDTH = 4, 8, 128, 128, 4  # a rank of Qwen3-Next-80B of four
 CHANNELS = 2 * H * K + HV * V
@@ -84,6 +85,9 @@ class VllmLayer(nn.Module):
     def get_state_dtype(self) -> tuple[torch.dtype, torch.dtype]:
         return torch.bfloat16, torch.float32
 
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(part.shape[1:]) for part in self.kv_cache)
+
     def split_ba(self, ba: Tensor) -> Any:
         return ba.chunk(2, dim=-1)
 
@@ -99,13 +103,14 @@ def vllm_layer(device: torch.device, interleaved: bool) -> tuple[Any, Any]:
     """The adapter's layer, built as in an engine, and the engine's forward context, which holds the metadata of a step."""
     context = SimpleNamespace(attn_metadata=None)
     host = SimpleNamespace(QwenGatedDeltaNetAttention=_Constructed)
-    layers = Layers(Calls(), False, lambda text: None)
+    layers = Layers(Calls(), False, lambda text: None, Replay())
     made = layer_class(host, SimpleNamespace(get_forward_context=lambda: context), lambda: False, layers)
     vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.bfloat16), lora_config=None,
         cache_config=SimpleNamespace(mamba_cache_mode="none"),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=64),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_norm_quant=False), max_cudagraph_capture_size=64),
+        kv_transfer_config=None, parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )  # fmt: skip
     return made(SimpleNamespace(device=device, interleaved=interleaved), vllm_config), context
 

@@ -101,8 +101,8 @@ def _split(tokens: int) -> Arguments:
 def _fold(tokens: int) -> Arguments:
     return {
         "ssm_state": _random(9, 4, 8, 8).float(), "state_indices": torch.arange(tokens, dtype=INT32),
-        "ring": -torch.rand(9, 8, 52), "state_tokens": torch.zeros(9, dtype=INT32), "num_computed_tokens": torch.arange(tokens),
-        "num_k_heads": 2, "fold_every": 3,
+        "ring": -_random(9, 8, 52).float().abs(), "state_tokens": torch.zeros(9, dtype=INT32),
+        "num_computed_tokens": torch.arange(tokens), "num_k_heads": 2, "fold_every": 3,
     }  # fmt: skip
 
 

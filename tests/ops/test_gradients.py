@@ -48,9 +48,15 @@ def leaves(value: Any) -> list[Any]:
 
 
 def changed(arguments: Arguments, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
-    """Every float tensor, pools and weights too."""
+    """Every float tensor, pools and weights too; copies of the others, some of which are written."""
     has_gradient = {torch.bfloat16, torch.float32}
-    return {name: change(x) if isinstance(x, torch.Tensor) and x.dtype in has_gradient else x for name, x in arguments.items()}
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return change(x) if x.dtype in has_gradient else x.clone()
+
+    return {name: own(x) for name, x in arguments.items()}
 
 
 def same(found: Any, expected: Any, given: Arguments, plain: Arguments, graphs: dict[str, Any]) -> None:

@@ -166,7 +166,7 @@ CALLS: list[tuple[str, Callable[[], Arguments], Bad]] = [
             "parent_1d",
             lambda a: {"parent_token": torch.zeros(6).int(), "conv_state_indices": a["conv_state_indices"][:, 0]},
             ValueError,
-            r"^parent_token: expected None without 2-D",
+            r"^parent_token: expected -1 or a node before node 0, got 0",
         ),
     ),
     ("fused_gdn_gating", gating, Bad("b", lambda a: {"b": a["b"][1:]}, ValueError, r"^b: expected shape \[3, 4\]")),

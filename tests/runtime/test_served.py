@@ -17,8 +17,8 @@ from gdn.cli.demo_engine import Engine, EngineSizes
 from gdn.device import H100
 from gdn.integrations import _sglang_warm_up as sglang_warm_up
 from gdn.integrations._vllm_pages import page_of
+from gdn.integrations._vllm_replay_step import step_of
 from gdn.integrations._vllm_rows import Counter
-from gdn.integrations._vllm_step import Step
 from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.named import NAMED
 from gdn.problems import Problem
@@ -248,7 +248,7 @@ def vllm_steps(config: HybridConfig, kind: GdnLayer, *, replays: bool = False) -
     if replays:
         page = page_of(kind.num_k_heads, (windows, states), getattr(torch, kind.state_dtype), kind.num_spec)
         states = page.shapes[1]
-    step = Step(layer, conv_dim_first=not kind.channels_contiguous, page=page)
+    step = step_of(layer, conv_dim_first=not kind.channels_contiguous, page=page)
     counter = Counter(8, kind.num_spec, 3, torch.device("cpu"))
     pages = (
         torch.zeros(16, *windows, dtype=BFLOAT16), torch.zeros(16, *states, dtype=getattr(torch, kind.state_dtype)),
