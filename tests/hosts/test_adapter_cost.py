@@ -32,8 +32,8 @@ SGLANG = {
     "SGLang, packed_decode": (7, 4),
     "SGLang, extend": (5, 0),
     "SGLang, target_verify": (4, 2),
-    "SGLang, whole step of rows": (6, 1),
-    "SGLang, whole step of projections": (6, 4),
+    "SGLang, whole step of rows": (7, 1),
+    "SGLang, whole step of projections": (7, 4),
 }
 TRANSFORMERS = {"Transformers, decode": (9, 2), "Transformers, prompts": (9, 2)}
 FUNCTIONS = {
