@@ -53,7 +53,8 @@ def inspect_politely(*task: Any) -> inspection.Unread:
 
 
 def _run(tasks: Mapping[Hashable, Task], stopped: threading.Event) -> Iterator[tuple[Hashable, Outcome]]:
-    """Asks no kernel module anything: a test that runs at the same time may have put another in its place."""
+    """Outcomes as they come. May run next to tests that put other objects in place of modules' own: it asks no kernel module
+    anything, and its pool is the function that was imported with this module."""
     for group in in_order(list(tasks.items())):
         count = min(len(group), len(os.sched_getaffinity(0)))
         variants = [task for _, task in group]
