@@ -68,6 +68,7 @@ def build_sparse(device: torch.device) -> Any:
     config = Qwen4ExpTextConfig(
         **(SHAPES | {"max_position_embeddings": 40960}), **EXPERTS, num_experts=16, hc_count=2, hc_lowrank=64, indexer_n_heads=16,
         indexer_kv_heads=1, indexer_head_dim=128, indexer_budget=2048, indexer_compress_ratio=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     )  # fmt: skip
     return fill(Qwen4ExpForCausalLM, config, device)
 

@@ -20,7 +20,9 @@ pytestmark = [
 ]
 Tensor = torch.Tensor
 DIMS, PHASE = (128, 128), 3
-CLOSE, CLOSE_STATES = 1e-2, 2e-3  # l2, of results in bfloat16 and of states; the CPU computes in float32 throughout
+# In l2; the CPU computes in float32 throughout. CLOSE is of all steps together. One step of few rows may have a head whose query
+# and key nearly cancel; the norm after it raises the rounding of that head with it.
+CLOSE, CLOSE_STATES, CLOSE_STEP = 1e-2, 2e-3, 3e-2
 
 
 class RoundedHost(ReplayHost):
@@ -44,6 +46,7 @@ class Both:
         self.pages = (apart(windows.to(device, dtype)), apart(flat.to(device)))
         self.graphs: dict[Any, tuple[Any, list[Tensor], SimpleNamespace]] = {}
         self.replays = 0
+        self.errors, self.sizes = 0.0, 0.0  # squares, of all steps
 
     def _layer(self) -> SimpleNamespace:
         known = vars(self.host.layer) | {"kv_cache": None}
@@ -62,8 +65,10 @@ class Both:
             found = self._replayed(rows, batch)
         else:
             self.there(*rows, batch, self.pages)
-        error = (found.float().cpu() - core).norm() / core.norm()
-        assert error < CLOSE, (error, vars(metadata))
+        error, size = (found.float().cpu() - core).norm(), core.norm()
+        assert error < CLOSE_STEP * size, (error / size, vars(metadata))
+        self.errors += float(error) ** 2
+        self.sizes += float(size) ** 2
 
     def _replayed(self, rows: list[Tensor], batch: SimpleNamespace) -> Tensor:
         key = (batch.spec_sequence_masks is not None, batch.num_actual_tokens, len(batch.gdn_replay.computed))
@@ -150,4 +155,5 @@ def run(host: ReplayHost, device: torch.device, dtype: torch.dtype, *, captures:
 def test_both_sides_go_the_same_way(num_spec: int, interleaved: bool, dim_first: bool, captures: bool) -> None:
     host = RoundedHost(40 + num_spec, num_spec=num_spec, interleaved=interleaved, dim_first=dim_first, dims=DIMS)
     both = run(host, torch.device("cuda"), torch.bfloat16, captures=captures)
+    assert both.errors < CLOSE**2 * both.sizes
     assert both.replays > 20 or not captures
