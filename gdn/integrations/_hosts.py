@@ -77,6 +77,7 @@ _VLLM_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGat
 _VLLM_QSA = "vllm.models.qwen4_exp.nvidia.ops"
 _VLLM_BUILDER = "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadataBuilder"
 _VLLM_BATCH = "vllm.v1.attention.backend.CommonAttentionMetadata"
+VLLM_GRAPHS = "vllm.envs.compile_factors"
 VLLM_SIZES = "vllm.platforms.interface.Platform._align_hybrid_block_size"
 _VLLM_REPLAY = (
     VLLM_SIZES,
@@ -104,6 +105,7 @@ VLLM = Host(
         "vllm.model_executor.custom_op.PluggableLayer.register_oot",
         "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first",
         "vllm.forward_context.get_forward_context",
+        VLLM_GRAPHS,
         *_under(f"{_VLLM_QSA}.qsa_indexer", "qsa_select_paged_decode", "warmup_qsa_mqa_paged_decode"),
         *_under(f"{_VLLM_QSA}.qsa", "qsa_sparse_paged_attention", "warmup_qsa_sparse_paged_attention"),
         *_VLLM_REPLAY,

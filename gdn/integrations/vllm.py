@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import gdn
 from gdn.integrations import _handle, _hosts, vllm_qsa
 from gdn.integrations._calls import Calls, unserved_machine
 from gdn.integrations._handle import Handle
 from gdn.integrations._points import Point, Undo, Unreplaced
+from gdn.integrations._vllm_graphs import part_graphs
 from gdn.integrations._vllm_layer import Layers, layer_class
 from gdn.integrations._vllm_pages import sizes_point
 from gdn.integrations._vllm_replay import Replay, page_in
@@ -94,8 +96,14 @@ def _point(strict: bool, tell: Callable[[str], None], replay: Replay) -> Point:
         foreign = registry.op_registry_oot.get(_NAME)
         if foreign is not None:
             raise Unreplaced(f"{foreign.__module__}.{foreign.__qualname__} is registered in its place already")
+        join_graphs = part_graphs(calls, SWITCH, gdn.__version__)
         host.QwenGatedDeltaNetAttention.register_oot(ours, name=_NAME)
-        return lambda: _unregister(registry, ours)
+
+        def undo() -> str | None:
+            left = (join_graphs(), _unregister(registry, ours))
+            return "; ".join(reason for reason in left if reason is not None) or None
+
+        return undo
 
     names = (*_hosts.VLLM.functions, *_hosts.VLLM.classes)
     guards = tuple(name for name in names if not name.startswith(vllm_qsa.OPS) and name not in _hosts.VLLM_REPLAY)

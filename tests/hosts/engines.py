@@ -24,6 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "speculative_config": _SPECULATION,
         "compilation_config": _DECODE_GRAPHS | {"cudagraph_capture_sizes": [(1 + SPEC) * size for size in _SIZES]},
     },
+    # Run it without FlashInfer on the path: the host's norm takes FlashInfer's reduction, with NVLink multicast, wherever it can.
     "tp": {"tensor_parallel_size": 2, "enforce_eager": True, "disable_custom_all_reduce": True},
 }
 

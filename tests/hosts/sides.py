@@ -14,7 +14,8 @@ _HOST = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process, where its scheduler can be asked
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled at the first start, for minutes
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # with the next three: no NVLink multicast
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # with the next four: no NVLink multicast
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",

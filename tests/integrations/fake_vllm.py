@@ -203,6 +203,10 @@ def qwen_gdn_attention_core_fused_norm_packed(mixed_qkvz: Any, ba: Any, core_att
     context.layers[layer_name]._forward_core_fused_norm_packed(mixed_qkvz, ba, core_attn_out)
 
 
+def compile_factors() -> dict[str, object]:
+    return {"VLLM_USE_AOT_COMPILE": True}
+
+
 def is_conv_state_dim_first() -> bool:
     return context.dim_first  # type: ignore[no-any-return]
 
@@ -270,6 +274,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm.model_executor.models": {"ModelRegistry": ModelRegistry},
         "vllm.platforms.interface": {"Platform": Platform},
         "vllm.forward_context": {"get_forward_context": get_forward_context},
+        "vllm.envs": {"compile_factors": compile_factors},
     }  # fmt: skip
     for full, content in names.items():
         parts = full.split(".")

@@ -1,5 +1,6 @@
 """The adapter of vLLM on a stand-in of its modules: the switch, the class that is built, what is left to the host, the report."""
 
+import importlib
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import gdn
 from gdn.integrations import vllm
 from gdn.runtime import env
 from tests.integrations import fake_vllm
@@ -171,6 +173,25 @@ def test_another_registration_stays() -> None:
     handle.disable()
     assert op_registry_oot == {NAME: foreign}
     assert handle.report().points[0].why == "registered since by someone else, left alone"
+
+
+def test_compiled_graphs_with_and_without_the_adapter_are_kept_apart() -> None:
+    """The host keeps graphs by these factors; a graph of the other side calls another operator on other projections."""
+    envs = importlib.import_module("vllm.envs")
+    without = envs.compile_factors()
+    with vllm.enable(allow_reference=True):
+        assert envs.compile_factors() == without | {"GDN_VLLM": gdn.__version__}
+    assert envs.compile_factors() == without
+    op_registry_oot[NAME] = type("Foreign", (QwenGatedDeltaNetAttention,), {})
+    with vllm.enable(allow_reference=True):  # the layers are not ours
+        assert envs.compile_factors() == without
+
+
+def test_a_host_whose_graphs_cannot_be_kept_apart_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("vllm.envs.compile_factors")
+    with vllm.enable(allow_reference=True) as handle:
+        point = handle.report().points[0]
+        assert op_registry_oot == {} and not point.replaced and point.why is not None and "compile_factors" in point.why
 
 
 def test_another_machine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
