@@ -128,7 +128,7 @@ class Walk:
     Parameters
     ----------
     seed : int
-        Of all choices; every fifth walk decodes by replay.
+        Of all choices; every third walk decodes by replay.
     num_calls : int
         Calls of the engine.
     """
@@ -141,7 +141,7 @@ class Walk:
             MOST_STREAMS, LONGEST, BLOCK, num_blocks=draw.choice([9, 14, 19, 24]), num_spec=draw.choice([0, 1, 3]),
             num_checkpoints=draw.choice([0, 1, 3, 3]),
         )  # fmt: skip
-        self.engine = Engine(self.model, sizes, use_graphs=draw.random() < 0.4, replay=seed % 5 == 1)
+        self.engine = Engine(self.model, sizes, use_graphs=draw.random() < 0.4, replay=seed % 3 == 1)
         self.places = Places()
         self.chunk: int | None = None
         self.seen: dict[Stream, list[tuple[int, Tensor]]] = {}  # number of tokens, and the logits after them
