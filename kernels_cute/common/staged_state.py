@@ -55,3 +55,20 @@ def fill_state(tile: StateTile, dtype: Constexpr, address: Int32, thread: Int32,
         values = load_access(tile, dtype, address, thread, number)
         for e in cutlass.range_constexpr(tile.width):
             rState[start + e] = values[e]
+
+
+@cute.jit
+def lay_aside(tile: StateTile, address: Int32, thread: Int32, rState: cute.Tensor):
+    """The thread's part as float32 to shared memory, 4 * tile.values bytes a thread."""
+    for unit in cutlass.range_constexpr(tile.values // 4):
+        values = [rState[4 * unit + e] for e in range(4)]
+        ptx.store_where(address + (unit * tile.threads + thread) * 16, values, Int32(1))
+
+
+@cute.jit
+def take_back(tile: StateTile, address: Int32, thread: Int32, rState: cute.Tensor):
+    """rState = what `lay_aside` has put there."""
+    for unit in cutlass.range_constexpr(tile.values // 4):
+        values = ptx.load_four(address + (unit * tile.threads + thread) * 16)
+        for e in cutlass.range_constexpr(4):
+            rState[4 * unit + e] = values[e]

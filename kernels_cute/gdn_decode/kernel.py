@@ -16,10 +16,11 @@ from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.staged_state import copy_state
 from kernels_cute.common.state_sums import carveout
 from kernels_cute.common.state_tile import Place, load_state
-from kernels_cute.gdn_decode import replay, replay_batch
+from kernels_cute.gdn_decode import replay, replay_batch, several
+from kernels_cute.gdn_decode.batch import load_rows
 from kernels_cute.gdn_decode.convolution import load_filter, load_gates, load_row, load_windows
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
-from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec
+from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, column_in_head, place_of_gates
 from kernels_cute.gdn_decode.token import run_token, slot_of
 
 
@@ -76,8 +77,7 @@ class GdnDecode:
         seed = mixed_seed(params.rounding_seed)
 
         # The gates, while the index is under way: what a branch uses waits for all that is under way, later the state too.
-        rGates = cute.make_rmem_tensor(2, Float32)
-        rGates.fill(0.0)
+        rGates = gates_of(spec, params, block)
         minus_decay = Float32(0.0)
         dt_bias = Float32(0.0)
         if makes_gates(spec, thread):
@@ -125,6 +125,19 @@ def makes_gates(spec: Spec, thread: Any) -> Any:
     return thread == last if spec.batch == 1 else thread > last - spec.batch
 
 
+def gates_of(spec: Spec, params: GdnDecodeParams, block: Block) -> Any:
+    """Registers of `Registers.gates`."""
+    if spec.batch == 1:
+        rGates = cute.make_rmem_tensor(2, Float32)
+        rGates.fill(0.0)
+        return rGates
+    (gA, _), (gB, _) = place_of_gates(spec, params, block)
+    rA, rB = cute.make_rmem_tensor(1, gA.element_type), cute.make_rmem_tensor(1, gB.element_type)
+    rA.fill(0.0)
+    rB.fill(0.0)
+    return rA, rB
+
+
 def block_of(spec: Spec) -> Block:
     """The sequence, heads and columns of a thread."""
     block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
@@ -138,7 +151,7 @@ def block_of(spec: Spec) -> Block:
 
 
 @cute.jit
-def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, gate: HeadGate, rGates: cute.Tensor):
+def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, gate: HeadGate, rGates: Any):
     """A sequence that is no padding: all blocks of a cluster come here, or none."""
     place, registers = block.place, make_registers(spec, rGates)
     storage = cutlass.utils.SmemAllocator().allocate(spec.storage())
@@ -152,7 +165,7 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
     # The few bytes of the convolution before the many of the state: it is done while those are under way.
     load_windows(spec, params, block, Int64(sequence.window_slot), sequence.column, registers.line)
     if cutlass.const_expr(spec.batch > 1):
-        replay_batch.load_rows(spec, params, block, sequence, Int32(0), registers)
+        load_rows(spec, params, block, sequence, Int32(0), registers)
     else:
         load_row(spec, params, sequence.begin, block, registers)
     load_filter(spec, params, block, registers)
@@ -161,7 +174,10 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
     norm_weight = Float32(0.0)
     if cutlass.const_expr(spec.has_norm):
         columns = cutlass.const_expr(spec.tile.v_per_thread)
-        if cutlass.const_expr(spec.batch > 1):
+        if cutlass.const_expr(spec.batch > 1 and spec.ring is None):
+            _, column = several.output_place(spec, block.thread, 0)
+            norm_weight = params.norm_weight[column_in_head(spec, block.rank) + column].to(Float32)
+        elif cutlass.const_expr(spec.batch > 1):
             if place.lane < 2 * columns:
                 norm_weight = params.norm_weight[place.v_start + place.lane % columns].to(Float32)
         elif place.lane < columns:
@@ -184,7 +200,8 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
     filled = registers._replace(norm_weight=norm_weight)
     one_token = run_token if spec.ring is None else replay.run_token
     if cutlass.const_expr(spec.batch > 1):
-        replay_batch.run_tokens(spec, params, block, sequence, head_gate, filled, shared)
+        run_tokens = several.run_tokens if spec.ring is None else replay_batch.run_tokens
+        run_tokens(spec, params, block, sequence, head_gate, filled, shared)
     elif cutlass.const_expr(spec.has_several_tokens):
         for step in cutlass.range(sequence.count, unroll=1):
             one_token(spec, params, block, sequence, step, head_gate, filled, shared)

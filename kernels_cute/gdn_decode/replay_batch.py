@@ -8,18 +8,26 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx, ring, ring_batch
 from kernels_cute.common.delta_rule import HeadGate, log_decay
-from kernels_cute.common.memory import load, sigmoid, words
+from kernels_cute.common.memory import sigmoid
 from kernels_cute.common.ring import Live
-from kernels_cute.common.state_tile import opaque_place
-from kernels_cute.gdn_decode.convolution import convolve_row, load_filter, loaded_item, place_in_row, store_column
+from kernels_cute.gdn_decode.batch import (
+    load_rows,
+    opaque_block,
+    raw_gates,
+    store_columns,
+    sum_of_squares,
+    wait_for_squares,
+    write_rows,
+    z_of,
+)
+from kernels_cute.gdn_decode.convolution import load_filter
 from kernels_cute.gdn_decode.replay import store_folded
-from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
-from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, column_in_head, place_of_gates
+from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, column_in_head
 
 _WARP = 32
 
@@ -35,46 +43,6 @@ def run_tokens(
         run_batch(spec, params, opaque_block(block), sequence, first, gate, registers, shared)
     live = ring.live_entries(spec.ring, shared.entries, (sequence.first, sequence.committed), params.fold_phase)
     store_folded(spec, params, block, sequence, live, registers, shared)
-
-
-@cute.jit
-def load_rows(
-    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, first: Int32, registers: Registers,
-    before: Constexpr = 0,
-):  # fmt: skip
-    """Inputs of the batch from token `first` on; a token beyond the last is the last one again. before: the inputs before them
-    that the line gets too, which are the call's own after its first batch."""
-    gX, batch = params.mixed_qkv, cutlass.const_expr(spec.batch)
-    last = sequence.begin + sequence.count - 1
-    for p in cutlass.range_constexpr(spec.passes):
-        at = place_in_row(spec, loaded_item(spec, p, block.thread), block)
-        for i in cutlass.range_constexpr(-before, batch):
-            token = cutlass.min(sequence.begin + first + i, last)
-            target = cutlass.const_expr((p * spec.line_rows + spec.history + i) * WORDS)
-            load(words(gX, Int64(token) * gX.stride[0] + at, 4 * WORDS), WORDS, registers.line, target, True)
-    if block.thread >= spec.tiles.threads - batch:
-        token = cutlass.min(sequence.begin + first + block.thread - (spec.tiles.threads - batch), last)
-        (gA, a_at), (gB, b_at) = place_of_gates(spec, params, block)
-        registers.gates[0] = gA[token, a_at].to(Float32)
-        registers.gates[1] = gB[token, b_at].to(Float32)
-
-
-def opaque_block(block: Block) -> Block:
-    """The same block and thread, of which the compiler knows nothing."""
-    place = opaque_place(block.place)._replace(v_start=ptx.opaque(block.place.v_start))
-    parts = [ptx.opaque(part) for part in (block.sequence, block.key_head, block.rank, block.thread)]
-    return Block(*parts, place)
-
-
-def z_of(spec: Spec, params: GdnDecodeParams, token: Any, block: Block, column: Any) -> Any:
-    """The norm's gate of a token's column."""
-    p, head = spec.problem, block.place.head
-    if p.interleaved:
-        at = block.key_head * spec.group_width + (2 * p.head_k_dim + spec.ratio * p.head_v_dim)
-        return params.mixed_qkv[token, at + block.rank // spec.splits * p.head_v_dim + column].to(Float32)
-    if p.concatenated:
-        return params.mixed_qkv[token, spec.z_at + head * p.head_v_dim + column].to(Float32)
-    return params.z[token, head, column].to(Float32)
 
 
 @cute.jit
@@ -170,20 +138,14 @@ def run_batch(
 @cute.jit
 def write_inputs(spec: Spec, block: Block, before: Int32, gate: HeadGate, registers: Registers, shared: Shared):
     """q, k and v of the batch after the convolution, log decays and betas, to shared memory."""
-    batch, threads, rOut = cutlass.const_expr(spec.batch), spec.tiles.threads, registers.out
+    batch, threads = cutlass.const_expr(spec.batch), spec.tiles.threads
     pitch = cutlass.const_expr(4 * spec.token_floats)
-    for p in cutlass.range_constexpr(spec.passes):
-        item = p * threads + block.thread
-        if item < spec.items:
-            for i in cutlass.range_constexpr(batch):
-                convolve_row(spec, p, (p * spec.line_rows + i) * WORDS, registers, registers.line)
-                values = [rOut[c] for c in range(CHANNELS)]
-                ptx.store_where(shared.tokens + i * pitch + item * (4 * CHANNELS), values, Int32(1))
+    write_rows(spec, block, registers, shared)
     if block.thread >= threads - batch:
         i = block.thread - (threads - batch)
-        rGates = registers.gates
-        ptx.store_one(shared.entries.decays + (before + i) * 4, log_decay(rGates[0] + gate.bias, gate.minus_decay))
-        beta = 1.0 / (1.0 + cute.math.exp(-rGates[1]))
+        a, b = raw_gates(registers)
+        ptx.store_one(shared.entries.decays + (before + i) * 4, log_decay(a + gate.bias, gate.minus_decay))
+        beta = 1.0 / (1.0 + cute.math.exp(-b))
         ptx.store_one(shared.tokens + i * pitch + 4 * spec.gates_at + 4, beta)
 
 
@@ -225,21 +187,6 @@ def append(
 
 
 @cute.jit
-def store_columns(
-    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, first: Int32, count: Int32, rLine: cute.Tensor
-):
-    """The windows' columns of the batch's inputs; with the first token also those before."""
-    history, slot, batch = spec.history, Int64(sequence.window_slot), cutlass.const_expr(spec.batch)
-    for p in cutlass.range_constexpr(spec.passes):
-        if first == 0:
-            for c in cutlass.range_constexpr(1, history):
-                store_column(spec, params, block, slot, Int32(c - 1), (p, c), rLine)
-        for i in cutlass.range_constexpr(batch):
-            if (i < count) & (history - 1 + first + i < params.conv_state.shape[2]):
-                store_column(spec, params, block, slot, history - 1 + first + i, (p, history + i), rLine)
-
-
-@cute.jit
 def send_squares(spec: Spec, block: Block, rY: cute.Tensor, parity: Int32, shared: Shared):
     """The warp's sums of squared outputs of every token to all blocks of the head."""
     batch, lane = cutlass.const_expr(spec.batch), block.thread % _WARP
@@ -260,27 +207,3 @@ def send_squares(spec: Spec, block: Block, rY: cute.Tensor, parity: Int32, share
     else:
         if number == 0:
             ptx.store_one(shared.sums + own, value)
-
-
-@cute.jit
-def wait_for_squares(spec: Spec, block: Block, turn: Int32, parity: Int32, shared: Shared):
-    """Waits until all warps of the head have sent the sums of this batch."""
-    if cutlass.const_expr(spec.splits > 1):
-        cute.arch.mbarrier_wait(shared.sums_full + parity, turn // 2 % 2)
-        if block.thread == 0:  # for the batch after the next one
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.sums_full + parity, 4 * spec.parts * spec.batch)
-    else:
-        cute.arch.sync_threads()
-
-
-@cute.jit
-def sum_of_squares(spec: Spec, token: Int32, parity: Int32, shared: Shared):
-    """The head's sum of squares of a token's outputs."""
-    sums = shared.sums + parity * spec.parity_bytes + token * (4 * spec.padded_parts)
-    total = Float32(0.0)
-    for i in cutlass.range_constexpr(0, spec.parts - 3, 4):
-        four = ptx.load_four(sums + 4 * i)
-        total += (four[0] + four[1]) + (four[2] + four[3])
-    for i in cutlass.range_constexpr(spec.parts // 4 * 4, spec.parts):
-        total += ptx.load_one(sums + 4 * i)
-    return total

@@ -48,8 +48,8 @@ class Registers(NamedTuple):
     weight: Any  # words of the filter, item by item: two 16-bit values a word, one by one they would take a register each
     bias: Any  # of the filter
     line: Any  # words: the window and the token's row, item by item
-    gates: Any  # raw a and b, in the thread that makes the gates
-    z: Any  # the norm's gate of the thread's column
+    gates: Any  # raw a and b, in a thread that makes gates; of several tokens at once in two tensors, as loaded
+    z: Any  # the norm's gates of the thread's outputs
     norm_weight: Any  # Float32, of the same
     out: Any  # an item's outputs of the convolution
 
@@ -62,7 +62,7 @@ class Shared(NamedTuple):
     sums_full: Any  # pointer to two barriers, which count the bytes of those sums
     warp_parts: Any  # sums over K of warps that share columns
     entries: Entries | None  # of the ring
-    state: Any  # of `staged_state`, with a ring and V first
+    state: Any  # of `staged_state`, with a ring or several tokens at once, V first
 
 
 class Spec:
@@ -91,10 +91,14 @@ class Spec:
         if p.ring_rows is not None:
             counts = (p.ring_rows, p.fold_every, p.has_accepted, p.num_k_heads, p.num_v_heads)
             self.ring = RingTile(*counts, self.tile)
-        # Tokens of a sequence that are computed at once, with a ring.
+        # Tokens of a sequence whose convolutions, gates and norms are computed at once.
         self.batch = 1
         if self.ring is not None and p.has_accepted and ring_batch.serves(self.tile):
             self.batch = 4 if self.ring.most_tokens > 2 else 2
+        self.warp_columns = self.tile.groups_per_warp * tiles.v_per_thread
+        if self.ring is None and self.has_several_tokens and ring_batch.serves(self.tile) and self.splits <= self.warp_columns:
+            self.batch = 4
+        self.lane_outputs = -(-self.warp_columns * self.batch // 32)  # of a batch, in a lane; without a ring
         self.line_rows = p.width - 1 + self.batch  # rows of an item: its window, and those of the tokens
         self.parity_bytes = 4 * self.batch * self.padded_parts  # of the sums of the tokens that are computed at once
         # Whether a window keeps the inputs of all tokens of a step, since some may be rejected.
@@ -105,10 +109,12 @@ class Spec:
         self.gates_at = 2 * k + tiles.block_v  # place of decay and beta in Shared.tokens
         self.num_parts = parts_floats(self.tile, 2 if self.has_several_tokens else 1)  # sums of warps that share columns
         self.num_entries = 0 if self.ring is None else self.ring.floats(self.batch)
-        self.token_floats = self.gates_at + 4
+        self.token_floats = self.gates_at + (4 if self.ring is not None or self.batch == 1 else 8)  # factors, without a ring
         self.num_tokens = self.batch * self.token_floats + (4 if self.batch > 1 else 0)  # and q . q of each
-        self.stages_state = self.ring is not None and is_possible(self.tile)
-        self.num_staged = staged_bytes(self.tile) // 4 if self.stages_state else 0
+        self.stages_state = (self.ring is not None or self.batch > 1) and is_possible(self.tile)
+        self.num_staged = 0
+        if self.stages_state:  # without a ring the float32 state waits there between batches
+            self.num_staged = staged_bytes(self.tile) // 4 if self.ring is not None else tiles.threads * self.tile.values
         num_floats = self.num_tokens + self.num_parts + self.num_entries + self.num_staged
         self.shared_bytes = 16 + 2 * self.parity_bytes + 4 * num_floats
         # One barrier for even and one for odd tokens; used where a head has several blocks.
