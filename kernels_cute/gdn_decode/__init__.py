@@ -195,6 +195,9 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     if heads < device.num_sms:  # as many blocks as there can be
         return min(space, key=lambda c: (-blocks(c), -state(c), c.threads_per_column))
     if problem.cu_seqlens_dtype is not None:  # the state stays for several tokens: the most of it on an SM
+        whole = [c for c in space if blocks(c) == 1 and problem.ring_rows is None and not k_first]
+        if whole and heads <= 2 * device.num_sms:  # few heads: nothing passes between blocks of one
+            return min(whole, key=lambda c: (-state(c), c.threads_per_column))
         return min(space, key=lambda c: (-c.min_threads_per_sm * state(c), blocks(c), c.threads_per_column))
     # A head a block, so that no sums pass between blocks, where all of them are on the device at once.
     wave = [c for c in space if blocks(c) == 1 and heads <= device.num_sms * (c.min_threads_per_sm // c.threads)]

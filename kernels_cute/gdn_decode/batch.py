@@ -10,6 +10,7 @@ from cutlass import Constexpr, Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
+from kernels_cute.common.delta_rule import log_decay
 from kernels_cute.common.memory import load, words
 from kernels_cute.common.state_tile import opaque_place
 from kernels_cute.gdn_decode.convolution import convolve_row, loaded_item, place_in_row, store_column
@@ -42,13 +43,15 @@ def load_rows(
     if block.thread >= spec.tiles.threads - batch:
         token = cutlass.min(sequence.begin + first + block.thread - (spec.tiles.threads - batch), last)
         (gA, a_at), (gB, b_at) = place_of_gates(spec, params, block)
-        rA, rB = registers.gates
-        rA[0], rB[0] = gA[token, a_at], gB[token, b_at]
+        values = [params.A_log[block.place.head], params.dt_bias[block.place.head], gA[token, a_at], gB[token, b_at]]
+        for rX, value in zip(registers.gates, values, strict=True):
+            rX[0] = value
 
 
-def raw_gates(registers: Registers) -> tuple[Any, Any]:
-    """a and b of the thread's token, as `load_rows` has loaded them: a conversion there would wait for the loads."""
-    return registers.gates[0][0].to(Float32), registers.gates[1][0].to(Float32)
+def gates(registers: Registers) -> tuple[Any, Any]:
+    """Log decay and beta of the thread's token. They are made here of what `load_rows` has loaded: there they would wait for it."""
+    A_log, dt_bias, a, b = [rX[0].to(Float32) for rX in registers.gates]
+    return log_decay(a + dt_bias, -cute.math.exp(A_log)), 1.0 / (1.0 + cute.math.exp(-b))
 
 
 @cute.jit

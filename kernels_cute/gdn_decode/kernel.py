@@ -80,10 +80,11 @@ class GdnDecode:
         rGates = gates_of(spec, params, block)
         minus_decay = Float32(0.0)
         dt_bias = Float32(0.0)
-        if makes_gates(spec, thread):
-            minus_decay = params.A_log[place.head].to(Float32)
-            dt_bias = params.dt_bias[place.head].to(Float32)
-        if cutlass.const_expr(not spec.has_several_tokens):
+        if cutlass.const_expr(spec.batch == 1):  # those of several tokens come with their rows
+            if thread == spec.tiles.threads - 1:
+                minus_decay = params.A_log[place.head].to(Float32)
+                dt_bias = params.dt_bias[place.head].to(Float32)
+        if cutlass.const_expr(not spec.has_several_tokens and spec.batch == 1):
             load_gates(spec, params, begin, block, rGates)
 
         # The slots to read, and the column at which the window starts. One that is null makes the sequence padding.
@@ -119,12 +120,6 @@ class GdnDecode:
             store_zeros(spec.tile, params.out, first, params.out.shape[0], num_sequences, place)
 
 
-def makes_gates(spec: Spec, thread: Any) -> Any:
-    """Whether a thread makes decay and beta of a token; of several tokens at once, those of a token each."""
-    last = spec.tiles.threads - 1
-    return thread == last if spec.batch == 1 else thread > last - spec.batch
-
-
 def gates_of(spec: Spec, params: GdnDecodeParams, block: Block) -> Any:
     """Registers of `Registers.gates`."""
     if spec.batch == 1:
@@ -132,10 +127,10 @@ def gates_of(spec: Spec, params: GdnDecodeParams, block: Block) -> Any:
         rGates.fill(0.0)
         return rGates
     (gA, _), (gB, _) = place_of_gates(spec, params, block)
-    rA, rB = cute.make_rmem_tensor(1, gA.element_type), cute.make_rmem_tensor(1, gB.element_type)
-    rA.fill(0.0)
-    rB.fill(0.0)
-    return rA, rB
+    found = [cute.make_rmem_tensor(1, gX.element_type) for gX in (params.A_log, params.dt_bias, gA, gB)]
+    for rX in found:
+        rX.fill(0.0)
+    return tuple(found)
 
 
 def block_of(spec: Spec) -> Block:
@@ -172,12 +167,9 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
     if cutlass.const_expr(spec.has_several_tokens and spec.batch == 1):
         load_gates(spec, params, sequence.begin, block, rGates)
     norm_weight = Float32(0.0)
-    if cutlass.const_expr(spec.has_norm):
+    if cutlass.const_expr(spec.has_norm and (spec.batch == 1 or spec.ring is not None)):
         columns = cutlass.const_expr(spec.tile.v_per_thread)
-        if cutlass.const_expr(spec.batch > 1 and spec.ring is None):
-            _, column = several.output_place(spec, block.thread, 0)
-            norm_weight = params.norm_weight[column_in_head(spec, block.rank) + column].to(Float32)
-        elif cutlass.const_expr(spec.batch > 1):
+        if cutlass.const_expr(spec.batch > 1):
             if place.lane < 2 * columns:
                 norm_weight = params.norm_weight[place.v_start + place.lane % columns].to(Float32)
         elif place.lane < columns:
@@ -201,7 +193,7 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
     one_token = run_token if spec.ring is None else replay.run_token
     if cutlass.const_expr(spec.batch > 1):
         run_tokens = several.run_tokens if spec.ring is None else replay_batch.run_tokens
-        run_tokens(spec, params, block, sequence, head_gate, filled, shared)
+        run_tokens(spec, params, block, sequence, filled, shared)
     elif cutlass.const_expr(spec.has_several_tokens):
         for step in cutlass.range(sequence.count, unroll=1):
             one_token(spec, params, block, sequence, step, head_gate, filled, shared)

@@ -12,13 +12,12 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx, ring, ring_batch
-from kernels_cute.common.delta_rule import HeadGate, log_decay
 from kernels_cute.common.memory import sigmoid
 from kernels_cute.common.ring import Live
 from kernels_cute.gdn_decode.batch import (
+    gates,
     load_rows,
     opaque_block,
-    raw_gates,
     store_columns,
     sum_of_squares,
     wait_for_squares,
@@ -34,13 +33,13 @@ _WARP = 32
 
 @cute.jit
 def run_tokens(
-    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, gate: HeadGate, registers: Registers, shared: Shared
+    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, registers: Registers, shared: Shared
 ):
     """All tokens of a sequence, a batch at a time. registers hold the inputs of the first batch."""
     batch = cutlass.const_expr(spec.batch)
     for first in cutlass.range(0, sequence.count, batch, unroll=1):
         # Addresses are made in each turn: made before the first one, they would take registers all along.
-        run_batch(spec, params, opaque_block(block), sequence, first, gate, registers, shared)
+        run_batch(spec, params, opaque_block(block), sequence, first, registers, shared)
     live = ring.live_entries(spec.ring, shared.entries, (sequence.first, sequence.committed), params.fold_phase)
     store_folded(spec, params, block, sequence, live, registers, shared)
 
@@ -64,7 +63,7 @@ def stores_outputs(spec: Spec, lane: Any) -> Any:
 
 @cute.jit
 def run_batch(
-    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, first: Int32, gate: HeadGate, registers: Registers,
+    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, first: Int32, registers: Registers,
     shared: Shared,
 ):  # fmt: skip
     """The tokens from `first` on: registers hold their inputs, afterwards those of the next batch."""
@@ -72,7 +71,7 @@ def run_batch(
     batch, columns, pitch = cutlass.const_expr(spec.batch), spec.tile.v_per_thread, cutlass.const_expr(4 * spec.token_floats)
     count = cutlass.min(sequence.count - first, Int32(batch))
     before = sequence.committed - sequence.first + first
-    write_inputs(spec, block, before, gate, registers, shared)
+    write_inputs(spec, block, before, registers, shared)
     load_z(spec, params, block, sequence, first, registers)
     if first == 0:
         cute.arch.cp_async_wait_group(1)  # the entries are there, the state need not be
@@ -136,16 +135,15 @@ def run_batch(
 
 
 @cute.jit
-def write_inputs(spec: Spec, block: Block, before: Int32, gate: HeadGate, registers: Registers, shared: Shared):
+def write_inputs(spec: Spec, block: Block, before: Int32, registers: Registers, shared: Shared):
     """q, k and v of the batch after the convolution, log decays and betas, to shared memory."""
     batch, threads = cutlass.const_expr(spec.batch), spec.tiles.threads
     pitch = cutlass.const_expr(4 * spec.token_floats)
     write_rows(spec, block, registers, shared)
     if block.thread >= threads - batch:
         i = block.thread - (threads - batch)
-        a, b = raw_gates(registers)
-        ptx.store_one(shared.entries.decays + (before + i) * 4, log_decay(a + gate.bias, gate.minus_decay))
-        beta = 1.0 / (1.0 + cute.math.exp(-b))
+        g, beta = gates(registers)
+        ptx.store_one(shared.entries.decays + (before + i) * 4, g)
         ptx.store_one(shared.tokens + i * pitch + 4 * spec.gates_at + 4, beta)
 
 

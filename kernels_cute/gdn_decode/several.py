@@ -19,15 +19,15 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
-from kernels_cute.common.delta_rule import L2NORM_EPS, HeadGate, decay, own_column
+from kernels_cute.common.delta_rule import L2NORM_EPS, own_column
 from kernels_cute.common.memory import sigmoid
 from kernels_cute.common.ring_batch import halved
 from kernels_cute.common.staged_state import fill_state, lay_aside, take_back
 from kernels_cute.common.state_tile import Place, store_kept_state, store_state
 from kernels_cute.gdn_decode.batch import (
+    gates,
     load_rows,
     opaque_block,
-    raw_gates,
     store_columns,
     sum_of_squares,
     wait_for_squares,
@@ -43,12 +43,14 @@ _WARP = 32
 
 @cute.jit
 def run_tokens(
-    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, gate: HeadGate, registers: Registers, shared: Shared
+    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, registers: Registers, shared: Shared
 ):
     """All tokens of a sequence, a batch at a time. registers hold the inputs of the first batch."""
-    for first in cutlass.range(0, sequence.count, spec.batch, unroll=1):
+    uniform = [cute.arch.make_warp_uniform(value) for value in sequence[:4]]
+    same = sequence._replace(begin=uniform[0], count=uniform[1], read_slot=uniform[2], window_slot=uniform[3])
+    for first in cutlass.range(0, same.count, spec.batch, unroll=1):
         # Addresses are made in each turn: made before the first one, they would take registers all along.
-        run_batch(spec, params, opaque_block(block), sequence, first, gate, registers, shared)
+        run_batch(spec, params, opaque_block(block), same, first, registers, shared)
 
 
 def output_place(spec: Spec, thread: Any, number: int) -> tuple[Any, Any]:
@@ -59,27 +61,15 @@ def output_place(spec: Spec, thread: Any, number: int) -> tuple[Any, Any]:
 
 
 @cute.jit
-def load_z(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, first: Int32, registers: Registers):
-    """The norm's gates of the lane's outputs; after the convolution, which needs the registers."""
-    last = sequence.begin + sequence.count - 1
-    for number in cutlass.range_constexpr(spec.lane_outputs):
-        token, column = output_place(spec, block.thread, number)
-        row = cutlass.min(sequence.begin + first + token, last)
-        registers.z[number] = z_of(spec, params, row, block, column_in_head(spec, block.rank) + column)
-
-
-@cute.jit
 def run_batch(
-    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, first: Int32, gate: HeadGate, registers: Registers,
+    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, first: Int32, registers: Registers,
     shared: Shared,
 ):  # fmt: skip
     """The tokens from `first` on: registers hold their inputs, afterwards those of the next batch."""
     batch = cutlass.const_expr(spec.batch)
     count = cutlass.min(sequence.count - first, Int32(batch))
     write_rows(spec, block, registers, shared)
-    write_gates(spec, block, gate, registers, shared)
-    if cutlass.const_expr(spec.has_norm):
-        load_z(spec, params, block, sequence, first, registers)
+    write_gates(spec, block, registers, shared)
     cute.arch.sync_threads()
     if cutlass.const_expr(spec.cluster > 1):
         if first == 0:  # the windows of this block are read (their values have been used), and its barriers are set up
@@ -106,10 +96,17 @@ def run_batch(
 
     parity = first // batch % 2
     rOut = cute.make_rmem_tensor(spec.lane_outputs, Float32)
+    rZ = cute.make_rmem_tensor(spec.lane_outputs, Float32)
+    norm_weight = Float32(1.0)
     for number in cutlass.range_constexpr(spec.lane_outputs):
         token, column = output_place(spec, block.thread, number)
         row = cutlass.min(token, batch - 1) * (4 * spec.token_floats)
         rOut[number] = ptx.load_one(shared.tokens + row + (2 * spec.problem.head_k_dim + column) * 4)
+        at = column_in_head(spec, block.rank) + column
+        if cutlass.const_expr(spec.has_norm):
+            z_row = cutlass.min(sequence.begin + first + token, sequence.begin + sequence.count - 1)
+            rZ[number] = z_of(spec, params, z_row, block, at)
+            norm_weight = params.norm_weight[at].to(Float32)
     if cutlass.const_expr(spec.has_norm):
         send_squares(spec, block, rOut, parity, shared)
 
@@ -129,25 +126,24 @@ def run_batch(
         if cutlass.const_expr(spec.has_norm):
             total = sum_of_squares(spec, cutlass.min(token, batch - 1), parity, shared)
             inverse = cute.math.rsqrt(total * (1.0 / spec.problem.head_v_dim) + params.eps)
-            z = registers.z[number]
-            norm_gate = sigmoid(z) if spec.problem.gate_sigmoid else z * sigmoid(z)
-            value = value * inverse * registers.norm_weight * norm_gate
+            norm_gate = sigmoid(rZ[number]) if spec.problem.gate_sigmoid else rZ[number] * sigmoid(rZ[number])
+            value = value * inverse * norm_weight * norm_gate
         if token < count:
-            at = (sequence.begin + first + token, block.place.head, column_in_head(spec, block.rank) + column)
-            params.out[at] = Float32(value).to(params.out.element_type)
+            row, at_column = sequence.begin + first + token, column_in_head(spec, block.rank) + column
+            params.out[row, block.place.head, at_column] = Float32(value).to(params.out.element_type)
     if cutlass.const_expr(not spec.has_norm):
         if first + batch < sequence.count:
             cute.arch.sync_threads()  # all have read what the next batch replaces
 
 
 @cute.jit
-def write_gates(spec: Spec, block: Block, gate: HeadGate, registers: Registers, shared: Shared):
+def write_gates(spec: Spec, block: Block, registers: Registers, shared: Shared):
     """Decay and beta of the batch to shared memory, a token a thread."""
     first = cutlass.const_expr(spec.tiles.threads - spec.batch)
     if block.thread >= first:
-        a, b = raw_gates(registers)
+        g, beta = gates(registers)
         at = shared.tokens + (block.thread - first) * (4 * spec.token_floats) + 4 * spec.gates_at
-        ptx.store_pair(at, decay(a + gate.bias, gate.minus_decay), 1.0 / (1.0 + cute.math.exp(-b)))
+        ptx.store_pair(at, cute.math.exp(g), beta)
 
 
 @cute.jit
