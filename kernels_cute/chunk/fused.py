@@ -122,6 +122,7 @@ def run_block(spec, params, copies, segment, terms=None):
         only = scheduler.segment_work_tile(segment, block // spec.slices % spec.heads, block % spec.slices)
     if cutlass.const_expr(spec.is_persistent):
         only = None
+    if cutlass.const_expr(spec.sorts_sequences):
         # There is something to deal, and there are few enough sequences to order.
         sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
         is_sorted = (scheduler.num_clusters(spec) < sequences * spec.units) & (sequences <= scheduler.SORTED)
@@ -131,7 +132,7 @@ def run_block(spec, params, copies, segment, terms=None):
     for field in (storage.m, storage.p):
         for i in cutlass.range(thread, BUFFERS * TILE_BYTES // 16, spec.threads, unroll=1):
             ptx.store_zeros(field.data_ptr().toint() + i * 16)
-    if cutlass.const_expr(spec.is_persistent):
+    if cutlass.const_expr(spec.sorts_sequences):
         if is_sorted:
             cute.arch.sync_threads()
             scheduler.sort_sequences(storage, params.cu_seqlens, thread)

@@ -52,6 +52,11 @@ class ChunkSpec:
         self.value_bytes = CHUNK * self.columns * 2
 
     @property
+    def sorts_sequences(self) -> bool:
+        """Whether work tiles are dealt longest sequence first; where another kernel writes the rows at the same time, in its order."""
+        return self.is_persistent and not self.row_makers
+
+    @property
     def dtype(self) -> Any:
         """Of the tokens, as the DSL names it."""
         from kernels_cute.common.memory import CUTE_DTYPES

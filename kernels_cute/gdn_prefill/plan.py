@@ -22,6 +22,7 @@ _STAGED_ROWS, _STAGED_THREADS = 16, 64  # of the staged convolution: ten blocks 
 # Microseconds, fitted to measured calls (LAB-NOTES.md): a chunk side by side; start, first rows, last outputs.
 _CHUNK, _ENDS = 1.78, 16.0
 _WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel, where a cluster takes several
+_NORMED_TIME = 0.92  # with the norm in the chunk kernel, of the time apart
 _GBPS_CONV, _GBPS_NORM = 2500.0, 2850.0  # of the kernels alone, measured
 
 
@@ -46,11 +47,12 @@ def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, in
     """Fields of the configuration; None where the kernels are faster one after the other."""
     if not _serves(problem):
         return None
-    blocks = _conv_blocks(_CONV_SMS[0], device)
-    if _clusters(problem, device, blocks) or _time(problem) >= _time_apart(problem, device):
-        # Where work tiles take turns the chunk kernel leaves no SM idle: the convolution's are missing there (measured).
+    clusters = _clusters(problem, device, _conv_blocks(_CONV_SMS[0], device))
+    if clusters and (problem.num_sequences == 1 or clusters < problem.num_v_heads):
+        # Where heads take turns the chunk kernel leaves no SM idle: the convolution's are missing there (measured).
         return None
-    return next(_candidates(problem, device))
+    apart = _time_apart(problem, device) * (_NORMED_TIME if normed(problem, device) is not None else 1.0)
+    return next(_candidates(problem, device)) if _time(problem, bool(clusters)) < apart else None
 
 
 def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
@@ -118,13 +120,17 @@ def _clusters(problem: GdnPrefillProblem, device: DeviceSpec, conv_blocks: int) 
     work_tiles = problem.num_sequences * problem.num_v_heads
     if work_tiles <= places:
         return 0
-    # With one sequence they are equal: with fewer clusters in as many rounds, SMs are left for the norm.
-    return -(-work_tiles // -(-work_tiles // places)) if problem.num_sequences == 1 else places
+    # The heads of a sequence are equal: with fewer clusters in as many rounds, SMs are left for the norm, and every cluster has its
+    # part of one sequence before the next one's rows are made.
+    return -(-problem.num_v_heads // -(-problem.num_v_heads // places))
 
 
-def _time(problem: GdnPrefillProblem) -> float:
-    """Microseconds side by side, where all work tiles run at once."""
-    return -(-problem.num_tokens // (CHUNK * max(problem.num_sequences, 1))) * _CHUNK + _ENDS
+def _time(problem: GdnPrefillProblem, takes_turns: bool) -> float:
+    """Microseconds side by side, where all work tiles run at once, or a cluster has a head of every sequence in turn."""
+    sequences = max(problem.num_sequences, 1)
+    if takes_turns:
+        return (problem.num_tokens / CHUNK + sequences / 2) * _CHUNK + sequences * _WORK_TILE + _ENDS
+    return -(-problem.num_tokens // (CHUNK * sequences)) * _CHUNK + _ENDS
 
 
 def _time_apart(problem: GdnPrefillProblem, device: DeviceSpec) -> float:
