@@ -98,7 +98,8 @@ class Step:
         return found
 
     def __call__(self, qkvz: Tensor, ba: Tensor, core: Tensor, metadata: Any, pages: tuple[Tensor, Tensor] | None = None) -> None:
-        """Writes the result of a batch into core [tokens, HV, V], whose rows beyond the batch's stay as they are.
+        """Writes the result of a batch into core [tokens, HV, V], and zeros into its rows beyond the batch's: rows of padding go
+        through the output projection too.
 
         Parameters
         ----------
@@ -113,6 +114,7 @@ class Step:
         """
         every, out = metadata.num_actual_tokens, core.view(-1, self._widths[1])
         if qkvz.shape[0] != every:
+            out[every:].zero_()
             qkvz, ba, out = qkvz[:every], ba[:every], out[:every]
         try:
             fixed = self._fixed(pages)

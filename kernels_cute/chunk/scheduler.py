@@ -2,7 +2,8 @@
 
 An item is a (sequence, state head), or with blocks alone a (sequence, state head, 64 V columns). The grid has at most as many
 clusters as run side by side, and cluster c begins with item c. The rest is dealt, the longest sequence first, each item to the
-cluster that has the least so far; sequences beyond SORTED are dealt in their own order. Every block works that out for itself,
+cluster that has the least so far; sequences beyond SORTED are dealt in their own order, and so are all where another kernel makes
+the rows at the same time (`spec.sorts_sequences`). Every block works that out for itself,
 from cu_seqlens alone: nothing is exchanged, and no workspace holds a counter.
 
 The gate warp deals, an item ahead of its own gates, and leaves items for all warps in a ring of records. A record without a

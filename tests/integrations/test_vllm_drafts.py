@@ -48,7 +48,7 @@ class Replay:
         padding = host.rows(metadata.num_actual_tokens - real + 2)
         self.add(metadata, rows)
         given = host.projected(*(torch.cat([*(one[part] for one in drawn), padding[part]]) for part in (0, 1)))
-        core = torch.zeros(len(given[0]), HV, V)
+        core = torch.full((len(given[0]), HV, V), torch.nan)
         nobody = [pages[0].clone() for pages in host.layer.kv_cache]
         self.step(*given, core, metadata)
         assert not core[real:].any()

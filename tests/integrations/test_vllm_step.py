@@ -38,7 +38,7 @@ class Driver:
         order = list(range(count)) if order is None else order
         padding = host.rows(PADDING)
         given = host.projected(torch.cat([qkvz[order], padding[0]]), torch.cat([ba[order], padding[1]]))
-        core = torch.zeros(count + PADDING, HV, host.V)
+        core = torch.full((count + PADDING, HV, host.V), torch.nan)
         metadata.num_actual_tokens = count
         self.step(*given, core, metadata)
         assert not core[count:].any()
