@@ -78,7 +78,7 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     # Over several tokens the filter, the window and the addresses stay in registers.
     if not problem.state_v_first:  # a thread keeps S q of one column after the exchange, and addresses of sums instead
         more += 2 * (problem.intermediate_dtype is not None)  # addresses of a second tensor
-        more += 4 * (problem.has_columns and problem.width < 4)  # a filter whose windows are no whole accesses
+        more += 4 * (problem.has_columns and problem.width < 4)  # such forms spilled 2 to 12 values
         return more + 92 + 19 * state // 16 + 4 * max(0, config.v_per_thread - 4)
     return more + 84 + 5 * state // 4 + 6 * problem.has_rounding
 
