@@ -251,16 +251,16 @@ def _spills_cute(problem: RecurrentProblem, tiles: Tiles) -> bool:
 
 
 def spills_tilelang(problem: RecurrentProblem, tiles: Tiles) -> bool:
-    """The same of the TileLang kernel, at either end of the range of its versions."""
+    """The same of the TileLang kernel, at either end of the range of its versions, and compiled by nvcc 13.0 and 13.5."""
+    is_long = (problem.ring_rows or 0) > 32  # a lane has decays of several entries
+    is_much, lanes = _holds_much(problem, tiles), tiles.threads_per_column
     if tiles.min_threads_per_sm < _MIN_THREADS_PER_SM[0]:
-        return False
-    if (problem.ring_rows or 0) > 32 or (problem.has_rounding and problem.has_accepted):
-        return True  # with 32 values too; beyond 32 rows a lane has decays of several entries
-    if not _holds_much(problem, tiles):
-        return False
-    if problem.has_rounding or (problem.has_accepted and not problem.state_v_first):
+        is_masked = lanes * k_per_thread(problem, lanes) != problem.head_k_dim
+        is_tight = problem.has_accepted and (is_long or is_much and is_masked)
+        return is_tight and tiles.min_threads_per_sm > _MIN_THREADS_PER_SM[-1]
+    if is_long or problem.has_accepted:  # with 32 values too
         return True
-    return problem.has_parent
+    return is_much and (problem.has_rounding or problem.has_parent)
 
 
 def _holds_much(problem: RecurrentProblem, tiles: Tiles) -> bool:

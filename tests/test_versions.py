@@ -130,3 +130,7 @@ def test_both_ends_of_the_ranges_are_tested() -> None:
         assert low[package.distribution] == package.least
         assert requirement.specifier.contains(high[package.distribution]) and high[package.distribution] != package.least
     assert {version for name, version in low.items() if name.startswith("nvidia-cutlass-dsl")} == {packages.DSLS["cute"].least}
+
+
+def test_the_quack_of_the_tests_is_the_engines() -> None:
+    assert f"quack-kernels=={_pins('constraints-quack.txt')['quack-kernels']}" in ENGINES["vLLM 0.33.0"]

@@ -46,7 +46,7 @@ def _unserved_pool(state: Tensor) -> str | None:
         return f"states of {state.dim()} dimensions"
     if not state.is_contiguous() and not (state[0] if state.shape[0] else state).is_contiguous():
         return "the states of a slot are not contiguous"
-    if state.shape[0] > 1 and state.stride(0) < state[0].numel():
+    if state.shape[0] > 1 and state.stride(0) * state.shape[0] < state.numel():
         return "the states of several slots share memory"
     return _unserved_slots(state)
 

@@ -130,9 +130,11 @@ class AcceptDraftTreeProblem(Problem, op="accept_draft_tree"):
     num_sequences: int = size()
 
     def bytes_moved(self) -> int:
-        accepted = self.num_sequences * mean_accepted(self.num_tokens / max(self.num_sequences, 1))
+        # The path to a leaf of a binary tree has a node a level, of which the root stays in its place: of 8 nodes 2 rows move.
+        nodes = self.num_tokens // max(self.num_sequences, 1)
+        moved = self.num_sequences * max((nodes + 1).bit_length() - 2, 0)
         token = 4 * self.ring_width + (self.conv_dim or 0) * dtype_bytes(self.conv_dtype)
-        return round(2 * self.num_layers * accepted * token)
+        return 2 * self.num_layers * moved * token
 
 
 class AcceptDraftTreeParams(NamedTuple):

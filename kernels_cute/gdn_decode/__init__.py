@@ -78,6 +78,7 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     # Over several tokens the filter, the window and the addresses stay in registers.
     if not problem.state_v_first:  # a thread keeps S q of one column after the exchange, and addresses of sums instead
         more += 2 * (problem.intermediate_dtype is not None)  # addresses of a second tensor
+        more += 4 * (problem.has_columns and problem.width < 4)  # such forms spilled 2 to 12 values
         return more + 92 + 19 * state // 16 + 4 * max(0, config.v_per_thread - 4)
     return more + 84 + 5 * state // 4 + 6 * problem.has_rounding
 
@@ -85,16 +86,22 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
 _BATCH = 4  # the most tokens with a ring that are computed at once
 
 # Tiles with a ring that do not spill: threads, threads a column, columns a thread, threads an SM.
-# Of one token; of drafts V first, which are computed several at once; of drafts K first.
+# Of one token; K first with narrow windows, wide slots or noise; of drafts V first, which are computed several at once; of drafts
+# K first; of these with noise.
 _RING_ONE = ((128, 8, 4, 512), (64, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512))
+_RING_ONE_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 512), (128, 16, 4, 384))
 _RING_DRAFTS = ((128, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512), (64, 16, 4, 256))
 _RING_DRAFTS_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 384), (128, 16, 4, 256))
+_RING_NOISY_DRAFTS_K_FIRST = ((128, 8, 4, 256), (64, 8, 4, 256), (128, 16, 4, 256))
 
 
 def _ring_tiles(problem: GdnDecodeProblem) -> tuple[tuple[int, ...], ...]:
     if not problem.has_accepted:
-        return _RING_ONE
-    return _RING_DRAFTS if problem.state_v_first else _RING_DRAFTS_K_FIRST
+        has_more = problem.width < 4 or problem.index_dtype != "int32" or problem.has_rounding
+        return _RING_ONE_K_FIRST if has_more and not problem.state_v_first else _RING_ONE
+    if problem.state_v_first:
+        return _RING_DRAFTS
+    return _RING_NOISY_DRAFTS_K_FIRST if problem.has_rounding else _RING_DRAFTS_K_FIRST
 
 
 def _tiles(config: Config) -> tuple[int, ...]:

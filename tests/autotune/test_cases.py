@@ -10,6 +10,7 @@ import torch
 
 import gdn
 from autotune import cases, shapes
+from autotune.cases.base import resized
 from gdn import reference
 from gdn.device import H100
 from gdn.runtime import Prepared, explaining, registry
@@ -304,3 +305,18 @@ _STEPS = [one.name for one in registry.with_kernels() if one.family is not None 
 def test_the_floor_of_the_steps_is_their_bytes(op: str) -> None:
     for shape in shapes.shapes(op):
         assert cases.tunable(shape.op).useful_flops(shape) == 0 and shape.problem.bytes_moved() > 0
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8])
+def test_the_floor_of_a_draft_tree_is_the_rows_that_move(nodes: int) -> None:
+    """The root of an accepted path stays where it is, as a node does whose place on the path is its own."""
+    first = _small(shapes.shapes("accept_draft_tree")[0])
+    shape = resized(first, (nodes,) * 3, num_layers=2, ring_rows=16, conv_dim=None, conv_dtype=None)
+    case: Any = cases.make(shape, CPU, H100)
+    (call,) = case.public_calls(None)
+    ring = call.keywords["ring"]
+    before = ring.clone()
+    call()
+    moved = int((ring != before).any(-1).sum())
+    assert shape.problem.bytes_moved() == 2 * moved * ring[0, 0, 0].nbytes
+    assert (moved > 0) == (nodes > 2)

@@ -62,7 +62,7 @@ class _Timed(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=pytest.mark.cover) if "compressed FP8" in one else one for one in LAUNCHED]
+    "name", [pytest.param(one, marks=pytest.mark.cover) if "compressed" in one or "FP8" in one else one for one in LAUNCHED]
 )
 def test_a_captured_layer_is_compared_with_its_kernels(name: str, device: FakeDevice) -> None:
     found = layers.measure(name, LIMITS, CPU, **SIZES)

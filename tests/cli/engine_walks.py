@@ -25,6 +25,7 @@ from tests.layers.small import small_config
 
 TOLERANCE = 2e-5  # of the largest logit, float32
 VOCAB, BLOCK, LONGEST, MOST_STREAMS = 61, 24, 200, 4
+FOLDS = ("before gdn.fold_states", "after gdn.fold_states")  # places that every third walk comes to once
 FORMS: tuple[dict[str, Any], ...] = ({}, {"index_ratio": 2}, {"index_topk": 0})
 
 
@@ -40,8 +41,8 @@ class Places:
 
     Attributes
     ----------
-    known : set of str
-        Names of the places that calls came to.
+    passed : Counter of str
+        Places that calls came to, by name.
     hit : Counter of str
         Places that failed, by name.
     has_launched : bool
@@ -49,12 +50,12 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self.known: set[str] = set()
+        self.passed: Counter[str] = Counter()
         self.hit: Counter[str] = Counter()
         self.arm(None)
 
-    def arm(self, target: int | None) -> None:
-        """Fails at this place of the next call; None = nowhere."""
+    def arm(self, target: int | str | None) -> None:
+        """Fails at this place of the next call, by number or by name; None = nowhere."""
         self.count, self.target, self.has_launched = 0, target, False
 
     @contextmanager
@@ -65,10 +66,10 @@ class Places:
         yield
         self.count, self.target, self.has_launched = saved
 
-    def passed(self, name: str) -> None:
-        self.known.add(name)
+    def come_to(self, name: str) -> None:
+        self.passed[name] += 1
         self.count += 1
-        if self.count - 1 == self.target:
+        if self.target in (self.count - 1, name):
             self.target = None
             self.hit[name] += 1
             raise Injected(name)
@@ -79,20 +80,20 @@ class Places:
 
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self.passed(f"before {name}")
+            self.come_to(f"before {name}")
             result = call(*args, **kwargs)
             if not takes:
-                self.passed(f"after {name}")
+                self.come_to(f"after {name}")
             return result
 
         setattr(owner, method, wrapped)
 
     def operator(self, name: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Handler of `intercepting`."""
-        self.passed(f"before gdn.{name}")
+        self.come_to(f"before gdn.{name}")
         self.has_launched = True
         result = function(**arguments)
-        self.passed(f"after gdn.{name}")
+        self.come_to(f"after gdn.{name}")
         return result
 
     def watch(self, engine: Engine) -> None:
@@ -128,7 +129,7 @@ class Walk:
     Parameters
     ----------
     seed : int
-        Of all choices; every third walk decodes by replay.
+        Of all choices; every other walk decodes by replay.
     num_calls : int
         Calls of the engine.
     """
@@ -141,7 +142,7 @@ class Walk:
             MOST_STREAMS, LONGEST, BLOCK, num_blocks=draw.choice([9, 14, 19, 24]), num_spec=draw.choice([0, 1, 3]),
             num_checkpoints=draw.choice([0, 1, 3, 3]),
         )  # fmt: skip
-        self.engine = Engine(self.model, sizes, use_graphs=draw.random() < 0.4, replay=seed % 3 == 1)
+        self.engine = Engine(self.model, sizes, use_graphs=draw.random() < 0.4, replay=seed % 2 == 1)
         self.places = Places()
         self.chunk: int | None = None
         self.seen: dict[Stream, list[tuple[int, Tensor]]] = {}  # number of tokens, and the logits after them
@@ -161,7 +162,7 @@ class Walk:
 
     def record(self, streams: list[Stream], rows: list[int], logits: Tensor) -> None:
         """Handler of `on_logits`: keeps the logits, and sees that calls of the engine are refused meanwhile."""
-        self.places.passed("before on_logits")
+        self.places.come_to("before on_logits")
         with refused(RuntimeError, "expected no call of the engine"):
             self.engine.finish()
         for stream, part in zip(streams, logits.clone().split(rows), strict=True):
@@ -170,12 +171,13 @@ class Walk:
                 self.seen.setdefault(stream, []).extend((length + 1 + place, row) for place, row in enumerate(part))
             elif self.chunk is None or length + self.chunk >= prompt:
                 self.seen.setdefault(stream, []).append((prompt, part[0]))
-        self.places.passed("after on_logits")
+        self.places.come_to("after on_logits")
 
     def attempt(self, call: Callable[[], None]) -> None:
         """One call, which may fail at a random place; then everything is as it was, or the streams of the step are lost."""
         draw, before, was_lost = self.draw, self.state(), any(stream.is_lost for stream in self.engine.streams)
-        self.places.arm(draw.choice([None, None, None, draw.randrange(4), draw.randrange(60), int(draw.expovariate(1 / 15))]))
+        numbers = draw.randrange(4), draw.randrange(60), int(draw.expovariate(1 / 15))
+        self.places.arm(draw.choice([None, None, None, self.seldom(), draw.choice(FOLDS), *numbers]))
         try:
             call()
         except CacheFullError:
@@ -191,6 +193,11 @@ class Walk:
             rows[:] = [(length, row) for length, row in rows if length <= stream.num_computed]  # not those of rejected drafts
         if any(stream.is_lost for stream in self.engine.streams):
             self.check_lost()
+
+    def seldom(self) -> str | None:
+        """Name of a place, the likelier the fewer calls of this walk came to it: by number it would hardly ever fail."""
+        places = sorted(self.places.passed.items())
+        return self.draw.choices([name for name, _ in places], [1 / count for _, count in places])[0] if places else None
 
     def after_failure(self, call: Callable[[], None], before: Any) -> None:
         """Checks an injected failure: the step's streams are lost where an operator had begun, and no other ones."""
@@ -363,7 +370,7 @@ def run(seeds: Iterable[int]) -> tuple[set[str], Counter[str]]:
             places = Walk(seed).run()
         except BaseException as error:
             raise AssertionError(f"walk {seed}: {error!r}; replay it with python -m tests.cli.engine_walks {seed}") from error
-        known |= places.known
+        known |= places.passed.keys()
         hit += places.hit
     return known, hit
 

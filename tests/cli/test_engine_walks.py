@@ -4,7 +4,7 @@ import pytest
 
 from tests.cli import engine_walks
 
-FEW, MANY = 30, 500
+FEW, MANY = 30, 270
 
 
 def test_no_stream_goes_on_wrongly() -> None:

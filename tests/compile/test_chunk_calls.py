@@ -53,7 +53,7 @@ def test_checkpoint_states_without_a_pool(tmp_path: Path) -> None:
         chunk.launch(own, ChunkParams(*map(fake_cuda.on_device, params)))
 
 
-IN_COVER = ("either", "padded", "segments, clusters of no use")
+IN_COVER = ("either", "token by token", "padded", "segments, clusters of no use")
 
 
 def load(problem: ChunkProblem, config: Any, folder: Path) -> dict[str, Callable[..., None]]:

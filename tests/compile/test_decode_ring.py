@@ -53,3 +53,16 @@ def test_many_heads_that_are_not_streamed() -> None:
         config = gdn_decode.default_config(problem, H100)
         assert config.stages == 0
         assert (config.min_threads_per_sm, config.threads_per_column, config.v_per_thread) == (512, 8, 4)
+
+
+def test_tiles_that_spill_k_first_do_not_fit() -> None:
+    one, drafts = (replace(problem, state_v_first=False) for problem in (ONE, DRAFTS))
+
+    def fits(problem: GdnDecodeProblem, *tiles: int) -> bool:
+        return gdn_decode.fits(problem, gdn_decode.Config(*tiles), H100)
+
+    assert fits(one, 128, 8, 4, 512) and fits(drafts, 128, 8, 4, 384)
+    for changes in ({"width": 3}, {"index_dtype": "int64"}, {"has_rounding": True, "state_dtype": "bfloat16"}):
+        assert not fits(replace(one, **changes), 128, 8, 4, 512) and fits(replace(one, **changes), 128, 8, 4, 384)
+    noisy = replace(drafts, has_rounding=True, state_dtype="bfloat16")
+    assert not fits(noisy, 128, 8, 4, 384) and fits(noisy, 128, 8, 4, 256)

@@ -86,9 +86,9 @@ def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
-        ("beside", "flat"), ("normed", "flat"),
+        ("normed", "flat"),
         *(pytest.param(form, layout, marks=pytest.mark.cover) for form, layout in (
-            ("beside", "interleaved"), ("beside", "flat, checkpoints"),
+            ("beside", "flat"), ("beside", "interleaved"), ("beside", "flat, checkpoints"),
             ("normed", "interleaved"), ("normed", "flat, checkpoints"), ("normed", "interleaved, kept states"),
             *(("apart", layout) for layout in LAYOUTS),
         )),

@@ -70,7 +70,7 @@ def test_each_unit_of_a_row_has_one_lane(dim: int) -> None:
     assert len(seen) == 64 * units
 
 
-@pytest.mark.parametrize("dim", [256, 128])
+@pytest.mark.parametrize("dim", [256, pytest.param(128, marks=pytest.mark.cover)])
 def test_registers_of_scores_outputs_and_shares(dim: int) -> None:
     """Value 4 n + 2 side + e of a lane's scores and outputs: row lane / 4 + 8 side of its warp, column 8 n + 2 (lane % 4) + e. In
     an operand the same order: scores are packed as they lie."""

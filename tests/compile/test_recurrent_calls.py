@@ -45,7 +45,7 @@ def launch(module: Any, backend: str, problem: Problem, params: Any, folder: Pat
     module.launch(compiled.Compiled(functions, problem, config), type(params)(*map(fake_cuda.on_device, params)))
 
 
-SLOW = ("no state", "new state", "noise")  # with TileLang, whose compiler takes several times as long
+SLOW = ("no state", "new state", "noise", "tree")  # with TileLang, whose compiler takes several times as long
 FORMS = [(call, "cute") for call in RECURRENT] + [
     pytest.param(call, "tilelang", marks=[pytest.mark.cover] if call in SLOW else []) for call in RECURRENT
 ]

@@ -93,7 +93,8 @@ def test_what_is_refused() -> None:
 def test_tiles_that_spill_do_not_fit() -> None:
     wide = Tiles(128, 8, 4, 512)
     cute, tilelang = (importlib.import_module(MODULES[backend]) for backend in ("cute", "tilelang"))
-    assert tilelang.fits(DRAFTS, wide, H100) and not tilelang.fits(ALL["tree"], wide, H100)
+    assert tilelang.fits(ONE, wide, H100) and not tilelang.fits(DRAFTS, wide, H100)
+    assert tilelang.fits(DRAFTS, Tiles(128, 8, 4, 384), H100) and not tilelang.fits(ALL["many"], Tiles(128, 8, 4, 384), H100)
     assert not cute.fits(DRAFTS, recurrent_tiles.Config(128, 8, 4, 512), H100)
     assert cute.fits(DRAFTS, recurrent_tiles.Config(256, 8, 4, 512), H100)
     assert not cute.fits(ALL["noise, drafts"], recurrent_tiles.Config(256, 8, 4, 512), H100)

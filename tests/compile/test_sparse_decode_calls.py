@@ -71,7 +71,10 @@ def refused(backend: str, problem: Any, folder: Path, **changes: Any) -> set[str
     return called
 
 
-@pytest.mark.parametrize(("backend", "call"), [*(("cute", call) for call in CALLS), ("tilelang", "one sequence")])
+@pytest.mark.parametrize(
+    ("backend", "call"),
+    [*(("cute", call) for call in CALLS), pytest.param("tilelang", "one sequence", marks=pytest.mark.cover)],
+)
 def test_launch(backend: str, call: str, tmp_path: Path) -> None:
     pytest.importorskip(MODULES[backend], reason="needs the DSL")
     found = refused(backend, problem_of(5, **CALLS[call]), tmp_path)
