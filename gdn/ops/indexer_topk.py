@@ -68,6 +68,7 @@ def indexer_topk(
     backend : {"tilelang", "cute", "reference"}, optional
         Implementation to run; ValueError where it cannot. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
         A kernel backend applies to the logits, and the selection runs on any that has a kernel; "reference" applies to both.
+        With `topk` 0 nothing runs, and the backend is not checked.
 
     Returns
     -------

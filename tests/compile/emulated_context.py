@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 FAMILY = "kernels_cute.context"
-_MODULES = ("tiles", "chain", "parts", "total", "start")
+_MODULES = ("tiles", "chain", "parts_kernel", "total_kernel", "start_kernel")
 _NAN = float("nan")
 
 
@@ -236,7 +236,8 @@ def _modules(device: Device) -> dict[str, ModuleType]:
         f"{common}.build": module("build", build),
     }  # fmt: skip
     made["cutlass"].cute = made["cutlass.cute"]  # type: ignore[attr-defined]
-    made[common] = module(common, {name: made[f"{common}.{name}"] for name in ("memory", "ptx", "build")})
+    own = {name: made[f"{common}.{name}"] for name in ("memory", "ptx", "build")}
+    made[common] = module(common, own | {"choice": importlib.import_module(f"{common}.choice")})  # which imports no DSL
     return made
 
 
@@ -264,7 +265,7 @@ def launch(problem: Any, params: Any) -> None:
     device = Device()
     name = problem.op.removeprefix("context_")
     with _family(device) as modules:
-        kernel = getattr(modules[name], f"_Context{name.capitalize()}")(problem, None)
+        kernel = getattr(modules[f"{name}_kernel"], f"_Context{name.capitalize()}")(problem, None)
         given = type(params)(*(GlobalTensor(device.memory, x) if isinstance(x, torch.Tensor) else x for x in params))
         number = itertools.count()
         for block in range(kernel.blocks(given)):
