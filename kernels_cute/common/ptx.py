@@ -161,6 +161,13 @@ def multiply_small(dtype: Any, sums: Any, left: Any, right0: Any, right1: Any) -
     return run(code, *left, right0, right1, *sums, gives=[Float32] * 4)
 
 
+def multiply_tf32(sums: Any, left: Any, right0: Any, right1: Any) -> Any:
+    """sums [16, 8] float32 + left [16, 8] right [8, 8], fragments of mma.sync of tf32: the low 13 bits of a word do not count."""
+    places = [_operands("w", 0, 4), *(_operands("r", first, count) for first, count in ((0, 4), (4, 2), (6, 4)))]
+    code = f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {', '.join(places)};"
+    return run(code, *left, right0, right1, *sums, gives=[Float32] * 4)
+
+
 def send(target: Any, value: Any, barrier: Any, positive: Any) -> None:
     """Sends a float32 to shared memory of the cluster where `positive` > 0; its block's barrier counts the four bytes."""
     store = "@p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];"

@@ -17,45 +17,15 @@ from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx, ring
 from kernels_cute.common.delta_rule import L2NORM_EPS
 from kernels_cute.common.memory import sigmoid
-from kernels_cute.common.ring import TEAM, Live, load_columns
+from kernels_cute.common.ring import Live, load_columns
 from kernels_cute.common.ring_batch import halved
 from kernels_cute.gdn_decode.replay_batch import z_of
 from kernels_cute.gdn_decode.streamed.fold import fold_tile
 from kernels_cute.gdn_decode.streamed.items import block_of
+from kernels_cute.gdn_decode.streamed.products import multiply_tile, right_operand
 from kernels_cute.gdn_decode.streamed.sizes import COLUMNS, DIM, TILES_OF_HEAD, WARPS
 from kernels_cute.gdn_decode.streamed.spec import HEAD_BARRIER, Item, Shared, Spec, of_head, stage_of
-from kernels_cute.gdn_decode.streamed.tiles import PER_LANE, TEAMS, Tile, entry_at, state_values
-
-
-@cute.jit
-def load_vectors(spec: Spec, part: Int32, shared: Shared, rX: cute.Tensor):
-    """The lane's entries of k_0, q_0, k_1, ...: rX [vector * 16 + entry]."""
-    for i in cutlass.range_constexpr(spec.batch):
-        for is_q in cutlass.range_constexpr(2):
-            row = shared.tokens + (i * spec.token_floats + (1 - is_q) * DIM) * 4
-            for n in cutlass.range_constexpr(0, PER_LANE, 4):
-                four = ptx.load_four(row + entry_at(spec, part, n) * 4)
-                for e in cutlass.range_constexpr(4):
-                    rX[(2 * i + is_q) * PER_LANE + n + e] = four[e]
-
-
-@cute.jit
-def multiply(spec: Spec, tile: Tile, lane: Int32, shared: Shared, rX: cute.Tensor):
-    """S0^T k_i and S0^T q_i of all columns to the warp's sums. Eight sums at a time: lane l of a team ends with sum l."""
-    vectors, part, group = cutlass.const_expr(spec.vectors), lane % TEAM, lane // TEAM
-    turns = cutlass.const_expr(TEAM // spec.vectors)  # columns of a team whose sums are added up together
-    for first in cutlass.range_constexpr(0, COLUMNS // TEAMS, turns):
-        rSums = cute.make_rmem_tensor(TEAM, Float32)
-        rSums.fill(0.0)
-        for turn in cutlass.range_constexpr(turns):
-            values = state_values(spec, tile, (first + turn) * TEAMS + group, part)
-            for n in cutlass.range_constexpr(PER_LANE):
-                for x in cutlass.range_constexpr(vectors):
-                    rSums[turn * vectors + x] += values[n] * rX[x * PER_LANE + n]
-        halved(rSums, TEAM, 1, part)
-        column = (first + part // vectors) * TEAMS + group
-        ptx.store_one(shared.sums + (column * spec.sums_pitch + part % vectors) * 4, rSums[0])
-    cute.arch.sync_warp()
+from kernels_cute.gdn_decode.streamed.tiles import Tile
 
 
 @cute.jit
@@ -104,10 +74,9 @@ def run_tile(
     tile = Tile(number // TILES_OF_HEAD, number % TILES_OF_HEAD * COLUMNS, shared.state + stage * spec.tile_bytes)
     rZ, rU, rO, rK = [cute.make_rmem_tensor(batch, Float32) for _ in range(4)]
     load_gates_of_norm(spec, params, item, tile, lane, rZ)
-    rX = cute.make_rmem_tensor(spec.vectors * PER_LANE, Float32)
-    load_vectors(spec, lane % TEAM, shared, rX)
+    right = right_operand(spec, lane, shared)
     cute.arch.mbarrier_wait(storage.state_full.data_ptr() + stage, parity)
-    multiply(spec, tile, lane, shared, rX)
+    multiply_tile(spec, tile, lane, shared, right)
     if ring.needs_fold(live):
         fold_tile(spec, params, item, live, tile, lane, shared)
     cute.arch.sync_warp()
