@@ -89,7 +89,7 @@ _BATCH = 4  # the most tokens with a ring that are computed at once
 # Of one token; K first with narrow windows, wide slots or noise; of drafts V first, which are computed several at once; of drafts
 # K first; of these with noise.
 _RING_ONE = ((128, 8, 4, 512), (64, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512))
-_RING_ONE_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 512), (128, 16, 4, 384))
+_RING_ONE_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 512), (128, 16, 4, 384), (256, 8, 4, 256))
 _RING_DRAFTS = ((128, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512), (64, 16, 4, 256))
 _RING_DRAFTS_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 384), (128, 16, 4, 256))
 _RING_NOISY_DRAFTS_K_FIRST = ((128, 8, 4, 256), (64, 8, 4, 256), (128, 16, 4, 256))
