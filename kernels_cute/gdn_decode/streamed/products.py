@@ -62,25 +62,28 @@ def multiply_columns(spec: Spec, tile: Tile, lane: Any, first: Any, right: list[
     size = spec.state_dtype.width // 8
     row = tile.address + (first + lane // _QUAD) * (DIM * size) + lane % _QUAD * 16
     zero = Float32(0.0)
-    total = [zero] * 4
+    total, small = [zero] * 4, [[zero] * 4, [zero] * 4]
     for number, parts in enumerate(right):
         upper, lower = (ptx.load_words(row + offset * (DIM * size) + number * (_QUAD * 16)) for offset in (0, ROWS // 2))
-        sums = [zero] * 4  # of a run, so that few roundings follow one another within the products
+        # Sums of a run, so that few roundings follow one another within the products. The small parts have sums of their own,
+        # whose roundings do not matter: three products that do not wait for one another.
+        sums = [zero] * 4
         for step in range(0, 4, 2):
             left = [upper[step], lower[step], upper[step + 1], lower[step + 1]]
-            for own, other in _pairs(spec, left, parts, step):
-                sums = multiply(spec, sums, own, other)
+            largest, *others = _pairs(spec, left, parts, step)
+            sums = multiply(spec, sums, *largest)
+            small = [multiply(spec, one, *other) for one, other in zip(small, others, strict=True)]
         total = [one + other for one, other in zip(total, sums, strict=True)]
-    return total
+    return [one + (other + least) for one, other, least in zip(total, *small, strict=True)]
 
 
 def _pairs(spec: Spec, left: list[Any], parts: tuple[list[Any], ...], step: int) -> list[tuple[list[Any], list[Any]]]:
-    """Operands of the products of a step, smallest first."""
+    """Operands of the products of a step, largest first."""
     words = [part[step : step + 2] for part in parts]
     if spec.state_dtype is not Float32:
-        return [(left, other) for other in reversed(words)]
-    small = _halves([word.bitcast(Float32) for word in left])[1]
-    return [(left, words[1]), (small, words[0]), (left, words[0])]
+        return [(left, other) for other in words]
+    remains = _halves([word.bitcast(Float32) for word in left])[1]
+    return [(left, words[0]), (left, words[1]), (remains, words[0])]
 
 
 def multiply(spec: Spec, sums: list[Any], left: list[Any], right: list[Any]) -> list[Any]:
