@@ -1,5 +1,5 @@
-"""The barriers of the streamed decode step: the copy warp and the warps that compute, simulated with random times from the
-kernel's own table.
+"""The barriers of the streamed decode step: the warps that copy states and entries, those that prepare and those that multiply,
+simulated with random times from the kernel's own table.
 """
 
 from dataclasses import replace
@@ -17,8 +17,9 @@ gdn_decode = pytest.importorskip("kernels_cute.gdn_decode", reason="needs the Cu
 common = pytest.importorskip("kernels_cute.common.barriers", reason="needs the CuTe DSL")
 
 Arrivals, Barrier, BarrierTable = common.Arrivals, common.Barrier, common.BarrierTable
-COPY, MATH = "copy", "math"
-WARPS, TILES_OF_HEAD = 8, 4
+STATES, ENTRIES, PREPARE, MATH = "states", "entries", "prepare", "math"
+WARPS, PREPARE_WARPS, TILES_OF_HEAD = 8, 4, 4
+END = "no item"
 
 
 def spec_of(num_v_heads: int, stages: int) -> Any:
@@ -28,9 +29,9 @@ def spec_of(num_v_heads: int, stages: int) -> Any:
     return specs.Spec(problem, gdn_decode.Config(256, 8, 4, 256, stages, 132))
 
 
-def meeting(warps: int) -> Mbarrier:
+def meeting(role: str, warps: int) -> Mbarrier:
     """A named barrier of these warps."""
-    return Mbarrier(BarrierTable({MATH: warps}, [Barrier("meeting", 1, (Arrivals(MATH, "warp"),), (MATH,))]), "meeting")
+    return Mbarrier(BarrierTable({role: warps}, [Barrier("meeting", 1, (Arrivals(role, "warp"),), (role,))]), "meeting")
 
 
 class Block:
@@ -47,49 +48,81 @@ class Block:
         self.stages = [Buffer(f"stage {stage}") for stage in range(spec.stages)]
         self.entries = [Buffer(f"entries {buffer}") for buffer in range(spec.buffers)]
         self.decays = [[Buffer(f"log decays {buffer} of lane {lane}") for lane in range(32)] for buffer in range(spec.buffers)]
-        self.tokens = [[Buffer(f"tokens {buffer} of warp {warp}") for warp in range(WARPS)] for buffer in range(2)]
-        self.weights = [Buffer(f"weights of warp {warp}") for warp in range(WARPS)]
-        self.squares = [[Buffer(f"squares {turn} of warp {warp}") for warp in range(WARPS)] for turn in range(2)]
-        self.all, self.heads = meeting(WARPS), [meeting(TILES_OF_HEAD) for _ in range(2)]
-        self.meetings = {name: [0] * WARPS for name in ("all", "head")}
+        self.ready, self.done = ([Mbarrier(spec.barriers, name) for _ in range(2)] for name in ("ready", "done"))
+        # What each warp that prepares writes of an item: after the convolution, and after the barrier behind it.
+        self.tokens, self.weights = (
+            [[Buffer(f"{name} {buffer} of warp {warp}") for warp in range(PREPARE_WARPS)] for buffer in range(2)]
+            for name in ("tokens", "weights")
+        )
+        self.squares = [[Buffer(f"squares {buffer} of warp {warp}") for warp in range(WARPS)] for buffer in range(2)]
+        self.all, self.heads = meeting(PREPARE, PREPARE_WARPS), [meeting(MATH, TILES_OF_HEAD) for _ in range(2)]
+        self.meetings = {"all": [0] * PREPARE_WARPS, "head": [0] * WARPS}
 
     def run(self) -> None:
-        self.sim.start("copy", self.copy_warp())
+        self.sim.start("states", self.states_warp())
+        self.sim.start("entries", self.entries_warp())
+        for warp in range(PREPARE_WARPS):
+            self.sim.start(f"prepare {warp}", self.prepare_warp(warp))
         for warp in range(WARPS):
-            self.sim.start(f"warp {warp}", self.math_warp(warp))
+            self.sim.start(f"math {warp}", self.math_warp(warp))
         self.sim.run()
 
-    def copy_warp(self) -> Role:
+    def states_warp(self) -> Role:
+        spec = self.spec
+        for item in range(self.items):
+            for tile in range(spec.item_tiles):
+                stage, parity = specs.stage_of(spec, item, tile % WARPS, tile // WARPS)
+                yield self.free[stage], STATES, parity ^ 1
+                self.full[stage].arrive(STATES, copies=1)
+                self.sim.copy(self.full[stage], self.stages[stage], (item, tile))
+
+    def entries_warp(self) -> Role:
         spec = self.spec
         for item in range(self.items):
             buffer = item % spec.buffers
-            yield self.entries_free[buffer], COPY, item // spec.buffers % 2 ^ 1
+            yield self.entries_free[buffer], ENTRIES, item // spec.buffers % 2 ^ 1
             self.sim.copy(self.entries_full[buffer], self.entries[buffer], item)
             yield self.sim.some_time(0.3)
             for lane, decays in enumerate(self.decays[buffer]):
                 decays.write(item)
-                self.entries_full[buffer].arrive(COPY, copies=lane == 0)
-            for tile in range(spec.item_tiles):
-                stage, parity = specs.stage_of(spec, item, tile % WARPS, tile // WARPS)
-                yield self.free[stage], COPY, parity ^ 1
-                self.full[stage].arrive(COPY, copies=1)
-                self.sim.copy(self.full[stage], self.stages[stage], (item, tile))
+                self.entries_full[buffer].arrive(ENTRIES, copies=lane == 0)
 
-    def math_warp(self, warp: int) -> Role:
+    def prepare_warp(self, warp: int) -> Role:
         spec = self.spec
         for item in range(self.items):
-            buffer, tokens = item % spec.buffers, self.tokens[item % 2]
-            tokens[warp].write(item)
+            buffer, own = item % spec.buffers, item % 2
+            yield self.done[own], PREPARE, item // 2 % 2 ^ 1
+            self.tokens[own][warp].write(item)
             yield self.sim.some_time(0.3)
-            yield from self.meet("all", warp)
-            yield self.entries_full[buffer], MATH, item // spec.buffers % 2
-            for read in (*tokens, self.entries[buffer], *self.decays[buffer]):
+            yield self.entries_full[buffer], PREPARE, item // spec.buffers % 2
+            yield from self.meet("all", PREPARE, warp)
+            for read in (*self.tokens[own], self.entries[buffer], *self.decays[buffer]):
                 yield from self.sim.read(read, item, 0.02)
-            self.weights[warp].write(item)
-            yield from self.meet("all", warp)
+            self.weights[own][warp].write(item)
+            self.ready[own].arrive(PREPARE)
+        own = self.items % 2
+        yield self.done[own], PREPARE, self.items // 2 % 2 ^ 1
+        self.weights[own][warp].write(END)
+        self.ready[own].arrive(PREPARE)
+
+    def math_warp(self, warp: int) -> Role:
+        spec, item = self.spec, 0
+        while True:
+            buffer, own = item % spec.buffers, item % 2
+            yield self.ready[own], MATH, item // 2 % 2
+            if self.weights[own][0].content == END:
+                assert item == self.items
+                return
+            yield self.entries_full[buffer], MATH, item // spec.buffers % 2
             for turn, tile in enumerate(range(warp, spec.item_tiles, WARPS)):
                 yield from self.tile(warp, item, turn, tile)
-            self.entries_free[buffer].arrive(MATH)
+            if warp >= spec.item_tiles:
+                self.leave(item)
+            item += 1
+
+    def leave(self, item: int) -> None:
+        self.entries_free[item % self.spec.buffers].arrive(MATH)
+        self.done[item % 2].arrive(MATH)
 
     def tile(self, warp: int, item: int, turn: int, tile: int) -> Role:
         spec = self.spec
@@ -97,20 +130,23 @@ class Block:
         yield self.full[stage], MATH, parity
         yield from self.sim.read(self.stages[stage], (item, tile), 1.0)
         self.free[stage].arrive(MATH)
-        for read in (*self.weights, self.entries[item % spec.buffers], *self.tokens[item % 2]):
+        own, buffer = item % 2, item % spec.buffers
+        for read in (*self.weights[own], self.entries[buffer], *self.decays[buffer], *self.tokens[own]):
             yield from self.sim.read(read, item, 0.05)
-        squares = self.squares[turn % 2]
+        if tile + WARPS >= spec.item_tiles:
+            self.leave(item)
+        squares = self.squares[specs.tile_number(spec, item, warp, turn) % 2]
         squares[warp].write((item, turn))
-        yield from self.meet("head", warp)
+        yield from self.meet("head", MATH, warp)
         first = warp // TILES_OF_HEAD * TILES_OF_HEAD
         for read in squares[first : first + TILES_OF_HEAD]:
             yield from self.sim.read(read, (item, turn), 0.1)
 
-    def meet(self, name: str, warp: int) -> Role:
+    def meet(self, name: str, role: str, warp: int) -> Role:
         barrier = self.all if name == "all" else self.heads[warp // TILES_OF_HEAD]
-        barrier.arrive(MATH)
+        barrier.arrive(role)
         self.meetings[name][warp] += 1
-        yield barrier, MATH, (self.meetings[name][warp] - 1) % 2
+        yield barrier, role, (self.meetings[name][warp] - 1) % 2
 
 
 @pytest.mark.parametrize("stages", [8, 16])
@@ -124,8 +160,11 @@ def test_warps_neither_stop_nor_overwrite(num_v_heads: int, stages: int) -> None
     ("name", "stages", "arrivals", "message"),
     [
         ("state_free", 8, Arrivals(MATH, "warp"), "deadlock"),
-        ("entries_full", 2, Arrivals(COPY, "role"), "arrivals"),
+        ("entries_full", 2, Arrivals(ENTRIES, "role"), "arrivals"),
         ("entries_free", 2, Arrivals(MATH, "role"), "arrivals|still read|holds"),
+        ("ready", 2, Arrivals(PREPARE, "thread"), "deadlock"),
+        ("ready", 2, Arrivals(PREPARE, "role"), "arrivals|holds"),
+        ("done", 2, Arrivals(MATH, "role"), "deadlock|still read|holds"),
     ],
 )
 def test_the_simulation_finds_a_wrong_table(name: str, stages: int, arrivals: Any, message: str) -> None:

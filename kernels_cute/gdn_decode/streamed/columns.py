@@ -3,8 +3,7 @@
     y_i, o_i = D_i S0^T k_i, D_i S0^T q_i + sum_e w_ei (k_e . k_i, k_e . q_i) u_e          for all tokens, as in `ring_batch`
     u_i      = beta_i (v_i - y_i - sum_(j < i) d_ij (k_j . k_i) u_j)                          in order
 
-Products with the state: 8 lanes share a column, 16 of K each, whose k and q stay in registers for all columns. Then a lane has a
-column, and all that remains.
+Products with the state by the warp as a whole (`products`). Then a lane has a column, and all that remains.
 """
 
 from typing import Any
@@ -15,7 +14,6 @@ from cutlass import Constexpr, Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx, ring
-from kernels_cute.common.delta_rule import L2NORM_EPS
 from kernels_cute.common.memory import sigmoid
 from kernels_cute.common.ring import Live, load_columns
 from kernels_cute.common.ring_batch import halved
@@ -24,7 +22,7 @@ from kernels_cute.gdn_decode.streamed.fold import fold_tile
 from kernels_cute.gdn_decode.streamed.items import block_of
 from kernels_cute.gdn_decode.streamed.products import multiply_tile, right_operand
 from kernels_cute.gdn_decode.streamed.sizes import COLUMNS, DIM, TILES_OF_HEAD, WARPS
-from kernels_cute.gdn_decode.streamed.spec import HEAD_BARRIER, Item, Shared, Spec, of_head, stage_of
+from kernels_cute.gdn_decode.streamed.spec import HEAD_BARRIER, Item, Shared, Spec, of_head, stage_of, tile_number
 from kernels_cute.gdn_decode.streamed.tiles import Tile
 
 
@@ -37,22 +35,22 @@ def add_entries(spec: Spec, tile: Tile, live: Live, lane: Int32, shared: Shared,
     for x in cutlass.range_constexpr(vectors):
         rSums[x] = found[x] * ptx.load_one(totals + x // 2 * 4)
     updates = entries.updates + (tile.head * DIM + tile.first + lane) * 4
-    for entry in cutlass.range(live.start, live.count, unroll=1):
+    at_once = cutlass.const_expr(2 if spec.turns == 1 else 1)  # with many value heads there are no registers for two
+    for entry in cutlass.range(live.start, live.count, unroll=at_once):
         update = ptx.load_one(updates + entry * (4 * spec.ratio * DIM))
         row = load_columns(entries.weights + entry * (4 * vectors), vectors)
         for x in cutlass.range_constexpr(vectors):
             rSums[x] += row[x] * update
 
 
-def solve(spec: Spec, tile: Tile, live: Live, lane: Any, scale: Any, shared: Shared, registers: Any) -> None:
+def solve(spec: Spec, tile: Tile, live: Live, lane: Any, shared: Shared, registers: Any) -> None:
     """rU = corrections of the lane's column, rO = its outputs, rK = factors of the keys. registers: rSums, rU, rO, rK."""
     rSums, rU, rO, rK = registers
     batch, vectors, entries = spec.batch, spec.vectors, of_head(spec, shared.entries, tile.head)
     column = (2 + tile.head) * DIM + tile.first + lane
     for j in range(batch):
         row = load_columns(entries.weights + (live.count + j) * (4 * vectors), vectors)
-        k_factor = cute.math.rsqrt(row[2 * j] + L2NORM_EPS)
-        q_factor = scale * cute.math.rsqrt(ptx.load_one(shared.norms + 4 * j) + L2NORM_EPS)
+        k_factor, q_factor = ptx.load_pair(shared.factors + 8 * j)
         value = ptx.load_one(shared.tokens + (j * spec.token_floats + column) * 4)
         beta = ptx.load_one(shared.gates + (j * spec.ratio + tile.head) * 8 + 4)
         rK[j] = k_factor
@@ -71,6 +69,7 @@ def run_tile(
     (served, turn), (warp, lane) = place
     batch, number = cutlass.const_expr(spec.batch), warp + turn * WARPS
     stage, parity = stage_of(spec, served, warp, turn)
+    squares = tile_number(spec, served, warp, turn) % 2  # buffer of the sums of squares
     tile = Tile(number // TILES_OF_HEAD, number % TILES_OF_HEAD * COLUMNS, shared.state + stage * spec.tile_bytes)
     rZ, rU, rO, rK = [cute.make_rmem_tensor(batch, Float32) for _ in range(4)]
     load_gates_of_norm(spec, params, item, tile, lane, rZ)
@@ -85,10 +84,12 @@ def run_tile(
 
     rSums = cute.make_rmem_tensor(spec.vectors, Float32)
     add_entries(spec, tile, live, lane, shared, rSums)
-    solve(spec, tile, live, lane, params.scale, shared, (rSums, rU, rO, rK))
+    solve(spec, tile, live, lane, shared, (rSums, rU, rO, rK))
     append(spec, params, item, live, tile, (warp, lane, turn), shared, (rU, rK))
+    if number + WARPS >= spec.item_tiles:
+        leave(spec, storage, served, lane)
     if cutlass.const_expr(spec.has_norm):
-        share_squares(spec, warp, lane, turn, shared, rO)
+        share_squares(spec, warp, lane, squares, shared, rO)
     else:  # nothing to wait for: without it ptxas mixes what follows into what comes before, and spills
         cute.arch.barrier(barrier_id=HEAD_BARRIER + warp // TILES_OF_HEAD, number_of_threads=32 * TILES_OF_HEAD)
     for i in cutlass.range_constexpr(batch):
@@ -96,11 +97,20 @@ def run_tile(
         if cutlass.const_expr(spec.has_norm):
             z = rZ[i]
             gate = sigmoid(z) if spec.problem.gate_sigmoid else z * sigmoid(z)
-            value = value * inverse_norm(spec, params, warp, turn, i, shared) * norm_weight * gate
+            value = value * inverse_norm(spec, params, warp, squares, i, shared) * norm_weight * gate
         if i < item.count:
             value = cutlass.select_(live.is_valid, value, Float32(0.0))
             head = item.key_head * spec.ratio + tile.head
             params.out[item.begin + i, head, tile.first + lane] = Float32(value).to(params.out.element_type)
+
+
+@cute.jit
+def leave(spec: Spec, storage, served: Int32, lane: Int32):
+    """A warp no longer reads what has been made ready of an item, nor its entries."""
+    cute.arch.sync_warp()
+    if lane == 0:
+        cute.arch.mbarrier_arrive(storage.entries_free.data_ptr() + served % spec.buffers)
+        cute.arch.mbarrier_arrive(storage.done.data_ptr() + served % 2)
 
 
 @cute.jit
@@ -115,7 +125,7 @@ def load_gates_of_norm(spec: Spec, params: GdnDecodeParams, item: Item, tile: Ti
 
 
 @cute.jit
-def share_squares(spec: Spec, warp: Int32, lane: Int32, turn: Int32, shared: Shared, rO: cute.Tensor):
+def share_squares(spec: Spec, warp: Int32, lane: Int32, buffer: Int32, shared: Shared, rO: cute.Tensor):
     """The tile's sums of squared outputs to shared memory, and those of the head's other tiles are there."""
     batch = cutlass.const_expr(spec.batch)
     rSquares = cute.make_rmem_tensor(batch, Float32)
@@ -126,14 +136,14 @@ def share_squares(spec: Spec, warp: Int32, lane: Int32, turn: Int32, shared: Sha
     for bit in cutlass.range_constexpr((batch - 1).bit_length(), 5):
         value += cute.arch.shuffle_sync_bfly(value, offset=1 << bit)
     if lane < batch:
-        ptx.store_one(shared.squares + ((turn % 2 * batch + lane) * WARPS + warp) * 4, value)
+        ptx.store_one(shared.squares + ((buffer * batch + lane) * WARPS + warp) * 4, value)
     cute.arch.barrier(barrier_id=HEAD_BARRIER + warp // TILES_OF_HEAD, number_of_threads=32 * TILES_OF_HEAD)
 
 
 @cute.jit
-def inverse_norm(spec: Spec, params: GdnDecodeParams, warp: Int32, turn: Int32, token: Constexpr, shared: Shared):
+def inverse_norm(spec: Spec, params: GdnDecodeParams, warp: Int32, buffer: Int32, token: Constexpr, shared: Shared):
     """1 / sqrt(mean of the head's squared outputs + eps) of a token."""
-    at = (turn % 2 * spec.batch + token) * WARPS + warp // TILES_OF_HEAD * TILES_OF_HEAD
+    at = (buffer * spec.batch + token) * WARPS + warp // TILES_OF_HEAD * TILES_OF_HEAD
     four = ptx.load_four(shared.squares + at * 4)
     return cute.math.rsqrt(((four[0] + four[1]) + (four[2] + four[3])) * (1.0 / DIM) + params.eps)
 

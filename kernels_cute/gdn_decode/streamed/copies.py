@@ -1,8 +1,12 @@
-"""The copy warp of the streamed form: entries and states of every item of the block, as far ahead as there is room."""
+"""The copy warps of the streamed form: one has the states of every item of the block, one the entries, each as far ahead as there
+is room.
+
+An item's stages become free long before its entries, so neither waits for the other.
+"""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Constexpr, Int32, Int64, Uint32
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
@@ -13,8 +17,8 @@ from kernels_cute.gdn_decode.streamed.spec import Item, Spec, entries_of, stage_
 
 
 @cute.jit
-def copy_warp(spec: Spec, storage, params: GdnDecodeParams, total: Int32):
-    """The block's items: its own number, and every further one as many blocks away, below total."""
+def copy_warp(spec: Spec, storage, params: GdnDecodeParams, total: Int32, has_states: Constexpr):
+    """States, or entries, of the block's items: its own number, and every further one as many blocks away, below total."""
     first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     rCounts = cute.make_rmem_tensor(COUNTS, Int32)
     rNext = cute.make_rmem_tensor(COUNTS, Int32)
@@ -26,8 +30,10 @@ def copy_warp(spec: Spec, storage, params: GdnDecodeParams, total: Int32):
         load_counts(spec, params, cutlass.min(number + step, total - 1), rNext)
         if is_live(spec, params, rCounts):
             item = item_of(spec, params, number, rCounts)
-            copy_entries(spec, storage, params, item, served)
-            copy_states(spec, storage, params, item, served)
+            if cutlass.const_expr(has_states):
+                copy_states(spec, storage, params, item, served)
+            else:
+                copy_entries(spec, storage, params, item, served)
             served += 1
 
 
@@ -48,7 +54,8 @@ def copy_entries(spec: Spec, storage, params: GdnDecodeParams, item: Item, serve
         )
         updates = row + 4 * ring.updates_at + item.key_head * bytes_of_updates
         ptx.copy_from_global(entries.updates + lane * bytes_of_updates, updates, Int32(bytes_of_updates), full.toint())
-        for head in cutlass.range_constexpr(ratio):
+        # Several loads at once are an address in two registers each, of the few that this warp has.
+        for head in cutlass.range(ratio, unroll=cutlass.const_expr(ratio if ratio <= 2 else 1)):
             decay = gRing[item.slot, number, ring.decays_at + item.key_head * ratio + head]
             ptx.store_one(entries.decays + (head * spec.decay_pitch + lane) * 4, decay)
     if lane == 31:

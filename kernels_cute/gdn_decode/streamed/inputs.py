@@ -1,7 +1,8 @@
 """Inputs of an item in the streamed form: what its threads load while another item is computed, and the convolution.
 
-Thread i has four channels: q, k, then v of all value heads of the key head. The last threads have the gates: a token and value
-head each.
+Thread i has four channels, and with many value heads those THREADS threads further too: q, k, then v of all value heads of the
+key head. The first four are loaded ahead, the others when those are done. The last threads have the gates: a token and value head
+each.
 """
 
 import cutlass
@@ -12,6 +13,7 @@ from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
 from kernels_cute.common.delta_rule import log_decay
 from kernels_cute.common.memory import load, words
+from kernels_cute.common.ring import Live
 from kernels_cute.gdn_decode.convolution import convolve_row, load_filter, load_windows, loaded_item, place_in_row, store_column
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
 from kernels_cute.gdn_decode.spec import Registers, place_of_gates
@@ -34,19 +36,12 @@ def make_registers(spec: Spec) -> Registers:
 
 @cute.jit
 def load_inputs(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, registers: Registers):
-    """The thread's inputs of an item. A token beyond the last is the last one again."""
-    gX, batch, ratio = params.mixed_qkv, cutlass.const_expr(spec.batch), cutlass.const_expr(spec.ratio)
-    block, last = block_of(spec, item.key_head, thread), item.begin + item.count - 1
-    load_windows(spec, params, block, Int64(item.slot), item.column, registers.line)
-    at = place_in_row(spec, loaded_item(spec, 0, thread), block)
-    for i in cutlass.range_constexpr(batch):
-        token = cutlass.min(item.begin + i, last)
-        load(words(gX, Int64(token) * gX.stride[0] + at, 4 * WORDS), WORDS, registers.line, (spec.history + i) * WORDS, True)
-    load_filter(spec, params, block, registers)
-    rGates = registers.gates
+    """What the thread loads ahead of an item: its first channels, and the gates."""
+    load_channels(spec, params, item, thread, registers)
+    batch, ratio, rGates = cutlass.const_expr(spec.batch), cutlass.const_expr(spec.ratio), registers.gates
     gate = thread - (THREADS - batch * ratio)
     if gate >= 0:
-        token = cutlass.min(item.begin + gate // ratio, last)
+        token = cutlass.min(item.begin + gate // ratio, item.begin + item.count - 1)
         for head in cutlass.range_constexpr(ratio):
             if gate % ratio == head:
                 own = block_of(spec, item.key_head, thread, head)
@@ -55,15 +50,48 @@ def load_inputs(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, 
 
 
 @cute.jit
-def write_inputs(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, registers: Registers, shared: Shared):
-    """q, k and v of all tokens after the convolution, and the gates, to shared memory."""
-    batch, rOut, rGates = cutlass.const_expr(spec.batch), registers.out, registers.gates
+def load_channels(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, registers: Registers):
+    """Windows, rows and filter of four channels. thread: their number. A token beyond the last is the last one again."""
+    gX, batch = params.mixed_qkv, cutlass.const_expr(spec.batch)
+    if cutlass.const_expr(spec.items % THREADS == 0) or thread < spec.items:
+        block, last = block_of(spec, item.key_head, thread), item.begin + item.count - 1
+        load_windows(spec, params, block, Int64(item.slot), item.column, registers.line)
+        at = place_in_row(spec, loaded_item(spec, 0, thread), block)
+        for i in cutlass.range_constexpr(batch):
+            token = cutlass.min(item.begin + i, last)
+            load(words(gX, Int64(token) * gX.stride[0] + at, 4 * WORDS), WORDS, registers.line, (spec.history + i) * WORDS, True)
+        load_filter(spec, params, block, registers)
+
+
+@cute.jit
+def finish_inputs(
+    spec: Spec, params: GdnDecodeParams, item: Item, live: Live, thread: Int32, registers: Registers, shared: Shared
+):  # fmt: skip
+    """Once the first channels are written: their windows after the item, and all that belongs to the further ones."""
+    for turn in cutlass.range_constexpr(spec.turns):
+        number = thread + turn * THREADS
+        if cutlass.const_expr(turn > 0):
+            load_channels(spec, params, item, number, registers)
+            write_channels(spec, number, registers, shared)
+        if live.is_valid:
+            store_windows(spec, params, item, number, registers.line)
+
+
+@cute.jit
+def write_channels(spec: Spec, thread: Int32, registers: Registers, shared: Shared):
+    """q, k or v of all tokens after the convolution to shared memory."""
+    batch, rOut = cutlass.const_expr(spec.batch), registers.out
     if thread < spec.items:
         for i in cutlass.range_constexpr(batch):
             convolve_row(spec, 0, i * WORDS, registers, registers.line)
             values = [rOut[c] for c in range(CHANNELS)]
             ptx.store_where(shared.tokens + 4 * (i * spec.token_floats) + thread * (4 * CHANNELS), values, Int32(1))
-    gate = thread - (THREADS - batch * spec.ratio)
+
+
+@cute.jit
+def write_gates(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, rGates: cute.Tensor, shared: Shared):
+    """Log decay and beta of all tokens and value heads to shared memory."""
+    gate = thread - (THREADS - spec.batch * spec.ratio)
     if gate >= 0:
         head = item.key_head * spec.ratio + gate % spec.ratio
         minus_decay = -cute.math.exp(params.A_log[head].to(Float32))

@@ -22,24 +22,24 @@ from kernels_cute.gdn_decode.streamed.spec import Shared, Spec
 from kernels_cute.gdn_decode.streamed.tiles import Tile
 
 ROWS = 16  # columns of the state in a product
-_QUAD = 4  # lanes with the same rows
+QUAD = 4  # lanes with the same rows
 _BIG = -(1 << 13)  # bits of a float32 that tf32 keeps
 
 
 def right_operand(spec: Spec, lane: Any, shared: Shared) -> list[tuple[list[Any], ...]]:
     """Parts of the lane's vector, largest first: for each run of K that the lanes of a quad share, words of both halves."""
-    vector = lane // _QUAD % spec.vectors
+    vector = lane // QUAD % spec.vectors
     row = shared.tokens + (vector // 2 * spec.token_floats + (1 - vector % 2) * DIM) * 4
     per_run, found = spec.vector, []
-    for first in range(0, DIM, _QUAD * per_run):
+    for first in range(0, DIM, QUAD * per_run):
         values = []
         for n in range(0, per_run, 4):
-            values += ptx.load_four(row + (first + n) * 4 + lane % _QUAD * (4 * per_run))
-        found.append(_halves(values) if spec.state_dtype is Float32 else _thirds(values))
+            values += ptx.load_four(row + (first + n) * 4 + lane % QUAD * (4 * per_run))
+        found.append(halves(values) if spec.state_dtype is Float32 else _thirds(values))
     return found
 
 
-def _halves(values: list[Any]) -> tuple[list[Any], list[Any]]:
+def halves(values: list[Any]) -> tuple[list[Any], list[Any]]:
     """Words of the values, whose low bits a product leaves out, and of what it leaves out."""
     words = [value.bitcast(Int32) for value in values]
     small = [value - (word & _BIG).bitcast(Float32) for value, word in zip(values, words, strict=True)]
@@ -60,27 +60,30 @@ def _thirds(values: list[Any]) -> tuple[list[Any], ...]:
 def multiply_columns(spec: Spec, tile: Tile, lane: Any, first: Any, right: list[tuple[list[Any], ...]]) -> list[Any]:
     """Sums of the columns first + g and first + 8 + g of the tile, with two vectors each."""
     size = spec.state_dtype.width // 8
-    row = tile.address + (first + lane // _QUAD) * (DIM * size) + lane % _QUAD * 16
+    row = tile.address + (first + lane // QUAD) * (DIM * size) + lane % QUAD * 16
     zero = Float32(0.0)
-    total = [zero] * 4
+    total, small = [zero] * 4, [[zero] * 4, [zero] * 4]
     for number, parts in enumerate(right):
-        upper, lower = (ptx.load_words(row + offset * (DIM * size) + number * (_QUAD * 16)) for offset in (0, ROWS // 2))
-        sums = [zero] * 4  # of a run, so that few roundings follow one another within the products
+        upper, lower = (ptx.load_words(row + offset * (DIM * size) + number * (QUAD * 16)) for offset in (0, ROWS // 2))
+        # Sums of a run, so that few roundings follow one another within the products. The small parts have sums of their own,
+        # whose roundings do not matter: three products that do not wait for one another.
+        sums = [zero] * 4
         for step in range(0, 4, 2):
             left = [upper[step], lower[step], upper[step + 1], lower[step + 1]]
-            for own, other in _pairs(spec, left, parts, step):
-                sums = multiply(spec, sums, own, other)
+            largest, *others = _pairs(spec, left, parts, step)
+            sums = multiply(spec, sums, *largest)
+            small = [multiply(spec, one, *other) for one, other in zip(small, others, strict=True)]
         total = [one + other for one, other in zip(total, sums, strict=True)]
-    return total
+    return [one + (other + least) for one, other, least in zip(total, *small, strict=True)]
 
 
 def _pairs(spec: Spec, left: list[Any], parts: tuple[list[Any], ...], step: int) -> list[tuple[list[Any], list[Any]]]:
-    """Operands of the products of a step, smallest first."""
+    """Operands of the products of a step, largest first."""
     words = [part[step : step + 2] for part in parts]
     if spec.state_dtype is not Float32:
-        return [(left, other) for other in reversed(words)]
-    small = _halves([word.bitcast(Float32) for word in left])[1]
-    return [(left, words[1]), (small, words[0]), (left, words[0])]
+        return [(left, other) for other in words]
+    remains = halves([word.bitcast(Float32) for word in left])[1]
+    return [(left, words[0]), (left, words[1]), (remains, words[0])]
 
 
 def multiply(spec: Spec, sums: list[Any], left: list[Any], right: list[Any]) -> list[Any]:
@@ -94,8 +97,8 @@ def multiply_tile(spec: Spec, tile: Tile, lane: Int32, shared: Shared, right: Co
     """Sums of all columns to the warp's shared memory."""
     for first in cutlass.range(0, COLUMNS, ROWS, unroll=1):  # both at once take more registers than there are
         sums = multiply_columns(spec, tile, lane, first, right)
-        if lane % _QUAD < spec.batch:
-            target = shared.sums + ((first + lane // _QUAD) * spec.sums_pitch + 2 * (lane % _QUAD)) * 4
+        if lane % QUAD < spec.batch:
+            target = shared.sums + ((first + lane // QUAD) * spec.sums_pitch + 2 * (lane % QUAD)) * 4
             ptx.store_pair(target, sums[0], sums[1])
             ptx.store_pair(target + ROWS // 2 * spec.sums_pitch * 4, sums[2], sums[3])
     cute.arch.sync_warp()

@@ -4,10 +4,13 @@ from gdn.problems import DTYPE_BYTES, GdnDecodeProblem, most_tokens
 from kernels_cute.gdn_decode.shape import CHANNELS
 
 DIM = 128  # K and V
-WARPS = 8  # that compute; one more copies
+WARPS = 8  # that multiply states
+PREPARE_WARPS = 4  # that make ready what these need of the next item
+_PASSES = 2  # of a thread of the latter, four channels each, at most
 COLUMNS = 32  # of V in a tile, which one warp has: a lane each
 TILES_OF_HEAD = DIM // COLUMNS
 _MOST_TOKENS = 4  # of a sequence: 2 vectors of 16 values each in registers
+ITEM_WORDS = 9  # what an item's numbers take in shared memory
 _MOST_LIVE = 32  # entries, one a lane
 _SPARE_BYTES = 1024  # barriers, alignment
 _SHARED_BYTES = 232448  # that a block may have on every device of this architecture
@@ -29,7 +32,7 @@ def refusal(problem: GdnDecodeProblem) -> str | None:
         return f"requires a ring for at most {_MOST_TOKENS} tokens a sequence, got one for {tokens}"
     if p.fold_every - 1 + tokens > _MOST_LIVE or p.ring_rows > _MOST_LIVE:
         return f"requires at most {_MOST_LIVE} rows and live entries, got {p.ring_rows} rows, a fold every {p.fold_every} tokens"
-    if (2 * DIM + p.num_v_heads // p.num_k_heads * DIM) // CHANNELS > 32 * WARPS:
+    if (2 * DIM + p.num_v_heads // p.num_k_heads * DIM) // CHANNELS > _PASSES * 32 * PREPARE_WARPS:
         return f"requires at most 6 value heads a key head, got {p.num_v_heads} of {p.num_k_heads}"
     return None
 
@@ -50,6 +53,7 @@ class Sizes:
         self.vectors = 2 * self.batch  # k and q of each
         self.most_live = problem.fold_every - 1 + tokens  # entries before the call
         self.entries = self.most_live + self.batch  # and the call's own
+        self.weights_floats = self.ratio * self.entries * self.vectors
         self.item_tiles = TILES_OF_HEAD * self.ratio
         self.tile_bytes = COLUMNS * DIM * DTYPE_BYTES[problem.state_dtype]
         self.token_floats = (2 + self.ratio) * DIM
@@ -58,23 +62,26 @@ class Sizes:
         self.sums_pitch = 12 if self.batch == 4 else self.vectors
         self.gates_at = self.batch * self.token_floats
         self.tokens_floats = self.gates_at + _multiple_of_four(2 * self.batch * self.ratio)
-        self.norms_at, self.totals_at = 0, 4
-        self.squares_at = self.totals_at + _multiple_of_four(self.ratio * self.batch)
-        # Of entries: those of the next item are copied while this one is computed, where there is room.
-        self.buffers = next((count for count in (2, 1) if self._bytes(count) <= _SHARED_BYTES), 1)
+        # Of an item: its numbers, factors of k and q of each token, totals of each value head and token.
+        self.factors_at = _multiple_of_four(ITEM_WORDS)
+        self.totals_at = self.factors_at + _multiple_of_four(self.vectors)
+        self.others_floats = self.totals_at + _multiple_of_four(self.ratio * self.batch)
+        # Of entries: those of the next items are copied while this one is computed, where there is room.
+        self.buffers = next((count for count in (3, 2, 1) if self._bytes(count) <= _SHARED_BYTES), 1)
         self.floats = self._floats(self.buffers)
         self.shared_bytes = self._bytes(self.buffers)
 
     def _floats(self, buffers: int) -> dict[str, int]:
-        """Of shared memory, by name: entries in `buffers` buffers, tokens in two."""
+        """Of shared memory, by name: entries in `buffers` buffers, what else belongs to an item in two."""
         return {
             "keys": buffers * self.most_live * DIM,
             "updates": buffers * self.most_live * self.ratio * DIM,
             "decays": buffers * self.ratio * self.decay_pitch + 4,  # and the slot's count of each buffer
             "tokens": 2 * self.tokens_floats,
-            "weights": self.ratio * self.entries * self.vectors,
+            "weights": 2 * self.weights_floats,
+            "others": 2 * self.others_floats,
             "sums": WARPS * COLUMNS * self.sums_pitch,
-            "others": self.squares_at + 2 * WARPS * self.batch,
+            "squares": 2 * WARPS * self.batch,
         }
 
     def _bytes(self, buffers: int) -> int:
@@ -83,5 +90,7 @@ class Sizes:
 
 
 def most_stages(problem: GdnDecodeProblem) -> int:
-    """Stages of two tiles a warp, of one, or 0 where shared memory does not hold them."""
-    return next((stages for stages in (2 * WARPS, WARPS) if Sizes(problem, stages).shared_bytes <= _SHARED_BYTES), 0)
+    """Stages of two tiles a warp or of one, 0 where shared memory does not hold them; fewer stages rather than a single buffer of
+    entries, with which nothing of an item is made ready while the one before it is multiplied."""
+    possible = [sizes for stages in (2 * WARPS, WARPS) if (sizes := Sizes(problem, stages)).shared_bytes <= _SHARED_BYTES]
+    return next((sizes.stages for sizes in sorted(possible, key=lambda sizes: sizes.buffers == 1)), 0)

@@ -12,11 +12,11 @@ from kernels_cute.common.memory import CUTE_DTYPES
 from kernels_cute.common.ring import Entries, RingTile
 from kernels_cute.common.state_tile import StateTile
 from kernels_cute.gdn_decode.shape import CHANNELS
-from kernels_cute.gdn_decode.streamed.sizes import DIM, WARPS, Sizes
+from kernels_cute.gdn_decode.streamed.sizes import DIM, PREPARE_WARPS, WARPS, Sizes
 
-# Named barriers: of all warps that compute, and of the four warps of a head, one for each four.
-WARPS_BARRIER, HEAD_BARRIER = 1, 2
-THREADS = 32 * WARPS  # that compute
+# Named barriers: of the warps that prepare, and of the four warps of a head, one for each four that multiply.
+PREPARE_BARRIER, HEAD_BARRIER = 1, 2
+THREADS = 32 * PREPARE_WARPS  # that prepare
 
 
 class Item(NamedTuple):
@@ -32,16 +32,17 @@ class Item(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Addresses in shared memory, of an item's buffers where there are two."""
+    """Addresses in shared memory, of an item's buffers where there are several."""
 
     state: Any  # the stages: 32 columns of V each, as they lie in the pool
     entries: Entries  # keys, then updates of all value heads; `weights` of the first value head; `decays` too; `written`
     tokens: Any  # of each token [q | k | v of all value heads], float32, not normalised
     gates: Any  # of each token and value head: log decay and beta
-    norms: Any  # q . q of each token
+    item: Any  # its numbers, as `handover` has them
+    factors: Any  # of each token: that of k, that of q with the scale
     totals: Any  # of each value head and token: exp(sum of the log decays of all entries, and of the tokens up to it)
-    sums: Any  # this warp's, of each column: S0^T k and S0^T q of each token
-    squares: Any  # of each warp and token, two buffers
+    sums: Any  # of each column: S0^T k and S0^T q of each token; of the first warp that multiplies, later of this one
+    squares: Any  # of each of these warps and token, two buffers
 
 
 class Spec(Sizes):
@@ -65,19 +66,24 @@ class Spec(Sizes):
         self.z_at, self.group_width = p.dim, 2 * (1 + self.ratio) * DIM
         self.shared_items = 2 * DIM // CHANNELS
         self.items = self.shared_items + self.ratio * DIM // CHANNELS
+        self.turns = -(-self.items // THREADS)  # of a thread that prepares: four channels each
         self.barriers = BarrierTable(
-            {"copy": 1, "math": WARPS},
+            {"states": 1, "entries": 1, "prepare": PREPARE_WARPS, "math": WARPS},
             [
-                Barrier("state_full", self.stages, (Arrivals("copy", "role", what="with the bytes"),), ("math",)),
-                Barrier("state_free", self.stages, (Arrivals("math", "role", what="read by the tile's warp"),), ("copy",)),
-                Barrier("entries_full", self.buffers, (Arrivals("copy", "thread", what="with the bytes"),), ("math",)),
-                Barrier("entries_free", self.buffers, (Arrivals("math", "warp", what="read"),), ("copy",)),
+                Barrier("state_full", self.stages, (Arrivals("states", "role", what="with the bytes"),), ("math",)),
+                Barrier("state_free", self.stages, (Arrivals("math", "role", what="read by the tile's warp"),), ("states",)),
+                Barrier(
+                    "entries_full", self.buffers, (Arrivals("entries", "thread", what="with the bytes"),), ("prepare", "math")
+                ),
+                Barrier("entries_free", self.buffers, (Arrivals("math", "warp", what="read"),), ("entries",)),
+                Barrier("ready", 2, (Arrivals("prepare", "warp", what="tokens, weights, numbers are there"),), ("math",)),
+                Barrier("done", 2, (Arrivals("math", "warp", what="all of these read"),), ("prepare",)),
             ],
         )
 
     def storage(self) -> Any:
         stages, state_words, buffers = self.stages, self.stages * self.tile_bytes // 4, self.buffers
-        num_keys, num_updates, num_decays, num_tokens, num_weights, num_sums, num_others = self.floats.values()
+        num_keys, num_updates, num_decays, num_tokens, num_weights, num_others, num_sums, num_squares = self.floats.values()
 
         @cute.struct
         class Storage:
@@ -87,12 +93,15 @@ class Spec(Sizes):
             decays: cute.struct.Align[cute.struct.MemRange[Float32, num_decays], 16]
             tokens: cute.struct.Align[cute.struct.MemRange[Float32, num_tokens], 16]
             weights: cute.struct.Align[cute.struct.MemRange[Float32, num_weights], 16]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, num_sums], 16]
             others: cute.struct.Align[cute.struct.MemRange[Float32, num_others], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, num_sums], 16]
+            squares: cute.struct.Align[cute.struct.MemRange[Float32, num_squares], 16]
             state_full: cute.struct.MemRange[Int64, stages]
             state_free: cute.struct.MemRange[Int64, stages]
             entries_full: cute.struct.MemRange[Int64, buffers]
             entries_free: cute.struct.MemRange[Int64, buffers]
+            ready: cute.struct.MemRange[Int64, 2]
+            done: cute.struct.MemRange[Int64, 2]
 
         return Storage
 
@@ -105,24 +114,28 @@ def entries_of(spec: Spec, storage: Any, served: Any) -> Entries:
     decays = storage.decays.data_ptr().toint()
     written = decays + 4 * (spec.buffers * spec.ratio * spec.decay_pitch) + buffer * 4
     decays = decays + buffer * (4 * spec.ratio * spec.decay_pitch)
-    return Entries(keys, updates, storage.weights.data_ptr().toint(), decays, written)
+    weights = storage.weights.data_ptr().toint() + served % 2 * (4 * spec.weights_floats)
+    return Entries(keys, updates, weights, decays, written)
 
 
-def shared_of(spec: Spec, storage: Any, served: Any, warp: Any) -> Shared:
-    """What a warp needs of the shared memory of the live item of this number."""
+def shared_of(spec: Spec, storage: Any, served: Any) -> Shared:
+    """What belongs to the live item of this number, and what to none."""
     tokens = storage.tokens.data_ptr().toint() + served % 2 * (4 * spec.tokens_floats)
-    others = storage.others.data_ptr().toint()
-    sums = storage.sums.data_ptr().toint() + warp * (4 * 32 * spec.sums_pitch)
-    places = [others + 4 * at for at in (spec.norms_at, spec.totals_at)]
-    squares = others + 4 * spec.squares_at
-    state, entries = storage.state.data_ptr().toint(), entries_of(spec, storage, served)
-    return Shared(state, entries, tokens, tokens + 4 * spec.gates_at, *places, sums, squares)
+    others = storage.others.data_ptr().toint() + served % 2 * (4 * spec.others_floats)
+    places = [others + 4 * at for at in (0, spec.factors_at, spec.totals_at)]
+    state, sums, squares = (part.data_ptr().toint() for part in (storage.state, storage.sums, storage.squares))
+    return Shared(state, entries_of(spec, storage, served), tokens, tokens + 4 * spec.gates_at, *places, sums, squares)
+
+
+def tile_number(spec: Spec, served: Any, warp: Any, turn: Any) -> Any:
+    """Number of a warp's tile `turn` of an item, among all of the warp."""
+    tiles = (spec.item_tiles + (WARPS - 1) - warp) // WARPS  # of the warp, in an item
+    return served * tiles + turn
 
 
 def stage_of(spec: Spec, served: Any, warp: Any, turn: Any) -> tuple[Any, Any]:
-    """Stage of a warp's tile number `turn` of an item, and parity of the phase in which it is there."""
-    tiles = (spec.item_tiles + (WARPS - 1) - warp) // WARPS  # of the warp, in an item
-    number = served * tiles + turn
+    """Stage of a warp's tile `turn` of an item, and parity of the phase in which it is there."""
+    number = tile_number(spec, served, warp, turn)
     return warp + number % spec.stages_of_warp * WARPS, number // spec.stages_of_warp % 2
 
 

@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from kernels_cute.common import ptx
+from kernels_cute.common.delta_rule import L2NORM_EPS
 from kernels_cute.common.ring import TEAM, Live, log_decays
 from kernels_cute.common.ring_batch import product, tail_of
 from kernels_cute.gdn_decode.streamed.sizes import DIM
@@ -16,8 +17,8 @@ from kernels_cute.gdn_decode.streamed.spec import THREADS, Shared, Spec, of_head
 
 
 @cute.jit
-def weigh(spec: Spec, live: Live, thread: Int32, shared: Shared):
-    """Weights, norms of the queries, and totals, to shared memory."""
+def weigh(spec: Spec, live: Live, thread: Int32, scale: Float32, shared: Shared):
+    """Weights, factors of k and q, and totals, to shared memory."""
     ring, batch, ratio = spec.ring, cutlass.const_expr(spec.batch), cutlass.const_expr(spec.ratio)
     lane, part, before = thread % 32, thread % TEAM, live.count
     rTails = [cute.make_rmem_tensor(ring.chunks, Float32) for _ in range(ratio)]
@@ -48,5 +49,9 @@ def weigh(spec: Spec, live: Live, thread: Int32, shared: Shared):
             weights = of_head(spec, shared.entries, head).weights
             if (part < spec.vectors) & (entry < keys_end):
                 ptx.store_one(weights + (entry * spec.vectors + index) * 4, cute.math.exp(exponent) * value)
-        if (part < spec.vectors) & (index == 2 * (new - batch) + 1):
-            ptx.store_one(shared.norms + (new - batch) * 4, value)
+        # Of a key its product with itself is that of the even number, of a query that of the odd one.
+        is_query = new >= batch
+        own = cutlass.select_(is_query, 2 * (new - batch) + 1, 2 * new)
+        if (part < spec.vectors) & (index == own):
+            factor = cute.math.rsqrt(value + L2NORM_EPS)
+            ptx.store_one(shared.factors + index * 4, cutlass.select_(is_query, scale * factor, factor))
