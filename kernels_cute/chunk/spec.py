@@ -53,7 +53,7 @@ class ChunkSpec:
 
     @property
     def sorts_sequences(self) -> bool:
-        """Whether work tiles are dealt longest sequence first; where another kernel writes the rows at the same time, in its order."""
+        """Whether the longest sequence is dealt first; where another kernel writes the rows at the same time, its order holds."""
         return self.is_persistent and not self.row_makers
 
     @property

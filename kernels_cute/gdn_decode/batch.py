@@ -49,7 +49,7 @@ def load_rows(
 
 
 def gates(registers: Registers) -> tuple[Any, Any]:
-    """Log decay and beta of the thread's token. They are made here of what `load_rows` has loaded: there they would wait for it."""
+    """Log decay and beta of the thread's token, from what `load_rows` has loaded: made there they would wait for the loads."""
     A_log, dt_bias, a, b = [rX[0].to(Float32) for rX in registers.gates]
     return log_decay(a + dt_bias, -cute.math.exp(A_log)), 1.0 / (1.0 + cute.math.exp(-b))
 

@@ -20,7 +20,7 @@ from kernels_cute.gdn_decode import replay, replay_batch, several
 from kernels_cute.gdn_decode.batch import load_rows
 from kernels_cute.gdn_decode.convolution import load_filter, load_gates, load_row, load_windows
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
-from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, column_in_head, place_of_gates
+from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, place_of_gates
 from kernels_cute.gdn_decode.token import run_token, slot_of
 
 

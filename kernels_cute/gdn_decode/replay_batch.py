@@ -32,9 +32,7 @@ _WARP = 32
 
 
 @cute.jit
-def run_tokens(
-    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, registers: Registers, shared: Shared
-):
+def run_tokens(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, registers: Registers, shared: Shared):
     """All tokens of a sequence, a batch at a time. registers hold the inputs of the first batch."""
     batch = cutlass.const_expr(spec.batch)
     for first in cutlass.range(0, sequence.count, batch, unroll=1):

@@ -6,9 +6,9 @@ delta rule token by token, with no barrier between two of them, then their outpu
     o = (alpha scale |q|^-1) S^T q + (scale |q|^-1 q . k) u
     S = alpha S + k u^T
 
-The sums over K of a thread's columns go through a butterfly that halves what each lane holds: lane r of a group keeps S^T k of the
-group's column r, lane v_per_thread + r keeps S^T q of it. An output takes the place of its v in shared memory, where only the warp
-that has the column reads it.
+The sums over K of a thread's columns go through a butterfly that halves what each lane holds: lane r of a group keeps S^T k of
+the group's column r, lane v_per_thread + r keeps S^T q of it. An output takes the place of its v in shared memory, where only the
+warp that has the column reads it.
 """
 
 from typing import Any
@@ -42,9 +42,7 @@ _WARP = 32
 
 
 @cute.jit
-def run_tokens(
-    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, registers: Registers, shared: Shared
-):
+def run_tokens(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, registers: Registers, shared: Shared):
     """All tokens of a sequence, a batch at a time. registers hold the inputs of the first batch."""
     uniform = [cute.arch.make_warp_uniform(value) for value in sequence[:4]]
     same = sequence._replace(begin=uniform[0], count=uniform[1], read_slot=uniform[2], window_slot=uniform[3])
@@ -110,8 +108,8 @@ def run_batch(
     if cutlass.const_expr(spec.has_norm):
         send_squares(spec, block, rOut, parity, shared)
 
-    # While the sums are under way: the next batch's inputs. Without zeros the old ones would keep their registers all along, for the
-    # turn that is not followed by another.
+    # While the sums are under way: the next batch's inputs. Without zeros the old ones would keep their registers all along, for
+    # the turn that is not followed by another.
     for rX in (registers.line, registers.weight, registers.bias, *registers.gates):
         rX.fill(0)
     if first + batch < sequence.count:

@@ -21,7 +21,9 @@ _CONV_ROWS = (16, 32, 8)
 _STAGED_ROWS, _STAGED_THREADS = 16, 64  # of the staged convolution: ten blocks share an SM
 # Microseconds, fitted to measured calls (LAB-NOTES.md): a chunk side by side; start, first rows, last outputs.
 _CHUNK, _ENDS = 1.78, 16.0
-_WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel, where a cluster takes several
+# The same where a cluster has a head of every sequence in turn, a work tile, and the fewest tokens a sequence that were measured.
+_CHUNK_IN_TURN, _WORK_TILE_IN_TURN, _LEAST_IN_TURN = 1.66, 1.0, 512
+_WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel alone, where a cluster takes several
 _NORMED_TIME = 0.92  # with the norm in the chunk kernel, of the time apart
 _GBPS_CONV, _GBPS_NORM = 2500.0, 2850.0  # of the kernels alone, measured
 
@@ -48,7 +50,7 @@ def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, in
     if not _serves(problem):
         return None
     clusters = _clusters(problem, device, _conv_blocks(_CONV_SMS[0], device))
-    if clusters and (problem.num_sequences == 1 or clusters < problem.num_v_heads):
+    if clusters and (clusters < problem.num_v_heads or problem.num_tokens < _LEAST_IN_TURN * problem.num_sequences):
         # Where heads take turns the chunk kernel leaves no SM idle: the convolution's are missing there (measured).
         return None
     apart = _time_apart(problem, device) * (_NORMED_TIME if normed(problem, device) is not None else 1.0)
@@ -120,8 +122,8 @@ def _clusters(problem: GdnPrefillProblem, device: DeviceSpec, conv_blocks: int) 
     work_tiles = problem.num_sequences * problem.num_v_heads
     if work_tiles <= places:
         return 0
-    # The heads of a sequence are equal: with fewer clusters in as many rounds, SMs are left for the norm, and every cluster has its
-    # part of one sequence before the next one's rows are made.
+    # The heads of a sequence are equal: with fewer clusters in as many rounds, SMs are left for the norm, and every cluster has
+    # its part of one sequence before the next one's rows are made.
     return -(-problem.num_v_heads // -(-problem.num_v_heads // places))
 
 
@@ -129,7 +131,7 @@ def _time(problem: GdnPrefillProblem, takes_turns: bool) -> float:
     """Microseconds side by side, where all work tiles run at once, or a cluster has a head of every sequence in turn."""
     sequences = max(problem.num_sequences, 1)
     if takes_turns:
-        return (problem.num_tokens / CHUNK + sequences / 2) * _CHUNK + sequences * _WORK_TILE + _ENDS
+        return (problem.num_tokens / CHUNK + sequences / 2) * _CHUNK_IN_TURN + sequences * _WORK_TILE_IN_TURN + _ENDS
     return -(-problem.num_tokens // (CHUNK * sequences)) * _CHUNK + _ENDS
 
 

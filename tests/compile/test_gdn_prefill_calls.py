@@ -120,12 +120,18 @@ def test_side_by_side_where_the_chunk_kernel_leaves_sms_idle(tokens: int) -> Non
     assert config.num_conv_blocks + 2 * 32 <= H100.num_sms
 
 
+@pytest.mark.parametrize(("tokens", "sequences"), [(8128, 2), (8192, 8), (65536, 32)])
+def test_heads_of_several_sequences_take_turns(tokens: int, sequences: int) -> None:
+    config = chosen((16, 32), tokens, sequences)
+    assert (config.num_conv_blocks, config.conv_rows, config.num_persistent_clusters) == (46, 16, 32)
+
+
 @pytest.mark.parametrize(
     ("heads", "tokens", "sequences", "changes"),
     [
         ((4, 8), 8192, 1, {}),  # segments are faster, and take all SMs
         ((2, 4), 200, 1, {}),  # short
-        *(((16, 32), tokens, count, {}) for tokens, count in ((8192, 8), (65536, 32))),  # all SMs are busy
+        *(((16, 32), tokens, count, {}) for tokens, count in ((8192, 32), (65536, 256))),  # all SMs are busy
         ((16, 64), 8192, 1, {}),
         ((16, 32), 8192, 1, {"head_k_dim": 64, "head_v_dim": 64}),
         ((16, 32), 8192, 1, {"head_k_dim": 96, "head_v_dim": 96}),
