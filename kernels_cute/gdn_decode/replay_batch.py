@@ -12,7 +12,6 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx, ring, ring_batch
-from kernels_cute.common.memory import sigmoid
 from kernels_cute.common.ring import Live
 from kernels_cute.gdn_decode.batch import (
     gates,
@@ -27,6 +26,7 @@ from kernels_cute.gdn_decode.batch import (
 from kernels_cute.gdn_decode.convolution import load_filter
 from kernels_cute.gdn_decode.replay import store_folded
 from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, column_in_head
+from kernels_cute.gdn_decode.token import activated
 
 _WARP = 32
 
@@ -110,8 +110,7 @@ def run_batch(
     append(spec, params, block, sequence, live, before, count, (rU, rK), shared)
     rGate = cute.make_rmem_tensor(batch, Float32)
     for i in cutlass.range_constexpr(batch):
-        z = registers.z[i]
-        rGate[i] = sigmoid(z) if spec.problem.gate_sigmoid else z * sigmoid(z)
+        rGate[i] = activated(spec, registers.z[i])
     if first + batch < sequence.count:
         load_rows(spec, params, block, sequence, first + batch, registers, spec.history)
         load_filter(spec, params, block, registers)  # again: kept, it would take registers all along

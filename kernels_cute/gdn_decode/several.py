@@ -20,10 +20,9 @@ from cutlass import Float32, Int32, Int64
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
 from kernels_cute.common.delta_rule import L2NORM_EPS, own_column
-from kernels_cute.common.memory import sigmoid
 from kernels_cute.common.ring_batch import halved
 from kernels_cute.common.staged_state import fill_state, lay_aside, take_back
-from kernels_cute.common.state_tile import Place, store_kept_state, store_state
+from kernels_cute.common.state_tile import Place, store_state
 from kernels_cute.gdn_decode.batch import (
     gates,
     load_rows,
@@ -36,7 +35,7 @@ from kernels_cute.gdn_decode.batch import (
 )
 from kernels_cute.gdn_decode.convolution import load_filter, store_column
 from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, column_in_head
-from kernels_cute.gdn_decode.token import slot_of
+from kernels_cute.gdn_decode.token import activated, slot_of, store_intermediate
 
 _WARP = 32
 
@@ -124,8 +123,7 @@ def run_batch(
         if cutlass.const_expr(spec.has_norm):
             total = sum_of_squares(spec, cutlass.min(token, batch - 1), parity, shared)
             inverse = cute.math.rsqrt(total * (1.0 / spec.problem.head_v_dim) + params.eps)
-            norm_gate = sigmoid(rZ[number]) if spec.problem.gate_sigmoid else rZ[number] * sigmoid(rZ[number])
-            value = value * inverse * norm_weight * norm_gate
+            value = value * inverse * norm_weight * activated(spec, rZ[number])
         if token < count:
             row, at_column = sequence.begin + first + token, column_in_head(spec, block.rank) + column
             params.out[row, block.place.head, at_column] = Float32(value).to(params.out.element_type)
@@ -218,10 +216,7 @@ def store_after(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Seq
     """The state after a token that has a place for it: of its own, or of the sequence after the last one."""
     tile, place = spec.tile, block.place
     if cutlass.const_expr(spec.problem.intermediate_dtype is not None):
-        if step < params.intermediate_states.shape[1]:
-            row = Int64(params.intermediate_indices[block.sequence])
-            if row > params.null_slot:
-                store_kept_state(tile, row, step, place, params.intermediate_states, rState)
+        store_intermediate(spec, params, block, step, rState)
     else:
         slot = Int64(sequence.read_slot)
         is_stored = step + 1 == sequence.count

@@ -67,13 +67,17 @@ def run_token(
     store_out(tile, params.out, sequence.begin + step, place, value)
 
 
+def activated(spec: Any, z: Any) -> Any:
+    """The norm's gate, of z."""
+    return sigmoid(z) if spec.problem.gate_sigmoid else z * sigmoid(z)
+
+
 @cute.jit
 def gate_of_norm(spec: Spec, registers: Registers):
     """Factor of the thread's output after the norm."""
     norm_gate = Float32(1.0)
     if cutlass.const_expr(spec.has_norm):
-        z = registers.z[0]
-        norm_gate = sigmoid(z) if spec.problem.gate_sigmoid else z * sigmoid(z)
+        norm_gate = activated(spec, registers.z[0])
     return norm_gate
 
 

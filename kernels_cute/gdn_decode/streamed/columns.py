@@ -14,16 +14,16 @@ from cutlass import Constexpr, Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx, ring
-from kernels_cute.common.memory import sigmoid
 from kernels_cute.common.ring import Live, load_columns
 from kernels_cute.common.ring_batch import halved
-from kernels_cute.gdn_decode.replay_batch import z_of
+from kernels_cute.gdn_decode.batch import z_of
 from kernels_cute.gdn_decode.streamed.fold import fold_tile
 from kernels_cute.gdn_decode.streamed.items import block_of
 from kernels_cute.gdn_decode.streamed.products import multiply_tile, right_operand
 from kernels_cute.gdn_decode.streamed.sizes import COLUMNS, DIM, TILES_OF_HEAD, WARPS
 from kernels_cute.gdn_decode.streamed.spec import HEAD_BARRIER, Item, Shared, Spec, of_head, stage_of, tile_number
 from kernels_cute.gdn_decode.streamed.tiles import Tile
+from kernels_cute.gdn_decode.token import activated
 
 
 @cute.jit
@@ -95,8 +95,7 @@ def run_tile(
     for i in cutlass.range_constexpr(batch):
         value = rO[i]
         if cutlass.const_expr(spec.has_norm):
-            z = rZ[i]
-            gate = sigmoid(z) if spec.problem.gate_sigmoid else z * sigmoid(z)
+            gate = activated(spec, rZ[i])
             value = value * inverse_norm(spec, params, warp, squares, i, shared) * norm_weight * gate
         if i < item.count:
             value = cutlass.select_(live.is_valid, value, Float32(0.0))
