@@ -374,11 +374,20 @@ def runtime_library(backend: str) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
+def _loaded_before(backend: str) -> list[Path]:
+    """Libraries that a backend's runtime library looks for in the folder that holds both packages, where they may not be."""
+    if backend != "tilelang":
+        return []
+    return [path for folder in packages.folders("z3") if (path := folder / "lib" / "libz3.so").is_file()]
+
+
 @functools.cache
 def _preload(backend: str) -> None:
     path = runtime_library(backend)
     if path is None:
         raise ImportError(f"{backend}: its runtime library was not found; install {packages.DSLS[backend].distribution}")
+    for needed in _loaded_before(backend):
+        ctypes.CDLL(str(needed))
     ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)  # the kernel's undefined symbols resolve against it
 
 

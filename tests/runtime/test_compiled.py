@@ -238,3 +238,26 @@ def test_a_dsl_that_is_only_on_the_path(monkeypatch: pytest.MonkeyPatch, tmp_pat
         monkeypatch.delitem(sys.modules, name)
     assert compiled.runtime_library("cute") == library
     assert compiled.runtime_library("tilelang") is None
+
+
+def test_tilelang_in_another_folder_than_what_it_links_against(tmp_path: Path):
+    """As with an environment over another one: the loader looks for z3 beside TileLang, and does not find it."""
+    code = f"""
+import os, sys
+from pathlib import Path
+import tvm_ffi
+from gdn.runtime import compiled, packages
+whole = compiled.runtime_library("tilelang")
+alone = Path({str(tmp_path)!r}, "site", "tilelang")
+(alone / "lib").mkdir(parents=True)
+for library in whole.parent.iterdir():
+    (alone / "lib" / library.name).symlink_to(library)
+(alone / "__init__.py").touch()
+sys.path.insert(0, str(alone.parent))
+assert compiled.runtime_library("tilelang").parent == alone / "lib"
+compiled._preload("tilelang")
+assert "tilelang" not in sys.modules and "z3" not in sys.modules
+"""
+    root = Path(__file__).parents[2]
+    ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
