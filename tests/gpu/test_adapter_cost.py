@@ -8,7 +8,7 @@ from tests.hosts import adapter_cost
 pytestmark = pytest.mark.gpu
 
 
-def test_what_adapters_add(device: torch.device) -> None:
+def test_timing_of_what_adapters_add(device: torch.device) -> None:
     """The table is printed (`-s`). Another process on this core makes all of it slower, and this test worthless."""
     found = list(adapter_cost.measure(device, [], batches=1000))
     print(adapter_cost.HEADER, *(one.row() for one in found), sep="\n")

@@ -103,7 +103,7 @@ def calls(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
 
 
 @pytest.mark.parametrize(("op", "backend"), CASES)
-def test_the_first_call_compiles_nothing_and_is_quick(op: str, backend: str, calls: dict[tuple[str, str], list[Any]]) -> None:
+def test_timing_of_the_first_call_which_compiles_nothing(op: str, backend: str, calls: dict[tuple[str, str], list[Any]]) -> None:
     of_call = calls[op, backend]
     assert len(of_call) == PROCESSES
     for one in of_call:
