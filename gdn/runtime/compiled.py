@@ -375,7 +375,10 @@ def runtime_library(backend: str) -> Path | None:
 
 
 def _loaded_before(backend: str) -> list[Path]:
-    """Libraries that a backend's runtime library looks for in the folder that holds both packages, where they may not be."""
+    """Libraries that a backend's runtime library needs and looks for only beside its own package.
+
+    They may lie elsewhere: in an environment over another one, for example. One that is loaded already is not looked for.
+    """
     if backend != "tilelang":
         return []
     return [path for folder in packages.folders("z3") if (path := folder / "lib" / "libz3.so").is_file()]

@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calls(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[Any]]:
     """What the processes of each operator and backend say."""
     environment = {**os.environ, "GDN_CACHE_DIR": str(folder), "GDN_COMPILE": "off"}
-    # tvm_ffi asks torch for a GPU when it is imported: asked of the driver, no fork of that process could use CUDA.
+    # Importing tvm_ffi makes torch look for a GPU. If it asked the driver, no fork of that process could use CUDA: it asks NVML.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Bytecode is written once, as by pip for an installed package.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)

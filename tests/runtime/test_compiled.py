@@ -243,10 +243,10 @@ def test_a_dsl_that_is_only_on_the_path(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_tilelang_in_another_folder_than_what_it_links_against(tmp_path: Path):
     """As with an environment over another one: the loader looks for z3 beside TileLang, and does not find it."""
     code = f"""
-import os, sys
+import sys
 from pathlib import Path
 import tvm_ffi
-from gdn.runtime import compiled, packages
+from gdn.runtime import compiled
 whole = compiled.runtime_library("tilelang")
 alone = Path({str(tmp_path)!r}, "site", "tilelang")
 (alone / "lib").mkdir(parents=True)
