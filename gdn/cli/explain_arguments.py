@@ -46,8 +46,8 @@ _GIVEN: dict[str, str] = {
 # Argument -> its words, with the fields that each sets; a problem has some of these fields.
 _WORDS: dict[str, dict[str, Fields]] = {
     "projection_layout": {
-        word: {"interleaved": word == "interleaved", "concatenated": word == "concatenated"}
-        for word in ("flat", "interleaved", "concatenated")
+        word: {layout: word == layout for layout in ("interleaved", "merged", "concatenated")}
+        for word in ("flat", "interleaved", "merged", "concatenated")
     },
     "activation": {
         "silu": {"silu": True, "sigmoid": False}, "swish": {"silu": True, "sigmoid": False}, "none": {"silu": False},

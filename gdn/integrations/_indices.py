@@ -12,33 +12,31 @@ from torch import Tensor
 from gdn.runtime.streams import raw_stream
 
 _MOST = 256  # bounds the memory where every prompt has another length
-_Key = tuple[str, int, int, torch.device, torch.dtype]
-_made: dict[tuple[_Key, int | None], Any] = {}
+_made: dict[tuple[Any, ...], Any] = {}
 _INT32, _BOOL = torch.int32, torch.bool
 
 
 def slots(count: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     """0, 1, .. count - 1: the slot of each row of a batch in tensors that hold this batch alone."""
-    return _recurring(("slots", count, 0, device, dtype))  # type: ignore[no-any-return]
+    return _recurring("slots", count, 0, device, dtype)  # type: ignore[no-any-return]
 
 
 def offsets(count: int, length: int, device: torch.device) -> Tensor:
     """Offsets [count + 1] of `count` rows of `length` tokens each, at least one, as int32."""
-    return _recurring(("offsets", count, length, device, _INT32))  # type: ignore[no-any-return]
+    return _recurring("offsets", count, length, device, _INT32)  # type: ignore[no-any-return]
 
 
 def flags(count: int, value: bool, device: torch.device) -> Tensor:
     """`value` for each of `count` rows."""
-    return _recurring(("flags", count, int(value), device, _BOOL))  # type: ignore[no-any-return]
+    return _recurring("flags", count, int(value), device, _BOOL)  # type: ignore[no-any-return]
 
 
 def prompts(count: int, length: int, value: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Slots, offsets and flags of `count` rows of `length` tokens each."""
-    return _recurring(("prompts", count, length, device, _BOOL if value else _INT32))  # type: ignore[no-any-return]
+    return _recurring("prompts", count, length, device, _BOOL if value else _INT32)  # type: ignore[no-any-return]
 
 
-def _make(key: _Key) -> Any:
-    name, count, number, device, dtype = key
+def _make(name: str, count: int, number: int, device: torch.device, dtype: torch.dtype) -> Any:
     if name == "slots":
         return torch.arange(count, dtype=dtype, device=device)
     if name == "offsets":
@@ -52,18 +50,24 @@ def _make(key: _Key) -> Any:
     )
 
 
-def _recurring(key: _Key) -> Any:
+def _recurring(name: str, count: int, number: int, device: torch.device, dtype: torch.dtype) -> Any:
     if torch.compiler.is_compiling():  # part of the graph: a kept tensor would be one more input with its guards
-        return _make(key)
-    index = key[3].index  # None on the CPU
-    stream = None if index is None else raw_stream(index)
-    if stream is not None and torch.cuda.is_current_stream_capturing():
-        return _make(key)  # part of the graph: its memory belongs to it, and holds nothing before a replay
-    found = _made.get((key, stream))
+        return _make(name, count, number, device, dtype)
+    place: Any = device.index  # hashed sooner than the device; None on the CPU
+    stream = None
+    if place is None:
+        place = device
+    else:
+        stream = raw_stream(place)
+        if torch.cuda.is_current_stream_capturing():
+            # Part of the graph: its memory belongs to it, and holds nothing before a replay.
+            return _make(name, count, number, device, dtype)
+    key = (name, count, number, place, dtype, stream)
+    found = _made.get(key)
     if found is None:
         with torch.inference_mode(False):  # a kept tensor may be used outside of the inference mode that is on now
-            found = _make(key)
+            found = _make(name, count, number, device, dtype)
         if len(_made) >= _MOST:
             _made.clear()
-        _made[key, stream] = found
+        _made[key] = found
     return found

@@ -46,6 +46,21 @@ class Served:
         return reason
 
 
+class ServedOf:
+    """A `Served` of each of a host's layers, as long as the layer lives."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Callable[[], Any], Served]] = {}
+
+    def __call__(self, layer: Any) -> Served:
+        place = id(layer)
+        owner, served = self._kept.get(place, _NO_LAYER)
+        if owner() is not layer:
+            served, kept = Served(), self._kept
+            kept[place] = (weakref.ref(layer, lambda _: kept.pop(place, None)), served)
+        return served
+
+
 _UNALIGNED = 15  # bits of an address that kernels do not take, of what they update in place
 
 
@@ -55,6 +70,9 @@ def _never(*_: Tensor) -> bool:
 
 def _nothing() -> None:
     return None
+
+
+_NO_LAYER: Any = (_nothing, None)
 
 
 def alias(view: Tensor) -> Tensor:

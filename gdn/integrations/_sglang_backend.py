@@ -17,6 +17,7 @@ from gdn.integrations import _sglang_warm_up as warm
 from gdn.integrations import sglang_convolution as convolution
 from gdn.integrations._calls import Calls
 from gdn.integrations._hosts import SGLANG_BACKEND, SGLANG_CONVOLUTIONS, SGLANG_RUNNER
+from gdn.integrations._kept import ServedOf
 from gdn.integrations._points import Point, Undo, Unreplaced, replace, resolve
 from gdn.integrations._sglang_kernel import LARGEST_HEAD_DIM_OF_SNAPSHOTS, Serving, unserved_slots
 from gdn.runtime import log
@@ -83,13 +84,14 @@ def _decode_step() -> Point:
 
     def install(calls: Calls) -> Undo:
         path = f"{SGLANG_BACKEND}.forward_decode"
-        original = resolve(path)[2]
+        original, known = resolve(path)[2], ServedOf()
 
         @functools.wraps(original)
         def forward_decode(self: Any, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any) -> Any:
             if calls.active and _is_ours(self.kernel_dispatcher.decode_kernel):
                 cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-                if calls.serves(step.refusal(layer, cache, mixed_qkv, allow_reference=calls.allow_reference)):
+                allowed = calls.allow_reference
+                if calls.serves(step.refusal(layer, cache, mixed_qkv, known=known(layer), allow_reference=allowed)):
                     slots = self.forward_metadata.mamba_cache_indices
                     result = step.step(layer, cache, mixed_qkv, a, b, slots)
                     self._track_mamba_state_decode(forward_batch, cache.conv[0], cache.temporal, slots, layer.layer_id)

@@ -16,8 +16,9 @@ import torch
 
 import gdn
 from gdn.integrations._calls import unserved
-from gdn.integrations._kept import bound
+from gdn.integrations._kept import Served, bound
 from gdn.integrations._sglang_kernel import unserved_slots
+from gdn.runtime import guards
 
 Tensor = torch.Tensor
 NULL_SLOT = -1
@@ -31,7 +32,7 @@ def rows_of(mixed_qkv: Any) -> Tensor:
     return rows
 
 
-def refusal(layer: Any, cache: Any, mixed_qkv: Any, *, allow_reference: bool = False) -> str | None:
+def refusal(layer: Any, cache: Any, mixed_qkv: Any, *, known: Served | None = None, allow_reference: bool = False) -> str | None:
     """Why a decode step is left to the host; None where it is served.
 
     Parameters
@@ -41,12 +42,23 @@ def refusal(layer: Any, cache: Any, mixed_qkv: Any, *, allow_reference: bool = F
         The pools of this layer.
     mixed_qkv : Tensor or (Tensor, Tensor)
         As the backend gets it.
+    known : Served, optional
+        What the last served steps of the layer were like; a step like them is not asked again.
     allow_reference : bool
         Serve on the CPU too.
     """
     if cache.replayssm_d is not None:
         return "ReplaySSM keeps the states"
-    rows, k, v = rows_of(mixed_qkv), layer.head_k_dim, layer.head_v_dim
+    rows = rows_of(mixed_qkv)
+    if known is not None and known(rows, cache.temporal):
+        return None
+    reason = _refusal(layer, cache, rows, allow_reference)
+    return reason if known is None else known.judge(reason, rows, cache.temporal)
+
+
+def _refusal(layer: Any, cache: Any, rows: Tensor, allow_reference: bool) -> str | None:
+    """What of a step is the same for all with tensors like these."""
+    k, v = layer.head_k_dim, layer.head_v_dim
     reason = unserved(rows, (layer.A_log, layer.dt_bias), allow_reference) or unserved_slots(cache.temporal)
     if reason is not None:
         return reason
@@ -61,24 +73,21 @@ def refusal(layer: Any, cache: Any, mixed_qkv: Any, *, allow_reference: bool = F
 
 def step(layer: Any, cache: Any, mixed_qkv: Any, a: Tensor, b: Tensor, slots: Tensor) -> Any:
     """The result [1, rows, HV, V] of a served step, with z [rows, HV, V] beside it where both projections came."""
-    rows, z = mixed_qkv, None
-    if isinstance(mixed_qkv, tuple):
-        qkvz, ba = mixed_qkv
-        heads, width = layer.num_v_heads, layer.v_dim
-        rows, z = qkvz.split_with_sizes((qkvz.shape[1] - width, width), 1)
-        b, a = ba.split_with_sizes((heads, ba.shape[1] - heads), 1)
-        z = z.view(-1, heads, layer.head_v_dim)
-    o = fused(layer, cache, rows, a, b, slots)
-    o = o.view(1, -1, layer.num_v_heads, layer.head_v_dim)
-    return o if z is None else (o, z)
+    heads, dim = layer.num_v_heads, layer.head_v_dim
+    if not isinstance(mixed_qkv, tuple):
+        return fused(layer, cache, mixed_qkv, a, b, slots).view(1, -1, heads, dim)
+    qkvz, ba = mixed_qkv
+    o = fused(layer, cache, qkvz, None, ba, slots).view(1, -1, heads, dim)
+    return o, guards.view_of(qkvz, (qkvz.shape[0], heads, dim), (qkvz.stride(0), dim, 1), qkvz.shape[1] - layer.v_dim)
 
 
-def fused(layer: Any, cache: Any, rows: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> Tensor:
-    """The operator on the pools of a layer."""
+def fused(layer: Any, cache: Any, rows: Tensor, a: Tensor | None, b: Tensor, slots: Tensor) -> Tensor:
+    """The operator on the pools of a layer. a: None where rows have z too, and b has a."""
     count = rows.shape[0]
     if slots.shape[0] != count:
         slots = slots[:count]
-    operator = _decode(layer.num_k_heads, layer.head_k_dim, layer.head_v_dim, layer.activation)
+    layout = "flat" if a is not None else "merged"
+    operator = _decode(layer.num_k_heads, layer.head_k_dim, layer.head_v_dim, layer.activation, layout)
     result: Tensor = operator(
         rows, None, b, a, cache.conv[0], layer.conv_weights, layer.A_log, layer.dt_bias, None, cache.temporal, slots, layer.bias
     )
@@ -86,9 +95,9 @@ def fused(layer: Any, cache: Any, rows: Tensor, a: Tensor, b: Tensor, slots: Ten
 
 
 @functools.lru_cache(maxsize=64, typed=True)
-def _decode(num_k_heads: int, head_k_dim: int, head_v_dim: int, activation: str | None) -> Callable[..., Any]:
-    """The operator of layers with these sizes, for tensors alone."""
+def _decode(num_k_heads: int, head_k_dim: int, head_v_dim: int, activation: str | None, layout: str) -> Callable[..., Any]:
+    """The operator of layers with these sizes, for tensors alone. layout: of the projections."""
     return bound(
         gdn.fused_gdn_decode, num_k_heads=num_k_heads, head_k_dim=head_k_dim, head_v_dim=head_v_dim, activation=activation,
-        state_v_first=True, null_slot=NULL_SLOT,
+        projection_layout=layout, state_v_first=True, null_slot=NULL_SLOT,
     )  # fmt: skip

@@ -153,6 +153,8 @@ class _Calls:
         rows, gate = self._rows(1, f.channels), self._rows(1, heads)
         if step.refusal(self.layer, cache, rows, allow_reference=True) is None:
             yield lambda: step.fused(self.layer, cache, rows, gate, gate, self.slots)
+            pair = (self._rows(1, f.channels + heads * f.head_v_dim), self._rows(1, 2 * heads))
+            yield lambda: step.fused(self.layer, cache, pair[0], None, pair[1], self.slots)
         yield lambda: convolution.update(rows, self.windows, self.weight, self.bias, f.activation, conv_state_indices=self.slots)
         sizes = {"scale": f.head_k_dim**-0.5, "num_v_heads": heads, "head_v_dim": f.head_v_dim}
         yield lambda: self.kernel.packed_decode(rows, gate, gate, **self.gates, **self._given(1), **sizes)

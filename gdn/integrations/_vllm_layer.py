@@ -194,11 +194,11 @@ def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bo
             qkvz, _ = self.in_proj_qkvz(hidden_states)
             ba, _ = self.in_proj_ba(hidden_states)
             # The step writes every row, those of padding too: zeros here would take 20 us of 8192 tokens.
-            core = qkvz.new_empty(len(hidden_states), self.num_v_heads // self.tp_size, self.head_v_dim)
+            core = qkvz.new_empty(len(hidden_states), self.value_dim // self.tp_size)
             torch.ops.vllm.qwen_gdn_attention_core_fused_norm_packed(
                 qkvz, ba, core, layer_name=host._encode_layer_name(self.prefix)
             )
-            output: Tensor = self.out_proj(core.flatten(-2))[0]
+            output: Tensor = self.out_proj(core)[0]
             return output
 
         def _warmup_prefill_kernels(self, qkv_or_qkvz: Tensor, v_dim: int) -> None:

@@ -1,6 +1,6 @@
 """The step between the projections by one operator after the other, where the fused operators have no kernel for its head dims.
 
-    fused_qkvzba_split_reshape_cat (interleaved projections alone)
+    fused_qkvzba_split_reshape_cat (interleaved projections; merged ones are views)
     causal_conv1d_update or causal_conv1d_fn
     fused_recurrent_gated_delta_rule or chunk_gated_delta_rule, with the gates and the L2 norm in them
     rms_norm_gated
@@ -90,13 +90,16 @@ class Parts:
         return self._normed(o, z, gain, out)
 
     def _taken(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The positional arguments, with interleaved projections taken apart."""
+        """The positional arguments, with projections taken apart."""
         options, mixed_qkv, z, b, a = self.options, *tensors[:4]
+        heads, K, V = len(tensors[6]), options["head_k_dim"], options["head_v_dim"]
         if options["projection_layout"] == "interleaved":
-            K, V = options["head_k_dim"], options["head_v_dim"]
             mixed_qkv, z, b, a = gdn.fused_qkvzba_split_reshape_cat(
-                mixed_qkv, b, options["num_k_heads"], len(tensors[6]), K, V, backend=options["backend"]
+                mixed_qkv, b, options["num_k_heads"], heads, K, V, backend=options["backend"]
             )
+        else:
+            mixed_qkv, z = mixed_qkv.split_with_sizes((mixed_qkv.shape[1] - heads * V, heads * V), 1)
+            (b, a), z = b.split_with_sizes((heads, heads), 1), z.unflatten(1, (heads, V))
         return (mixed_qkv, z, b, a, *tensors[4:])
 
     @property

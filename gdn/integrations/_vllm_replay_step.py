@@ -49,31 +49,31 @@ class ReplayStep(Step):
         windows, weight, A_log, dt_bias, gain, flat, bias = super()._fixed(pages)
         return windows, weight, A_log, dt_bias, gain, self._parts(flat), bias
 
-    def _tokens(self, mixed_qkv: Any, z: Any, b: Any, a: Any, out: Any, fixed: Any, count: int, metadata: Any) -> None:
+    def _tokens(self, qkvz: Any, ba: Any, out: Any, fixed: Any, count: int, metadata: Any) -> None:
         windows, weight, A_log, dt_bias, gain, (states, ring, tokens), bias = fixed
         slots = metadata.non_spec_state_indices_tensor
         if slots.shape[0] != count:
             slots = first_slots(metadata, slots, count)
         self._decode(
-            mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states, slots, conv_bias=bias, out=out, ring=ring,
+            qkvz, None, ba, None, windows, weight, A_log, dt_bias, gain, states, slots, conv_bias=bias, out=out, ring=ring,
             state_tokens=tokens, num_computed_tokens=metadata.gdn_replay.computed,
         )  # fmt: skip
 
-    def _drafts(self, mixed_qkv: Any, z: Any, b: Any, a: Any, out: Any, fixed: Any, metadata: Any) -> Tensor:
+    def _drafts(self, qkvz: Any, ba: Any, out: Any, fixed: Any, metadata: Any) -> Tensor:
         windows, weight, A_log, dt_bias, gain, (states, ring, tokens), bias = fixed
         rows = metadata.gdn_replay
         return self._decode(
-            mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states, rows.slots, conv_bias=bias, out=out, ring=ring,
+            qkvz, None, ba, None, windows, weight, A_log, dt_bias, gain, states, rows.slots, conv_bias=bias, out=out, ring=ring,
             state_tokens=tokens, num_computed_tokens=rows.computed, query_start_loc=metadata.spec_query_start_loc,
             num_accepted_tokens=metadata.num_accepted_tokens,
         )  # fmt: skip
 
-    def _prompts(self, mixed_qkv: Any, z: Any, b: Any, a: Any, out: Any, fixed: Any, metadata: Any) -> Tensor:
+    def _prompts(self, qkvz: Any, ba: Any, out: Any, fixed: Any, metadata: Any) -> Tensor:
         views: Views = fixed[5]
         prompts: Prompts | None = metadata.gdn_replay.prompts
         if prompts is not None and prompts.fold is not None:
             self._fold(fixed[0], views, prompts.fold)
-        result = super()._prompts(mixed_qkv, z, b, a, out, (*fixed[:5], views.states, fixed[6]), metadata)
+        result = super()._prompts(qkvz, ba, out, (*fixed[:5], views.states, fixed[6]), metadata)
         if prompts is not None:
             views.state_tokens.index_copy_(0, prompts.written, prompts.tokens)
         return result

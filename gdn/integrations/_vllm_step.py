@@ -67,7 +67,6 @@ class Step:
         self.num_value_heads = layer.num_v_heads // ranks
         self.head_v_dim = layer.head_v_dim
         self.channels = (2 * layer.key_dim + layer.value_dim) // ranks
-        self.is_interleaved = bool(layer.gqa_interleaved_layout)
         self.options: dict[str, Any] = {
             "num_k_heads": layer.num_k_heads // ranks,
             "head_k_dim": layer.head_k_dim,
@@ -75,7 +74,7 @@ class Step:
             "eps": layer.layer_norm_epsilon,
             "activation": layer.activation,
             "gate_activation": layer.norm.activation,
-            "projection_layout": "interleaved" if self.is_interleaved else "flat",
+            "projection_layout": "interleaved" if layer.gqa_interleaved_layout else "merged",
             "state_v_first": True,
             "null_slot": NULL_SLOT,
             "backend": backend,
@@ -88,34 +87,38 @@ class Step:
             lambda weight: weight.detach().view(weight.shape[0], -1),
         )
         self._keepers: tuple[Any, ...] = ({}, *(None,) * 8)
-        self._widths = (self.channels, self.num_value_heads * self.head_v_dim)
-        self._gates: tuple[int, ...] = ()  # columns of b and of a, where those are all
+        self._width = self.num_value_heads * self.head_v_dim
+        self._takes_gates = bool(layer.gqa_interleaved_layout)  # as they come; else it is not known yet
 
     def with_gates_in_halves(self) -> Self:
         """This step for gates [tokens, 2 * HV] of the rank alone, where the layer's may be those of all ranks."""
         found = copy.copy(self)
-        found._gates = (self.num_value_heads, self.num_value_heads)
+        found._takes_gates = True
         return found
 
     def __call__(self, qkvz: Tensor, ba: Tensor, core: Tensor, metadata: Any, pages: tuple[Tensor, Tensor] | None = None) -> None:
-        """Writes the result of a batch into core [tokens, HV, V], and zeros into its rows beyond the batch's: rows of padding go
-        through the output projection too.
+        """Writes the result of a batch into core, and zeros into its rows beyond the batch's: rows of padding go through the
+        output projection too.
+
+        Views cost as much as anything here, so that none is made where rows are of one kind.
 
         Parameters
         ----------
         qkvz, ba : Tensor [tokens, D + HV * V], Tensor [tokens, 2 * HV]
             Output of the two projections.
-        core : Tensor [tokens, HV, V]
+        core : Tensor [tokens, HV * V] or [tokens, HV, V]
             Contiguous; input of the output projection.
         metadata : GDNAttentionMetadata
             The batch, as vLLM describes it.
         pages : (Tensor, Tensor), optional
             Windows and states [blocks, ...], with replay all that is behind the windows; those of the layer if left out.
         """
-        every, out = metadata.num_actual_tokens, core.view(-1, self._widths[1])
+        every, out = metadata.num_actual_tokens, core if core.dim() == 2 else core.view(-1, self._width)
         if qkvz.shape[0] != every:
             out[every:].zero_()
             qkvz, ba, out = qkvz[:every], ba[:every], out[:every]
+        if not self._takes_gates:
+            ba = self._own_gates(ba)
         try:
             fixed = self._fixed(pages)
         except KeyError:
@@ -124,84 +127,69 @@ class Step:
         if metadata.spec_sequence_masks is None:
             if not metadata.num_prefills:
                 if every:
-                    self._tokens(*self._projected(qkvz, ba), out, fixed, every, metadata)
+                    self._tokens(qkvz, ba, out, fixed, every, metadata)
             elif metadata.num_decode_tokens:
                 self._tokens_and_prompts(qkvz, ba, out, fixed, metadata)
             else:
-                self._prompts(*self._projected(qkvz, ba), out, fixed, metadata)
+                self._prompts(qkvz, ba, out, fixed, metadata)
         elif not metadata.num_prefills and not metadata.num_decodes:
-            self._drafts(*self._projected(qkvz, ba), out, fixed, metadata)
+            self._drafts(qkvz, ba, out, fixed, metadata)
         else:  # drafts among prompts: the rows of each kind are gathered
             for where, run in ((metadata.spec_token_indx, self._drafts), (metadata.non_spec_token_indx, self._prompts)):
-                own = self._projected(qkvz.index_select(0, where), ba.index_select(0, where))
+                own = qkvz.index_select(0, where), ba.index_select(0, where)
                 out.index_copy_(0, where, run(*own, None, fixed, metadata))
 
     # --- kinds of rows ---------------------------------------------------------------------------------------------------------
 
-    def _tokens(self, mixed_qkv: Any, z: Any, b: Any, a: Any, out: Any, fixed: Any, count: int, metadata: Any) -> None:
+    def _tokens(self, qkvz: Any, ba: Any, out: Any, fixed: Any, count: int, metadata: Any) -> None:
         windows, weight, A_log, dt_bias, gain, states, bias = fixed
         slots = metadata.non_spec_state_indices_tensor
         if slots.shape[0] != count:
             slots = first_slots(metadata, slots, count)
-        self._decode(mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states, slots, conv_bias=bias, out=out)
+        self._decode(qkvz, None, ba, None, windows, weight, A_log, dt_bias, gain, states, slots, conv_bias=bias, out=out)
 
-    def _drafts(self, mixed_qkv: Any, z: Any, b: Any, a: Any, out: Any, fixed: Any, metadata: Any) -> Tensor:
+    def _drafts(self, qkvz: Any, ba: Any, out: Any, fixed: Any, metadata: Any) -> Tensor:
         windows, weight, A_log, dt_bias, gain, states, bias = fixed
         return self._decode(
-            mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states, metadata.spec_state_indices_tensor, conv_bias=bias,
-            out=out, query_start_loc=metadata.spec_query_start_loc, num_accepted_tokens=metadata.num_accepted_tokens,
+            qkvz, None, ba, None, windows, weight, A_log, dt_bias, gain, states, metadata.spec_state_indices_tensor,
+            conv_bias=bias, out=out, query_start_loc=metadata.spec_query_start_loc,
+            num_accepted_tokens=metadata.num_accepted_tokens,
         )  # fmt: skip
 
-    def _prompts(self, mixed_qkv: Any, z: Any, b: Any, a: Any, out: Any, fixed: Any, metadata: Any) -> Tensor:
+    def _prompts(self, qkvz: Any, ba: Any, out: Any, fixed: Any, metadata: Any) -> Tensor:
         windows, weight, A_log, dt_bias, gain, states, bias = fixed
         offsets = slots = None
-        checkpoint, decoding = metadata.checkpoint, metadata.num_decodes
+        checkpoint = metadata.checkpoint
         if checkpoint is not None:  # of all rows without drafts; those that decode come first
+            decoding = metadata.num_decodes
             offsets = _offsets_behind(metadata, checkpoint.checkpoint_offsets, decoding)
             slots = _slots_behind(metadata, checkpoint.state_indices, decoding)
         return self._prefill(
-            mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states, metadata.prefill_state_indices, conv_bias=bias,
+            qkvz, None, ba, None, windows, weight, A_log, dt_bias, gain, states, metadata.prefill_state_indices, conv_bias=bias,
             out=out, query_start_loc=metadata.prefill_query_start_loc, has_initial_state=metadata.prefill_has_initial_state,
             checkpoint_offsets=offsets, checkpoint_slots=slots,
         )  # fmt: skip
 
     def _tokens_and_prompts(self, qkvz: Tensor, ba: Tensor, out: Tensor, fixed: Any, metadata: Any) -> None:
-        """Rows of one token each, and prompts behind them. A view of the rows of both is most of what each of them costs."""
+        """Rows of one token each, and prompts behind them. The views of both are most of what each of them costs."""
         count = metadata.num_decode_tokens
         sizes = (count, qkvz.shape[0] - count)
+        rows_of_tokens, rows_of_prompts = qkvz.split_with_sizes(sizes)
+        gates_of_tokens, gates_of_prompts = ba.split_with_sizes(sizes)
         of_tokens, of_prompts = out.split_with_sizes(sizes)
-        if self.is_interleaved:
-            (token_rows, prompt_rows), (token_gates, prompt_gates) = qkvz.split_with_sizes(sizes), ba.split_with_sizes(sizes)
-            self._tokens(token_rows, None, token_gates, None, of_tokens, fixed, count, metadata)
-            self._prompts(prompt_rows, None, prompt_gates, None, of_prompts, fixed, metadata)
-            return
-        mixed_qkv, z, b, a = self._projected(qkvz, ba)
-        token_rows, prompt_rows = mixed_qkv.split_with_sizes(sizes)
-        token_z, prompt_z = z.split_with_sizes(sizes)
-        token_b, prompt_b = b.split_with_sizes(sizes)
-        token_a, prompt_a = a.split_with_sizes(sizes)
-        self._tokens(token_rows, token_z, token_b, token_a, of_tokens, fixed, count, metadata)
-        self._prompts(prompt_rows, prompt_z, prompt_b, prompt_a, of_prompts, fixed, metadata)
+        self._tokens(rows_of_tokens, gates_of_tokens, of_tokens, fixed, count, metadata)
+        self._prompts(rows_of_prompts, gates_of_prompts, of_prompts, fixed, metadata)
 
     # --- tensors of a call -----------------------------------------------------------------------------------------------------
 
-    def _projected(self, qkvz: Tensor, ba: Tensor) -> tuple[Any, Any, Any, Any]:
-        """mixed_qkv, z, b and a of rows. Views cost as much as anything here: one call makes two of them."""
-        if self.is_interleaved:
-            return qkvz, None, ba, None
-        mixed_qkv, z = qkvz.split_with_sizes(self._widths, 1)
-        try:
-            b, a = ba.split_with_sizes(self._gates, 1) if self._gates else self._split(ba)
-        except RuntimeError:  # another width than that of which they were the halves
-            b, a = self._split(ba)
-        return mixed_qkv, z.view(-1, self.num_value_heads, self.head_v_dim), b, a
-
-    def _split(self, ba: Tensor) -> Any:
-        """b and a, as the host cuts them. Where they turn out to be the two halves of the columns, they are from then on."""
-        parts, widths = self.layer.split_ba(ba), (self.num_value_heads, self.num_value_heads)
-        if ba.shape[0] and ba.shape[1] == sum(widths):
-            self._gates = widths if _are_same(parts, ba.split_with_sizes(widths, 1)) else ()
-        return parts
+    def _own_gates(self, ba: Tensor) -> Tensor:
+        """[b | a] of the rank, as the host cuts them. Where they turn out to be all columns, nothing is asked from then on."""
+        parts = self.layer.split_ba(ba)
+        widths = [part.shape[1] for part in parts]
+        if sum(widths) != ba.shape[1] or not _are_same(parts, ba.split_with_sizes(widths, 1)):
+            return torch.cat(parts, 1)
+        self._takes_gates = ba.shape[0] > 0
+        return ba
 
     def _fixed(self, pages: tuple[Tensor, Tensor] | None) -> Any:
         """Tensors of the layer in the operators' order, as the host has them now, and the bias of its filter.

@@ -37,11 +37,6 @@ _PLANS_PER_KEY = 8
 _ADDRESSES_PER_PLAN = 512  # sets of addresses that a plan remembers as admitted
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, type})  # types of flags whose equal values are the same
 
-# Views of torch's compiler, in C++. They are private: where torch lacks them, Python does the same.
-_view: Callable[..., Tensor] = getattr(
-    guards.PRIVATE, "_reinterpret_tensor", lambda tensor, size, stride, _: torch.as_strided(tensor, size, stride)
-)
-
 
 class Recorded(NamedTuple):
     """One launch, as a plan repeats it."""
@@ -150,7 +145,7 @@ class Plan(Likeness):
                 known.append(maker(*[tensors[place] for place in places]))
             known += self._constants
             for place, size, stride in self._views:
-                known.append(_view(known[place], size, stride, 0))
+                known.append(guards.view_of(known[place], size, stride))
         self._launch(self._params(self._arguments(known)))
         return self._results(known)
 

@@ -48,7 +48,9 @@ def check_projections(
         bad_value("A_log", f"shape [HV] with HV a multiple of num_k_heads = {num_k_heads}", f"shape {list(A_log.shape)}")
     values = heads * head_v_dim
     channels = 2 * num_k_heads * head_k_dim + values
-    width = {"flat": channels, "interleaved": channels + values, "concatenated": channels + values + 2 * heads}[layout]
+    width = channels if layout == "flat" else channels + values
+    if layout == "concatenated":
+        width += 2 * heads
     is_whole = layout == "concatenated"
     check.tensor("mixed_qkv", mixed_qkv, shape=("tokens", f">= {width}" if is_whole else width))
     if is_whole and check.is_less(mixed_qkv.shape[1], width):
@@ -59,7 +61,7 @@ def check_projections(
         separate = {"b": (length, heads), "a": (length, heads)}
         if has_norm:
             separate["z"] = (length, heads, head_v_dim)
-    elif layout == "interleaved":
+    elif not is_whole:
         separate = {"b": (length, 2 * heads)}
     for name, tensor in (("z", z), ("b", b), ("a", a)):
         if name in separate:

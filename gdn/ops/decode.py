@@ -77,16 +77,18 @@ def fused_gdn_decode(
         Projected q, k and v of every token, bfloat16 or float16 (float32 and float64: reference only), any row stride; copied,
         logged once, where the last dimension is not contiguous or rows do not start at multiples of 16 bytes. With the
         interleaved layout the whole in_proj_qkvz output [tokens, H * (2 * K + 2 * r * V)], per key-head group as in
-        `fused_qkvzba_split_reshape_cat`; with the concatenated layout the output of one projection
-        [tokens, >= 2 * H * K + 2 * HV * V + 2 * HV]: q, k, v, z, b, a, and columns that are not read (pad to a multiple of 8).
+        `fused_qkvzba_split_reshape_cat`; with the merged layout the same output [tokens, 2 * H * K + 2 * HV * V] in flat order:
+        q, k, v, z; with the concatenated layout the output of one projection [tokens, >= 2 * H * K + 2 * HV * V + 2 * HV]: q, k,
+        v, z, b, a, and columns that are not read (pad to a multiple of 8).
     z : Tensor [tokens, HV, V] or None
         Input of the output gate, any float dtype and row stride; None where it is part of `mixed_qkv`, and without
         `norm_weight`.
     b : Tensor [tokens, HV] or None
         Raw write strength, any float dtype and row stride. With the interleaved layout the whole in_proj_ba output
-        [tokens, 2 * HV], per key-head group; None with the concatenated layout.
+        [tokens, 2 * HV], per key-head group; with the merged layout the same in flat order: b, a; None with the concatenated
+        layout.
     a : Tensor [tokens, HV] or None
-        Raw decay gate, any float dtype and row stride; None with the interleaved and the concatenated layout.
+        Raw decay gate, any float dtype and row stride; None with every layout but the flat one.
     conv_state : Tensor [slots, 2 * H * K + HV * V, columns >= w - 1]
         Windows of the convolution as in `causal_conv1d_update`, channels always in flat order [q | k | v]; updated in place.
     conv_weight : Tensor [2 * H * K + HV * V, w]
@@ -117,8 +119,9 @@ def fused_gdn_decode(
         Factor of the queries (None = K**-0.5); added to the mean square of the RMS norm, finite, >= 0.
     activation, gate_activation : {"silu", "swish"} or None, {"silu", "swish", "sigmoid"}
         Activation after the convolution (both names mean SiLU), and that of z.
-    projection_layout : {"flat", "interleaved", "concatenated"}
-        Layout of the projections: separate tensors, per key-head group, or one after the other in one tensor.
+    projection_layout : {"flat", "interleaved", "merged", "concatenated"}
+        Layout of the projections: separate tensors; two tensors, per key-head group or in flat order; or one after the other in
+        one tensor.
     rounding_seed : Tensor [1] of int64, optional
         Seed on the device, advanced by the caller (a CUDA graph replays it), as for `fused_recurrent_gated_delta_rule`.
     intermediate_states, intermediate_indices : Tensor [rows, T_max, HV, K, V] and Tensor [>= N], optional
@@ -163,7 +166,7 @@ def fused_gdn_decode(
     .. [1] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layer's steps and projections).
     """
     dims = (num_k_heads, head_k_dim, head_v_dim)
-    layouts = ("flat", "interleaved", "concatenated")
+    layouts = ("flat", "interleaved", "merged", "concatenated")
     heads = check_projections(mixed_qkv, z, b, a, A_log, dims, projection_layout, layouts, norm_weight is not None)
     layer = Layer(conv_weight, conv_bias, dt_bias, norm_weight, activation, gate_activation, eps)
     channels = check_layer(layer, mixed_qkv, heads, dims)
@@ -225,6 +228,7 @@ def fused_gdn_decode(
         conv_channels_contiguous=is_aligned(conv_state.mT),
         state_v_first=state_v_first,
         interleaved=projection_layout == "interleaved",
+        merged=projection_layout == "merged",
         concatenated=projection_layout == "concatenated",
         silu=activation is not None,
         gate_sigmoid=gate_activation == "sigmoid",

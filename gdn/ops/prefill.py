@@ -77,16 +77,17 @@ def fused_gdn_prefill(
     mixed_qkv : Tensor [tokens, 2 * H * K + HV * V]
         Projected q, k and v of every token, bfloat16 or float16 (float32 and float64: reference only), any row stride; a last
         dimension that is not contiguous is copied, logged once. With the interleaved layout the whole in_proj_qkvz output
-        [tokens, H * (2 * K + 2 * r * V)], per key-head group as in `fused_qkvzba_split_reshape_cat`.
+        [tokens, H * (2 * K + 2 * r * V)], per key-head group as in `fused_qkvzba_split_reshape_cat`; with the merged layout the
+        same output [tokens, 2 * H * K + 2 * HV * V] in flat order: q, k, v, z.
     z : Tensor [tokens, HV, V] or None
         Input of the output gate, any float dtype and row stride; copied, and logged once, where rows are not contiguous or do not
-        start at multiples of 16 bytes, or a stride is 0 (`expand`). None with the interleaved layout, and without
+        start at multiples of 16 bytes, or a stride is 0 (`expand`). None where it is part of `mixed_qkv`, and without
         `norm_weight`.
     b : Tensor [tokens, HV]
         Raw write strength, any float dtype and row stride. With the interleaved layout the whole in_proj_ba output
-        [tokens, 2 * HV], per key-head group.
+        [tokens, 2 * HV], per key-head group; with the merged layout the same in flat order: b, a.
     a : Tensor [tokens, HV] or None
-        Raw decay gate, any float dtype and row stride; None with the interleaved layout.
+        Raw decay gate, any float dtype and row stride; None with the interleaved and the merged layout.
     conv_states : Tensor [slots, 2 * H * K + HV * V, columns >= w - 1]
         Windows of the convolution as in `causal_conv1d_fn`, channels always in flat order [q | k | v]; updated in place.
     conv_weight : Tensor [2 * H * K + HV * V, w]
@@ -116,8 +117,8 @@ def fused_gdn_prefill(
         Factor of the queries (None = K**-0.5); added to the mean square of the RMS norm, finite, >= 0.
     activation, gate_activation : {"silu", "swish"} or None, {"silu", "swish", "sigmoid"}
         Activation after the convolution (both names mean SiLU), and that of z.
-    projection_layout : {"flat", "interleaved"}
-        Layout of the projections: separate tensors, or per key-head group.
+    projection_layout : {"flat", "interleaved", "merged"}
+        Layout of the projections: separate tensors; or two tensors, per key-head group or in flat order.
     checkpoint_offsets, checkpoint_slots : Tensor [>= N, C], optional
         Token counts, multiples of 64, and slots: window and state after that many tokens of this call are also stored in that
         slot of either pool. 0 stores nothing. As for `chunk_gated_delta_rule`.
@@ -146,7 +147,7 @@ def fused_gdn_prefill(
     .. [1] Qwen3-Next model card, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct (the layer's steps and projections).
     """
     dims = (num_k_heads, head_k_dim, head_v_dim)
-    layouts, has_norm = ("flat", "interleaved"), norm_weight is not None
+    layouts, has_norm = ("flat", "interleaved", "merged"), norm_weight is not None
     heads = check_projections(mixed_qkv, z, b, a, A_log, dims, projection_layout, layouts, has_norm)
     layer = Layer(conv_weight, conv_bias, dt_bias, norm_weight, activation, gate_activation, eps)
     channels = check_layer(layer, mixed_qkv, heads, dims)
@@ -197,7 +198,8 @@ def fused_gdn_prefill(
         conv_channels_contiguous=is_aligned(conv_states.mT),
         state_v_first=state_v_first,
         index_dtype=dtype_name(index_dtype),
-        interleaved=projection_layout != "flat",
+        interleaved=projection_layout == "interleaved",
+        merged=projection_layout == "merged",
         silu=activation is not None,
         gate_sigmoid=gate_activation == "sigmoid",
         has_mask=has_initial_state is not None,
@@ -212,7 +214,7 @@ def fused_gdn_prefill(
     if checkpoint_offsets is not None and checkpoint_slots is not None:
         checkpoint_offsets, checkpoint_slots = make(as_int32, checkpoint_offsets).contiguous(), checkpoint_slots.contiguous()
     rows = aligned("mixed_qkv", mixed_qkv)
-    if problem.interleaved:
+    if projection_layout != "flat":
         rows = described("mixed_qkv", rows)  # z is part of it
     params = GdnPrefillParams(
         rows, None if z is None else described("z", aligned("z", z)), b, a, conv_states, constant(conv_weight),

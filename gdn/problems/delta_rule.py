@@ -291,6 +291,7 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
     has_rounding: bool = field(metadata=COMPILES)  # stochastic rounding of a bf16 state
     # Of intermediate_states, which take the state after every token: nothing goes to the pools then. None = not given.
     intermediate_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
+    merged: bool = field(default=False, kw_only=True, metadata=COMPILES)  # mixed_qkv has z too, and b has a, in flat order
     # Replay decode, as in RecurrentProblem: the ring's rows R and the tokens F from one fold to the next; both None = no ring.
     ring_rows: int | None = field(default=None, kw_only=True, metadata=TUNES)
     fold_every: int | None = field(default=None, kw_only=True, metadata=COMPILES)
@@ -338,11 +339,11 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
 class GdnDecodeParams(NamedTuple):
     """Arguments of a launch of the fused decode step: L tokens in N sequences, H key heads, HV value heads."""
 
-    # [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)], or concatenated with z, b and a [L, >= 2 * H * K +
-    # 2 * HV * V + 2 * HV]: contiguous rows, 16-byte aligned
+    # [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)], or merged with z [L, 2 * H * K + 2 * HV * V], or
+    # concatenated with z, b and a [L, >= 2 * H * K + 2 * HV * V + 2 * HV]: contiguous rows, 16-byte aligned
     mixed_qkv: Tensor
     z: Tensor  # [L, HV, V], last dim contiguous; None: part of mixed_qkv
-    b: Tensor  # [L, HV], or interleaved [L, 2 * HV], which holds a too; any strides; None: part of mixed_qkv
+    b: Tensor  # [L, HV], or interleaved or merged [L, 2 * HV], which holds a too; any strides; None: part of mixed_qkv
     a: Tensor  # [L, HV], any strides; None: part of b, or of mixed_qkv
     conv_state: Tensor  # [slots, 2 * H * K + HV * V, columns], updated in place
     conv_weight: Tensor  # [2 * H * K + HV * V, width] contiguous, base a multiple of 16 bytes

@@ -21,8 +21,8 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
     head_v_dim: int = field(metadata=TUNES)
     width: int = field(metadata=TUNES)  # of the convolution
     dtype: str = field(metadata=TUNES)  # of mixed_qkv and out: bfloat16 | float16
-    z_dtype: str | None = field(metadata=COMPILES)  # None = interleaved
-    a_dtype: str | None = field(metadata=COMPILES)  # None = interleaved
+    z_dtype: str | None = field(metadata=COMPILES)  # None = part of mixed_qkv
+    a_dtype: str | None = field(metadata=COMPILES)  # None = part of b
     b_dtype: str = field(metadata=COMPILES)
     weight_dtype: str = field(metadata=COMPILES)
     bias_dtype: str | None = field(metadata=COMPILES)
@@ -41,6 +41,7 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
     # Of checkpoint_states and checkpoint_windows; both None = checkpoints go to the pools, one None = that kind is not kept.
     checkpoint_state_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
     checkpoint_window_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
+    merged: bool = field(default=False, kw_only=True, metadata=COMPILES)  # mixed_qkv has z too, and b has a, in flat order
     num_tokens: int = size()
     num_sequences: int = size()
 
@@ -83,10 +84,12 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
 class GdnPrefillParams(NamedTuple):
     """Arguments of a launch of the fused prefill step: L tokens in N sequences, H key heads, HV value heads, r = HV / H."""
 
-    mixed_qkv: Tensor  # [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)]: contiguous rows, 16-byte aligned
-    z: Tensor  # [L, HV, V], last dim contiguous, rows at multiples of 16 bytes; None: interleaved, part of mixed_qkv
-    b: Tensor  # [L, HV], or interleaved [L, 2 * HV], which holds a too; any strides
-    a: Tensor  # [L, HV], any strides; None: interleaved, part of b
+    # [L, 2 * H * K + HV * V], or interleaved [L, H * (2 * K + 2 * r * V)], or merged with z [L, 2 * H * K + 2 * HV * V]:
+    # contiguous rows, 16-byte aligned
+    mixed_qkv: Tensor
+    z: Tensor  # [L, HV, V], last dim contiguous, rows at multiples of 16 bytes; None: part of mixed_qkv
+    b: Tensor  # [L, HV], or interleaved or merged [L, 2 * HV], which holds a too; any strides
+    a: Tensor  # [L, HV], any strides; None: part of b
     conv_states: Tensor  # [slots, 2 * H * K + HV * V, columns], updated in place
     conv_weight: Tensor  # [2 * H * K + HV * V, width] contiguous, base a multiple of 16 bytes
     conv_bias: Tensor  # [2 * H * K + HV * V] contiguous, base a multiple of 16 bytes; None: no bias

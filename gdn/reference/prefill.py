@@ -8,7 +8,7 @@ from torch import Tensor
 from gdn.reference.conv import causal_conv1d_fn
 from gdn.reference.delta_rule import chunk_gated_delta_rule, largest_chunk_operand
 from gdn.reference.modes import inference_only, ranges
-from gdn.reference.steps import fused_gdn_gating, fused_qkvzba_split_reshape_cat, rms_norm_gated
+from gdn.reference.steps import fused_gdn_gating, fused_qkvzba_split_reshape_cat, rms_norm_gated, split_merged
 
 
 @inference_only
@@ -25,6 +25,8 @@ def fused_gdn_prefill(
     num_v_heads = A_log.shape[0]
     if projection_layout == "interleaved":
         mixed_qkv, z, b, a = fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    elif projection_layout == "merged":
+        mixed_qkv, z, b, a = split_merged(mixed_qkv, b, num_v_heads, head_v_dim)
     assert a is not None  # checked by the operator
     both: dict[str, Any] = {"has_initial_state": has_initial_state, "null_slot": null_slot}
     # With a tensor for one kind alone the other kind is not kept.
@@ -75,6 +77,8 @@ def largest_prefill_operand(
     (num_k_heads, head_k_dim, head_v_dim), num_v_heads = dims, A_log.shape[0]
     if projection_layout == "interleaved":
         mixed_qkv, _, b, a = fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    elif projection_layout == "merged":
+        mixed_qkv, _, b, a = split_merged(mixed_qkv, b, num_v_heads, head_v_dim)
     assert a is not None  # checked by the operator
     x = causal_conv1d_fn(
         mixed_qkv, conv_weight, conv_bias, conv_states=conv_states.clone(), query_start_loc=query_start_loc,

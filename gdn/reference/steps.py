@@ -41,6 +41,16 @@ def fused_qkvzba_split_reshape_cat(
     return mixed_qkv, new(z, num_heads_v, head_v), new(b, num_heads_v), new(a, num_heads_v)
 
 
+def split_merged(
+    mixed_qkvz: Tensor, mixed_ba: Tensor, num_v_heads: int, head_v_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """mixed_qkv, z, b and a as views of [q | k | v | z] and [b | a]."""
+    values = num_v_heads * head_v_dim
+    mixed_qkv, z = mixed_qkvz.split_with_sizes([mixed_qkvz.shape[1] - values, values], 1)
+    b, a = mixed_ba.split_with_sizes([num_v_heads, num_v_heads], 1)
+    return mixed_qkv, z.unflatten(1, (num_v_heads, head_v_dim)), b, a
+
+
 @inference_only
 def rms_norm_gated(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu") -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight * activation(z) over the last dim; the dtype of x, contiguous."""
@@ -95,11 +105,13 @@ def fused_gdn_decode(
     if projection_layout == "interleaved":
         assert b is not None  # checked by the operator, as below
         mixed_qkv, z, b, a = fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    elif projection_layout == "merged":
+        assert b is not None
+        mixed_qkv, z, b, a = split_merged(mixed_qkv, b, num_v_heads, head_v_dim)
     elif projection_layout == "concatenated":
-        values = num_v_heads * head_v_dim
-        sizes = [2 * num_k_heads * head_k_dim + values, values, num_v_heads, num_v_heads]
-        mixed_qkv, z, b, a = mixed_qkv[:, : sum(sizes)].split_with_sizes(sizes, 1)
-        z = z.unflatten(1, (num_v_heads, head_v_dim))
+        gates_at = 2 * num_k_heads * head_k_dim + 2 * num_v_heads * head_v_dim
+        gates = mixed_qkv[:, gates_at : gates_at + 2 * num_v_heads]
+        mixed_qkv, z, b, a = split_merged(mixed_qkv[:, :gates_at], gates, num_v_heads, head_v_dim)
     assert b is not None and a is not None
     length = mixed_qkv.shape[0]
     if query_start_loc is None:  # one token each; indices may have more rows than there are tokens

@@ -1,6 +1,6 @@
-"""Whether tensors have the type, dtype, device, shape and strides of others, at the cost of one call.
+"""Whether tensors have the type, dtype, device, shape and strides of others, and views, at the cost of one call each.
 
-Guards are those of torch's compiler, in C++. They are private: where torch lacks them, Python does the same.
+Guards and views are those of torch's compiler, in C++. They are private: where torch lacks them, Python does the same.
 """
 
 import functools
@@ -13,6 +13,14 @@ from torch import Tensor
 Guard = Callable[..., bool]
 
 PRIVATE: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+
+
+# (tensor, size, strides, elements) -> a view that begins that many elements after the tensor does.
+view_of: Callable[..., Tensor] = getattr(
+    PRIVATE,
+    "_reinterpret_tensor",
+    lambda tensor, size, stride, offset=0: torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset),
+)
 
 
 @functools.cache

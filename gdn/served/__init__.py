@@ -137,10 +137,11 @@ def _steps_of_layers(layer: GdnLayer, num_layers: int) -> Iterator[Group]:
 
 def _vllm(config: Any, state: str, num_spec: int, replay: str) -> Iterator[Group]:
     """The layout of pages is a setting of the host, and so is the dtype in which it loads the parameters."""
+    layout = "interleaved" if config.projection_layout == "interleaved" else "merged"
     for channels_contiguous, norm, dt_bias in product((True, False), ("bfloat16", "float32"), ("bfloat16", "float32")):
         layer = _of_config(
-            config, layout=config.projection_layout, state_dtype=state, num_spec=num_spec, norm_dtype=norm,
-            dt_bias_dtype=dt_bias, channels_contiguous=channels_contiguous, checkpoints=(False, True),
+            config, layout=layout, state_dtype=state, num_spec=num_spec, norm_dtype=norm, dt_bias_dtype=dt_bias,
+            channels_contiguous=channels_contiguous, checkpoints=(False, True),
         )  # fmt: skip
         yield from gdn_layer.problems(layer)
         if vllm_replay.is_reached(replay):

@@ -17,7 +17,7 @@ class GdnLayer:
     ----------
     num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_width : int
         H, HV, K, V, and the taps of the convolution.
-    layout : {"flat", "interleaved", "concatenated"}
+    layout : {"flat", "interleaved", "merged", "concatenated"}
         Order of the projections. Prefill takes concatenated rows as views, that is flat.
     activation, gate_activation : {"silu", "swish"} or None, {"silu", "swish", "sigmoid"}
         After the convolution, and of the output gate.
@@ -109,6 +109,7 @@ class GdnLayer:
             "norm_dtype": self.norm_dtype, "conv_dtype": self.conv_dtype or self.dtype,
             "conv_channels_contiguous": self.channels_contiguous, "state_dtype": self.state_dtype,
             "state_v_first": self.state_v_first, "index_dtype": self.index_dtype, "interleaved": layout == "interleaved",
+            "merged": layout == "merged",
             "silu": self.activation is not None, "gate_sigmoid": self.gate_activation == "sigmoid",
         }  # fmt: skip
 

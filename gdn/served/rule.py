@@ -28,13 +28,15 @@ def sglang(model: ModelShape, state: str, num_spec: int) -> Iterator[Group]:
 
 
 def _sglang_steps(model: ModelShape, state: str, num_spec: int) -> Iterator[Group]:
-    """Decode as one operator without its norm, and the convolutions; the columns of a window are adjacent in SGLang's pool."""
+    """Decode as one operator without its norm, from separate or merged projections, and the convolutions; the columns of a window
+    are adjacent in SGLang's pool."""
     for dt_bias in ("float32", "bfloat16"):
         fused = replace(
             examples.gdn_decode(model), state_dtype=state, dt_bias_dtype=dt_bias, z_dtype=None, norm_dtype=None,
             conv_channels_contiguous=False,
         )  # fmt: skip
         yield sizes.steps(fused)
+        yield sizes.steps(replace(fused, merged=True, a_dtype=None))
     update = replace(examples.conv1d_update(model), state_channels_contiguous=False)
     yield sizes.steps(update)
     prompts = replace(examples.conv1d(model), state_channels_contiguous=False)

@@ -51,6 +51,12 @@ def pointer(gX: cute.Tensor, offset: Int64, align: Constexpr):
     return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
+def columns(rows: Any, first: int, count: int) -> Any:
+    """Columns [tokens, count] of rows, from `first` on."""
+    token, step = rows.stride
+    return cute.make_tensor(rows.iterator + first * step, cute.make_layout((rows.shape[0], count), stride=(token, step)))
+
+
 @cute.jit
 def words(gX: cute.Tensor, offset: Int64, align: Constexpr):
     """gX + offset elements as 32-bit words, known to be a multiple of align bytes."""

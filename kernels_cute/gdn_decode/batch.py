@@ -73,8 +73,6 @@ def z_of(spec: Spec, params: GdnDecodeParams, token: Any, block: Block, column: 
     if p.interleaved:
         at = block.key_head * spec.group_width + (2 * p.head_k_dim + spec.ratio * p.head_v_dim)
         return params.mixed_qkv[token, at + block.rank // spec.splits * p.head_v_dim + column].to(Float32)
-    if p.concatenated:
-        return params.mixed_qkv[token, spec.z_at + head * p.head_v_dim + column].to(Float32)
     return params.z[token, head, column].to(Float32)
 
 

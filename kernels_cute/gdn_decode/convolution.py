@@ -14,7 +14,7 @@ from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
 from kernels_cute.common.memory import load, load_channels, pointer, sigmoid, store_channels, window_offset, words
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
-from kernels_cute.gdn_decode.spec import Block, Registers, Spec, column_in_head
+from kernels_cute.gdn_decode.spec import Block, Registers, Spec, column_in_head, place_of_gates
 
 
 @cute.jit
@@ -91,19 +91,10 @@ def load_filter(spec: Spec, params: GdnDecodeParams, block: Block, registers: Re
 @cute.jit
 def load_gates(spec: Spec, params: GdnDecodeParams, token: Int32, block: Block, rGates: cute.Tensor):
     """Raw a and b, for the thread that makes decay and beta."""
-    gA, gB, gX = params.a, params.b, params.mixed_qkv
     if block.thread == spec.tiles.threads - 1:
-        if cutlass.const_expr(spec.problem.concatenated):
-            at = spec.z_at + spec.problem.num_v_heads * spec.problem.head_v_dim + block.place.head
-            rGates[0] = gX[token, at + spec.problem.num_v_heads].to(Float32)
-            rGates[1] = gX[token, at].to(Float32)
-        elif cutlass.const_expr(spec.problem.interleaved):
-            at = block.key_head * (2 * spec.ratio) + block.rank // spec.splits
-            rGates[0] = gB[token, at + spec.ratio].to(Float32)
-            rGates[1] = gB[token, at].to(Float32)
-        else:
-            rGates[0] = gA[token, block.place.head].to(Float32)
-            rGates[1] = gB[token, block.place.head].to(Float32)
+        (gA, a_at), (gB, b_at) = place_of_gates(spec, params, block)
+        rGates[0] = gA[token, a_at].to(Float32)
+        rGates[1] = gB[token, b_at].to(Float32)
 
 
 @cute.jit
@@ -118,9 +109,6 @@ def load_row(spec: Spec, params: GdnDecodeParams, token: Int32, block: Block, re
             if cutlass.const_expr(spec.problem.interleaved):
                 k, v = spec.problem.head_k_dim, spec.problem.head_v_dim
                 at = block.key_head * spec.group_width + (2 * k + spec.ratio * v) + block.rank // spec.splits * v
-                rZ[0] = gX[token, at + place.v_start + place.lane].to(Float32)
-            elif cutlass.const_expr(spec.problem.concatenated):
-                at = spec.z_at + place.head * spec.problem.head_v_dim
                 rZ[0] = gX[token, at + place.v_start + place.lane].to(Float32)
             else:
                 rZ[0] = gZ[token, place.head, place.v_start + place.lane].to(Float32)

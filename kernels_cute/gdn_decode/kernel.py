@@ -19,6 +19,7 @@ from kernels_cute.common.state_tile import Place, load_state
 from kernels_cute.gdn_decode import replay, replay_batch, several
 from kernels_cute.gdn_decode.batch import load_rows
 from kernels_cute.gdn_decode.convolution import load_filter, load_gates, load_row, load_windows
+from kernels_cute.gdn_decode.projections import flat_views
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
 from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, place_of_gates
 from kernels_cute.gdn_decode.token import run_token, slot_of
@@ -47,7 +48,7 @@ class GdnDecode:
             (params.out.shape[0], spec.problem.num_v_heads, spec.problem.head_v_dim),
             stride=(params.out.stride[0], spec.problem.head_v_dim, 1),
         )
-        params = params._replace(out=cute.make_tensor(params.out.iterator, by_head))
+        params = flat_views(spec.problem, params)._replace(out=cute.make_tensor(params.out.iterator, by_head))
         self.kernel(params).launch(grid=grid, block=[spec.tiles.threads, 1, 1], cluster=cluster, stream=stream, **limits)
 
     @cute.kernel

@@ -18,10 +18,11 @@ def library(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:
     num_tokens, dim = cute.sym_int(), p.dim
     inner = (V, K) if p.state_v_first else (K, V)
     channel_stride = 1 if p.conv_channels_contiguous else None
-    width = None if p.concatenated else dim + (HV * V if p.interleaved else 0)
+    has_pairs = p.interleaved or p.merged
+    width = None if p.concatenated else dim + (HV * V if has_pairs else 0)
     mixed_qkv = fake(p.dtype, num_tokens, width, last=1)
     z, out = fake(p.z_dtype, num_tokens, HV, V, last=1), fake(p.dtype, num_tokens, HV * V, last=1)
-    b, a = fake(p.b_dtype, num_tokens, 2 * HV if p.interleaved else HV), fake(p.a_dtype, num_tokens, HV)
+    b, a = fake(p.b_dtype, num_tokens, 2 * HV if has_pairs else HV), fake(p.a_dtype, num_tokens, HV)
     conv_state = fake(p.conv_dtype, cute.sym_int64(), dim, cute.sym_int64(), last=(channel_stride, None))
     conv_weight, conv_bias = fake(p.weight_dtype, dim, p.width, last=(p.width, 1)), fake(p.bias_dtype, dim, last=1)
     A_log, dt_bias, norm_weight = fake(p.A_log_dtype, HV), fake(p.dt_bias_dtype, HV), fake(p.norm_dtype, V)

@@ -84,7 +84,6 @@ class Spec:
         self.weight_words = CHANNELS * p.width * self.weight_dtype.width // 32  # of the filter of an item
         # An item's input of a window is a word-wise copy: channels contiguous, no conversion.
         self.copies_windows = p.conv_channels_contiguous and p.conv_dtype == p.dtype
-        self.z_at = p.dim  # elements of a concatenated row before z
         self.group_width = 2 * k + 2 * self.ratio * v  # elements of an interleaved row, per key head
         self.has_several_tokens = p.cu_seqlens_dtype is not None  # without cu_seqlens each sequence has one token
         self.ring = None
@@ -146,9 +145,6 @@ def column_in_head(spec: Spec, rank: Any) -> Any:
 def place_of_gates(spec: Spec, params: Any, block: Block) -> Any:
     """Tensor and column of a token's raw a, and of its b."""
     head = block.place.head
-    if spec.problem.concatenated:
-        at = spec.z_at + spec.problem.num_v_heads * spec.problem.head_v_dim + head
-        return (params.mixed_qkv, at + spec.problem.num_v_heads), (params.mixed_qkv, at)
     if spec.problem.interleaved:
         at = block.key_head * (2 * spec.ratio) + block.rank // spec.splits
         return (params.b, at + spec.ratio), (params.b, at)

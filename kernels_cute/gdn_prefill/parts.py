@@ -1,8 +1,9 @@
 """The operators that a prefill step is made of: their problems, and the arguments of their launches.
 
 The convolution writes its rows [L, 2 * H * K + HV * V] to the start of the workspace, of which q, k and v are slices; the chunk
-kernel writes `out`, and the norm replaces it in place. Interleaved projections are read where they are: the convolution finds its
-channels by their key-head group (`steps.py`), z, b and a are views [L, H, r, ...] of the wide rows.
+kernel writes `out`, and the norm replaces it in place. Projections that come as two tensors are read where
+they are: the convolution finds its channels (`steps.py`), z, b and a are views of the wide rows, [L, H, r, ...] of interleaved
+and [L, HV, ...] of merged ones.
 """
 
 import functools
@@ -100,9 +101,13 @@ def chunk_params(problem: GdnPrefillProblem, params: GdnPrefillParams, rows: Any
     q = rows.as_strided((1, length, H, K), (*strides, K, 1), rows.storage_offset())
     k = rows.as_strided((1, length, H, K), (*strides, K, 1), rows.storage_offset() + H * K)
     v = rows.as_strided((1, length, HV, V), (*strides, V, 1), rows.storage_offset() + 2 * H * K)
-    a, b = (p.a, p.b) if p.a is not None else _gates(p.b, H, HV // H)
+    if problem.merged:
+        (token, step), size = p.b.stride(), (1, length, HV)
+        a, b = (p.b.as_strided(size, (token, token, step), p.b.storage_offset() + first * step) for first in (HV, 0))
+    else:
+        a, b = (x[None] for x in ((p.a, p.b) if p.a is not None else _gates(p.b, H, HV // H)))
     return ChunkParams(
-        q, k, v, a[None], b[None], p.A_log, p.dt_bias, p.ssm_state, p.state_indices, p.has_initial_state, p.ssm_state, None,
+        q, k, v, a, b, p.A_log, p.dt_bias, p.ssm_state, p.state_indices, p.has_initial_state, p.ssm_state, None,
         p.cu_seqlens, *kept_states(problem, p), p.out[None], workspace, p.scale, p.null_slot,
     )  # fmt: skip
 
@@ -111,7 +116,10 @@ def norm_params(problem: GdnPrefillProblem, params: GdnPrefillParams) -> RmsNorm
     """The norm of `out`, in place."""
     p, H, V = params, problem.num_k_heads, problem.head_v_dim
     z = p.z
-    if z is None:  # [L, H, r, V]
+    if problem.merged:
+        size, rows = (p.out.shape[0], problem.num_v_heads, V), p.mixed_qkv
+        z = rows.as_strided(size, (rows.stride(0), V, 1), rows.storage_offset() + problem.dim)
+    elif z is None:  # [L, H, r, V]
         ratio = problem.num_v_heads // H
         z = p.mixed_qkv.unflatten(1, (H, -1))[:, :, 2 * problem.head_k_dim + ratio * V :].unflatten(2, (ratio, V))
     return RmsNormGatedParams(p.out, z, p.norm_weight, p.out, p.eps)

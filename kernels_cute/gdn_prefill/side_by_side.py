@@ -89,15 +89,16 @@ def fakes(problem: GdnPrefillProblem) -> GdnPrefillParams:
     """Arguments to compile for."""
     p, HV, V = problem, problem.num_v_heads, problem.head_v_dim
     tokens, columns, slots = cute.sym_int(), cute.sym_int(), cute.sym_int64()
+    has_pairs = p.interleaved or p.merged
 
     def given(dtype: str | None, *shape: Any, last: Any = None, present: bool = True, align: int | None = None) -> Any:
         return fake(dtype, *shape, last=last, align=align) if present else None
 
     channel_stride = 1 if p.conv_channels_contiguous else None
     return GdnPrefillParams(
-        mixed_qkv=given(p.dtype, tokens, p.dim + (HV * V if p.interleaved else 0), last=1),
+        mixed_qkv=given(p.dtype, tokens, p.dim + (HV * V if has_pairs else 0), last=1),
         z=given(p.z_dtype, tokens, HV, V, last=1),
-        b=given(p.b_dtype, tokens, 2 * HV if p.interleaved else HV),
+        b=given(p.b_dtype, tokens, 2 * HV if has_pairs else HV),
         a=given(p.a_dtype, tokens, HV),
         conv_states=given(p.conv_dtype, cute.sym_int64(), p.dim, cute.sym_int64(), last=(channel_stride, None)),
         conv_weight=given(p.weight_dtype, p.dim, p.width, last=(p.width, 1)),

@@ -41,7 +41,7 @@ class PrefillConv(Conv1d, params=Conv1dParams):
 def conv_fakes(problem: GdnPrefillProblem) -> Conv1dParams:
     found = fakes(parts.conv_problem(problem))
     offsets = fake("int32" if problem.keeps_windows else None, None, None)
-    if problem.interleaved:
+    if problem.interleaved or problem.merged:
         width = problem.dim + problem.num_v_heads * problem.head_v_dim
         found = found._replace(x=fake(problem.dtype, cute.sym_int(), width, last=1))
     return found._replace(checkpoint_offsets=offsets)
@@ -79,5 +79,5 @@ def norm_fakes(problem: GdnPrefillProblem) -> RmsNormGatedParams:
         groups = problem.num_k_heads
         z = fake(problem.dtype, tokens, groups, heads // groups, dim, last=(dim, 1))
     else:
-        z = fake(problem.z_dtype, tokens, heads, dim, last=1)
+        z = fake(problem.z_dtype or problem.dtype, tokens, heads, dim, last=1)  # of merged rows a view
     return RmsNormGatedParams(out[0], z, fake(problem.norm_dtype, dim, last=1), out[1], eps=Float32(1e-6))

@@ -5,7 +5,7 @@ from typing import Any
 import cutlass.cute as cute
 
 from gdn.problems import ChunkParams, Conv1dParams, GdnPrefillParams, GdnPrefillProblem
-from kernels_cute.common.memory import CUTE_DTYPES
+from kernels_cute.common.memory import CUTE_DTYPES, columns
 from kernels_cute.gdn_prefill.parts import kept_states, kept_windows
 
 
@@ -31,7 +31,11 @@ def chunk_views(problem: GdnPrefillProblem, p: GdnPrefillParams, first: Any, tok
     def heads(start: int, count: int, size: int) -> Any:
         return cute.make_tensor(first + start, cute.make_layout((tokens, count, size), stride=(dim, size, 1)))
 
-    a, b = (p.a, p.b) if not problem.interleaved else _gates(p.b, H, HV // H)
+    a, b = p.a, p.b
+    if problem.merged:
+        b, a = (columns(p.b, half * HV, HV) for half in range(2))
+    elif problem.interleaved:
+        a, b = _gates(p.b, H, HV // H)
     return ChunkParams(
         heads(0, H, K), heads(H * K, H, K), heads(2 * H * K, HV, V), a, b, p.A_log, p.dt_bias, p.ssm_state,
         p.state_indices, p.has_initial_state, p.ssm_state, None, p.cu_seqlens, *kept_states(problem, p),
@@ -41,6 +45,11 @@ def chunk_views(problem: GdnPrefillProblem, p: GdnPrefillParams, first: Any, tok
 
 def norm_z(problem: GdnPrefillProblem, p: GdnPrefillParams, tokens: Any) -> Any:
     """[tokens, HV, V], or [tokens, (r, H), V] of interleaved rows."""
+    if problem.merged:
+        layout = cute.make_layout(
+            (tokens, problem.num_v_heads, problem.head_v_dim), stride=(p.mixed_qkv.stride[0], problem.head_v_dim, 1)
+        )
+        return cute.make_tensor(p.mixed_qkv.iterator + problem.dim, layout)
     if not problem.interleaved:
         return p.z
     ratio, K, V = problem.num_v_heads // problem.num_k_heads, problem.head_k_dim, problem.head_v_dim

@@ -25,6 +25,7 @@ SMALL = {"num_k_heads": H, "num_v_heads": HV, "head_k_dim": D, "head_v_dim": D, 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "flat": {},
     "interleaved": {"interleaved": True, "z_dtype": None, "a_dtype": None},
+    "merged": {"merged": True, "z_dtype": None, "a_dtype": None},
     "flat, checkpoints": {"has_checkpoints": True, "index_dtype": "int64", "has_mask": False},
     "interleaved, kept states": {
         "interleaved": True,
@@ -49,7 +50,7 @@ def params_of(problem: GdnPrefillProblem, num_bytes: int) -> GdnPrefillParams:
         "out": torch.zeros(ROWS, HV, D).bfloat16(), "workspace": fake_cuda.workspace(num_bytes), "scale": 0.1, "eps": 1e-6,
         "null_slot": -1,
     }  # fmt: skip
-    if problem.interleaved:
+    if problem.interleaved or problem.merged:
         own |= {"mixed_qkv": wide, "z": None, "b": ba, "a": None}
     if problem.has_checkpoints:
         own["checkpoint_offsets"] = torch.zeros(2, 3, dtype=torch.int32)

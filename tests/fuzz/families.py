@@ -298,6 +298,8 @@ FAMILIES: dict[str, Family] = {
     "recurrent, drafts": Family(_LONG_WORDS["recurrent"], "recurrent", _recurrent(cases.MAIN_SPECULATIVE, 4), 8e-3),
     "decode": Family("fused_gdn_decode", "gdn_decode", _decode(offsets_dtype=None, padding=0), 2e-2),
     "decode, drafts": Family("fused_gdn_decode", "gdn_decode", _decode(spec=3, layout="interleaved"), 2e-2),
+    "decode, merged": Family("fused_gdn_decode", "gdn_decode", _decode(spec=2, layout="merged"), 2e-2),
+    "prefill, merged": Family("fused_gdn_prefill", "gdn_prefill", _prefill(layout="merged"), 2e-2),
     "prefill": Family("fused_gdn_prefill", "gdn_prefill", _prefill(), 2e-2),
     "prefill, interleaved": Family("fused_gdn_prefill", "gdn_prefill", _prefill(layout="interleaved", v_first=False), 2e-2),
     "conv": Family("causal_conv1d_fn", "conv1d", _conv(), 1e-2),

@@ -144,7 +144,7 @@ def decode_case(**changes: Any) -> test_gdn_decode.Case:
     return test_gdn_decode.Case(lengths=(1,) * FORTY, heads=(16, 32), padding=0, **changes)
 
 
-@pytest.mark.parametrize("layout", ["flat", "concatenated"])
+@pytest.mark.parametrize("layout", ["flat", "merged", "concatenated"])
 @pytest.mark.parametrize("backend", [*backends("gdn_decode"), "reference"])
 def test_fused_decode(backend: str, layout: str, device: torch.device) -> None:
     case = decode_case(offsets_dtype=None, layout=layout)

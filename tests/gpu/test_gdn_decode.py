@@ -160,6 +160,9 @@ def make(case: Case, device: torch.device, seed: int = 0) -> tuple[Arguments, li
         groups = [part.unflatten(1, (H, -1)) for part in (q, k, v, z.to(case.dtype))]
         gates = torch.cat([part.unflatten(1, (H, -1)) for part in (b, a)], dim=2).flatten(1)
         projections = {"mixed_qkv": framed(torch.cat(groups, dim=2).flatten(1)), "z": None, "b": framed(gates, 1, 1), "a": None}
+    if case.layout == "merged":
+        row = torch.cat([mixed, z.to(case.dtype)], dim=1)
+        projections = {"mixed_qkv": framed(row), "z": None, "b": framed(torch.cat([b, a], dim=1), 1, 1), "a": None}
     if case.layout == "concatenated":
         unread = torch.full((rows, 8), torch.nan, dtype=case.dtype, device=device)
         row = torch.cat([part.to(case.dtype) for part in (mixed, z, b, a, unread)], dim=1)
@@ -236,7 +239,7 @@ AXES: dict[str, Any] = {
     "activation": ["silu", None],
     "gate_activation": ["silu", "sigmoid"],
     "has_norm": [True, False],
-    "layout": ["flat", "interleaved", "concatenated"],
+    "layout": ["flat", "interleaved", "merged", "concatenated"],
     "conv_dtype": [BF16, F32],
     "order": ["channels", "columns", "neither"],
     "state_dtype": [F32, BF16],

@@ -111,6 +111,9 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Arguments:
         groups = [part.unflatten(1, (H, -1)) for part in (q, k, v, z.to(case.dtype))]
         gates = torch.cat([part.unflatten(1, (H, -1)) for part in (b, a)], dim=2).flatten(1)
         projections = {"mixed_qkv": framed(torch.cat(groups, dim=2).flatten(1)), "z": None, "b": framed(gates, 1, 1), "a": None}
+    if case.layout == "merged":
+        row = torch.cat([mixed, z.to(case.dtype)], dim=1)
+        projections = {"mixed_qkv": framed(row), "z": None, "b": framed(torch.cat([b, a], dim=1), 1, 1), "a": None}
     checkpoints: Arguments = {}
     if case.has_checkpoints:
         reach = torch.tensor([length // 64 * 64 for length in case.lengths])
@@ -235,7 +238,7 @@ AXES: dict[str, Any] = {
     "activation": ["silu", None],
     "gate_activation": ["silu", "sigmoid"],
     "has_norm": [True, False],
-    "layout": ["flat", "interleaved"],
+    "layout": ["flat", "interleaved", "merged"],
     "conv_dtype": [BF16, F32],
     "order": ["channels", "columns", "neither"],
     "state_dtype": [F32, BF16],
@@ -258,8 +261,11 @@ def test_variants(case: Case, device: torch.device) -> None:
     run(case, device)
 
 
+FORM_CASES = [replace(case, dims=(128, 128), layout=("flat", "merged")[n % 2]) for n, case in enumerate(CASES[::3])]
+
+
 @FORMS
-@pytest.mark.parametrize("case", [replace(case, dims=(128, 128), layout="flat") for case in CASES[::3]], ids=name)
+@pytest.mark.parametrize("case", FORM_CASES, ids=name)
 def test_forms(case: Case, form: str, configure: Configure, device: torch.device) -> None:
     configure(form)
     run(case, device)

@@ -159,7 +159,7 @@ def test_convolution(order: str, dtype: torch.dtype, has_pool: bool, device: tor
 
 @pytest.mark.parametrize("form", ["apart", "side by side", "normed"])
 @pytest.mark.parametrize("tensors", [("states",), ("windows",), ("states", "windows")], ids="-".join)
-@pytest.mark.parametrize("layout", ["flat", "interleaved"])
+@pytest.mark.parametrize("layout", ["flat", "interleaved", "merged"])
 def test_prefill_step(
     form: str, tensors: tuple[str, ...], layout: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +253,7 @@ def test_recurrent(
 @DTYPES
 @LAYOUTS
 @pytest.mark.parametrize("state_dtype", [F32, BF16], ids=["pool float32", "pool bfloat16"])
-@pytest.mark.parametrize("layout", ["flat", "interleaved", "concatenated"])
+@pytest.mark.parametrize("layout", ["flat", "interleaved", "merged", "concatenated"])
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize("offsets", [torch.int32, None], ids=["ragged", "one token each"])
 def test_decode_step(

@@ -101,7 +101,7 @@ def test_one_token_of_one_head(backend: str, argument: str, dim: int, device: to
             assert found is given["out"] and are_same([found], [expected])
 
 
-@pytest.mark.parametrize("layout", ["flat", "interleaved"])
+@pytest.mark.parametrize("layout", ["flat", "interleaved", "merged"])
 @pytest.mark.parametrize("backend", backends("gdn_prefill"))
 def test_a_prefill_step_of_one_token(backend: str, layout: str, device: torch.device) -> None:
     case = test_gdn_prefill.Case(lengths=(1,), padding=0, layout=layout)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gdn.integrations import _sglang_step as sglang_step
 from gdn.integrations import deepgemm, fla, flashinfer
 from gdn.integrations._calls import Calls
+from gdn.integrations._kept import ServedOf
 from gdn.integrations._sglang_kernel import Serving, kernel_class
 from gdn.integrations._vllm_layer import Layers, layer_class
 from gdn.integrations._vllm_replay import Replay
@@ -32,12 +33,14 @@ class Path:
     """A call of an adapter, with its tensors.
 
     apart: what it calls besides the operators and is not the adapter's; its time is left out. operators: how many it calls.
+    most_us: what the step may add to each of them; None = no limit.
     """
 
     what: str
     step: Call
     apart: Call = lambda: None
     operators: int = 1
+    most_us: float | None = 5.0
 
 
 def literal(function: Callable[..., Any], *positional: Any, **named: Any) -> Call:
@@ -155,7 +158,7 @@ def vllm(device: torch.device) -> Iterator[Path]:
         layer, context = vllm_layer(device, interleaved)
         for name, metadata in vllm_batches(device).items():
             tokens = metadata.num_actual_tokens
-            rows = (zeros(device, tokens, CHANNELS + HV * V), zeros(device, tokens, 2 * HV), zeros(device, tokens, HV, V))
+            rows = (zeros(device, tokens, CHANNELS + HV * V), zeros(device, tokens, 2 * HV), zeros(device, tokens, HV * V))
             batch = {layer.prefix: metadata}
 
             def step(layer: Any = layer, context: Any = context, batch: Any = batch, rows: Any = rows) -> None:
@@ -193,7 +196,8 @@ def sglang(device: torch.device) -> Iterator[Path]:
     yield Path("SGLang, decode", literal(kernel.decode, q, k, v, a, b, **weights, **one))
     whole = {name: value for name, value in one.items() if name != "query_start_loc"}
     whole |= {"scale": K**-0.5, "num_v_heads": HV, "head_v_dim": V}
-    yield Path("SGLang, packed_decode", literal(kernel.packed_decode, packed, a, b, **weights, **whole))
+    # Steps that are not served as a whole. Six views of its rows and gates are most of what it adds.
+    yield Path("SGLang, packed_decode", literal(kernel.packed_decode, packed, a, b, **weights, **whole), most_us=None)
 
     _, prompt_q, prompt_k, prompt_v, _, _ = rows(ROWS * LENGTH)
     prompts = given(ROWS * LENGTH)
@@ -209,8 +213,12 @@ def sglang(device: torch.device) -> Iterator[Path]:
     yield from _sglang_steps(device, states, weights)
 
 
+class SglangLayer(SimpleNamespace):
+    """What the adapter reads of SGLang's layer."""
+
+
 def _sglang_steps(device: torch.device, states: Tensor, weights: dict[str, Tensor]) -> Iterator[Path]:
-    layer = SimpleNamespace(
+    layer = SglangLayer(
         num_q_heads=H, num_k_heads=H, num_v_heads=HV, head_q_dim=K, head_k_dim=K, head_v_dim=V, v_dim=HV * V, bias=None,
         activation="silu", conv_weights=zeros(device, CHANNELS, WIDTH), **weights,
     )  # fmt: skip
@@ -219,8 +227,10 @@ def _sglang_steps(device: torch.device, states: Tensor, weights: dict[str, Tenso
     rows, a, b = zeros(device, ROWS, CHANNELS), zeros(device, ROWS, HV), zeros(device, ROWS, HV)
     slots = int32(device, range(ROWS))
 
+    known = ServedOf()
+
     def step(mixed_qkv: Any, a: Any, b: Any) -> Any:
-        assert sglang_step.refusal(layer, cache, mixed_qkv, allow_reference=True) is None
+        assert sglang_step.refusal(layer, cache, mixed_qkv, known=known(layer), allow_reference=True) is None
         return sglang_step.step(layer, cache, mixed_qkv, a, b, slots)
 
     yield Path("SGLang, whole step of rows", lambda: step(rows, a, b))

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -436,19 +437,26 @@ def test_the_table_of_transformers() -> None:
     assert not transformers_speed.table(TRANSFORMERS | {"prefill 8192, tokens/s": {"plain": 1e3, "enabled": 1.4e3}}, None)[1]
 
 
+def added(path: adapter_paths.Path, device: torch.device) -> adapter_cost.Added:
+    timed = adapter_cost.Timed.of(path)
+    timed.run(20, device)
+    return timed.added()
+
+
 def test_what_an_adapter_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     space: dict[str, Any] = {}
     exec(compile("def fused_gdn_decode(x, *, y=3): return x", "<gdn.fused_gdn_decode>", "exec"), space)
     monkeypatch.setattr(gdn, "fused_gdn_decode", space["fused_gdn_decode"])
     cpu = torch.device("cpu")
     path = adapter_paths.Path("decode", lambda: (sum(range(2000)), gdn.fused_gdn_decode(1)))
-    found = adapter_cost.added(path, cpu, batches=20)
-    for step, added, operator in zip(found.step, found.us, found.operator, strict=True):
-        assert step > added > operator > 0
+    found = added(path, cpu)
+    for step, more, operator in zip(found.step, found.us, found.operator, strict=True):
+        assert step > more > operator > 0
     assert not found.holds and found.row().startswith("decode ") and found.row().endswith("more than allowed")
-    apart = adapter_cost.added(adapter_paths.Path("decode", path.step, apart=lambda: sum(range(2000))), cpu, batches=20)
+    assert replace(found, path=replace(path, most_us=None)).holds
+    apart = added(adapter_paths.Path("decode", path.step, apart=lambda: sum(range(2000))), cpu)
     assert apart.us[0] < found.us[0] / 2
     with pytest.raises(ValueError, match="twice: expected 1 calls of operators, got 2"):  # a step is one call of the operator
-        adapter_cost.added(adapter_paths.Path("twice", lambda: [gdn.fused_gdn_decode(x) for x in (1, 2)]), cpu)
+        added(adapter_paths.Path("twice", lambda: [gdn.fused_gdn_decode(x) for x in (1, 2)]), cpu)
     both = adapter_cost.calls_of(lambda: [gdn.fused_gdn_decode(x, y=4) for x in (1, 2)])
     assert [call() for call in both] == [1, 2]

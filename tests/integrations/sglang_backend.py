@@ -117,12 +117,16 @@ def check_drafts(conv: Convolution, limit: float, overlap: bool) -> None:
     conv.check_pool({} if overlap else last)  # the host's own kernel leaves the last one in the pool, until it commits another
 
 
+class Layer(SimpleNamespace):
+    """The host's layer is a module: there are weak references to it."""
+
+
 def layer_of(conv: Convolution, **changes: Any) -> Any:
     """The host's layer of an engine."""
     engine = conv.engine
     sizes = {"num_q_heads": H, "num_k_heads": H, "num_v_heads": HV, "head_q_dim": engine.dim, "head_k_dim": engine.dim}
     rest = {"head_v_dim": engine.dim, "v_dim": HV * engine.dim, "conv_weights": conv.weight, "bias": conv.bias, "layer_id": 3}
-    return SimpleNamespace(**sizes | rest | {"activation": "silu", "A_log": engine.A_log, "dt_bias": engine.dt_bias} | changes)
+    return Layer(**sizes | rest | {"activation": "silu", "A_log": engine.A_log, "dt_bias": engine.dt_bias} | changes)
 
 
 def cache_of(conv: Convolution) -> Any:

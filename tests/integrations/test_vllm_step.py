@@ -352,5 +352,5 @@ def test_where_the_host_cuts_the_gates_is_its_own_matter() -> None:
             step(*host.projected(qkvz, gates), core, metadata)
             found.append(core)
     assert all(torch.equal(one, found[0]) for one in found)
-    with pytest.raises(ValueError, match=r"b: expected shape \[2, 4\], got shape \[2, 7\]"):  # not of the width before
+    with pytest.raises(ValueError, match=r"b: expected shape \[2, 8\], got shape \[2, 14\]"):  # not of the width before
         plain(*host.projected(qkvz, wide.flatten(1)), core, metadata)

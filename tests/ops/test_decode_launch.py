@@ -76,7 +76,7 @@ class Kernel:
 
 
 def layout_of(problem: GdnDecodeProblem) -> str:
-    return "interleaved" if problem.interleaved else "concatenated" if problem.concatenated else "flat"
+    return next((one for one in ("interleaved", "merged", "concatenated") if getattr(problem, one)), "flat")
 
 
 @pytest.fixture
@@ -123,13 +123,19 @@ def concatenated() -> Arguments:
     return {"mixed_qkv": row, **dict.fromkeys(("z", "b", "a")), "projection_layout": "concatenated"}
 
 
+def merged() -> Arguments:
+    plain = arguments_of(4)
+    row = torch.cat([plain["mixed_qkv"], plain["z"].flatten(1)], 1)
+    return {"mixed_qkv": row, "z": None, "b": torch.cat([plain["b"], plain["a"]], 1), "a": None, "projection_layout": "merged"}
+
+
 def rounded() -> Arguments:
     return {"ssm_state": arguments_of(1)["ssm_state"].to(BF16), "rounding_seed": torch.tensor([7])}
 
 
 VARIANTS: dict[str, Arguments] = {
-    "plain": {}, "columns": columns(), "interleaved": interleaved(), "concatenated": concatenated(),
-    "rounded": rounded(),
+    "plain": {}, "columns": columns(), "interleaved": interleaved(), "merged": merged(),
+    "concatenated": concatenated(), "rounded": rounded(),
     "kept": {
         "intermediate_states": torch.zeros(6, 2, HV, V, K, dtype=BF16), "intermediate_indices": torch.arange(1, 5),
     },

@@ -67,7 +67,8 @@ class Kernel:
             num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=p.scale,
             eps=p.eps, activation="silu" if problem.silu else None,
             gate_activation="sigmoid" if problem.gate_sigmoid else "silu",
-            projection_layout="interleaved" if problem.interleaved else "flat", checkpoint_offsets=p.checkpoint_offsets,
+            projection_layout="interleaved" if problem.interleaved else "merged" if problem.merged else "flat",
+            checkpoint_offsets=p.checkpoint_offsets,
             checkpoint_slots=p.checkpoint_slots, checkpoint_states=p.checkpoint_states,
             checkpoint_windows=p.checkpoint_windows, state_v_first=problem.state_v_first, null_slot=p.null_slot,
         )  # fmt: skip
@@ -107,8 +108,15 @@ def interleaved() -> Arguments:
     }  # fmt: skip
 
 
+def merged() -> Arguments:
+    plain = prefill_arguments(70)
+    row = torch.cat([plain["mixed_qkv"], plain["z"].flatten(1)], 1)
+    return {"mixed_qkv": row, "z": None, "b": torch.cat([plain["b"], plain["a"]], 1), "a": None, "projection_layout": "merged"}
+
+
 VARIANTS: dict[str, Arguments] = {
-    "plain": {}, "interleaved": interleaved(), "mask": {"has_initial_state": torch.tensor([True, False, True])[::2]},
+    "plain": {}, "interleaved": interleaved(), "merged": merged(),
+    "mask": {"has_initial_state": torch.tensor([True, False, True])[::2]},
     "given": {"scale": 2, "eps": 1e-3, "null_slot": 2, "conv_bias": torch.ones(DIM)},
     "checkpoints": {
         "checkpoint_offsets": torch.tensor([[0, 0], [64, 0]]), "checkpoint_slots": torch.tensor([[1, 3], [4, 6]]),

@@ -246,6 +246,31 @@ CALLS: list[tuple[str, Callable[[], Arguments], Bad]] = [
         "fused_gdn_decode",
         decode,
         Bad(
+            "merged_a",
+            lambda a: {
+                "projection_layout": "merged",
+                "mixed_qkv": torch.zeros(3, DIM + HV * V),
+                "z": None,
+                "b": a["b"].repeat(1, 2),
+            },
+            ValueError,
+            r"^a: expected None with projection_layout='merged'",
+        ),
+    ),
+    (
+        "fused_gdn_decode",
+        decode,
+        Bad(
+            "merged_gates",
+            lambda a: {"projection_layout": "merged", "mixed_qkv": torch.zeros(3, DIM + HV * V), "z": None, "a": None},
+            ValueError,
+            r"^b: expected shape",
+        ),
+    ),
+    (
+        "fused_gdn_decode",
+        decode,
+        Bad(
             "concatenated_b",
             lambda a: {"projection_layout": "concatenated", "mixed_qkv": torch.zeros(3, DIM + HV * V + 2 * HV), "z": None},
             ValueError,

@@ -78,9 +78,16 @@ def test_layouts_agree(gate: str) -> None:
     ba = torch.cat([flat[name].view(12, H, ratio) for name in ("b", "a")], dim=2).flatten(1)
     mixed = {**flat, "mixed_qkv": torch.cat(parts, dim=2).flatten(1), "z": None, "b": ba, "a": None}
     mixed |= {"projection_layout": "interleaved"} | {name: flat[name].clone() for name in ("conv_states", "ssm_state")}
-    both = [reference.fused_gdn_prefill(**one, gate_activation=gate) for one in (flat, mixed)]
-    assert torch.equal(*both)
+    merged = {**flat, "mixed_qkv": torch.cat([flat["mixed_qkv"], flat["z"].flatten(1)], 1), "z": None, "a": None}
+    merged |= {"b": torch.cat([flat["b"], flat["a"]], 1), "projection_layout": "merged"}
+    merged |= {name: flat[name].clone() for name in ("conv_states", "ssm_state")}
+    expected = reference.fused_gdn_prefill(**flat, gate_activation=gate)
+    assert torch.equal(reference.fused_gdn_prefill(**mixed, gate_activation=gate), expected)
     assert all(torch.equal(flat[name], mixed[name]) for name in ("conv_states", "ssm_state"))
+    # On views torch sums in another order.
+    torch.testing.assert_close(reference.fused_gdn_prefill(**merged, gate_activation=gate), expected, rtol=0, atol=1e-14)
+    for name in ("conv_states", "ssm_state"):
+        torch.testing.assert_close(merged[name], flat[name], rtol=0, atol=1e-14)
 
 
 def test_out() -> None:

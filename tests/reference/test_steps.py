@@ -156,10 +156,14 @@ def test_decode_layouts_agree() -> None:
     assert torch.equal(flat["ssm_state"], mixed["ssm_state"]) and torch.equal(flat["conv_state"], mixed["conv_state"])
 
 
-def test_concatenated_projections_equal_flat_ones() -> None:
+@pytest.mark.parametrize("layout", ["merged", "concatenated"])
+def test_projections_in_flat_order_equal_flat_ones(layout: str) -> None:
     flat = decode_arguments(4)
-    whole = [flat["mixed_qkv"], flat["z"].flatten(1), flat["b"], flat["a"], torch.full((4, 3), torch.nan, dtype=F64)]
-    row = {**flat, "mixed_qkv": torch.cat(whole, 1), **dict.fromkeys(("z", "b", "a")), "projection_layout": "concatenated"}
+    pair = [flat["mixed_qkv"], flat["z"].flatten(1)], [flat["b"], flat["a"]]
+    row = {**flat, "mixed_qkv": torch.cat(pair[0], 1), "b": torch.cat(pair[1], 1), "z": None, "a": None}
+    if layout == "concatenated":
+        row |= {"mixed_qkv": torch.cat([*pair[0], *pair[1], torch.full((4, 3), torch.nan, dtype=F64)], 1), "b": None}
+    row["projection_layout"] = layout
     row["conv_state"], row["ssm_state"] = flat["conv_state"].clone(), flat["ssm_state"].clone()
     assert torch.equal(reference.fused_gdn_decode(**flat), reference.fused_gdn_decode(**row))
     assert torch.equal(flat["ssm_state"], row["ssm_state"]) and torch.equal(flat["conv_state"], row["conv_state"])

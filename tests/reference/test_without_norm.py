@@ -40,11 +40,11 @@ def check(function: Any, arguments: Arguments, z: torch.Tensor) -> None:
             assert torch.equal(part[name], whole[name])
 
 
-@pytest.mark.parametrize("name", ["plain", "columns", "concatenated", "given"])
+@pytest.mark.parametrize("name", ["plain", "columns", "merged", "concatenated", "given"])
 def test_decode(name: str) -> None:
     arguments = {"projection_layout": "flat"} | arguments_of(4, **VARIANTS[name])
     z = arguments["z"]
-    if name == "concatenated":
+    if name in ("merged", "concatenated"):
         heads, v_dim = arguments["A_log"].shape[0], arguments["head_v_dim"]
         first = 2 * arguments["num_k_heads"] * arguments["head_k_dim"] + heads * v_dim
         z = arguments["mixed_qkv"][:, first : first + heads * v_dim].unflatten(1, (heads, v_dim))

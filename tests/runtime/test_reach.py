@@ -41,7 +41,8 @@ def test_the_calls_of_a_model() -> None:
         by_op.setdefault(problem.op, []).append(problem)
     decode = by_op["gdn_decode"]
     # vLLM and Transformers, the own layers, SGLang.
-    assert {(p.interleaved, p.concatenated) for p in decode} == {(True, False), (False, True), (False, False)}
+    layouts = {(p.interleaved, p.merged, p.concatenated) for p in decode}
+    assert layouts == {(True, False, False), (False, True, False), (False, False, True), (False, False, False)}
     assert {(p.num_k_heads, p.num_v_heads) for p in decode} == {(4, 8)}
     assert {p.has_accepted for p in decode} == {False, True}
     assert {p.has_checkpoints for p in by_op["gdn_prefill"]} == {False, True}

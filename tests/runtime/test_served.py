@@ -178,6 +178,11 @@ def test_which_forms_the_layers_may_take(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- vLLM ----------------------------------------------------------------------------------------------------------------------
 
 
+def layout_of(config: HybridConfig) -> str:
+    """Of vLLM's two projections."""
+    return "interleaved" if config.projection_layout == "interleaved" else "merged"
+
+
 def vllm_layer(config: HybridConfig, kind: GdnLayer) -> SimpleNamespace:
     """A layer with vLLM's attributes."""
     H, HV, K, V = kind.num_k_heads, kind.num_v_heads, kind.head_k_dim, kind.head_v_dim
@@ -286,7 +291,7 @@ VLLM_KINDS: list[dict[str, Any]] = [
 def test_layers_of_vllm(name: str, kind: dict[str, Any]) -> None:
     config = NAMED[name].per_rank(4)
     layer = GdnLayer(
-        config.linear_num_key_heads, config.linear_num_value_heads, 128, 128, layout=config.projection_layout,
+        config.linear_num_key_heads, config.linear_num_value_heads, 128, 128, layout=layout_of(config),
         checkpoints=(False, True), **kind,
     )  # fmt: skip
     asked = vllm_problems(config, layer)
@@ -298,7 +303,7 @@ def test_layers_of_vllm(name: str, kind: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", [pytest.param(VLLM_KINDS[1], marks=pytest.mark.cover), *VLLM_KINDS[2:]], ids=str)
 def test_layers_of_vllm_by_replay(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config = NAMED["qwen3-next-80b"].per_rank(4)
-    layer = GdnLayer(4, 8, 128, 128, layout=config.projection_layout, checkpoints=(False, True), **kind)
+    layer = GdnLayer(4, 8, 128, 128, layout=layout_of(config), checkpoints=(False, True), **kind)
     with recording() as asked:
         vllm_steps(config, layer, replays=True)
     with explaining() as every:  # the folds too, whether they have a kernel or not
@@ -325,12 +330,11 @@ def test_head_dims_that_do_not_replay() -> None:
 @pytest.mark.parametrize("other", [{"bias_dtype": "bfloat16"}, {"A_log_dtype": "bfloat16"}, {"gate_activation": "sigmoid"}])
 def test_a_layer_says_what_a_configuration_does_not(other: dict[str, Any]) -> None:
     config = NAMED["qwen3.5-35b"].per_rank(4)
-    layer = GdnLayer(4, 8, 128, 128, checkpoints=(False, True), num_spec=2, **other)
+    plain = GdnLayer(4, 8, 128, 128, layout="merged", checkpoints=(False, True), num_spec=2)
+    layer = dataclasses.replace(plain, **other)
     asked = vllm_problems(config, layer)
     check(asked, gdn_layer.problems(layer), 4)
-    assert forms(asked) - forms(
-        [group[0] for group in gdn_layer.problems(GdnLayer(4, 8, 128, 128, checkpoints=(False, True), num_spec=2))]
-    )
+    assert forms(asked) - forms([group[0] for group in gdn_layer.problems(plain)])
 
 
 # --- SGLang --------------------------------------------------------------------------------------------------------------------

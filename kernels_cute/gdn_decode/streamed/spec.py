@@ -63,7 +63,7 @@ class Spec(Sizes):
         self.history, self.line_rows = p.width - 1, p.width - 1 + self.batch
         self.weight_words = CHANNELS * p.width * self.weight_dtype.width // 32
         self.copies_windows = p.conv_channels_contiguous and p.conv_dtype == p.dtype
-        self.z_at, self.group_width = p.dim, 2 * (1 + self.ratio) * DIM
+        self.group_width = 2 * (1 + self.ratio) * DIM
         self.shared_items = 2 * DIM // CHANNELS
         self.items = self.shared_items + self.ratio * DIM // CHANNELS
         self.turns = -(-self.items // THREADS)  # of a thread that prepares: four channels each

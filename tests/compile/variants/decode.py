@@ -21,7 +21,7 @@ _AXES: Axes = {
     "bias_dtype": [None, "float32", "bfloat16"],
     "silu": [True, False],
     "gate_sigmoid": [False, True],
-    "layout": ["flat", "interleaved", "concatenated"],
+    "layout": ["flat", "interleaved", "merged", "concatenated"],
     "pool": CONVOLUTION_POOLS,
     "state_dtype": ["float32", "bfloat16"],
     "state_v_first": [True, False],
@@ -62,6 +62,7 @@ def _problem(row: Row) -> Problem | None:
         head_v_dim=row["head_dims"][1],
         dtype=dtype,
         interleaved=row["layout"] == "interleaved",
+        merged=row["layout"] == "merged",
         concatenated=row["layout"] == "concatenated",
         z_dtype=other if row["layout"] == "flat" and row["has_norm"] else None,
         a_dtype=other if row["layout"] == "flat" else None,
@@ -132,7 +133,7 @@ _PREFILL_AXES: Axes = {
     "bias_dtype": [None, "float32", "bfloat16"],
     "silu": [True, False],
     "gate_sigmoid": [False, True],
-    "interleaved": [False, True],
+    "layout": ["flat", "interleaved", "merged"],
     "pool": CONVOLUTION_POOLS,
     "state_dtype": ["float32", "bfloat16"],
     "state_v_first": [True, False],
@@ -147,7 +148,7 @@ _PREFILL_AXES: Axes = {
 
 def _prefill_problem(row: Row) -> Problem | None:
     same = (
-        "width", "weight_dtype", "bias_dtype", "silu", "gate_sigmoid", "interleaved", "state_dtype", "state_v_first",
+        "width", "weight_dtype", "bias_dtype", "silu", "gate_sigmoid", "state_dtype", "state_v_first",
         "index_dtype", "cu_seqlens_dtype", "has_mask", "has_checkpoints", "norm_dtype",
     )  # fmt: skip
     dtype, other = row["dtypes"]
@@ -160,8 +161,10 @@ def _prefill_problem(row: Row) -> Problem | None:
         head_k_dim=row["head_dim"],
         head_v_dim=row["head_dim"],
         dtype=dtype,
-        z_dtype=None if row["interleaved"] or row["norm_dtype"] is None else other,
-        a_dtype=None if row["interleaved"] else other,
+        interleaved=row["layout"] == "interleaved",
+        merged=row["layout"] == "merged",
+        z_dtype=other if row["layout"] == "flat" and row["norm_dtype"] is not None else None,
+        a_dtype=other if row["layout"] == "flat" else None,
         b_dtype=other,
         conv_dtype=row["pool"][0],
         conv_channels_contiguous=row["pool"][1],

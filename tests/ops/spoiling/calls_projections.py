@@ -20,7 +20,7 @@ _TIES = {
 
 
 def decode(draw: Draw) -> Call:
-    """fused_gdn_decode, flat, interleaved or concatenated projections."""
+    """fused_gdn_decode, projections in any layout."""
     call = Call("fused_gdn_decode")
     inner = _inner(draw)
     is_packed = draw.maybe(0.6)
@@ -32,7 +32,7 @@ def decode(draw: Draw) -> Call:
     dtype = draw.any_float()
     call.sizes["N"] = count
     call.ties |= _TIES | {"N": ("query_start_loc", "mixed_qkv")}
-    _projections(draw, call, tokens, inner, dtype, ("flat", "interleaved", "concatenated"))
+    _projections(draw, call, tokens, inner, dtype, ("interleaved", "merged", "concatenated"))
     kind = draw.pick("1-D", "2-D", "2-D accepted", "kept", "ring", "ring")
     columns = 1 if kind in ("1-D", "kept", "ring") else 3
     num_spec, width = max(lengths) - 1 if kind == "ring" else columns - 1, draw.pick(2, 4)
@@ -62,7 +62,7 @@ def decode(draw: Draw) -> Call:
 
 
 def prefill(draw: Draw) -> Call:
-    """fused_gdn_prefill, flat or interleaved projections, with and without checkpoints."""
+    """fused_gdn_prefill, projections in any layout, with and without checkpoints."""
     call = Call("fused_gdn_prefill")
     inner, has_checkpoints = _inner(draw), draw.maybe(0.3)
     lengths = draw.lengths(5)
@@ -74,7 +74,7 @@ def prefill(draw: Draw) -> Call:
     dtype = draw.any_float()
     call.sizes["N"] = count
     call.ties |= _TIES | {"N": ("query_start_loc",)}
-    _projections(draw, call, tokens, inner, dtype, ("interleaved",))
+    _projections(draw, call, tokens, inner, dtype, ("interleaved", "merged"))
     slots, size = slots_of(draw, call, count, columns=3)
     null_slot = call.arguments.get("null_slot", -1)
     _parameters(draw, call, "conv_states", inner, size, draw.pick(2, 4), 0)

@@ -116,9 +116,9 @@ _log_decays("a positive log decay", of_padding=False)
 _log_decays("positive log decays of padding", of_padding=True)
 
 
-@spoiling("given with interleaved projections")
-def _given_interleaved(call: Call, path: str, _: random.Random) -> Spoiled | None:
-    if call.arguments.get("projection_layout") != "interleaved":
+@spoiling("given with projections in pairs")
+def _given_in_pairs(call: Call, path: str, _: random.Random) -> Spoiled | None:
+    if call.arguments.get("projection_layout") not in ("interleaved", "merged"):
         return None
     return Spoiled(call.with_values({path: call.get("b").clone()}))
 

@@ -289,9 +289,9 @@ TABLE: dict[str, dict[str, Kind]] = {
     "fused_gdn_decode": _INTERMEDIATE | _REPLAYED | {
         "mixed_qkv": REQUIRED | ROWS | MATRIX,
         "z": ROWS | {
-            "left out where it must be": ERROR, "given with interleaved projections": VALUE, "given without the norm": VALUE,
+            "left out where it must be": ERROR, "given with projections in pairs": VALUE, "given without the norm": VALUE,
         },
-        "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with interleaved projections": VALUE},
+        "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with projections in pairs": VALUE},
         "b": INPUT | MATRIX | {"left out where it must be": ERROR, "given with concatenated projections": VALUE},
         "conv_state": REQUIRED | WINDOWS | {"one page buffer for both pools": SAME},
         "ssm_state": REQUIRED | STATE_POOL | {"one page buffer for both pools": SAME},
@@ -351,9 +351,9 @@ TABLE: dict[str, dict[str, Kind]] = {
     "fused_gdn_prefill": {
         "mixed_qkv": REQUIRED | ROWS | MATRIX,
         "z": ROWS | {
-            "left out where it must be": ERROR, "given with interleaved projections": VALUE, "given without the norm": VALUE,
+            "left out where it must be": ERROR, "given with projections in pairs": VALUE, "given without the norm": VALUE,
         },
-        "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with interleaved projections": VALUE},
+        "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with projections in pairs": VALUE},
         "b": REQUIRED | INPUT | MATRIX,
         "conv_states": REQUIRED | WINDOWS | {"one page buffer for both pools": SAME},
         "ssm_state": REQUIRED | STATE_POOL | {"one page buffer for both pools": SAME},

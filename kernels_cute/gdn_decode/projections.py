@@ -1,0 +1,20 @@
+"""Projections that are columns of one or two tensors, as the separate ones that the kernels read: views, made in the launch."""
+
+import cutlass.cute as cute
+
+from gdn.problems import GdnDecodeParams, GdnDecodeProblem
+from kernels_cute.common.memory import columns
+
+
+def flat_views(problem: GdnDecodeProblem, params: GdnDecodeParams) -> GdnDecodeParams:
+    """The same arguments with z, b and a of merged and concatenated rows. Rows may go on beyond q, k and v."""
+    p, rows = problem, params.mixed_qkv
+    if not (p.merged or p.concatenated):
+        return params
+    values, z = p.num_v_heads * p.head_v_dim, None
+    if p.has_norm:
+        by_head = cute.make_layout((rows.shape[0], p.num_v_heads, p.head_v_dim), stride=(rows.stride[0], p.head_v_dim, 1))
+        z = cute.make_tensor(rows.iterator + p.dim, by_head)
+    gates, first = (params.b, 0) if p.merged else (rows, p.dim + values)
+    b, a = (columns(gates, first + half * p.num_v_heads, p.num_v_heads) for half in range(2))
+    return params._replace(z=z, b=b, a=a)
