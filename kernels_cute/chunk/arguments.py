@@ -39,8 +39,11 @@ class TokenCopies(NamedTuple):
 
 
 def packed_params(values: tuple[Any, ...]) -> tuple[ChunkParams, tuple[Any, ...]]:
-    """The Params among a launch's values, with token tensors [tokens, ...] instead of [1, tokens, ...]; and what follows them."""
+    """The Params among a launch's values, with token tensors [tokens, ...], which may be [1, tokens, ...]; and what follows
+    them."""
     params = ChunkParams(*values[:NUM_PARAMS])
+    if cute.rank(params.q) == 3:
+        return params, values[NUM_PARAMS:]
     present = [name for name in _PER_TOKEN if getattr(params, name) is not None]
     tensors = without_batch(*[getattr(params, name) for name in present])
     return params._replace(**dict(zip(present, tensors, strict=True))), values[NUM_PARAMS:]

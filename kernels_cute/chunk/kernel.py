@@ -71,7 +71,7 @@ def refusal(problem: ChunkProblem) -> str | None:
 def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
     if config.split_if_longest_exceeds:
         is_split = config.split_if_longest_exceeds > 0 and config.split_chunks > 0
-        return is_split and all(fits(problem, replace(one, split_if_longest_exceeds=0), device) for one in _variants(config))
+        return is_split and all(fits(problem, replace(one, split_if_longest_exceeds=0), device) for one in variants(config))
     if config.prefetch not in (0, 2) or min(config.split_chunks, config.num_persistent_clusters, config.num_four_sm_clusters) < 0:
         return False
     if config.num_four_sm_clusters:
@@ -83,7 +83,7 @@ def fits(problem: ChunkProblem, config: Config, device: DeviceSpec) -> bool:
         return _fits_key_heads(problem, config, device)
     if config.stages != STAGES or config.max_l2_ring_groups:
         return False
-    spec = _spec(problem, config)
+    spec = spec_of(problem, config)
     fields = [block_fields(spec)]
     if spec.is_split:
         fields.append(summary_fields(summary_spec(spec)))
@@ -101,11 +101,11 @@ def _fits_key_heads(problem: ChunkProblem, config: Config, device: DeviceSpec) -
     )
     is_dealt = 0 < config.num_persistent_clusters <= max_scheduled_clusters(True)
     is_whole = config.split_chunks == 0 and config.max_l2_ring_groups == 0
-    shared = shared_bytes(key_head_fields(key_head_spec(_spec(problem, config))))
+    shared = shared_bytes(key_head_fields(key_head_spec(spec_of(problem, config))))
     return is_shared and is_dealt and is_whole and shared <= device.shared_bytes_per_block
 
 
-def _spec(problem: ChunkProblem, config: Config) -> ChunkSpec:
+def spec_of(problem: ChunkProblem, config: Config) -> ChunkSpec:
     """Compile-time constants of a launch's kernel, before those of its form."""
     if config.state_heads > 1:
         return ChunkSpec(problem, config.stages, config.prefetch, True, False, False)
@@ -167,19 +167,21 @@ def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
             yield replace(_four_sm(narrow, device), stages=stages, prefetch=prefetch)
 
 
-@functools.lru_cache(maxsize=256)  # every launch asks
-def _variants(config: Config) -> tuple[Config, ...]:
+def variants(config: Config) -> tuple[Config, ...]:
     """The launches to issue: with `split_if_longest_exceeds` those of whole sequences and those of segments, each of which exits
     early if the lengths call for the other one; else the configuration itself."""
-    if not config.split_if_longest_exceeds:
-        return (config,)
+    return _both_variants(config) if config.split_if_longest_exceeds else (config,)
+
+
+@functools.lru_cache(maxsize=256)  # every launch asks
+def _both_variants(config: Config) -> tuple[Config, ...]:
     split = replace(config, stages=STAGES, num_persistent_clusters=0, num_four_sm_clusters=0, max_l2_ring_groups=0)
     return replace(config, split_chunks=0), split
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
     """Bytes of the variant that needs more: one of them works at a time."""
-    return max(_workspace_bytes(problem, variant) for variant in _variants(config))
+    return max(_workspace_bytes(problem, variant) for variant in variants(config))
 
 
 def _workspace_bytes(problem: ChunkProblem, config: Config) -> int:
@@ -191,6 +193,11 @@ def _workspace_bytes(problem: ChunkProblem, config: Config) -> int:
     return slots * problem.num_state_heads * summary_bytes(problem.head_k_dim)
 
 
+def needs_workspace(config: Config) -> bool:
+    """Of a variant."""
+    return config.split_chunks > 0 or config.num_four_sm_clusters > 0
+
+
 def num_l2_ring_groups(num_groups: int, config: Config) -> int:
     """Number of (sequence, head) groups of the four-SM form whose tiles go through the L2 cache."""
     rest = max(num_groups - config.num_four_sm_clusters, 0)
@@ -200,26 +207,30 @@ def num_l2_ring_groups(num_groups: int, config: Config) -> int:
 def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     from kernels_cute.chunk.library import library
 
-    variants = _variants(config)
-    has_workspace = any(one.split_chunks or one.num_four_sm_clusters for one in variants)
+    every = variants(config)
+    has_workspace = any(map(needs_workspace, every))
     return {
-        entry: library(entry, problem, variant, _spec(problem, variant), has_workspace, _scalars(variant, problem, 1, 1))
-        for entry, variant in zip(_ENTRIES, variants, strict=False)
+        entry: library(entry, problem, variant, spec_of(problem, variant), has_workspace, scalars(variant, 1, 1, 1))
+        for entry, variant in zip(_ENTRIES, every, strict=False)
     }
 
 
 def launch(compiled: Any, params: ChunkParams) -> None:
     num_tokens, num_sequences = params.q.shape[1], params.cu_seqlens.shape[0] - 1
-    for entry, variant in zip(_ENTRIES, _variants(compiled.config), strict=False):
-        compiled.functions[entry](*params, *_scalars(variant, compiled.problem, num_tokens, num_sequences))
+    heads = compiled.problem.num_state_heads
+    for entry, variant in zip(_ENTRIES, variants(compiled.config), strict=False):
+        compiled.functions[entry](*params, *scalars(variant, heads, num_tokens, num_sequences))
 
 
-def _scalars(config: Config, problem: ChunkProblem, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
-    """The last arguments of a launch: tokens of a segment and slots, or groups of the L2 ring, or clusters; then the length."""
+def scalars(config: Config, heads: int, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
+    """The last arguments of a launch: tokens of a segment and slots, or groups of the L2 ring, or clusters; then the length.
+
+    heads: of the states.
+    """
     longest = config.split_if_longest_exceeds
     if config.split_chunks:
         tokens = CHUNK * config.split_chunks
         return tokens, num_slots(num_tokens, num_sequences, tokens), longest
     if config.num_four_sm_clusters:
-        return num_l2_ring_groups(problem.num_state_heads * num_sequences, config), longest
+        return num_l2_ring_groups(heads * num_sequences, config), longest
     return config.num_persistent_clusters or _ALL_CLUSTERS, longest

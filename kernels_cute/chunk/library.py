@@ -16,7 +16,8 @@ from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 
 
-def _kernel(spec: ChunkSpec, problem: ChunkProblem, config: Any) -> FusedChunk | SplitChunk | FourSmChunk | KeyHeadChunk:
+def host(spec: ChunkSpec, problem: ChunkProblem, config: Any) -> FusedChunk | SplitChunk | FourSmChunk | KeyHeadChunk:
+    """What launches a variant."""
     if config.state_heads > 1:
         return KeyHeadChunk(spec)
     if config.num_four_sm_clusters:
@@ -65,4 +66,4 @@ def library(
 ) -> bytes:
     """scalars: the last arguments of a launch."""
     params = fake_params(problem, has_workspace)
-    return build.library(entry, _kernel(spec, problem, config).launch, *params, *map(cutlass.Int32, scalars))
+    return build.library(entry, host(spec, problem, config).launch, *params, *map(cutlass.Int32, scalars))

@@ -4,8 +4,9 @@
     o, S = the chunk form of the gated delta rule on q, k, v, a, b    (kernels_cute.chunk), S of a slot
     out = o / sqrt(mean(o * o) + eps) * norm_weight * silu(z)    (without norm_weight: o)
 
-Forms: launches of the kernels of the three operators one after the other, on one workspace (parts.py); the convolution, then the
-chunk kernel with the norm in it (normed.py); or side by side, each some chunks later than the one before (side_by_side.py).
+Forms: launches of the kernels of the three operators one after the other, in one entry (in_turn.py), or an entry each where the
+chunk operator has launches of its own (parts.py); the convolution, then the chunk kernel with the norm in it (normed.py); or side
+by side, each some chunks later than the one before (side_by_side.py).
 DESIGN.md says when which one runs. `GdnPrefillParams` has the contract of each tensor.
 """
 
@@ -18,6 +19,7 @@ import torch
 from gdn.device import DeviceSpec
 from gdn.problems import DTYPE_BYTES, GdnPrefillParams, GdnPrefillProblem
 from kernels_cute import chunk
+from kernels_cute.chunk import kernel as chunk_kernel
 from kernels_cute.chunk.kernel import Config as ChunkConfig
 from kernels_cute.conv1d import prefill as conv
 from kernels_cute.gdn_prefill import parts, plan, shape
@@ -27,6 +29,7 @@ from kernels_cute.gdn_steps import rms_norm_gated as norm
 TUNED_WITHIN = chunk.TUNED_WITHIN
 
 _CONV, _NORM = "gdn_cute_prefill_conv", "gdn_cute_prefill_norm"  # entries; the others are the chunk kernel's
+_IN_TURN = "gdn_cute_prefill_in_turn"  # the only entry of that form
 _SIDE_BY_SIDE = "gdn_cute_prefill"  # the only entry of that form
 _NORMED = "gdn_cute_prefill_normed"  # the only entry of that form
 _LARGEST = 128  # head dim: above it the chunk operator has tiles of another kind
@@ -111,6 +114,11 @@ def _with_steps(problem: GdnPrefillProblem, config: ChunkConfig, device: DeviceS
     return Config(**vars(config), **steps_of)
 
 
+def _is_one_entry(problem: GdnPrefillProblem) -> bool:
+    """Whether one after the other is one entry: other head dims have launches of their own in the chunk operator."""
+    return problem.head_k_dim in chunk_kernel.HEAD_DIMS
+
+
 def workspace_bytes(problem: GdnPrefillProblem, config: Config) -> int:
     if config.num_conv_blocks:
         words = shape.words(problem.num_tokens, problem.num_sequences, problem.num_v_heads)
@@ -127,6 +135,8 @@ def compile(problem: GdnPrefillProblem, config: Config) -> dict[str, bytes]:
         return {_SIDE_BY_SIDE: library.side_by_side(_SIDE_BY_SIDE, problem, config)}
     if config.norm_in_chunk:
         return {_NORMED: library.normed(_NORMED, problem, config)}
+    if _is_one_entry(problem):
+        return {_IN_TURN: library.in_turn(_IN_TURN, problem, config)}
     found = {**library.conv(_CONV, problem, config), **chunk.compile(parts.chunk_problem(problem), config)}
     if problem.has_norm:
         found |= library.norm(_NORM, problem, config)
@@ -142,6 +152,11 @@ def launch(compiled: Any, params: GdnPrefillParams) -> None:
         functions[_NORMED](*params, config.num_persistent_clusters or plan.ALL_CLUSTERS)
         return
     length = params.mixed_qkv.shape[0]
+    if _is_one_entry(problem):
+        sizes = (problem.num_v_heads, length, params.cu_seqlens.shape[0] - 1)
+        variants = chunk_kernel.variants(config)
+        functions[_IN_TURN](*params, *[one for variant in variants for one in chunk_kernel.scalars(variant, *sizes)])
+        return
     size = length * problem.dim * DTYPE_BYTES[problem.dtype]
     rows = params.workspace[:size].view(getattr(torch, problem.dtype)).view(length, problem.dim)
     # The problem's static fields are those of every call, its sizes are not.

@@ -5,8 +5,10 @@ from typing import Any
 import cutlass
 
 from gdn.problems import GdnPrefillProblem
+from kernels_cute.chunk import kernel as chunk
 from kernels_cute.common import build
 from kernels_cute.gdn_prefill import steps
+from kernels_cute.gdn_prefill.in_turn import InTurn
 from kernels_cute.gdn_prefill.normed import Normed
 from kernels_cute.gdn_prefill.side_by_side import SideBySide, fakes
 
@@ -19,6 +21,11 @@ def side_by_side(entry: str, problem: GdnPrefillProblem, config: Any) -> bytes:
 def normed(entry: str, problem: GdnPrefillProblem, config: Any) -> bytes:
     host = Normed(problem, config.conv, config.num_persistent_clusters > 0).launch
     return build.library(entry, host, *fakes(problem), cutlass.Int32(2))
+
+
+def in_turn(entry: str, problem: GdnPrefillProblem, config: Any) -> bytes:
+    scalars = [one for variant in chunk.variants(config) for one in chunk.scalars(variant, 1, 1, 1)]
+    return build.library(entry, InTurn(problem, config).launch, *fakes(problem), *map(cutlass.Int32, scalars))
 
 
 def conv(entry: str, problem: GdnPrefillProblem, config: Any) -> dict[str, bytes]:

@@ -56,10 +56,15 @@ class PrefillNorm(RmsNormGated, params=RmsNormGatedParams):
     def place_of(self, gX: cute.Tensor, row: Int64) -> Int64:
         token = row // self.heads
         head = row - token * self.heads
-        if cute.rank(gX) == 3:
-            return token * gX.stride[0] + head * gX.stride[1]
-        group = head // gX.shape[2]  # of an interleaved z, [L, H, r, V]
-        return token * gX.stride[0] + group * gX.stride[1] + (head - group * gX.shape[2]) * gX.stride[2]
+        first, by_head = token * gX.stride[0], gX.stride[1]
+        if cute.rank(gX) == 4:  # an interleaved z, [L, H, r, V]
+            ratio, by_head = gX.shape[2], (gX.stride[2], gX.stride[1])
+        elif isinstance(by_head, tuple):  # the same as [L, (r, H), V]
+            ratio = gX.shape[1][0]
+        else:
+            return first + head * by_head
+        group = head // ratio
+        return first + group * by_head[1] + (head - group * ratio) * by_head[0]
 
     def place_in_out(self, gOut: cute.Tensor, row: Int64) -> Int64:
         return self.place_of(gOut, row)

@@ -20,8 +20,8 @@ from tests.ops.test_prefill_launch import prefill_arguments
 module: Any = pytest.importorskip("kernels_cute.gdn_prefill", reason="needs the CuTe DSL")
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels would start, on addresses of the CPU")
-H, HV, D, ROWS = 2, 4, 128, 70
-SMALL = {"num_k_heads": H, "num_v_heads": HV, "head_k_dim": D, "head_v_dim": D, "num_tokens": ROWS, "num_sequences": 2}
+H, HV, ROWS = 2, 4, 70
+SMALL = {"num_k_heads": H, "num_v_heads": HV, "head_k_dim": 128, "head_v_dim": 128, "num_tokens": ROWS, "num_sequences": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "flat": {},
     "interleaved": {"interleaved": True, "z_dtype": None, "a_dtype": None},
@@ -39,15 +39,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def params_of(problem: GdnPrefillProblem, num_bytes: int) -> GdnPrefillParams:
     """A call of 70 tokens in two sequences, as the operator hands it over."""
-    dim, wide = problem.dim, torch.randn(ROWS, problem.dim + HV * D).bfloat16()
+    dim, V = problem.dim, problem.head_v_dim
+    wide = torch.randn(ROWS, dim + HV * V).bfloat16()
     ba, indices = torch.randn(ROWS, 2 * HV).bfloat16(), getattr(torch, problem.index_dtype)
     own: dict[str, Any] = prefill_arguments(ROWS) | {
-        "mixed_qkv": wide[:, :dim], "z": wide[:, dim:].unflatten(1, (HV, D)), "b": ba[:, :HV], "a": ba[:, HV:],
+        "mixed_qkv": wide[:, :dim], "z": wide[:, dim:].unflatten(1, (HV, V)), "b": ba[:, :HV], "a": ba[:, HV:],
         "conv_states": torch.randn(9, 3, dim).bfloat16().mT, "conv_weight": torch.randn(dim, 4).bfloat16(),
-        "dt_bias": torch.randn(HV), "norm_weight": torch.randn(D).bfloat16(), "ssm_state": torch.randn(9, HV, D, D),
+        "dt_bias": torch.randn(HV), "norm_weight": torch.randn(V).bfloat16(), "ssm_state": torch.randn(9, HV, V, V),
         "state_indices": torch.tensor([5, 2]).to(indices), "cu_seqlens": torch.tensor([0, 2, ROWS], dtype=torch.int32),
         "has_initial_state": torch.ones(2, dtype=torch.bool) if problem.has_mask else None,
-        "out": torch.zeros(ROWS, HV, D).bfloat16(), "workspace": fake_cuda.workspace(num_bytes), "scale": 0.1, "eps": 1e-6,
+        "out": torch.zeros(ROWS, HV, V).bfloat16(), "workspace": fake_cuda.workspace(num_bytes), "scale": 0.1, "eps": 1e-6,
         "null_slot": -1,
     }  # fmt: skip
     if problem.interleaved or problem.merged:
@@ -56,7 +57,7 @@ def params_of(problem: GdnPrefillProblem, num_bytes: int) -> GdnPrefillParams:
         own["checkpoint_offsets"] = torch.zeros(2, 3, dtype=torch.int32)
         own["checkpoint_slots"] = torch.zeros(2, 3, dtype=indices)
     if problem.checkpoint_state_dtype is not None:
-        own["checkpoint_states"] = torch.zeros(7, HV, D, D, dtype=getattr(torch, problem.checkpoint_state_dtype))
+        own["checkpoint_states"] = torch.zeros(7, HV, V, V, dtype=getattr(torch, problem.checkpoint_state_dtype))
     return GdnPrefillParams(**{name: own.get(name) for name in GdnPrefillParams._fields})
 
 
@@ -91,19 +92,21 @@ def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
         *(pytest.param(form, layout, marks=pytest.mark.cover) for form, layout in (
             ("beside", "flat"), ("beside", "interleaved"), ("beside", "flat, checkpoints"),
             ("normed", "interleaved"), ("normed", "flat, checkpoints"), ("normed", "interleaved, kept states"),
-            *(("apart", layout) for layout in LAYOUTS),
+            *(("in turn", layout) for layout in LAYOUTS),
+            *(("apart", layout) for layout in LAYOUTS if "kept" not in layout),
         )),
     ],
 )  # fmt: skip
 def test_every_entry_takes_its_arguments(form: str, layout: str, tmp_path: Path) -> None:
-    problem = example("gdn_prefill", **SMALL | LAYOUTS[layout])
+    dims = dict.fromkeys(("head_k_dim", "head_v_dim"), 96 if form == "apart" else 128)
+    problem = example("gdn_prefill", **SMALL | LAYOUTS[layout] | dims)
     config = next(one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == (form == "beside"))
     config = dataclasses.replace(config, split_if_longest_exceeds=0, split_chunks=0)
     if form == "normed":
         tiles = {"conv_rows": 16, "conv_threads": 64, "norm_in_chunk": 1, "stages": 4}
         config = dataclasses.replace(config, **tiles, prefetch=0, num_four_sm_clusters=0, max_l2_ring_groups=0)
     entries = reached(problem, config, tmp_path)
-    assert entries[0].startswith("gdn_cute_prefill") and len(entries) == (3 if form == "apart" else 1)
+    assert entries[0].startswith("gdn_cute_prefill") and (len(entries) >= 3 if form == "apart" else len(entries) == 1)
 
 
 def chosen(heads: tuple[int, int], tokens: int, sequences: int, **changes: Any) -> Any:
