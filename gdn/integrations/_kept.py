@@ -37,7 +37,7 @@ class Served:
         self._guard: guards.Guard = _never
 
     def __call__(self, *tensors: Tensor) -> bool:
-        return self._guard(*tensors) and not tensors[-1].data_ptr() & _UNALIGNED and not torch.is_grad_enabled()
+        return self._guard(*tensors) and not tensors[-1].data_ptr() & UNALIGNED and not torch.is_grad_enabled()
 
     def judge(self, reason: str | None, *tensors: Tensor) -> str | None:
         """Returns the reason why a call is left to the host; remembers a call without."""
@@ -53,15 +53,16 @@ class ServedOf:
         self._kept: dict[int, tuple[Callable[[], Any], Served]] = {}
 
     def __call__(self, layer: Any) -> Served:
-        place = id(layer)
-        owner, served = self._kept.get(place, _NO_LAYER)
-        if owner() is not layer:
-            served, kept = Served(), self._kept
-            kept[place] = (weakref.ref(layer, lambda _: kept.pop(place, None)), served)
-        return served
+        place, kept = id(layer), self._kept
+        owner, served = kept.get(place, _NO_LAYER)
+        if owner() is layer:
+            return served  # type: ignore[no-any-return]
+        found = Served()
+        kept[place] = (weakref.ref(layer, lambda _: kept.pop(place, None)), found)
+        return found
 
 
-_UNALIGNED = 15  # bits of an address that kernels do not take, of what they update in place
+UNALIGNED = 15  # bits of an address that kernels do not take, of what they update in place
 
 
 def _never(*_: Tensor) -> bool:
@@ -85,7 +86,8 @@ class LayerViews:
     """A view of each of two tensors of a layer, kept until one of them is not what it was.
 
     To keep views costs as much as to make them a few times, so new tensors have to come again before theirs are kept: of tensors
-    that alternate, some get plain views. first, second: make a view; `alias` of it is kept.
+    that alternate, some get plain views. first, second: make a view; `alias` of it is kept. A call may name others beside the
+    two: views are kept for calls with others like them, in type, dtype, device, shape and strides.
     """
 
     def __init__(self, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> None:
@@ -95,13 +97,18 @@ class LayerViews:
         self._kept: tuple[Any, Callable[[], Any], Callable[[], Any], tuple[int, int], guards.Guard] = _NO_VIEWS
 
     def __call__(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """The views of both. Identity tells tensors apart, addresses their memory, and the guard dtype, shape and strides."""
-        views, of_first, of_second, at, guard = self._kept
-        if first is of_first() and second is of_second() and (first.data_ptr(), second.data_ptr()) == at and guard(first, second):
-            return views  # type: ignore[no-any-return]
-        return self._make(first, second)
+        """The views of both."""
+        return self.kept(first, second) or self.make(first, second)
 
-    def _make(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    def kept(self, first: Tensor, second: Tensor, *others: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The views, if they are kept. Identity tells tensors apart, addresses their memory, and the guard the rest."""
+        views, of_first, of_second, at, guard = self._kept
+        if first is of_first() and second is of_second() and (first.data_ptr(), second.data_ptr()) == at:
+            return views if guard(first, second, *others) else None
+        return None
+
+    def make(self, first: Tensor, second: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        """New views, which are kept if the same tensors have come often enough."""
         views = (self._makers[0](first), self._makers[1](second))
         of_first, of_second, count = self._last
         if first is not of_first() or second is not of_second():
@@ -113,7 +120,7 @@ class LayerViews:
             views = (alias(views[0]), alias(views[1]))
         forget = partial(_forget, weakref.ref(self))
         references = (weakref.ref(first, forget), weakref.ref(second, forget))
-        self._kept = (views, *references, (first.data_ptr(), second.data_ptr()), guards.maker()([first, second]))
+        self._kept = (views, *references, (first.data_ptr(), second.data_ptr()), guards.maker()([first, second, *others]))
         return views
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 import gdn
 from gdn.integrations import _indices as indices
 from gdn.integrations._calls import unserved
-from gdn.integrations._kept import LayerViews, Served, bound
+from gdn.integrations._kept import UNALIGNED, LayerViews, bound
 from gdn.integrations._transformers import cached, steps
 
 ACTIVATIONS = ("silu", "swish")
@@ -21,8 +21,8 @@ class Facts:
     """What of a layer is the same for all calls. Read once: a lookup through `nn.Module` takes longer than a check.
 
     decode and prefill: the fused operators, for tensors alone; None where no call is served. views: of the cache's windows and of
-    the filter, as the operators take them. served: what a call with a cache was like that was served. reason and reason_on_gpu:
-    why no call is served, on any device and on a GPU; None where calls can be.
+    the filter, as the operators take them, kept for calls like one that was served. reason and reason_on_gpu: why no call is
+    served, on any device and on a GPU; None where calls can be.
     """
 
     layer_idx: int
@@ -32,7 +32,6 @@ class Facts:
     decode: Any
     prefill: Any
     views: LayerViews
-    served: Served
     is_interleaved: bool
     fuses_prompts: bool  # whether the fused operators have a kernel
     fuses_steps: bool
@@ -64,7 +63,7 @@ class Facts:
         prompts, steps = k == v and k % 8 == 0 and k <= 128, k == v and k % 32 == 0
         operators = [None, None] if reason else [bound(one, **options) for one in (gdn.fused_gdn_decode, gdn.fused_gdn_prefill)]
         return Facts(
-            layer.layer_idx, (hv, v), shapes, options, operators[0], operators[1], LayerViews(shapes.operand, _matrix), Served(),
+            layer.layer_idx, (hv, v), shapes, options, operators[0], operators[1], LayerViews(shapes.operand, _matrix),
             is_interleaved, prompts, steps, reason, reason_on_gpu,
         )  # fmt: skip
 
@@ -74,18 +73,20 @@ def _matrix(weight: Tensor) -> Tensor:
     return weight.squeeze(1)
 
 
-def is_like_served(facts: Facts, layer: Any, hidden_states: Tensor, states: Any) -> bool:
-    """Whether a call with a cache, without packed sequences, is like one that `refusal` let pass, which need not be asked then.
+def views_of_served(facts: Facts, layer: Any, hidden_states: Tensor, states: Any) -> tuple[Tensor, Tensor] | None:
+    """The windows and the filter, as the operators take them, of a call with a cache and without packed sequences that is like
+    one that `refusal` let pass, which need not be asked then; None for others.
 
     Everything that it reads is compared: of tensors the forms, and the rest once more. states: of `cached.made_states`.
     """
-    parts = layer._modules
-    return (
-        facts.served(hidden_states, states[0], states[1])
-        and "_hf_hook" not in parts["conv1d"].__dict__
-        and "_hf_hook" not in parts["norm"].__dict__
-        and not torch.is_autocast_enabled("cuda" if hidden_states.is_cuda else "cpu")
-    )
+    parts, pool = layer._modules, states[1]
+    convolution = parts["conv1d"]
+    views = facts.views.kept(states[0], convolution._parameters["weight"], hidden_states, pool)
+    if views is None or pool.data_ptr() & UNALIGNED or torch.is_grad_enabled():
+        return None
+    if "_hf_hook" in convolution.__dict__ or "_hf_hook" in parts["norm"].__dict__:
+        return None
+    return None if torch.is_autocast_enabled("cuda" if hidden_states.is_cuda else "cpu") else views
 
 
 def refusal(
@@ -150,6 +151,7 @@ def step(
     attention_mask: Tensor | None,
     offsets: Tensor | None,
     states: Any = None,
+    views: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """One served call: what the host's forward returns, with the cache updated in place.
 
@@ -167,6 +169,8 @@ def step(
         Boundaries of packed sequences over the B * T tokens; None = each row is one sequence. Without a cache.
     states : tuple, optional
         Of `cached.made_states`, where the caller has them already. Views of them are kept. None in a compiled call.
+    views : (Tensor, Tensor), optional
+        Of `views_of_served`.
 
     Returns
     -------
@@ -187,7 +191,7 @@ def step(
     convolution = parts["conv1d"]._parameters
     if states is not None:
         windows, pool, has_previous = states
-        windows, weight = facts.views(windows, convolution["weight"])
+        windows, weight = views or facts.views.make(windows, convolution["weight"], hidden_states, pool)
     else:
         if cache is None:
             windows, pool, has_previous = cached.states_of_call(count, qkv, facts.shapes)

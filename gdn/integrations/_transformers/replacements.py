@@ -40,18 +40,18 @@ def layer_forward(
         # Dynamo traces no reads of the model's positions, so there are no boundaries.
         is_compiling = torch.compiler.is_compiling()
         derived = None if is_compiling else boundaries.current
-        offsets, states = derived if given is None else given, None
+        offsets, states, views = derived if given is None else given, None, None
         if offsets is None and order is None and cache is not None and not is_compiling:
             states = cached.made_states(cache, facts.layer_idx)
-        if reason is None and (states is None or not layer.is_like_served(facts, self, hidden_states, states)):
+        if states is not None:
+            views = layer.views_of_served(facts, self, hidden_states, states)
+        if reason is None and views is None:
             reason = layer.refusal(facts, self, hidden_states, cache, others, derived, calls.allow_reference)
-            if states is not None:
-                facts.served.judge(reason, hidden_states, states[0], states[1])
         if reason is None and not is_compiling:
             calls.served += 1  # what `calls.serves` does
         elif not calls.serves(reason):
             return left(self, hidden_states, cache, attention_mask, others)
-        return layer.step(facts, self, hidden_states, cache, attention_mask, offsets, states)
+        return layer.step(facts, self, hidden_states, cache, attention_mask, offsets, states, views)
 
     if cache_name == "cache":
 
