@@ -46,8 +46,11 @@ _GIVEN: dict[str, str] = {
 # Argument -> its words, with the fields that each sets; a problem has some of these fields.
 _WORDS: dict[str, dict[str, Fields]] = {
     "projection_layout": {
-        word: {layout: word == layout for layout in ("interleaved", "merged", "concatenated")}
-        for word in ("flat", "interleaved", "merged", "concatenated")
+        word: {layout: word == layout for layout in ("interleaved", "merged", "concatenated")} | dict.fromkeys(parts)
+        for word, parts in {
+            "flat": (), "interleaved": ("z_dtype", "a_dtype"), "merged": ("z_dtype", "a_dtype"),
+            "concatenated": ("z_dtype", "a_dtype", "b_dtype"),
+        }.items()
     },
     "activation": {
         "silu": {"silu": True, "sigmoid": False}, "swish": {"silu": True, "sigmoid": False}, "none": {"silu": False},
@@ -100,6 +103,13 @@ def _max_seqlen_k(problem: Any, text: str) -> Fields:
     return {"packed": True, "num_columns": _parse("max_seqlen_k", int, text)}
 
 
+def _parent_token(problem: Any, text: str) -> Fields:
+    """Of the fused step."""
+    if text.lower() != "none":
+        raise ValueError(f"parent_token: expected none (the operators of the single steps take draft trees), got {text!r}")
+    return {}
+
+
 # (field that such a problem has, argument) -> the fields that the argument sets, from the problem and its text.
 _RULES: dict[tuple[str, str], Callable[[Any, str], Fields]] = {
     ("has_final_state", "output_final_state"): _output_final_state,
@@ -108,6 +118,7 @@ _RULES: dict[tuple[str, str], Callable[[Any, str], Fields]] = {
     ("has_initial_state", "initial_state"): _initial_state,
     ("page_size", "cache"): _paged_cache,
     ("packed", "max_seqlen_k"): _max_seqlen_k,
+    ("concatenated", "parent_token"): _parent_token,
 }
 
 

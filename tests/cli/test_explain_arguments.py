@@ -125,6 +125,7 @@ def test_the_command_takes_them() -> None:
         (["chunk", "topk=3"], "of an argument of chunk_gated_delta_rule, got 'topk=3'"),
         (["chunk", "q=half"], "q: expected one of float64, float32"),
         (["gdn_decode", "projection_layout=wide"], "projection_layout: expected one of flat, interleaved, merged, concatenated"),
+        (["fused_gdn_decode", "parent_token=given"], "parent_token: expected none"),
         (["chunk", "backend=cute"], "backend: expected as an option, --backend cute"),
         (["topk", "--model", "qwen3.5-35b"], "model: expected one with an indexer, which topk_indices is a part of"),
         (["sparse_attention", "--model", "qwen3.5-35b"], "which sparse_attention is a part of"),
