@@ -17,9 +17,11 @@ from tests.gpu import (
     test_mqa_logits,
     test_paged_mqa_logits,
     test_recurrent,
+    test_replay_step,
     test_steps,
 )
 from tests.gpu.delta_rule import Arguments, backends
+from tests.gpu.replay_step import Step
 
 Tensor = torch.Tensor
 
@@ -144,6 +146,14 @@ WIDE_DECODE = next(
     if case.weight_dtype == case.other_dtype == F32 and case.layout == "flat" and case.bias_dtype is not None
 )  # fmt: skip
 WIDE_CONV = next(case for case in test_steps.CASES if case.weight_dtype == F32 and case.bias_dtype is not None)
+
+
+def _streamed(form: str, state_dtype: torch.dtype) -> Callable[[torch.device], Arguments]:
+    """With a ring, and items for all SMs: the form that streams states."""
+    case = test_gdn_decode.Case(heads=(16, 32), dims=(128, 128), v_first=True, state_dtype=state_dtype)
+    return lambda device: Step(case=case, **test_replay_step.FORMS[form]).arguments(device)[0]
+
+
 _RAW_CHUNK = next(problem for problem in cases.chunk_problems() if problem.use_gate and problem.pooled)
 _RAW_RECURRENT = next(problem for problem in cases.recurrent_problems() if problem.use_gate and problem.pooled)
 
@@ -172,12 +182,25 @@ CALLS = {
     "decode, one projection": Call(
         "fused_gdn_decode", "gdn_decode", fused_decode(test_gdn_decode.Case(layout="concatenated")), _POOLS, _DECODE
     ),
+    "decode, two projections": Call(
+        "fused_gdn_decode", "gdn_decode", fused_decode(test_gdn_decode.Case(layout="merged")), _POOLS, _DECODE
+    ),
+    "decode, drafts": Call(  # several tokens of a sequence at once
+        "fused_gdn_decode", "gdn_decode", fused_decode(test_gdn_decode.Case(dims=(128, 128), spec=3)), _POOLS, _DECODE
+    ),
+    "decode, ring": Call("fused_gdn_decode", "gdn_decode", _streamed("drafts", F32), (*_POOLS, "ring"), _DECODE),
+    "decode, ring, bfloat16": Call("fused_gdn_decode", "gdn_decode", _streamed("one", BF16), (*_POOLS, "ring"), _DECODE),
     "decode, float32": Call("fused_gdn_decode", "gdn_decode", fused_decode(WIDE_DECODE), _POOLS, _DECODE),
     "decode, bfloat16": Call(
         "fused_gdn_decode", "gdn_decode", fused_decode(test_gdn_decode.Case(), A_log=BF16), _POOLS, _DECODE
     ),
     "prefill": Call(
         "fused_gdn_prefill", "gdn_prefill", lambda device: test_gdn_prefill.make(test_gdn_prefill.Case(), device),
+        test_gdn_prefill.POOLS, _DECODE,
+    ),
+    "prefill, two projections": Call(
+        "fused_gdn_prefill", "gdn_prefill",
+        lambda device: test_gdn_prefill.make(test_gdn_prefill.Case(dims=(128, 128), layout="merged"), device),
         test_gdn_prefill.POOLS, _DECODE,
     ),
     "conv": Call(
