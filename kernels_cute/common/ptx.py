@@ -59,7 +59,8 @@ store_global_word, store_global_pair, store_global_words = (_stores("st.global",
 # (target, source, bytes) from shared memory of this block, in the thread's bulk group.
 copy_to_global = instruction("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};")
 
-# (target, source): 16 bytes from global to shared memory, in the thread's group.
+# (target, source): 4, 8, 16 bytes from global to shared memory, in the thread's group.
+copy_one, copy_pair = (instruction(f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {size};") for size in (4, 8))
 copy_four = instruction("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;")
 
 # Other blocks of the cluster.

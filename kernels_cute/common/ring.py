@@ -27,9 +27,7 @@ from kernels_cute.common.state_sums import load_some
 from kernels_cute.common.state_tile import Place, StateTile
 
 _WARP, TEAM = 32, 8
-_COPIES = {width: ptx.instruction(f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {4 * width};") for width in (1, 2)} | {
-    4: ptx.copy_four
-}
+_COPIES = {1: ptx.copy_one, 2: ptx.copy_pair, 4: ptx.copy_four}
 
 
 class RingTile:

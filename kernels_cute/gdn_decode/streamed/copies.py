@@ -1,7 +1,9 @@
 """The copy warps of the streamed form: one has the states of every item of the block, one the entries, each as far ahead as there
 is room.
 
-An item's stages become free long before its entries, so neither waits for the other.
+An item's stages become free long before its entries, so neither waits for the other. Nor does either wait for memory: what it
+copies counts itself, and the counts of an item are loaded while the one before it is copied. Only at the start the states wait
+for the entries to be asked for, which would else stand behind all of them.
 """
 
 import cutlass
@@ -13,7 +15,7 @@ from kernels_cute.common import ptx
 from kernels_cute.common.ring import row_of
 from kernels_cute.gdn_decode.streamed.items import COUNTS, is_live, item_of, load_counts
 from kernels_cute.gdn_decode.streamed.sizes import DIM, WARPS
-from kernels_cute.gdn_decode.streamed.spec import Item, Spec, entries_of, stage_of
+from kernels_cute.gdn_decode.streamed.spec import START_BARRIER, Item, Spec, entries_of, stage_of
 
 
 @cute.jit
@@ -31,9 +33,13 @@ def copy_warp(spec: Spec, storage, params: GdnDecodeParams, total: Int32, has_st
         if is_live(spec, params, rCounts):
             item = item_of(spec, params, number, rCounts)
             if cutlass.const_expr(has_states):
+                if number == first:
+                    cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=64)
                 copy_states(spec, storage, params, item, served)
             else:
                 copy_entries(spec, storage, params, item, served)
+                if number == first:
+                    cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=64)
             served += 1
 
 
@@ -54,17 +60,18 @@ def copy_entries(spec: Spec, storage, params: GdnDecodeParams, item: Item, serve
         )
         updates = row + 4 * ring.updates_at + item.key_head * bytes_of_updates
         ptx.copy_from_global(entries.updates + lane * bytes_of_updates, updates, Int32(bytes_of_updates), full.toint())
-        # Several loads at once are an address in two registers each, of the few that this warp has.
+        decays = row + 4 * (ring.decays_at + item.key_head * ratio)
+        # Several at once are an address in two registers each, of the few that this warp has.
         for head in cutlass.range(ratio, unroll=cutlass.const_expr(ratio if ratio <= 2 else 1)):
-            decay = gRing[item.slot, number, ring.decays_at + item.key_head * ratio + head]
-            ptx.store_one(entries.decays + (head * spec.decay_pitch + lane) * 4, decay)
+            ptx.copy_one(entries.decays + (head * spec.decay_pitch + lane) * 4, decays + 4 * head)
     if lane == 31:
-        ptx.store_word(entries.written, params.state_tokens[item.slot])
-    # Bytes that have come before they are announced count below zero: the phase ends with the last arrival.
+        gWritten = params.state_tokens
+        ptx.copy_one(entries.written, gWritten.iterator.toint() + Int64(item.slot) * gWritten.stride[0] * 4)
+    # Bytes that have come before they are announced count below zero: the phase ends with the last arrival, which is of the lane
+    # whose single words have come last.
     if lane == 0:
-        cute.arch.mbarrier_arrive_and_expect_tx(full, count * (4 * (1 + ratio) * DIM))
-    else:
-        cute.arch.mbarrier_arrive(full)
+        cute.arch.mbarrier_expect_tx(full, count * (4 * (1 + ratio) * DIM))
+    cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
 
 @cute.jit
