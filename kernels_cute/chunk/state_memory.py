@@ -89,16 +89,18 @@ def store_checkpoints(spec, params, state, sequence, head, done, row0, pair):
     target = params.final_state
     if cutlass.const_expr(params.checkpoint_states is not None):
         target = params.checkpoint_states
+    # Where a head has one block, slots of 64 bits leave no registers for wide accesses.
+    is_wide = spec.dim > 64 or params.checkpoint_slots.element_type is Int32
     for column in cutlass.range(cute.size(params.checkpoint_offsets, mode=[1]), unroll=1):
         if Int32(params.checkpoint_offsets[sequence, column]) == done:
             slot = Int64(params.checkpoint_slots[sequence, column])
             if slot > params.null_slot:
-                write_state(spec, target, slot, state, head, row0, pair)
+                write_state(spec, target, slot, state, head, row0, pair, is_wide)
 
 
 @cute.jit
-def write_state(spec, final_state, slot, state, head, row0, pair):
-    if cutlass.const_expr(has_wide_accesses(spec, final_state)):
+def write_state(spec, final_state, slot, state, head, row0, pair, may_be_wide: cutlass.Constexpr = True):
+    if cutlass.const_expr(may_be_wide and has_wide_accesses(spec, final_state)):
         target = wide_address(spec, final_state, slot, head, row0, pair)
         is_odd = pair % 2 == 1
         for n in cutlass.range_constexpr(0, spec.dim // 8, 2):

@@ -26,7 +26,8 @@ def make_registers(spec: Spec) -> Registers:
     rWeight = cute.make_rmem_tensor(spec.weight_words, Int32)
     rBias = cute.make_rmem_tensor(CHANNELS, Float32)
     rLine = cute.make_rmem_tensor(spec.line_rows * WORDS, Int32)
-    rGates = cute.make_rmem_tensor(2, Float32)
+    # Raw a and b; of few value heads, for which there are registers, A_log and dt_bias too.
+    rGates = cute.make_rmem_tensor(4 if spec.turns == 1 else 2, Float32)
     for rX in (rBias, rGates):
         rX.fill(0.0)
     for rX in (rWeight, rLine):
@@ -46,7 +47,11 @@ def load_inputs(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, 
             if gate % ratio == head:
                 own = block_of(spec, item.key_head, thread, head)
                 (gA, a_at), (gB, b_at) = place_of_gates(spec, params, own)
-                rGates[0], rGates[1] = gA[token, a_at].to(Float32), gB[token, b_at].to(Float32)
+                values = [gA[token, a_at], gB[token, b_at]]
+                if cutlass.const_expr(spec.turns == 1):
+                    values += [params.A_log[own.place.head], params.dt_bias[own.place.head]]
+                for i, value in enumerate(values):
+                    rGates[i] = value.to(Float32)
 
 
 @cute.jit
@@ -93,9 +98,12 @@ def write_gates(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, 
     """Log decay and beta of all tokens and value heads to shared memory."""
     gate = thread - (THREADS - spec.batch * spec.ratio)
     if gate >= 0:
-        head = item.key_head * spec.ratio + gate % spec.ratio
-        minus_decay = -cute.math.exp(params.A_log[head].to(Float32))
-        g = log_decay(rGates[0] + params.dt_bias[head].to(Float32), minus_decay)
+        if cutlass.const_expr(spec.turns == 1):
+            A_log, dt_bias = rGates[2], rGates[3]
+        else:
+            head = item.key_head * spec.ratio + gate % spec.ratio
+            A_log, dt_bias = params.A_log[head].to(Float32), params.dt_bias[head].to(Float32)
+        g = log_decay(rGates[0] + dt_bias, -cute.math.exp(A_log))
         ptx.store_pair(shared.gates + gate * 8, g, 1.0 / (1.0 + cute.math.exp(-rGates[1])))
 
 
