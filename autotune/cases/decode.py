@@ -101,7 +101,7 @@ def _prefill(make: base.Maker, problem: GdnPrefillProblem, lengths: Sequence[int
         "conv_states": window.to(getattr(torch, problem.conv_dtype)).mT,
         "conv_weight": make.normal(dim, problem.width, dtype=problem.weight_dtype),
         "conv_bias": None if problem.bias_dtype is None else make.normal(dim, dtype=problem.bias_dtype),
-        "A_log": make.normal(heads, dtype="float32"), "dt_bias": make.normal(heads, dtype="float32"),
+        "A_log": make.normal(heads, dtype="float32"), "dt_bias": make.normal(heads, dtype=problem.dt_bias_dtype),
         "norm_weight": make.normal(V, dtype=problem.norm_dtype),
         "ssm_state": make.normal(count + 3, heads, *inner, dtype=problem.state_dtype),
         "state_indices": make.order(count, count + 3, problem.index_dtype),

@@ -21,6 +21,7 @@ from gdn.problems import DTYPE_BYTES, GdnPrefillParams, GdnPrefillProblem
 from kernels_cute import chunk
 from kernels_cute.chunk import kernel as chunk_kernel
 from kernels_cute.chunk.kernel import Config as ChunkConfig
+from kernels_cute.common.choice import FLOAT_DTYPES, unserved
 from kernels_cute.conv1d import prefill as conv
 from kernels_cute.gdn_prefill import parts, plan, shape
 from kernels_cute.gdn_steps import rms_norm_gated as norm
@@ -67,7 +68,8 @@ def refusal(problem: GdnPrefillProblem) -> str | None:
     if k != v or k % 8 or not 8 <= k <= _LARGEST:
         return f"requires K = V, a multiple of 8 up to {_LARGEST}, got K={k}, V={v}"
     return (
-        conv.refusal(parts.conv_problem(problem))
+        unserved({FLOAT_DTYPES: {"dt_bias": problem.dt_bias_dtype}})
+        or conv.refusal(parts.conv_problem(problem))
         or chunk.refusal(parts.chunk_problem(problem))
         or (norm.refusal(parts.norm_problem(problem)) if problem.has_norm else None)
     )

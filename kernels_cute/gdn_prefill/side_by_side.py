@@ -104,7 +104,7 @@ def fakes(problem: GdnPrefillProblem) -> GdnPrefillParams:
         conv_weight=given(p.weight_dtype, p.dim, p.width, last=(p.width, 1)),
         conv_bias=given(p.bias_dtype, p.dim, last=1),
         A_log=given("float32", HV, last=1),
-        dt_bias=given("float32", HV, last=1),
+        dt_bias=given(p.dt_bias_dtype, HV, last=1),
         norm_weight=given(p.norm_dtype, V, last=1),
         ssm_state=given(p.state_dtype, slots, HV, V, V, last=1),
         state_indices=given(p.index_dtype, None),

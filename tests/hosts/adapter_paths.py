@@ -6,7 +6,7 @@ by `__getattr__`, and tensors of a step are views.
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -301,7 +301,13 @@ def transformers(device: torch.device) -> Iterator[Path]:
 
 
 def functions(device: torch.device) -> Iterator[Path]:
-    """FLA's, FlashInfer's and DeepGEMM's functions, by the arguments that engines pass."""
+    """FLA's, FlashInfer's and DeepGEMM's functions, by the arguments that engines pass. No limit: they are no layer's step, and
+    know nothing of the call before."""
+    for path in _functions(device):
+        yield replace(path, most_us=None)
+
+
+def _functions(device: torch.device) -> Iterator[Path]:
 
     def heads(count: int, batch: int, length: int) -> Tensor:
         return zeros(device, batch, length, count, K)

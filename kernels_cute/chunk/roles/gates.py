@@ -23,7 +23,7 @@ def gate_warp(spec, storage, params, item, own, asked=None):
     heads = []
     for words, log_rate, bias in asked:
         minus_rate = -cute.math.exp(log_rate) if cutlass.const_expr(spec.raw_gate) else log_rate  # of softplus
-        heads.append((words, minus_rate, bias))
+        heads.append((words, minus_rate, bias.to(Float32)))
     gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
     for step in cutlass.range(own.first, chunks_in(length), own.stride, unroll=1):
         half, half_turn = half_place(own, step)
