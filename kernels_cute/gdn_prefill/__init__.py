@@ -86,6 +86,8 @@ def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool
         return False
     if config.norm_in_chunk:
         return plan.normed_fits(problem, config, device)
+    if not shape.conv_batch_fits(problem, config.conv_batch):
+        return False
     if problem.has_norm and not norm.fits(parts.norm_problem(problem), config.norm, device):
         return False
     return bool(chunk.fits(parts.chunk_problem(problem), config, device))
@@ -109,6 +111,8 @@ def configs(problem: GdnPrefillProblem, device: DeviceSpec) -> list[Config]:
 
 def _with_steps(problem: GdnPrefillProblem, config: ChunkConfig, device: DeviceSpec) -> Config:
     own = conv.default_config(parts.conv_problem(problem), device)
+    if not shape.conv_batch_fits(problem, own.batch):
+        own = replace(own, batch=2)
     steps_of = {f"conv_{name}": value for name, value in vars(own).items()}
     if problem.has_norm:
         last = norm.default_config(parts.norm_problem(problem), device)

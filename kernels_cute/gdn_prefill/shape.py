@@ -13,6 +13,11 @@ def is_plain(problem: GdnPrefillProblem) -> bool:
     return problem.dtype == "bfloat16" and problem.bias_dtype is None and problem.silu and not problem.has_checkpoints
 
 
+def conv_batch_fits(problem: GdnPrefillProblem, batch: int) -> bool:
+    """Whether a thread of the convolution alone has registers for a batch of rows: not for 4 beside a float32 bias and a mask."""
+    return batch <= 2 or problem.bias_dtype != "float32" or not problem.has_mask
+
+
 def resident_threads(problem: GdnPrefillProblem) -> int:
     """Threads of an SM that registers must allow, in small blocks: as many as there are without spills."""
     return 640 if is_plain(problem) else 384
