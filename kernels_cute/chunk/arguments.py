@@ -39,8 +39,8 @@ class TokenCopies(NamedTuple):
 
 
 def packed_params(values: tuple[Any, ...]) -> tuple[ChunkParams, tuple[Any, ...]]:
-    """The Params among a launch's values, with token tensors [tokens, ...], which may be [1, tokens, ...]; and what follows
-    them."""
+    """The Params among a launch's values, and what follows them. Token tensors are [tokens, ...] in the result; the launch may
+    have been given them as [1, tokens, ...]."""
     params = ChunkParams(*values[:NUM_PARAMS])
     if cute.rank(params.q) == 3:
         return params, values[NUM_PARAMS:]

@@ -57,6 +57,12 @@ def columns(rows: Any, first: int, count: int) -> Any:
     return cute.make_tensor(rows.iterator + first * step, cute.make_layout((rows.shape[0], count), stride=(token, step)))
 
 
+def heads_of(rows: Any, first: int, count: int, dim: int) -> Any:
+    """Columns of rows, from `first` on, as heads [tokens, count, dim]; columns are adjacent."""
+    layout = cute.make_layout((rows.shape[0], count, dim), stride=(rows.stride[0], dim, 1))
+    return cute.make_tensor(rows.iterator + first, layout)
+
+
 @cute.jit
 def words(gX: cute.Tensor, offset: Int64, align: Constexpr):
     """gX + offset elements as 32-bit words, known to be a multiple of align bytes."""

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common.delta_rule import HeadGate, store_zeros
 from kernels_cute.common.init_barriers import init_barriers
-from kernels_cute.common.memory import narrowed
+from kernels_cute.common.memory import heads_of, narrowed
 from kernels_cute.common.ptx import use
 from kernels_cute.common.ring import boundary, entries_at, is_served, load_entries
 from kernels_cute.common.rounding import mixed_seed
@@ -44,11 +44,8 @@ class GdnDecode:
         needs_much = spec.tile.k_warps > 1 or spec.ring is not None
         percent = max(16, carveout(spec.shared_bytes, min_blocks)) if needs_much else 16
         limits = {"min_blocks_per_mp": min_blocks, "preferred_smem_carveout": percent}
-        by_head = cute.make_layout(
-            (params.out.shape[0], spec.problem.num_v_heads, spec.problem.head_v_dim),
-            stride=(params.out.stride[0], spec.problem.head_v_dim, 1),
-        )
-        params = flat_views(spec.problem, params)._replace(out=cute.make_tensor(params.out.iterator, by_head))
+        out = heads_of(params.out, 0, spec.problem.num_v_heads, spec.problem.head_v_dim)
+        params = flat_views(spec.problem, params)._replace(out=out)
         self.kernel(params).launch(grid=grid, block=[spec.tiles.threads, 1, 1], cluster=cluster, stream=stream, **limits)
 
     @cute.kernel

@@ -1,9 +1,7 @@
 """Projections that are columns of one or two tensors, as the separate ones that the kernels read: views, made in the launch."""
 
-import cutlass.cute as cute
-
 from gdn.problems import GdnDecodeParams, GdnDecodeProblem
-from kernels_cute.common.memory import columns
+from kernels_cute.common.memory import columns, heads_of
 
 
 def flat_views(problem: GdnDecodeProblem, params: GdnDecodeParams) -> GdnDecodeParams:
@@ -13,8 +11,7 @@ def flat_views(problem: GdnDecodeProblem, params: GdnDecodeParams) -> GdnDecodeP
         return params
     values, z = p.num_v_heads * p.head_v_dim, None
     if p.has_norm:
-        by_head = cute.make_layout((rows.shape[0], p.num_v_heads, p.head_v_dim), stride=(rows.stride[0], p.head_v_dim, 1))
-        z = cute.make_tensor(rows.iterator + p.dim, by_head)
+        z = heads_of(rows, p.dim, p.num_v_heads, p.head_v_dim)
     gates, first = (params.b, 0) if p.merged else (rows, p.dim + values)
     b, a = (columns(gates, first + half * p.num_v_heads, p.num_v_heads) for half in range(2))
     return params._replace(z=z, b=b, a=a)

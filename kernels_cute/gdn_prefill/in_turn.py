@@ -20,8 +20,6 @@ from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.steps import PrefillConv, PrefillNorm
 from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
 
-_ALIGNMENT = 256  # bytes, of the chunk kernel's workspace
-
 
 class InTurn:
     def __init__(self, problem: GdnPrefillProblem, config: Any) -> None:
@@ -55,6 +53,6 @@ class InTurn:
     def rest(self, workspace: Any, tokens: Any) -> Any:
         """The workspace after the rows."""
         size = Int64(tokens) * (self.problem.dim * DTYPE_BYTES[self.problem.dtype])
-        begin = (size + (_ALIGNMENT - 1)) // _ALIGNMENT * _ALIGNMENT
-        first = cute.make_ptr(Uint8, workspace.iterator.toint() + begin, cute.AddressSpace.gmem, assumed_align=_ALIGNMENT)
+        begin = parts.whole(size)
+        first = cute.make_ptr(Uint8, workspace.iterator.toint() + begin, cute.AddressSpace.gmem, assumed_align=parts.ALIGNMENT)
         return cute.make_tensor(first, cute.make_layout((workspace.shape[0] - begin,), stride=(1,)))

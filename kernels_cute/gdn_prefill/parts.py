@@ -1,9 +1,9 @@
 """The operators that a prefill step is made of: their problems, and the arguments of their launches.
 
 The convolution writes its rows [L, 2 * H * K + HV * V] to the start of the workspace, of which q, k and v are slices; the chunk
-kernel writes `out`, and the norm replaces it in place. Projections that come as two tensors are read where
-they are: the convolution finds its channels (`steps.py`), z, b and a are views of the wide rows, [L, H, r, ...] of interleaved
-and [L, HV, ...] of merged ones.
+kernel writes `out`, and the norm replaces it in place. Projections that come as two tensors are read where they are: the
+convolution finds its channels (`steps.py`), and z, b and a are views of the wide rows, [L, H, r, ...] of interleaved and
+[L, HV, ...] of merged ones.
 """
 
 import functools
@@ -23,7 +23,7 @@ from gdn.problems import (
     RmsNormGatedProblem,
 )
 
-_ALIGNMENT = 256  # bytes
+ALIGNMENT = 256  # bytes, of the parts of the workspace
 
 
 @functools.lru_cache(maxsize=256)
@@ -62,11 +62,11 @@ def norm_problem(problem: GdnPrefillProblem) -> RmsNormGatedProblem:
 
 def rows_bytes(problem: GdnPrefillProblem) -> int:
     """Bytes of the convolution's rows in the workspace."""
-    return whole(problem.num_tokens * problem.dim * DTYPE_BYTES[problem.dtype])
+    return int(whole(problem.num_tokens * problem.dim * DTYPE_BYTES[problem.dtype]))
 
 
-def whole(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def whole(num_bytes: Any) -> Any:
+    return (num_bytes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
 
 
 def kept_windows(problem: GdnPrefillProblem, p: GdnPrefillParams) -> tuple[Any, Any, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import cutlass.cute as cute
 
 from gdn.problems import ChunkParams, Conv1dParams, GdnPrefillParams, GdnPrefillProblem
-from kernels_cute.common.memory import CUTE_DTYPES, columns
+from kernels_cute.common.memory import CUTE_DTYPES, columns, heads_of
 from kernels_cute.gdn_prefill.parts import kept_states, kept_windows
 
 
@@ -46,10 +46,7 @@ def chunk_views(problem: GdnPrefillProblem, p: GdnPrefillParams, first: Any, tok
 def norm_z(problem: GdnPrefillProblem, p: GdnPrefillParams, tokens: Any) -> Any:
     """[tokens, HV, V], or [tokens, (r, H), V] of interleaved rows."""
     if problem.merged:
-        layout = cute.make_layout(
-            (tokens, problem.num_v_heads, problem.head_v_dim), stride=(p.mixed_qkv.stride[0], problem.head_v_dim, 1)
-        )
-        return cute.make_tensor(p.mixed_qkv.iterator + problem.dim, layout)
+        return heads_of(p.mixed_qkv, problem.dim, problem.num_v_heads, problem.head_v_dim)
     if not problem.interleaved:
         return p.z
     ratio, K, V = problem.num_v_heads // problem.num_k_heads, problem.head_k_dim, problem.head_v_dim

@@ -1,9 +1,9 @@
 """The copy warps of the streamed form: one has the states of every item of the block, one the entries, each as far ahead as there
 is room.
 
-An item's stages become free long before its entries, so neither waits for the other. Nor does either wait for memory: what it
-copies counts itself, and the counts of an item are loaded while the one before it is copied. Only at the start the states wait
-for the entries to be asked for, which would else stand behind all of them.
+An item's stages become free long before its entries, so neither warp waits for the other. Nor does either wait for memory: a
+barrier counts what has been copied, and the counts of an item are loaded while the one before it is copied. Only at the start
+does the warp of the states wait, until the first entries have been asked for. Else these would come after all of its states.
 """
 
 import cutlass

@@ -13,6 +13,7 @@ from cutlass import Boolean, Float32, Int32
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common.init_barriers import init_barriers
+from kernels_cute.common.memory import heads_of
 from kernels_cute.gdn_decode.projections import flat_views
 from kernels_cute.gdn_decode.streamed.columns import leave, run_tile
 from kernels_cute.gdn_decode.streamed.copies import copy_warp
@@ -50,8 +51,7 @@ class StreamedDecode:
         if cutlass.const_expr(spec.has_several_tokens):
             num_sequences = params.cu_seqlens.shape[0] - 1
         total = num_sequences * spec.problem.num_k_heads
-        by_head = cute.make_layout((params.out.shape[0], spec.problem.num_v_heads, DIM), stride=(params.out.stride[0], DIM, 1))
-        params = flat_views(spec.problem, params)._replace(out=cute.make_tensor(params.out.iterator, by_head))
+        params = flat_views(spec.problem, params)._replace(out=heads_of(params.out, 0, spec.problem.num_v_heads, DIM))
         # The carveout is given so that the DSL does not ask a device for it while compiling.
         limits = {"min_blocks_per_mp": 1, "preferred_smem_carveout": 100}
         grid, block = [cutlass.min(total, spec.num_blocks), 1, 1], [32 * (WARPS + PREPARE_WARPS + 4), 1, 1]
