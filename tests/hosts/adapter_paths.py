@@ -6,7 +6,7 @@ by `__getattr__`, and tensors of a step are views.
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,14 +33,12 @@ class Path:
     """A call of an adapter, with its tensors.
 
     apart: what it calls besides the operators and is not the adapter's; its time is left out. operators: how many it calls.
-    most_us: what the step may add to each of them; None = no limit.
     """
 
     what: str
     step: Call
     apart: Call = lambda: None
     operators: int = 1
-    most_us: float | None = 5.0
 
 
 def literal(function: Callable[..., Any], *positional: Any, **named: Any) -> Call:
@@ -196,8 +194,7 @@ def sglang(device: torch.device) -> Iterator[Path]:
     yield Path("SGLang, decode", literal(kernel.decode, q, k, v, a, b, **weights, **one))
     whole = {name: value for name, value in one.items() if name != "query_start_loc"}
     whole |= {"scale": K**-0.5, "num_v_heads": HV, "head_v_dim": V}
-    # Steps that are not served as a whole. Six views of its rows and gates are most of what it adds.
-    yield Path("SGLang, packed_decode", literal(kernel.packed_decode, packed, a, b, **weights, **whole), most_us=None)
+    yield Path("SGLang, packed_decode", literal(kernel.packed_decode, packed, a, b, **weights, **whole))
 
     _, prompt_q, prompt_k, prompt_v, _, _ = rows(ROWS * LENGTH)
     prompts = given(ROWS * LENGTH)
@@ -301,13 +298,7 @@ def transformers(device: torch.device) -> Iterator[Path]:
 
 
 def functions(device: torch.device) -> Iterator[Path]:
-    """FLA's, FlashInfer's and DeepGEMM's functions, by the arguments that engines pass. No limit: they are no layer's step, and
-    know nothing of the call before."""
-    for path in _functions(device):
-        yield replace(path, most_us=None)
-
-
-def _functions(device: torch.device) -> Iterator[Path]:
+    """FLA's, FlashInfer's and DeepGEMM's functions, by the arguments that engines pass."""
 
     def heads(count: int, batch: int, length: int) -> Tensor:
         return zeros(device, batch, length, count, K)

@@ -29,7 +29,7 @@ VLLM = {
 }
 SGLANG = {
     "SGLang, decode": (4, 2),
-    "SGLang, packed_decode": (7, 2),
+    "SGLang, packed_decode": (7, 4),
     "SGLang, extend": (5, 0),
     "SGLang, target_verify": (4, 2),
     "SGLang, whole step of rows": (6, 1),
