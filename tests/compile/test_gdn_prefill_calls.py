@@ -106,7 +106,7 @@ def test_every_entry_takes_its_arguments(form: str, layout: str, tmp_path: Path)
         tiles = {"conv_rows": 16, "conv_threads": 64, "norm_in_chunk": 1, "stages": 4}
         config = dataclasses.replace(config, **tiles, prefetch=0, num_four_sm_clusters=0, max_l2_ring_groups=0)
     entries = reached(problem, config, tmp_path)
-    assert entries[0].startswith("gdn_cute_prefill") and (len(entries) >= 3 if form == "apart" else len(entries) == 1)
+    assert entries[0].startswith("gdn_cute_prefill") and len(entries) == (5 if form == "apart" else 1)
 
 
 def chosen(heads: tuple[int, int], tokens: int, sequences: int, **changes: Any) -> Any:

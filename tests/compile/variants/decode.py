@@ -88,7 +88,7 @@ def _code(problem: GdnDecodeProblem, backend: str, entries: Collection[str]) -> 
     wides = {name: "64|{0}.128" if narrow[name] or not problem.state_v_first else "128" for name in narrow}
     patterns = {f"{name}.{wide.format(name)}": 1 for name, wide in wides.items()}
     if problem.cu_seqlens_dtype is not None and problem.state_v_first:  # several tokens: the state waits in shared memory
-        patterns = {f"{name}|LDGSTS" if name.startswith("LDG") else name: count for name, count in patterns.items()}
+        patterns = {f"{name}|LDGSTS.128" if name.startswith("LDG") else name: count for name, count in patterns.items()}
     if problem.ring_rows is not None and problem.state_v_first:  # the form that streams states copies them in bulk
         patterns = {f"{name}|UBLKCP" if name.startswith("LDG") else name: count for name, count in patterns.items()}
     # That form multiplies by mma.sync; which form a problem takes, its configuration says.
