@@ -22,10 +22,10 @@ WARPS, PREPARE_WARPS, TILES_OF_HEAD = 8, 4, 4
 END = "no item"
 
 
-def spec_of(num_v_heads: int, stages: int) -> Any:
+def spec_of(num_v_heads: int, stages: int, state_dtype: str = "float32") -> Any:
     example = registry.operator("gdn_decode").example(QWEN3_NEXT_80B, fp8=False)
     ring = {"cu_seqlens_dtype": "int32", "has_accepted": True, "ring_rows": 22, "fold_every": 15}
-    problem = replace(example, num_v_heads=num_v_heads, **ring)  # type: ignore[type-var]
+    problem = replace(example, num_v_heads=num_v_heads, state_dtype=state_dtype, **ring)  # type: ignore[type-var]
     return specs.Spec(problem, gdn_decode.Config(256, 8, 4, 256, stages, 132))
 
 
@@ -77,6 +77,12 @@ class Block:
                 yield self.start, STATES, 0
                 assert self.has_asked
             for tile in range(spec.item_tiles):
+                earlier = item * spec.item_tiles + tile - spec.in_flight
+                if earlier >= 0:
+                    of_item, before = divmod(earlier, spec.item_tiles)
+                    stage, parity = specs.stage_of(spec, of_item, before % WARPS, before // WARPS)
+                    yield self.full[stage], STATES, parity
+                    assert self.stages[stage].content == (of_item, before)
                 stage, parity = specs.stage_of(spec, item, tile % WARPS, tile // WARPS)
                 yield self.free[stage], STATES, parity ^ 1
                 self.full[stage].arrive(STATES, copies=1)
@@ -158,11 +164,14 @@ class Block:
         yield barrier, role, (self.meetings[name][warp] - 1) % 2
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stages", [8, 16])
 @pytest.mark.parametrize("num_v_heads", [16, 32, 48, 64])
-def test_warps_neither_stop_nor_overwrite(num_v_heads: int, stages: int) -> None:
+def test_warps_neither_stop_nor_overwrite(num_v_heads: int, stages: int, state_dtype: str) -> None:
+    spec = spec_of(num_v_heads, stages, state_dtype)
+    assert spec.in_flight == {"float32": 3, "bfloat16": 4}[state_dtype]
     for seed in range(4):
-        Block(Simulation(seed), spec_of(num_v_heads, stages), 5).run()
+        Block(Simulation(seed), spec, 5).run()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What adapters add on the host's CPU to their operators, with real launches: at most 5 us each, in the least of many calls."""
+"""What adapters add on the host's CPU to their operators, with real launches, in the least of many calls."""
 
 import pytest
 import torch

@@ -6,7 +6,7 @@ by `__getattr__`, and tensors of a step are views.
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,12 +33,17 @@ class Path:
     """A call of an adapter, with its tensors.
 
     apart: what it calls besides the operators and is not the adapter's; its time is left out. operators: how many it calls.
+    views: tensors that the host's call has in another form than its operators take, or return: in a batch of one, in one tensor
+    with others, as rows for two operators. Whoever calls the operators there makes them. is_step: a layer's step by a fused
+    operator; else a function of another library, in which a single operator stands for its own.
     """
 
     what: str
     step: Call
     apart: Call = lambda: None
     operators: int = 1
+    views: int = 0
+    is_step: bool = True
 
 
 def literal(function: Callable[..., Any], *positional: Any, **named: Any) -> Call:
@@ -164,7 +169,8 @@ def vllm(device: torch.device) -> Iterator[Path]:
                 layer._forward_core_fused_norm_packed(*rows)
 
             layout = "interleaved" if interleaved else "flat"
-            yield Path(f"vLLM, {layout}, {name}", step, operators=2 if "+" in name else 1)
+            both = "+" in name  # rows and gates of the one operator and of the other, out of one tensor each, and into one
+            yield Path(f"vLLM, {layout}, {name}", step, operators=1 + both, views=6 * both)
 
 
 # --- SGLang ---------------------------------------------------------------------------------------------------------------------
@@ -191,10 +197,11 @@ def sglang(device: torch.device) -> Iterator[Path]:
 
     packed, q, k, v, a, b = rows(ROWS)
     one = given(ROWS)
-    yield Path("SGLang, decode", literal(kernel.decode, q, k, v, a, b, **weights, **one))
+    yield Path("SGLang, decode", literal(kernel.decode, q, k, v, a, b, **weights, **one), views=2)  # a, b
     whole = {name: value for name, value in one.items() if name != "query_start_loc"}
     whole |= {"scale": K**-0.5, "num_v_heads": HV, "head_v_dim": V}
-    yield Path("SGLang, packed_decode", literal(kernel.packed_decode, packed, a, b, **weights, **whole))
+    # q, k, v out of one tensor, a, b, and the result
+    yield Path("SGLang, packed_decode", literal(kernel.packed_decode, packed, a, b, **weights, **whole), views=6)
 
     _, prompt_q, prompt_k, prompt_v, _, _ = rows(ROWS * LENGTH)
     prompts = given(ROWS * LENGTH)
@@ -206,6 +213,7 @@ def sglang(device: torch.device) -> Iterator[Path]:
     yield Path(
         "SGLang, target_verify",
         literal(kernel.target_verify, q=draft_q, k=draft_k, v=draft_v, a=draft_a, b=draft_b, **weights, **verify),
+        views=2,
     )
     yield from _sglang_steps(device, states, weights)
 
@@ -230,8 +238,8 @@ def _sglang_steps(device: torch.device, states: Tensor, weights: dict[str, Tenso
         assert sglang_step.refusal(layer, cache, mixed_qkv, known=known(layer), allow_reference=True) is None
         return sglang_step.step(layer, cache, mixed_qkv, a, b, slots)
 
-    yield Path("SGLang, whole step of rows", lambda: step(rows, a, b))
-    yield Path("SGLang, whole step of projections", lambda: step(pair, None, None))
+    yield Path("SGLang, whole step of rows", lambda: step(rows, a, b), views=1)  # the result
+    yield Path("SGLang, whole step of projections", lambda: step(pair, None, None), views=2)  # and the norm's gate
 
 
 # --- Transformers ---------------------------------------------------------------------------------------------------------------
@@ -251,7 +259,7 @@ class _Given(nn.Module):
 class _Same(nn.Module):
     """A layer that does nothing, to be called as the host calls its own."""
 
-    def forward(self, hidden_states: Tensor, cache: Any = None, attention_mask: Any = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, cache: Any = None, attention_mask: Any = None, **others: Any) -> Tensor:
         return hidden_states
 
 
@@ -277,7 +285,8 @@ def transformers(device: torch.device) -> Iterator[Path]:
         given = {one: _Given(projection(hidden.view(-1, 64))) for one, projection in projections.items()}
         given["out_proj"] = _Given(hidden.view(-1, 64))
         cache = StaticCache(config=config, max_cache_len=16)
-        call = literal(layer, hidden, **{cache_name(layer): cache}, attention_mask=None)
+        passed_on = {"use_cache": True, "output_router_logits": False}  # as the model does
+        call = literal(layer, hidden_states=hidden, **{cache_name(layer): cache}, attention_mask=None, **passed_on)
 
         def step(given: Any = given, call: Call = call) -> Tensor:
             layer._modules.update(given)
@@ -288,10 +297,10 @@ def transformers(device: torch.device) -> Iterator[Path]:
             layer._modules.update(given)
             for module in given.values():
                 module(hidden)
-            same(hidden, cache=cache, attention_mask=None)
+            same(hidden_states=hidden, cache=cache, attention_mask=None, use_cache=True, output_router_logits=False)
 
         step()  # the cache has a state from here on
-        yield Path(f"Transformers, {name}", step, apart)
+        yield Path(f"Transformers, {name}", step, apart, views=2)  # tokens [B, T, hidden] as rows, and back
 
 
 # --- functions ------------------------------------------------------------------------------------------------------------------
@@ -299,6 +308,10 @@ def transformers(device: torch.device) -> Iterator[Path]:
 
 def functions(device: torch.device) -> Iterator[Path]:
     """FLA's, FlashInfer's and DeepGEMM's functions, by the arguments that engines pass."""
+    yield from (replace(path, is_step=False) for path in (*_functions(device), *_deepgemm(device)))
+
+
+def _functions(device: torch.device) -> Iterator[Path]:
 
     def heads(count: int, batch: int, length: int) -> Tensor:
         return zeros(device, batch, length, count, K)
@@ -317,7 +330,7 @@ def functions(device: torch.device) -> Iterator[Path]:
     yield Path("FLA, rms_norm_gated", lambda: fla.rms_norm_gated(rows, gate, gain, None))
 
     flat = (q[0], k[0], v[0])
-    yield Path("FlashInfer, chunk", literal(flashinfer.chunk_gated_delta_rule, *flat, None, beta[0], **options))
+    yield Path("FlashInfer, chunk", literal(flashinfer.chunk_gated_delta_rule, *flat, None, beta[0], **options), views=5)
     weights = {"A_log": zeros(device, HV, dtype=torch.float32), "dt_bias": zeros(device, HV, dtype=torch.float32)}
     raw = {"a": zeros(device, ROWS, 1, HV), "b": zeros(device, ROWS, 1, HV)}
     slots = int32(device, range(ROWS))
@@ -329,7 +342,6 @@ def functions(device: torch.device) -> Iterator[Path]:
     kept = zeros(device, ROWS, 1 + DRAFTS, HV, V, K, dtype=torch.float32)
     verify: dict[str, Any] = {"initial_state": state, "initial_state_indices": slots, "intermediate_states_buffer": kept}
     yield Path("FlashInfer, mtp", literal(flashinfer.gated_delta_rule_mtp, *drafts, **verify, **weights, **gates))
-    yield from _deepgemm(device)
 
 
 def _deepgemm(device: torch.device) -> Iterator[Path]:

@@ -1,5 +1,6 @@
 """Parts of the measurements that need no GPU: the checkpoint, the requests, the judgements, and reading of what was measured."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -439,7 +440,7 @@ def test_the_table_of_transformers() -> None:
 def added(path: adapter_paths.Path, device: torch.device) -> adapter_cost.Added:
     timed = adapter_cost.Timed.of(path)
     timed.run(20, device)
-    return timed.added()
+    return timed.added(view_us=0.5)
 
 
 def test_what_an_adapter_adds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,6 +455,9 @@ def test_what_an_adapter_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.holds and found.row().startswith("decode ") and found.row().endswith("more than allowed")
     apart = added(adapter_paths.Path("decode", path.step, apart=lambda: sum(range(2000))), cpu)
     assert apart.us[0] < found.us[0] / 2
+    measured = adapter_cost.Added(adapter_paths.Path("decode", path.step, views=2), (9.9, 9.9), (4.0, 4.0), view_us=0.5)
+    assert measured.views_us == 1.0 and measured.holds and not dataclasses.replace(measured, view_us=0.4).holds
+    assert dataclasses.replace(found, path=dataclasses.replace(path, is_step=False)).holds
     with pytest.raises(ValueError, match="twice: expected 1 calls of operators, got 2"):  # a step is one call of the operator
         added(adapter_paths.Path("twice", lambda: [gdn.fused_gdn_decode(x) for x in (1, 2)]), cpu)
     both = adapter_cost.calls_of(lambda: [gdn.fused_gdn_decode(x, y=4) for x in (1, 2)])

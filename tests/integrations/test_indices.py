@@ -12,13 +12,14 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.mark.parametrize(("name", "expected"), [("slots", [0, 1, 2]), ("offsets", [0, 5, 10, 15]), ("flags", [True] * 3)])
 def test_each_stream_has_its_own(name: str, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured call takes none of them, and leaves none behind."""
+    """A captured call leaves none behind, and takes none that may be dropped: only slots, which stay."""
     stream, is_capturing = 1, False
     for function in ("arange", "full"):
         _on_the_cpu(function, monkeypatch)
     monkeypatch.setattr(_indices, "raw_stream", lambda index: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     monkeypatch.setattr(_indices, "_made", {})
+    monkeypatch.setattr(_indices, "_slots", {})
     arguments = {"slots": (3,), "offsets": (3, 5), "flags": (3, True)}[name]
 
     def make() -> torch.Tensor:
@@ -31,9 +32,11 @@ def test_each_stream_has_its_own(name: str, expected: list[int], monkeypatch: py
     other = make()
     assert other.tolist() == expected and other is not first
     is_capturing = True
+    assert (make() is other) == (name == "slots")
+    stream = 3
     assert make() is not other and make() is not make()
     is_capturing, stream = False, 1
-    assert make() is first and len(_indices._made) == 2
+    assert make() is first and len(_indices._made) + len(_indices._slots) == 2
 
 
 def _on_the_cpu(function: str, monkeypatch: pytest.MonkeyPatch) -> None:

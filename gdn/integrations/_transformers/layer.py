@@ -9,7 +9,7 @@ from torch import Tensor
 import gdn
 from gdn.integrations import _indices as indices
 from gdn.integrations._calls import unserved
-from gdn.integrations._kept import UNALIGNED, LayerViews, bound
+from gdn.integrations._kept import LayerViews, bound
 from gdn.integrations._transformers import cached, steps
 
 ACTIVATIONS = ("silu", "swish")
@@ -71,22 +71,6 @@ class Facts:
 def _matrix(weight: Tensor) -> Tensor:
     """The filter [D, w] of a depthwise convolution's weight [D, 1, w]."""
     return weight.squeeze(1)
-
-
-def views_of_served(facts: Facts, layer: Any, hidden_states: Tensor, states: Any) -> tuple[Tensor, Tensor] | None:
-    """The windows and the filter, as the operators take them, of a call with a cache and without packed sequences that is like
-    one that `refusal` let pass, which need not be asked then; None for others.
-
-    Everything that it reads is compared: of tensors the forms, and the rest once more. states: of `cached.made_states`.
-    """
-    parts, pool = layer._modules, states[1]
-    convolution = parts["conv1d"]
-    views = facts.views.kept(states[0], convolution._parameters["weight"], hidden_states, pool)
-    if views is None or pool.data_ptr() & UNALIGNED or torch.is_grad_enabled():
-        return None
-    if "_hf_hook" in convolution.__dict__ or "_hf_hook" in parts["norm"].__dict__:
-        return None
-    return None if torch.is_autocast_enabled("cuda" if hidden_states.is_cuda else "cpu") else views
 
 
 def refusal(
@@ -151,7 +135,6 @@ def step(
     attention_mask: Tensor | None,
     offsets: Tensor | None,
     states: Any = None,
-    views: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """One served call: what the host's forward returns, with the cache updated in place.
 
@@ -169,8 +152,6 @@ def step(
         Boundaries of packed sequences over the B * T tokens; None = each row is one sequence. Without a cache.
     states : tuple, optional
         Of `cached.made_states`, where the caller has them already. Views of them are kept. None in a compiled call.
-    views : (Tensor, Tensor), optional
-        Of `views_of_served`.
 
     Returns
     -------
@@ -191,7 +172,8 @@ def step(
     convolution = parts["conv1d"]._parameters
     if states is not None:
         windows, pool, has_previous = states
-        windows, weight = views or facts.views.make(windows, convolution["weight"], hidden_states, pool)
+        like = (windows, convolution["weight"], hidden_states, pool)
+        windows, weight = facts.views.kept(*like) or facts.views.make(*like)
     else:
         if cache is None:
             windows, pool, has_previous = cached.states_of_call(count, qkv, facts.shapes)

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from gdn.integrations._calls import Calls
 from gdn.integrations._transformers import cached, layer, packed, qsa
+from gdn.integrations._transformers.again import again
 
 _OLD_NAME = "the cache has its old name"
+_UNREAD = frozenset({"use_cache", "output_router_logits", "output_hidden_states", "output_attentions"})  # by any layer of these
 
 
 def _cache_type() -> type:
@@ -40,32 +42,34 @@ def layer_forward(
         # Dynamo traces no reads of the model's positions, so there are no boundaries.
         is_compiling = torch.compiler.is_compiling()
         derived = None if is_compiling else boundaries.current
-        offsets, states, views = derived if given is None else given, None, None
+        offsets, states = derived if given is None else given, None
         if offsets is None and order is None and cache is not None and not is_compiling:
             states = cached.made_states(cache, facts.layer_idx)
-        if states is not None:
-            views = layer.views_of_served(facts, self, hidden_states, states)
-        if reason is None and views is None:
+        if reason is None:
             reason = layer.refusal(facts, self, hidden_states, cache, others, derived, calls.allow_reference)
-        if reason is None and not is_compiling:
-            calls.served += 1  # what `calls.serves` does
-        elif not calls.serves(reason):
+        if not calls.serves(reason):
             return left(self, hidden_states, cache, attention_mask, others)
-        return layer.step(facts, self, hidden_states, cache, attention_mask, offsets, states, views)
+        return layer.step(facts, self, hidden_states, cache, attention_mask, offsets, states)
 
     if cache_name == "cache":
 
         def replacement(
             self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **others: Any
         ) -> Any:
-            return forward(self, hidden_states, cache, attention_mask, others)
+            result = None
+            if attention_mask is None and others.keys() <= _UNREAD:
+                result = again(facts, calls, boundaries, self, hidden_states, cache)
+            return forward(self, hidden_states, cache, attention_mask, others) if result is None else result
 
         return replacement
 
     def replacement_of_old_name(
         self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **others: Any
     ) -> Any:
-        return forward(self, hidden_states, cache_params, attention_mask, others)
+        result = None
+        if attention_mask is None and others.keys() <= _UNREAD:
+            result = again(facts, calls, boundaries, self, hidden_states, cache_params)
+        return forward(self, hidden_states, cache_params, attention_mask, others) if result is None else result
 
     return replacement_of_old_name
 

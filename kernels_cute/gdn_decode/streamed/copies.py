@@ -1,9 +1,12 @@
 """The copy warps of the streamed form: one has the states of every item of the block, one the entries, each as far ahead as there
 is room.
 
-An item's stages become free long before its entries, so neither warp waits for the other. Nor does either wait for memory: a
-barrier counts what has been copied, and the counts of an item are loaded while the one before it is copied. Only at the start
-does the warp of the states wait, until the first entries have been asked for. Else these would come after all of its states.
+An item's stages become free long before its entries, so neither warp waits for the other; only at the start does the warp of the
+states wait, until the first entries have been asked for. Else these would come after all of its states. A barrier counts what has
+been copied, and the counts of an item are loaded while the one before it is copied.
+
+Of states only so many bytes are on their way at once as keep the memory busy (`Sizes.in_flight`). More of them would only stand in
+front of the small pieces that the other warps wait for.
 """
 
 import cutlass
@@ -82,6 +85,7 @@ def copy_states(spec: Spec, storage, params: GdnDecodeParams, item: Item, served
         source = gState.iterator.toint() + Int64(item.slot) * gState.stride[0] * (gState.element_type.width // 8)
         source += Int64(item.key_head) * (spec.item_tiles * size)
         for tile in cutlass.range(spec.item_tiles, unroll=1):
+            wait_for_earlier(spec, storage, served, tile)
             stage, parity = stage_of(spec, served, tile % WARPS, tile // WARPS)
             full = storage.state_full.data_ptr() + stage
             cute.arch.mbarrier_wait(storage.state_free.data_ptr() + stage, parity ^ 1)
@@ -89,3 +93,13 @@ def copy_states(spec: Spec, storage, params: GdnDecodeParams, item: Item, served
             target = storage.state.data_ptr().toint() + stage * size
             ptx.copy_from_global(target, source + Int64(tile) * size, Int32(size), full.toint())
     cute.arch.sync_warp()
+
+
+@cute.jit
+def wait_for_earlier(spec: Spec, storage, served: Int32, tile: Int32):
+    """Until the tile that was asked for `in_flight` tiles before this one is there."""
+    number = served * spec.item_tiles + tile - spec.in_flight
+    if number >= 0:
+        item, earlier = number // spec.item_tiles, number % spec.item_tiles
+        stage, parity = stage_of(spec, item, earlier % WARPS, earlier // WARPS)
+        cute.arch.mbarrier_wait(storage.state_full.data_ptr() + stage, parity)

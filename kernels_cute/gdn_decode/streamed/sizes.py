@@ -13,6 +13,9 @@ _MOST_TOKENS = 4  # of a sequence: 2 vectors of 16 values each in registers
 ITEM_WORDS = 9  # what an item's numbers take in shared memory
 _MOST_LIVE = 32  # entries, one a lane
 _SPARE_BYTES = 1024  # barriers, alignment
+# Tiles of a state that a block has on their way at once: 48 KiB of float32, 32 KiB of 16 bits (measured, LAB-NOTES.md). Four tiles at
+# most: with one value head a key head a stage is asked for again after four.
+_IN_FLIGHT = {4: 3, 2: 4}
 _SHARED_BYTES = 232448  # that a block may have on every device of this architecture
 
 
@@ -56,6 +59,7 @@ class Sizes:
         self.weights_floats = self.ratio * self.entries * self.vectors
         self.item_tiles = TILES_OF_HEAD * self.ratio
         self.tile_bytes = COLUMNS * DIM * DTYPE_BYTES[problem.state_dtype]
+        self.in_flight = _IN_FLIGHT[DTYPE_BYTES[problem.state_dtype]]
         self.token_floats = (2 + self.ratio) * DIM
         self.decay_pitch = _multiple_of_four(self.most_live)
         # Rows of sums, one of each column: no two of eight neighbouring lanes read the same bank.
@@ -90,7 +94,7 @@ class Sizes:
 
 
 def most_stages(problem: GdnDecodeProblem) -> int:
-    """Stages of two tiles a warp or of one, 0 where shared memory does not hold them; fewer stages rather than a single buffer of
-    entries, with which nothing of an item is made ready while the one before it is multiplied."""
+    """Stages of two tiles a warp or of one, 0 where shared memory does not hold them. Buffers of entries come before stages: with
+    three of them the entries of an item are there before it is made ready."""
     possible = [sizes for stages in (2 * WARPS, WARPS) if (sizes := Sizes(problem, stages)).shared_bytes <= _SHARED_BYTES]
-    return next((sizes.stages for sizes in sorted(possible, key=lambda sizes: sizes.buffers == 1)), 0)
+    return max(possible, key=lambda sizes: (sizes.buffers, sizes.stages)).stages if possible else 0

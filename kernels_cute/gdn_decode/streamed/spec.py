@@ -70,7 +70,7 @@ class Spec(Sizes):
         self.barriers = BarrierTable(
             {"states": 1, "entries": 1, "prepare": PREPARE_WARPS, "math": WARPS},
             [
-                Barrier("state_full", self.stages, (Arrivals("states", "role", what="with the bytes"),), ("math",)),
+                Barrier("state_full", self.stages, (Arrivals("states", "role", what="with the bytes"),), ("math", "states")),
                 Barrier("state_free", self.stages, (Arrivals("math", "role", what="read by the tile's warp"),), ("states",)),
                 Barrier(
                     "entries_full", self.buffers, (Arrivals("entries", "thread", what="with the bytes"),), ("prepare", "math")
