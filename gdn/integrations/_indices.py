@@ -1,8 +1,8 @@
 """Index tensors of regular batches. A batch size recurs at every layer and step, so each is made once on a stream.
 
 What is kept belongs to the stream that filled it: a call on another stream makes its own, so that none reads what is not there
-yet. One that is dropped while a kernel still reads it leaves its memory to later work of the same stream. Slots are never dropped:
-there are as many as batch sizes, and every layer asks for them.
+yet. One that is dropped while a kernel still reads it leaves its memory to later work of the same stream. Slots are never
+dropped: there are as many as batch sizes, and every layer asks for them.
 """
 
 from typing import Any

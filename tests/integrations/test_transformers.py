@@ -1,5 +1,6 @@
 """The adapter for Transformers on small models: values, what is left to the host and why, and putting everything back."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -94,6 +95,73 @@ def test_what_the_host_replaces_between_two_calls_is_noticed(small: PreTrainedMo
             assert_close(found, run(small, ids[:, place : place + 1], before))
     finally:
         weight.data = original
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("length", [1, 3])
+def test_calls_that_are_alike_have_the_hosts_values(kind: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also once they are no longer asked; with a cache that starts anew, and with the filter in another place."""
+    dims = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # for which the operators have a kernel
+    model = host.build(kind, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], **dims)
+    (linear,) = host.linear_layers(model)
+    hidden, name, asked = torch.randn(12, 2, length, 64), host.cache_name(linear), []
+    original, refusal = linear.conv1d.weight.data, layer.refusal
+
+    def walk() -> tuple[torch.Tensor, Any]:
+        cache, found = host.dynamic(model), []
+        linear.conv1d.weight.data = original
+        with torch.inference_mode():
+            for number, tokens in enumerate(hidden):
+                if number == 8:
+                    cache.layers[0].has_previous_state[0] = False
+                if number == 10:
+                    linear.conv1d.weight.data = original.flip(0).clone()
+                found.append(linear(tokens, **{name: cache}))
+        return torch.stack(found), cache.layers[0]
+
+    wanted, states = walk()
+    monkeypatch.setattr(layer, "refusal", lambda *given: asked.append(1) or refusal(*given))
+    with on_layers(model) as handle:
+        found, ours = walk()
+        assert served(handle) == 12 and len(asked) < 12
+    assert_close(found, wanted)
+    assert_close(ours.recurrent_states[0], states.recurrent_states[0])
+    assert_close(ours.conv_states[0][..., 1:], states.conv_states[0][..., 1:])
+
+
+def test_a_call_like_those_before_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whatever is no longer like them is: modes of torch, the cache's flags, boundaries, a mask, keywords, the batch."""
+    dims = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # for which the operators have a kernel
+    small = host.build("qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], **dims)
+    (linear,) = host.linear_layers(small)
+    name, hidden, cache, asked = host.cache_name(linear), torch.randn(1, 1, 64), host.dynamic(small), []
+    refusal = layer.refusal
+    monkeypatch.setattr(layer, "refusal", lambda *given: asked.append(refusal(*given)) or asked[-1])
+
+    def why(tokens: torch.Tensor = hidden, **given: Any) -> Any:
+        """The layer's answer, or None where it was not asked."""
+        asked.clear()
+        with torch.set_grad_enabled(bool(given.pop("grad", False))):
+            linear(tokens, **{name: copy.deepcopy(cache) if given.pop("another", False) else cache}, **given)
+        return asked[0] if asked else "not asked"
+
+    with on_layers(small) as handle:
+        for _ in range(6):
+            why(use_cache=True, output_router_logits=False)
+        assert why() == why(use_cache=True) == "not asked" and served(handle) == 8
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert why() == "autocast is on"
+        assert why(attention_mask=torch.ones(1, 1)) is why(another_keyword=1) is why(another=True) is None
+        assert why(torch.randn(1, 3, 64)) is why(torch.randn(1, 64, 1).mT) is None
+        with contextlib.suppress(RuntimeError):  # of the host
+            why(torch.randn(2, 1, 64))
+        assert asked == ["the cache's windows have another shape"]
+        cache.layers[0].record_past = True
+        assert why() == "the cache records past inputs"
+        cache.layers[0].record_past = False
+        assert why(grad=True) == AUTOGRAD
+        handle.disable()
+        assert why() == "not asked"  # the host's own forward
 
 
 @pytest.mark.parametrize(("kind", "dims"), [("qwen3_next", (20, 20)), ("qwen3_5", (20, 20)), ("qwen3_next", (16, 24))])

@@ -1,69 +1,117 @@
 """A Gated DeltaNet layer's call that is like one before: what `layer.refusal` let pass then is compared, and not asked again."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled, is_grad_enabled
+from torch.compiler import is_compiling
+from torch.cuda import is_current_stream_capturing
 
 from gdn.integrations import _indices as indices
 from gdn.integrations._calls import Calls
 from gdn.integrations._kept import UNALIGNED
 from gdn.integrations._transformers.layer import Facts
 from gdn.integrations._transformers.packed import Boundaries
-from gdn.runtime.guards import view_of
+from gdn.runtime.guards import Guard, view_of
+from gdn.runtime.streams import raw_stream
 
 
-def again(
-    facts: Facts, calls: Calls, boundaries: Boundaries, layer: Any, hidden_states: Tensor, cache: Any
-) -> Tensor | None:  # fmt: skip
-    """`layer.step` of a call without packed sequences and without a mask that is like one that was served; None for others, of
-    which nothing has been done.
+class Form(NamedTuple):
+    """What follows from the form of the tokens and from the stream.
 
-    Everything that the refusal reads is compared: of tensors the forms, and the rest once more. One function: each one more takes
-    as long as two of the comparisons.
+    guard: of the call that it was made for. rows, strides: of the tokens as rows; None where they are not contiguous, or the
+    fused operators have no kernel. result: sizes of the result. gpu: its index, None on the CPU. recurring: index tensors of the
+    operator.
     """
-    if cache is None or not calls.active or boundaries.current is not None:
-        return None
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return None
-    try:
-        made = cache.layers[facts.layer_idx]
-        if not made.is_conv_states_initialized[0] or not made.is_recurrent_states_initialized[0] or made.record_past:
-            return None
-        windows, pool, has_previous = made.conv_states[0], made.recurrent_states[0], made.has_previous_state[0]
-    except (AttributeError, IndexError):  # a layer of another kind, or none
-        return None
-    parts, own = layer._modules, layer._parameters  # a lookup through nn.Module takes several times as long
-    convolution, norm = parts["conv1d"], parts["norm"]
-    filters = convolution._parameters
-    views = facts.views.kept(windows, filters["weight"], hidden_states, pool)
-    if views is None or pool.data_ptr() & UNALIGNED or not hidden_states.is_contiguous():
-        return None
-    if "_hf_hook" in convolution.__dict__ or "_hf_hook" in norm.__dict__:
-        return None
-    # Without an argument it tells of CUDA, in a fifth of the time that the name of a device takes.
-    if torch.is_autocast_enabled() if hidden_states.is_cuda else torch.is_autocast_enabled("cpu"):
-        return None
-    batch, length, hidden = hidden_states.shape
-    is_decode = length == 1 and has_previous
-    if not (facts.fuses_steps if is_decode else facts.fuses_prompts):
-        return None
 
-    calls.served += 1
-    tokens = view_of(hidden_states, (batch * length, hidden), (hidden, 1))
-    if facts.is_interleaved:
-        qkv, z, b, a = parts["in_proj_qkvz"](tokens), None, parts["in_proj_ba"](tokens), None
-    else:
-        qkv, z = parts["in_proj_qkv"](tokens), parts["in_proj_z"](tokens).view(-1, *facts.heads)
-        b, a = parts["in_proj_b"](tokens), parts["in_proj_a"](tokens)
-    windows, weight = views
-    A_log, dt_bias, gain, bias = own["A_log"], own["dt_bias"], norm._parameters["weight"], filters["bias"]
-    if is_decode:
-        slots = indices.slots(batch, pool.device)
-        core = facts.decode(qkv, z, b, a, windows, weight, A_log, dt_bias, gain, pool, slots, bias)
-    else:
-        slots, offsets, flags = indices.prompts(batch, length, has_previous, pool.device)
-        core = facts.prefill(qkv, z, b, a, windows, weight, A_log, dt_bias, gain, pool, slots, offsets, flags, bias)
-        made.has_previous_state[0] = True
-    result: Tensor = parts["out_proj"](core)
-    return result.view(batch, length, -1)
+    guard: Guard | None
+    has_previous: bool
+    gpu: int | None
+    stream: int | None
+    rows: tuple[int, int] | None = None
+    strides: tuple[int, int] = (0, 1)
+    result: tuple[int, int, int] = (0, 0, -1)
+    is_decode: bool = False
+    recurring: Any = None
+
+    @staticmethod
+    def of(facts: Facts, guard: Guard, hidden_states: Tensor, has_previous: bool) -> "Form":
+        """Of a call that the guard lets pass, on this stream."""
+        batch, length, hidden = hidden_states.shape
+        device, is_decode = hidden_states.device, length == 1 and has_previous
+        stream = None if device.index is None else raw_stream(device.index)
+        if not (facts.fuses_steps if is_decode else facts.fuses_prompts) or not hidden_states.is_contiguous():
+            return Form(guard, has_previous, device.index, stream)
+        recurring = indices.slots(batch, device) if is_decode else indices.prompts(batch, length, has_previous, device)
+        return Form(
+            guard, has_previous, device.index, stream, (batch * length, hidden), (hidden, 1), (batch, length, -1), is_decode,
+            recurring,
+        )  # fmt: skip
+
+
+class Again:
+    """Of one layer: `layer.step` of a call without packed sequences and without a mask that is like one that was served.
+
+    Everything that the refusal reads is compared: of tensors the forms, and the rest once more. A layer whose weights are loaded
+    by a hook has others than those that were kept.
+    """
+
+    __slots__ = ("_boundaries", "_calls", "_facts", "_form")
+
+    def __init__(self, facts: Facts, calls: Calls, boundaries: Boundaries) -> None:
+        self._facts, self._calls, self._boundaries = facts, calls, boundaries
+        self._form = Form(None, False, None, None)
+
+    def __call__(self, layer: Any, hidden_states: Tensor, cache: Any) -> Tensor | None:
+        """The result; None for a call that is unlike, of which nothing has been done. One function, since each further one takes
+        as long as two of the comparisons."""
+        facts, calls = self._facts, self._calls
+        if cache is None or not calls.active or self._boundaries.current is not None:
+            return None
+        if is_compiling() or is_grad_enabled():
+            return None
+        try:
+            made = cache.layers[facts.layer_idx]
+            windows, pool, has_previous = made.conv_states[0], made.recurrent_states[0], made.has_previous_state[0]
+            if made.record_past:
+                return None
+        except (AttributeError, IndexError):  # a layer of another kind, or none
+            return None
+        parts = layer._modules  # a lookup through nn.Module takes several times as long
+        filters = parts["conv1d"]._parameters
+        weight = filters["weight"]
+        views, of_windows, of_weight, (windows_at, weight_at), guard = facts.views.state
+        if windows is not of_windows() or weight is not of_weight():
+            return None
+        if windows.data_ptr() != windows_at or weight.data_ptr() != weight_at or pool.data_ptr() & UNALIGNED:
+            return None
+        if not guard(windows, weight, hidden_states, pool):
+            return None
+        form = self._form
+        gpu = form.gpu
+        is_here = form.guard is guard and form.has_previous is has_previous
+        # Its index tensors are those of a stream. While a graph is captured only slots are: they are never dropped.
+        if is_here and gpu is not None:
+            is_here = form.stream == raw_stream(gpu) and (form.is_decode or not is_current_stream_capturing())
+        if not is_here:
+            form = self._form = Form.of(facts, guard, hidden_states, has_previous)
+        # Without an argument it tells of CUDA, in a fifth of the time that the name of a device takes.
+        if form.rows is None or (is_autocast_enabled("cpu") if form.gpu is None else is_autocast_enabled()):
+            return None
+
+        calls.served += 1
+        tokens = view_of(hidden_states, form.rows, form.strides)
+        if facts.is_interleaved:
+            qkv, z, b, a = parts["in_proj_qkvz"](tokens), None, parts["in_proj_ba"](tokens), None
+        else:
+            qkv, z = parts["in_proj_qkv"](tokens), parts["in_proj_z"](tokens).view(-1, *facts.heads)
+            b, a = parts["in_proj_b"](tokens), parts["in_proj_a"](tokens)
+        windows, weight = views
+        own, gain, bias = layer._parameters, parts["norm"]._parameters["weight"], filters["bias"]
+        A_log, dt_bias, recurring = own["A_log"], own["dt_bias"], form.recurring
+        if form.is_decode:
+            core = facts.decode(qkv, z, b, a, windows, weight, A_log, dt_bias, gain, pool, recurring, bias)
+        else:
+            core = facts.prefill(qkv, z, b, a, windows, weight, A_log, dt_bias, gain, pool, *recurring, bias)
+            made.has_previous_state[0] = True
+        result: Tensor = parts["out_proj"](core)
+        return result.view(form.result)

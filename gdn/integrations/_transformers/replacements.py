@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gdn.integrations._calls import Calls
 from gdn.integrations._transformers import cached, layer, packed, qsa
-from gdn.integrations._transformers.again import again
+from gdn.integrations._transformers.again import Again
 
 _OLD_NAME = "the cache has its old name"
 _UNREAD = frozenset({"use_cache", "output_router_logits", "output_hidden_states", "output_attentions"})  # by any layer of these
@@ -25,7 +25,7 @@ def layer_forward(
     calls: Calls, facts: layer.Facts, original: Callable[..., Any], cache_name: str, boundaries: packed.Boundaries
 ) -> Callable[..., Any]:
     """The forward of a Gated DeltaNet layer. cache_name is the host's name of its second argument."""
-    cache_type = _cache_type()
+    cache_type, again = _cache_type(), Again(facts, calls, boundaries)
 
     def left(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, others: dict[str, Any]) -> Any:
         # The host's wrapper takes the old name beside no other: a cache that was not given must not be passed as None.
@@ -58,7 +58,7 @@ def layer_forward(
         ) -> Any:
             result = None
             if attention_mask is None and others.keys() <= _UNREAD:
-                result = again(facts, calls, boundaries, self, hidden_states, cache)
+                result = again(self, hidden_states, cache)
             return forward(self, hidden_states, cache, attention_mask, others) if result is None else result
 
         return replacement
@@ -68,7 +68,7 @@ def layer_forward(
     ) -> Any:
         result = None
         if attention_mask is None and others.keys() <= _UNREAD:
-            result = again(facts, calls, boundaries, self, hidden_states, cache_params)
+            result = again(self, hidden_states, cache_params)
         return forward(self, hidden_states, cache_params, attention_mask, others) if result is None else result
 
     return replacement_of_old_name
