@@ -185,7 +185,8 @@ def _heads(problem: GdnDecodeProblem) -> int:
 def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     """The measured choice (LAB-NOTES.md), by the value heads of the call: too few for the device, one wave, several, many."""
     streamed = _streamed(problem, device)
-    if streamed is not None and max(problem.num_sequences, 1) * problem.num_k_heads >= device.num_sms:  # items for all SMs
+    # An item for every third SM: with one for every fourth the other form takes as long, with fewer it is faster.
+    if streamed is not None and max(problem.num_sequences, 1) * problem.num_k_heads >= device.num_sms // 3:
         return streamed
     space = [config for config in configs(problem, device) if not config.stages]
     heads = _heads(problem)

@@ -36,12 +36,12 @@ def test_a_ring_that_is_too_large_is_refused() -> None:
     assert gdn_decode.refusal(replace(DRAFTS, ring_rows=2000)) is not None
 
 
-@pytest.mark.parametrize(("problem", "batch"), [(ONE, 1), (ONE, 128), (DRAFTS, 1), (DRAFTS, 8), (DRAFTS, 128)])
+@pytest.mark.parametrize(("problem", "batch"), [(ONE, 1), (ONE, 128), (DRAFTS, 1), (DRAFTS, 2), (DRAFTS, 4), (DRAFTS, 128)])
 def test_default_fits(problem: GdnDecodeProblem, batch: int) -> None:
     problem = replace(problem, num_sequences=batch, num_tokens=4 * batch)
     config = gdn_decode.default_config(problem, H100)
     assert gdn_decode.fits(problem, config, H100)
-    assert (config.stages > 0) == (batch == 128)  # an item for every SM: states are streamed
+    assert (config.stages > 0) == (batch >= 4)  # an item of 16 key heads for every third SM: states are streamed
 
 
 def test_many_heads_that_are_not_streamed() -> None:
