@@ -104,6 +104,10 @@ def _states(host: str, config: Any, wanted: Sequence[str] | None) -> Sequence[st
     return ("bfloat16",) if host == "vllm" and config.projection_layout == "interleaved" else ("float32",)
 
 
+# dt_bias and the norm's weight: as the model, the weight kept in float32, and both.
+_PARAMETERS = (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32"))
+
+
 def _of_config(config: Any, **more: Any) -> GdnLayer:
     return GdnLayer(
         config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim,
@@ -138,7 +142,7 @@ def _steps_of_layers(layer: GdnLayer, num_layers: int) -> Iterator[Group]:
 def _vllm(config: Any, state: str, num_spec: int, replay: str) -> Iterator[Group]:
     """The layout of pages is a setting of the host, and so is the dtype in which it loads the parameters."""
     layout = "interleaved" if config.projection_layout == "interleaved" else "merged"
-    for channels_contiguous, norm, dt_bias in product((True, False), ("bfloat16", "float32"), ("bfloat16", "float32")):
+    for channels_contiguous, (dt_bias, norm) in product((True, False), _PARAMETERS):
         layer = _of_config(
             config, layout=layout, state_dtype=state, num_spec=num_spec, norm_dtype=norm, dt_bias_dtype=dt_bias,
             channels_contiguous=channels_contiguous, checkpoints=(False, True),
@@ -154,7 +158,7 @@ def _sglang(config: Any, state: str, num_spec: int) -> Iterator[Group]:
 
 def _transformers(config: Any, state: str, num_spec: int) -> Iterator[Group]:
     """Parameters in the model's dtype, or in float32; windows with one column more than the operators read."""
-    for A_log, dt_bias, norm in product(("float32", "bfloat16"), repeat=3):
+    for A_log, (dt_bias, norm) in product(("float32", "bfloat16"), _PARAMETERS):
         layer = _of_config(
             config, layout=config.projection_layout, state_dtype=state, A_log_dtype=A_log, dt_bias_dtype=dt_bias,
             norm_dtype=norm, channels_contiguous=False, state_v_first=False,

@@ -279,9 +279,9 @@ def vllm_counts(batch: SimpleNamespace) -> tuple[Any, Tensor, Tensor]:
 
 
 VLLM_KINDS: list[dict[str, Any]] = [
-    {},
+    {"dt_bias_dtype": "bfloat16"},
     {"norm_dtype": "float32", "dt_bias_dtype": "bfloat16"},
-    {"channels_contiguous": False, "num_spec": 2},
+    {"channels_contiguous": False, "num_spec": 2, "norm_dtype": "float32"},
     {"num_spec": 3, "state_dtype": "bfloat16", "dt_bias_dtype": "bfloat16"},
 ]
 
