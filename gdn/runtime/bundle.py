@@ -10,10 +10,10 @@ What a process does for its first call, where the kernel is in the folder:
     search      one look-up in the index; the kernel's sources are read and compared, not parsed
     loading     checksums of the manifest and the libraries, then tvm-ffi opens them next to the DSL's runtime library
 
-The index is believed where gdn, the DSLs, tvm-ffi and CUDA have the versions that it names, and of it the entries of those
-kernels whose sources are those they were built from, byte for byte. Nothing in it is believed that another user could have
-written (`cache_folder`). A folder or an entry that is not believed is named; GDN_COMPILE says whether the kernel is then
-compiled.
+The index is believed where gdn, tvm-ffi and CUDA have the versions that it names, and of it the entries of those kernels whose DSL
+has, and whose sources are those they were built from, byte for byte: a machine that lacks one DSL still loads the kernels of the
+other. Nothing in it is believed that another user could have written (`cache_folder`). A folder or an entry that is not believed
+is named; GDN_COMPILE says whether the kernel is then compiled.
 """
 
 import functools
@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gdn.runtime import cache_folder, source
+from gdn.runtime import cache_folder, packages, source
 
 NAME = "bundle.json"
 FORMAT = 2
+_BACKENDS = {package.distribution: backend for backend, package in packages.DSLS.items()}
 
 
 class Unusable(Exception):
@@ -60,19 +61,22 @@ class Bundle:
     entries: Mapping[str, tuple[str, str]]  # kernel -> name of its entry below the root, SHA-256 of the entry's manifest
     sources: Mapping[str, Sources]  # of kernel modules
     command: str  # builds the folder again
+    unserved: Mapping[str, str]  # backends whose DSL is another here, and the reason
 
     def source_of(self, module: str) -> str | None:
         """Hash of a kernel module's sources; None where the index does not know those that are here."""
         known = self.sources.get(module)
         return known.source_hash if known is not None and known.are_here else None
 
-    def place(self, kernel: str, module: str) -> Path | None:
+    def place(self, kernel: str, backend: str, module: str) -> Path | None:
         """Folder of a kernel's entry; None where the index lacks it. ValueError where the entry does not serve.
 
-        module: of the kernel.
+        backend, module: of the kernel.
         """
         if kernel not in self.entries:
             return None
+        if backend in self.unserved:
+            raise ValueError(self.unserved[backend])
         if self.source_of(module) is None:
             raise ValueError(f"{self.root / NAME} was built from other sources of {module} than these")
         name, digest = self.entries[kernel]
@@ -123,12 +127,16 @@ def _read(root: Path, versions: tuple[tuple[str, str], ...]) -> Bundle | str | N
         return f"{path} is not a whole index: its checksum differs"
     if content.get("format") != FORMAT:
         return f"{path} is not a whole index of format {FORMAT}, but of format {content.get('format')}"
+    unserved = {}
     for what, here in versions:
         if (built := content["versions"].get(what)) != here:
-            return f"{path} was built with {what} {built}, here is {here}"
+            reason = f"{path} was built with {what} {built}, here is {here}"
+            if what not in _BACKENDS:
+                return reason
+            unserved[_BACKENDS[what]] = reason
     entries = {kernel: (name, digest) for kernel, (name, digest) in content["kernels"].items()}
     sources = {name: Sources(one["hash"], tuple(one["files"]), one["content"]) for name, one in content["sources"].items()}
-    return Bundle(root, entries, sources, content["command"])
+    return Bundle(root, entries, sources, content["command"], unserved)
 
 
 def write(root: Path, versions: Mapping[str, str], entries: Mapping[str, str], sources: Mapping[str, str], command: str) -> None:
@@ -148,7 +156,7 @@ def write(root: Path, versions: Mapping[str, str], entries: Mapping[str, str], s
 def _write(root: Path, versions: Mapping[str, str], entries: Mapping[str, str], sources: Mapping[str, str], command: str) -> None:
     before = _read(root, tuple(sorted(versions.items())))
     known: dict[str, dict[str, Any]] = {}
-    if isinstance(before, Bundle) and all(one.are_here for one in before.sources.values()):
+    if isinstance(before, Bundle) and not before.unserved and all(one.are_here for one in before.sources.values()):
         known = {name: _plain(one) for name, one in before.sources.items()}
         left = {kernel: name for kernel, (name, _) in before.entries.items() if (root / name / "manifest.json").is_file()}
         entries = {**left, **entries}

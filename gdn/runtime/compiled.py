@@ -201,7 +201,7 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
     if known is not None:
         try:
             key = bundle.kernel_key(op, backend, problem.static_fields(), compiled_fields(config))
-            place = known.place(key, getattr(module, "__name__", ""))
+            place = known.place(key, backend, getattr(module, "__name__", ""))
             if place is not None:
                 missing = cache_folder.distrust(known.root, place)
                 if missing is None and libraries_of(place):

@@ -151,6 +151,19 @@ def test_a_folder_that_cannot_be_searched(
         run(problem)
 
 
+def test_a_dsl_that_the_kernel_does_not_need(folder: Path, problem: FakeProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder serves where the other DSL is missing, or another version; the next build starts it anew."""
+    damage(folder, "another's other DSL")
+    mode(monkeypatch, "off")
+    assert run(problem) == 32 and compilations(problem) == 0
+    own = compiled.bundle_versions()
+    found = bundle.find(folder, own)
+    assert found is not None and found.unserved.keys() == {"cute"}
+    bundle.write(folder, own, {}, {}, "second")
+    found = bundle.find(folder, own)
+    assert found is not None and not found.unserved and not found.entries
+
+
 def test_without_a_folder_off_names_the_general_command(problem: FakeProblem, monkeypatch: pytest.MonkeyPatch) -> None:
     mode(monkeypatch, "off")
     with pytest.raises(compiled.MissingKernel, match="`gdn compile --model NAME -o DIR`"):
@@ -207,6 +220,8 @@ def damage(folder: Path, kind: str) -> None:
         index(folder, versions=versions(gdn="0.0.1"))
     elif kind == "other DSL":
         index(folder, versions=versions(tilelang="0.0.1"))
+    elif kind == "another's other DSL":
+        index(folder, versions=versions(nvidia_cutlass_dsl="not installed"))
     elif kind == "other CUDA":
         index(folder, versions=versions(CUDA="11"))
     elif kind == "other sources":
