@@ -11,8 +11,8 @@ What a process does for its first call, where the kernel is in the folder:
     loading     checksums of the manifest and the libraries, then tvm-ffi opens them next to the DSL's runtime library
 
 The index is believed where gdn, tvm-ffi and CUDA have the versions that it names. Of it those kernels are loaded whose DSL has
-its version too, and whose sources are those they were built from, byte for byte: a machine that lacks one DSL loads the kernels of
-the other. Nothing in it is believed that another user could have written (`cache_folder`). A folder or an entry that is not
+its version too, and whose sources are those they were built from, byte for byte: a machine that lacks one DSL loads the kernels
+of the other. Nothing in it is believed that another user could have written (`cache_folder`). A folder or an entry that is not
 believed is named; GDN_COMPILE says whether the kernel is then compiled.
 """
 
