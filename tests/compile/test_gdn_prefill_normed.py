@@ -37,11 +37,10 @@ _OTHERS = {
     "bias_dtype": "float32",
 }
 _VARIANTS = [
-    (8192, 32, {}),
-    *(pytest.param(*one, marks=pytest.mark.cover) for one in (
-        (1024, 1, LAYOUTS["interleaved"]), (8192, 32, LAYOUTS["interleaved"]), (8192, 32, LAYOUTS["flat, checkpoints"]),
+    pytest.param(*one, marks=pytest.mark.cover) for one in (
+        (8192, 32, {}), (1024, 1, LAYOUTS["interleaved"]), (8192, 32, LAYOUTS["interleaved"]), (8192, 32, LAYOUTS["flat, checkpoints"]),
         (1024, 1, LAYOUTS["flat, checkpoints"]), (8192, 32, _HALF), (1024, 1, _HALF | _OTHERS),
-    )),
+    )
 ]  # fmt: skip
 
 
