@@ -19,17 +19,7 @@ _INT32, _BOOL = torch.int32, torch.bool
 
 def rows(count: int, device: torch.device) -> Tensor:
     """0, 1, .. count - 1 as int32, for the rows of a batch. Never dropped: there are as many as batch sizes."""
-    if torch.compiler.is_compiling():
-        return _make("slots", count, 0, device, _INT32)  # type: ignore[no-any-return]
-    index: Any = device.index
-    key = (count, device if index is None else index, None if index is None else raw_stream(index))
-    found = _rows.get(key)
-    if found is None:
-        if index is not None and torch.cuda.is_current_stream_capturing():
-            return _make("slots", count, 0, device, _INT32)  # type: ignore[no-any-return]
-        with torch.inference_mode(False):  # it may be used outside of the inference mode that is on now
-            found = _rows[key] = _make("slots", count, 0, device, _INT32)
-    return found
+    return _recurring("slots", count, 0, device, _INT32, stays=True)  # type: ignore[no-any-return]
 
 
 def slots(count: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -66,24 +56,23 @@ def _make(name: str, count: int, number: int, device: torch.device, dtype: torch
     )
 
 
-def _recurring(name: str, count: int, number: int, device: torch.device, dtype: torch.dtype) -> Any:
+def _recurring(name: str, count: int, number: int, device: torch.device, dtype: torch.dtype, stays: bool = False) -> Any:
+    """stays: it is never dropped, so that a graph may use one that was there before its capture."""
     if torch.compiler.is_compiling():  # part of the graph: a kept tensor would be one more input with its guards
         return _make(name, count, number, device, dtype)
-    place: Any = device.index  # hashed sooner than the device; None on the CPU
-    stream = None
-    if place is None:
-        place = device
-    else:
-        stream = raw_stream(place)
-        if torch.cuda.is_current_stream_capturing():
-            # Part of the graph: its memory belongs to it, and holds nothing before a replay.
-            return _make(name, count, number, device, dtype)
-    key = (name, count, number, place, dtype, stream)
-    found = _made.get(key)
+    index: Any = device.index  # hashed sooner than the device; None on the CPU
+    on_device = (device, None) if index is None else (index, raw_stream(index))
+    kept, key = _rows if stays else _made, (name, count, number, *on_device, dtype)
+    found = kept.get(key)
+    if found is not None and stays:
+        return found
+    if index is not None and torch.cuda.is_current_stream_capturing():
+        # Part of the graph: its memory belongs to it, and holds nothing before a replay.
+        return _make(name, count, number, device, dtype)
     if found is None:
         with torch.inference_mode(False):  # a kept tensor may be used outside of the inference mode that is on now
             found = _make(name, count, number, device, dtype)
-        if len(_made) >= _MOST:
-            _made.clear()
-        _made[key] = found
+        if not stays and len(kept) >= _MOST:
+            kept.clear()
+        kept[key] = found
     return found

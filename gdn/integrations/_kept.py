@@ -89,14 +89,14 @@ class LayerViews:
     that alternate, some get plain views. first, second: make a view; `alias` of it is kept. A call may name others beside the
     two: views are kept for calls with others like them, in type, dtype, device, shape and strides.
 
-    state: views, tensors, their addresses and their guard, for `kept` written out where each function counts.
+    record: views, tensors, their addresses and their guard, for `kept` written out where each function counts.
     """
 
     def __init__(self, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> None:
         self._makers = (first, second)
         self._last: tuple[Callable[[], Any], Callable[[], Any], int] = (_nothing, _nothing, 0)  # and how often they came
         # One tuple, as another thread may be between two of them.
-        self.state: tuple[Any, Callable[[], Any], Callable[[], Any], tuple[int, int], guards.Guard] = _NO_VIEWS
+        self.record: tuple[Any, Callable[[], Any], Callable[[], Any], tuple[int, int], guards.Guard] = _NO_VIEWS
 
     def __call__(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """The views of both."""
@@ -104,7 +104,7 @@ class LayerViews:
 
     def kept(self, first: Tensor, second: Tensor, *others: Tensor) -> tuple[Tensor, Tensor] | None:
         """The views, if they are kept. Identity tells tensors apart, addresses their memory, and the guard the rest."""
-        views, of_first, of_second, at, guard = self.state
+        views, of_first, of_second, at, guard = self.record
         if first is of_first() and second is of_second() and (first.data_ptr(), second.data_ptr()) == at:
             return views if guard(first, second, *others) else None
         return None
@@ -122,7 +122,7 @@ class LayerViews:
             views = (alias(views[0]), alias(views[1]))
         forget = partial(_forget, weakref.ref(self))
         references = (weakref.ref(first, forget), weakref.ref(second, forget))
-        self.state = (views, *references, (first.data_ptr(), second.data_ptr()), guards.maker()([first, second, *others]))
+        self.record = (views, *references, (first.data_ptr(), second.data_ptr()), guards.maker()([first, second, *others]))
         return views
 
 
@@ -163,8 +163,8 @@ _NO_VIEWS: Any = (None, _nothing, _nothing, (0, 0), _never)
 
 def _forget(owner: "weakref.ref[LayerViews]", source: Any) -> None:
     views = owner()
-    if views is not None and (source is views.state[1] or source is views.state[2]):
-        views.state = _NO_VIEWS
+    if views is not None and (source is views.record[1] or source is views.record[2]):
+        views.record = _NO_VIEWS
 
 
 class StepView:

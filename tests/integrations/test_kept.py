@@ -33,7 +33,7 @@ class Layer:
 
     def check(self) -> bool:
         """The views are right; returns whether they are kept ones."""
-        last = self.views.state[0]
+        last = self.views.record[0]
         with torch.inference_mode():
             found = self.views(self.pages, self.weight)
         for view, source in zip(found, (self.pages.transpose(1, 2), self.weight.squeeze(1)), strict=True):

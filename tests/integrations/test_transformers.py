@@ -97,12 +97,17 @@ def test_what_the_host_replaces_between_two_calls_is_noticed(small: PreTrainedMo
         weight.data = original
 
 
+def with_fused_kernels(kind: str = "qwen3_next") -> PreTrainedModel:
+    """Two layers, with head dims for which the fused operators have a kernel."""
+    dims = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    return host.build(kind, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], **dims)
+
+
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
 @pytest.mark.parametrize("length", [1, 3])
 def test_calls_that_are_alike_have_the_hosts_values(kind: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also once they are no longer asked; with a cache that starts anew, and with the filter in another place."""
-    dims = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # for which the operators have a kernel
-    model = host.build(kind, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], **dims)
+    model = with_fused_kernels(kind)
     (linear,) = host.linear_layers(model)
     hidden, name, asked = torch.randn(12, 2, length, 64), host.cache_name(linear), []
     original, refusal = linear.conv1d.weight.data, layer.refusal
@@ -132,8 +137,7 @@ def test_calls_that_are_alike_have_the_hosts_values(kind: str, length: int, monk
 @pytest.mark.parametrize("length", [1, 3])
 def test_index_tensors_of_a_captured_call_stay_with_its_graph(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a capture are not kept for another, nor for an eager call; those of prompts are made anew in each."""
-    dims = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # for which the operators have a kernel
-    small = host.build("qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], **dims)
+    small = with_fused_kernels()
     (linear,) = host.linear_layers(small)
     hidden, cache, stream, is_capturing = torch.randn(2, length, 64), host.dynamic(small), 1, False
     of, seen = again.Form.of, []
@@ -169,8 +173,7 @@ def test_index_tensors_of_a_captured_call_stay_with_its_graph(length: int, monke
 
 def test_a_call_like_those_before_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And whatever is no longer like them is: modes of torch, the cache's flags, boundaries, a mask, keywords, the batch."""
-    dims = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # for which the operators have a kernel
-    small = host.build("qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], **dims)
+    small = with_fused_kernels()
     (linear,) = host.linear_layers(small)
     name, hidden, cache, asked = host.cache_name(linear), torch.randn(1, 1, 64), host.dynamic(small), []
     refusal = layer.refusal

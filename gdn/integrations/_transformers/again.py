@@ -83,7 +83,7 @@ class Again:
             return None
         filters = convolution._parameters
         weight = filters["weight"]
-        views, of_windows, of_weight, (windows_at, weight_at), guard = facts.views.state
+        views, of_windows, of_weight, (windows_at, weight_at), guard = facts.views.record
         if windows is not of_windows() or weight is not of_weight():
             return None
         if windows.data_ptr() != windows_at or weight.data_ptr() != weight_at:
