@@ -1,8 +1,7 @@
 """Index tensors of regular batches. A batch size recurs at every layer and step, so each is made once on a stream.
 
 What is kept belongs to the stream that filled it: a call on another stream makes its own, so that none reads what is not there
-yet. One that is dropped while a kernel still reads it leaves its memory to later work of the same stream. Slots are never
-dropped: there are as many as batch sizes, and every layer asks for them.
+yet. One that is dropped while a kernel still reads it leaves its memory to later work of the same stream.
 """
 
 from typing import Any
@@ -14,23 +13,28 @@ from gdn.runtime.streams import raw_stream
 
 _MOST = 256  # bounds the memory where every prompt has another length
 _made: dict[tuple[Any, ...], Any] = {}
-_slots: dict[tuple[Any, ...], Tensor] = {}
+_rows: dict[tuple[Any, ...], Tensor] = {}
 _INT32, _BOOL = torch.int32, torch.bool
 
 
-def slots(count: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    """0, 1, .. count - 1: the slot of each row of a batch in tensors that hold this batch alone."""
+def rows(count: int, device: torch.device) -> Tensor:
+    """0, 1, .. count - 1 as int32, for the rows of a batch. Never dropped: there are as many as batch sizes."""
     if torch.compiler.is_compiling():
-        return _make("slots", count, 0, device, dtype)  # type: ignore[no-any-return]
+        return _make("slots", count, 0, device, _INT32)  # type: ignore[no-any-return]
     index: Any = device.index
-    key = (count, index, dtype, None if index is None else raw_stream(index))
-    found = _slots.get(key)
+    key = (count, device if index is None else index, None if index is None else raw_stream(index))
+    found = _rows.get(key)
     if found is None:
         if index is not None and torch.cuda.is_current_stream_capturing():
-            return _make("slots", count, 0, device, dtype)  # type: ignore[no-any-return]
+            return _make("slots", count, 0, device, _INT32)  # type: ignore[no-any-return]
         with torch.inference_mode(False):  # it may be used outside of the inference mode that is on now
-            found = _slots[key] = _make("slots", count, 0, device, dtype)
+            found = _rows[key] = _make("slots", count, 0, device, _INT32)
     return found
+
+
+def slots(count: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """0, 1, .. count - 1: the slot of each row in tensors that hold these rows alone."""
+    return _recurring("slots", count, 0, device, dtype)  # type: ignore[no-any-return]
 
 
 def offsets(count: int, length: int, device: torch.device) -> Tensor:

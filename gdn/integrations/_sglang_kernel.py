@@ -166,7 +166,7 @@ def kernel_class(base: type) -> type:
                 return self._host.packed_decode(mixed_qkv, a, b, **given)  # type: ignore[no-any-return]
             q, k, v = _unpacked(mixed_qkv, given["num_v_heads"], head_v_dim)
             # Packed sequences of one token: as rows of their own, the operator would have to make these offsets in every call.
-            offsets = indices.slots(mixed_qkv.shape[0] + 1, mixed_qkv.device)
+            offsets = indices.rows(mixed_qkv.shape[0] + 1, mixed_qkv.device)
             return _recurrent(given["scale"])(  # type: ignore[no-any-return]
                 q, k, v, a[None], b[None], states, offsets, given["cache_indices"],
                 A_log=given["A_log"], dt_bias=given["dt_bias"],

@@ -10,10 +10,10 @@ What a process does for its first call, where the kernel is in the folder:
     search      one look-up in the index; the kernel's sources are read and compared, not parsed
     loading     checksums of the manifest and the libraries, then tvm-ffi opens them next to the DSL's runtime library
 
-The index is believed where gdn, tvm-ffi and CUDA have the versions that it names. Of it those kernels are loaded whose DSL has
-its version too, and whose sources are those they were built from, byte for byte: a machine that lacks one DSL loads the kernels
-of the other. Nothing in it is believed that another user could have written (`cache_folder`). A folder or an entry that is not
-believed is named; GDN_COMPILE says whether the kernel is then compiled.
+The index is believed where gdn and tvm-ffi have the versions that it names. Of it those kernels are loaded whose DSL has its
+version too, those of the CuTe DSL also CUDA, and whose sources are those they were built from, byte for byte: a machine that
+lacks one DSL loads the kernels of the other. Nothing in it is believed that another user could have written (`cache_folder`). A
+folder or an entry that is not believed is named; GDN_COMPILE says whether the kernel is then compiled.
 """
 
 import functools
@@ -29,7 +29,8 @@ from gdn.runtime import cache_folder, packages, source
 
 NAME = "bundle.json"
 FORMAT = 2
-_BACKENDS = {package.distribution: backend for backend, package in packages.DSLS.items()}
+# Versions on which the kernels of one backend alone depend. CUDA is that of the CuTe DSL's runtime library.
+_BACKENDS = {package.distribution: backend for backend, package in packages.DSLS.items()} | {"CUDA": "cute"}
 
 
 class Unusable(Exception):
@@ -69,14 +70,14 @@ class Bundle:
         return known.source_hash if known is not None and known.are_here else None
 
     def place(self, kernel: str, backend: str, module: str) -> Path | None:
-        """Folder of a kernel's entry; None where the index lacks it. ValueError where the entry does not serve.
+        """Folder of a kernel's entry; None where the index lacks it.
 
-        backend, module: of the kernel.
+        backend, module: of the kernel. ValueError where the entry does not serve, Unusable where none of this backend does.
         """
         if kernel not in self.entries:
             return None
         if backend in self.unserved:
-            raise ValueError(self.unserved[backend])
+            raise Unusable(self.unserved[backend])
         if self.source_of(module) is None:
             raise ValueError(f"{self.root / NAME} was built from other sources of {module} than these")
         name, digest = self.entries[kernel]

@@ -206,6 +206,8 @@ def ensure(op: str, backend: str, module: KernelModule, problem: Problem, config
                 missing = cache_folder.distrust(known.root, place)
                 if missing is None and libraries_of(place):
                     return place
+        except bundle.Unusable as unusable:
+            missing = str(unusable)
         except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
             missing = f"broken: {error}"
         if missing is not None:

@@ -177,7 +177,7 @@ class Block:
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stages", [8, 16])
-@pytest.mark.parametrize("num_v_heads", [16, 32, 48, 64])
+@pytest.mark.parametrize("num_v_heads", [16, 32, 48, 64, 80, 96])
 def test_warps_neither_stop_nor_overwrite(num_v_heads: int, stages: int, state_dtype: str) -> None:
     spec = spec_of(num_v_heads, stages, state_dtype)
     assert spec.in_flight == {"float32": 3, "bfloat16": 4}[state_dtype]
@@ -203,6 +203,15 @@ def test_the_simulation_finds_a_wrong_table(name: str, stages: int, arrivals: An
     table = spec.barriers.barriers | {name: Barrier(name, stages, (arrivals,), spec.barriers.barriers[name].waits)}
     spec.barriers = BarrierTable(spec.barriers.warps, list(table.values()))
     with pytest.raises(AssertionError, match=message):
+        for seed in range(8):
+            Block(Simulation(seed), spec, 6).run()
+
+
+@pytest.mark.parametrize("num_v_heads", [16, 48])
+def test_the_simulation_finds_too_many_tiles_on_their_way(num_v_heads: int) -> None:
+    spec = spec_of(num_v_heads, 8)
+    spec.in_flight = 5
+    with pytest.raises(AssertionError):
         for seed in range(8):
             Block(Simulation(seed), spec, 6).run()
 

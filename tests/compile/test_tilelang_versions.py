@@ -68,7 +68,8 @@ def traced(op: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any]
 
 
 @pytest.mark.low_end
-@pytest.mark.parametrize("op", [OPERATORS[0], *(pytest.param(op, marks=pytest.mark.cover) for op in OPERATORS[1:])])
+@pytest.mark.cover
+@pytest.mark.parametrize("op", OPERATORS)
 def test_kernels(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     count, failed = 0, []
     for name, function in traced(op, monkeypatch):

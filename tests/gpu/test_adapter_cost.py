@@ -7,13 +7,21 @@ from tests.hosts import adapter_cost
 
 pytestmark = pytest.mark.gpu
 
-# Paths that take more than they may (docs/integrations.md, "Host time"): Python that checks and passes on what the host gives.
-SLOWER = {"SGLang, packed_decode", "Transformers, decode", "Transformers, prompts"}
+# Paths that take more than they may (docs/integrations.md, "Host time"), and what they and functions of other libraries may take
+# at most, in us: Python takes twice as long on a slow host as on a fast one.
+SLOWER = {"SGLang, packed_decode": 12.0, "Transformers, decode": 12.0, "Transformers, prompts": 18.0}
+MOST_OF_A_FUNCTION = 16.0
 
 
 def test_timing_of_what_adapters_add(device: torch.device) -> None:
     """The table is printed (`-s`). Another process on this core makes all of it slower, and this test worthless."""
     found = list(adapter_cost.measure(device, [], batches=400))
     print(adapter_cost.HEADER, *(one.row() for one in found), sep="\n")
-    missed = [one for one in found if not one.holds]
-    assert {one.path.what for one in missed} <= SLOWER, "\n".join(one.row() for one in missed)
+
+    def may(one: adapter_cost.Added) -> bool:
+        if one.path.is_step:
+            return one.holds or one.us[0] <= SLOWER.get(one.path.what, 0.0)
+        return one.us[0] <= MOST_OF_A_FUNCTION
+
+    missed = [one for one in found if not may(one)]
+    assert not missed, "\n".join(one.row() for one in missed)

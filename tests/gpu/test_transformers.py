@@ -157,6 +157,33 @@ def test_compiled_decode_with_a_static_cache(device: torch.device) -> None:
         torch._dynamo.reset()
 
 
+def test_captured_calls_of_a_layer(device: torch.device) -> None:
+    """Two graphs, of which the second is replayed first: neither uses index tensors that the other makes."""
+    model = build(device, 0)
+    linear = model.model.layers[0].linear_attn
+    name, shape = cache_name(linear), {"device": device, "dtype": torch.bfloat16}
+    prompt, hidden = torch.randn(2, 64, SHAPES["hidden_size"], **shape), torch.randn(8, 2, 1, SHAPES["hidden_size"], **shape)
+    with torch.inference_mode(), enable(model, strict=True):
+
+        def begun() -> Any:
+            cache = static(model, 128)
+            linear(prompt, **{name: cache})
+            for tokens in hidden[:6]:  # after some of them, they are no longer asked
+                linear(tokens, **{name: cache})
+            return cache
+
+        cache = begun()
+        wanted = [linear(hidden[number], **{name: cache}).clone() for number in (7, 6)]
+        cache, captured = begun(), []
+        for number in (6, 7):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured.append((graph, linear(hidden[number], **{name: cache})))
+        for (graph, found), exact in zip(reversed(captured), wanted, strict=True):
+            graph.replay()
+            assert torch.equal(found, exact)
+
+
 def milliseconds(call: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
     """Median time of a call on the device, after two that are not counted; `before` is not timed."""
     times = []

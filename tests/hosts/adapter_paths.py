@@ -169,8 +169,8 @@ def vllm(device: torch.device) -> Iterator[Path]:
                 layer._forward_core_fused_norm_packed(*rows)
 
             layout = "interleaved" if interleaved else "flat"
-            both = "+" in name  # rows and gates of the one operator and of the other, out of one tensor each, and into one
-            yield Path(f"vLLM, {layout}, {name}", step, operators=1 + both, views=6 * both)
+            both = "+" in name  # rows, gates and result of the prompts, out of tensors that the rows of decode begin
+            yield Path(f"vLLM, {layout}, {name}", step, operators=1 + both, views=3 * both)
 
 
 # --- SGLang ---------------------------------------------------------------------------------------------------------------------
@@ -200,8 +200,8 @@ def sglang(device: torch.device) -> Iterator[Path]:
     yield Path("SGLang, decode", literal(kernel.decode, q, k, v, a, b, **weights, **one), views=2)  # a, b
     whole = {name: value for name, value in one.items() if name != "query_start_loc"}
     whole |= {"scale": K**-0.5, "num_v_heads": HV, "head_v_dim": V}
-    # q, k, v out of one tensor, a, b, and the result
-    yield Path("SGLang, packed_decode", literal(kernel.packed_decode, packed, a, b, **weights, **whole), views=6)
+    # q, k, v out of one tensor, in two calls, and a, b
+    yield Path("SGLang, packed_decode", literal(kernel.packed_decode, packed, a, b, **weights, **whole), views=4)
 
     _, prompt_q, prompt_k, prompt_v, _, _ = rows(ROWS * LENGTH)
     prompts = given(ROWS * LENGTH)

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 from gdn.integrations import Handle, _calls, _hosts, _kept, _records, installed
-from gdn.integrations._transformers import cached, functions, layer
+from gdn.integrations._transformers import again, cached, functions, layer
 from gdn.integrations.transformers import enable, warm_up
 from tests.integrations import transformers_host as host
 from tests.integrations.transformers_host import assert_close, on, prompts, reasons, run, served
@@ -129,6 +129,44 @@ def test_calls_that_are_alike_have_the_hosts_values(kind: str, length: int, monk
     assert_close(ours.conv_states[0][..., 1:], states.conv_states[0][..., 1:])
 
 
+@pytest.mark.parametrize("length", [1, 3])
+def test_index_tensors_of_a_captured_call_stay_with_its_graph(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a capture are not kept for another, nor for an eager call; those of prompts are made anew in each."""
+    dims = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # for which the operators have a kernel
+    small = host.build("qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], **dims)
+    (linear,) = host.linear_layers(small)
+    hidden, cache, stream, is_capturing = torch.randn(2, length, 64), host.dynamic(small), 1, False
+    of, seen = again.Form.of, []
+
+    def looked_at(*given: Any) -> Any:
+        """As on a GPU: the form has a stream."""
+        form = of(*given)
+        seen.append(form._replace(gpu=0, stream=stream))
+        return seen[-1]
+
+    monkeypatch.setattr(again.Form, "of", staticmethod(looked_at))
+    monkeypatch.setattr(again, "raw_stream", lambda gpu: stream)
+    monkeypatch.setattr(again, "is_current_stream_capturing", lambda: is_capturing)
+
+    def call() -> int:
+        """How many forms are made."""
+        before = len(seen)
+        with torch.inference_mode():
+            linear(hidden, **{host.cache_name(linear): cache})
+        return len(seen) - before
+
+    with on_layers(small):
+        for _ in range(6):
+            call()
+        assert call() == 0  # of this stream
+        is_capturing = True
+        assert call() == (0 if length == 1 else 1)  # of decode they are kept for ever
+        stream = 2
+        assert (call(), call()) == (1, 1)  # of another graph each
+        is_capturing = False
+        assert (call(), call()) == (1, 0)
+
+
 def test_a_call_like_those_before_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And whatever is no longer like them is: modes of torch, the cache's flags, boundaries, a mask, keywords, the batch."""
     dims = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # for which the operators have a kernel
@@ -156,6 +194,15 @@ def test_a_call_like_those_before_is_not_asked_again(monkeypatch: pytest.MonkeyP
         with contextlib.suppress(RuntimeError):  # of the host
             why(torch.randn(2, 1, 64))
         assert asked == ["the cache's windows have another shape"]
+        for part in (linear.conv1d, linear.norm):
+            part._hf_hook = None
+            assert why() == "weights of the layer are loaded by a hook (offloading)"
+            del part._hf_hook
+        cache.layers[0].is_recurrent_states_initialized[0] = False
+        assert why() is None  # the host makes them
+        for _ in range(6):
+            why()
+        assert why() == "not asked"
         cache.layers[0].record_past = True
         assert why() == "the cache records past inputs"
         cache.layers[0].record_past = False

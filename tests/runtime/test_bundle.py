@@ -151,9 +151,12 @@ def test_a_folder_that_cannot_be_searched(
         run(problem)
 
 
-def test_a_dsl_that_the_kernel_does_not_need(folder: Path, problem: FakeProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["another's other DSL", "another's other CUDA"])
+def test_a_dsl_that_the_kernel_does_not_need(
+    folder: Path, problem: FakeProblem, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:  # fmt: skip
     """A folder serves where the other DSL is missing, or another version; the next build starts it anew."""
-    damage(folder, "another's other DSL")
+    damage(folder, kind)
     mode(monkeypatch, "off")
     assert run(problem) == 32 and compilations(problem) == 0
     own = compiled.bundle_versions()
@@ -222,8 +225,10 @@ def damage(folder: Path, kind: str) -> None:
         index(folder, versions=versions(tilelang="0.0.1"))
     elif kind == "another's other DSL":
         index(folder, versions=versions(nvidia_cutlass_dsl="not installed"))
-    elif kind == "other CUDA":
+    elif kind == "another's other CUDA":
         index(folder, versions=versions(CUDA="11"))
+    elif kind == "other tvm-ffi":
+        index(folder, versions=versions(apache_tvm_ffi="0.0.1"))
     elif kind == "other sources":
         known = json.loads(path.read_text())["sources"][fake_kernel.__name__]
         index(folder, sources={fake_kernel.__name__: {**known, "content": "0" * 64}})
@@ -245,7 +250,7 @@ DAMAGES = {
     "other format": r"bundle\.json is not a whole index of format 2, but of format 0",
     "other gdn": r"built with gdn 0\.0\.1, here is",
     "other DSL": r"built with tilelang 0\.0\.1, here is",
-    "other CUDA": r"built with CUDA 11, here is",
+    "other tvm-ffi": r"built with apache-tvm-ffi 0\.0\.1, here is",
     "other sources": r"built from other sources of tests\.runtime\.fake_kernel",
     "writable by others": r"may be written by its group or others",
     "entry writable by the group": r"may be written by its group or others",

@@ -222,7 +222,7 @@ def test_a_build_goes_on_where_another_one_stopped(tmp_path: Path) -> None:
     found = bundle.find(folder, compiled.bundle_versions())
     assert found is not None
     for kernel in wanted + more:
-        place = found.place(kernel.key, kernel.module)
+        place = found.place(kernel.key, kernel.backend, kernel.module)
         assert place is not None and compiled.is_whole(place)
 
 

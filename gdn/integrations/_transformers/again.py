@@ -41,7 +41,7 @@ class Form(NamedTuple):
         stream = None if device.index is None else raw_stream(device.index)
         if not (facts.fuses_steps if is_decode else facts.fuses_prompts) or not hidden_states.is_contiguous():
             return Form(guard, has_previous, device.index, stream)
-        recurring = indices.slots(batch, device) if is_decode else indices.prompts(batch, length, has_previous, device)
+        recurring = indices.rows(batch, device) if is_decode else indices.prompts(batch, length, has_previous, device)
         return Form(
             guard, has_previous, device.index, stream, (batch * length, hidden), (hidden, 1), (batch, length, -1), is_decode,
             recurring,
@@ -51,8 +51,7 @@ class Form(NamedTuple):
 class Again:
     """Of one layer: `layer.step` of a call without packed sequences and without a mask that is like one that was served.
 
-    Everything that the refusal reads is compared: of tensors the forms, and the rest once more. A layer whose weights are loaded
-    by a hook has others than those that were kept.
+    Everything that the refusal reads is compared: the forms of tensors, and the rest once more.
     """
 
     __slots__ = ("_boundaries", "_calls", "_facts", "_form")
@@ -62,8 +61,8 @@ class Again:
         self._form = Form(None, False, None, None)
 
     def __call__(self, layer: Any, hidden_states: Tensor, cache: Any) -> Tensor | None:
-        """The result; None for a call that is unlike, of which nothing has been done. One function, since each further one takes
-        as long as two of the comparisons."""
+        """The result; None if the call differs, and then nothing was done. One function, since each further one takes as long as
+        two of the comparisons."""
         facts, calls = self._facts, self._calls
         if cache is None or not calls.active or self._boundaries.current is not None:
             return None
@@ -72,29 +71,37 @@ class Again:
         try:
             made = cache.layers[facts.layer_idx]
             windows, pool, has_previous = made.conv_states[0], made.recurrent_states[0], made.has_previous_state[0]
-            if made.record_past:
+            if not made.is_conv_states_initialized[0] or not made.is_recurrent_states_initialized[0] or made.record_past:
+                return None
+            if pool.data_ptr() & UNALIGNED:
                 return None
         except (AttributeError, IndexError):  # a layer of another kind, or none
             return None
         parts = layer._modules  # a lookup through nn.Module takes several times as long
-        filters = parts["conv1d"]._parameters
+        convolution, norm = parts["conv1d"], parts["norm"]
+        if "_hf_hook" in convolution.__dict__ or "_hf_hook" in norm.__dict__:
+            return None
+        filters = convolution._parameters
         weight = filters["weight"]
         views, of_windows, of_weight, (windows_at, weight_at), guard = facts.views.state
         if windows is not of_windows() or weight is not of_weight():
             return None
-        if windows.data_ptr() != windows_at or weight.data_ptr() != weight_at or pool.data_ptr() & UNALIGNED:
+        if windows.data_ptr() != windows_at or weight.data_ptr() != weight_at:
             return None
         if not guard(windows, weight, hidden_states, pool):
             return None
         form = self._form
         gpu = form.gpu
         is_here = form.guard is guard and form.has_previous is has_previous
-        # Its index tensors are those of a stream. While a graph is captured only slots are: they are never dropped.
+        # Its index tensors are those of a stream. While a graph is captured only those of decode serve: they are never dropped.
+        # What a capture makes belongs to the graph, and is not kept.
         if is_here and gpu is not None:
             is_here = form.stream == raw_stream(gpu) and (form.is_decode or not is_current_stream_capturing())
         if not is_here:
-            form = self._form = Form.of(facts, guard, hidden_states, has_previous)
-        # Without an argument it tells of CUDA, in a fifth of the time that the name of a device takes.
+            form = Form.of(facts, guard, hidden_states, has_previous)
+            if form.gpu is None or not is_current_stream_capturing():
+                self._form = form
+        # Without an argument it reports CUDA's state, in a fifth of the time that the name of a device takes.
         if form.rows is None or (is_autocast_enabled("cpu") if form.gpu is None else is_autocast_enabled()):
             return None
 
@@ -106,7 +113,7 @@ class Again:
             qkv, z = parts["in_proj_qkv"](tokens), parts["in_proj_z"](tokens).view(-1, *facts.heads)
             b, a = parts["in_proj_b"](tokens), parts["in_proj_a"](tokens)
         windows, weight = views
-        own, gain, bias = layer._parameters, parts["norm"]._parameters["weight"], filters["bias"]
+        own, gain, bias = layer._parameters, norm._parameters["weight"], filters["bias"]
         A_log, dt_bias, recurring = own["A_log"], own["dt_bias"], form.recurring
         if form.is_decode:
             core = facts.decode(qkv, z, b, a, windows, weight, A_log, dt_bias, gain, pool, recurring, bias)

@@ -182,7 +182,7 @@ def step(
         windows, weight = facts.shapes.operand(windows), _matrix(convolution["weight"])
     is_decode = length == 1 and has_previous
     if is_decode:
-        slots, boundaries, flags = indices.slots(count, device), None, None
+        slots, boundaries, flags = indices.rows(count, device), None, None
     elif offsets is None:
         slots, boundaries, flags = indices.prompts(batch, length, has_previous, device)
     else:

@@ -2,8 +2,8 @@
 is room.
 
 An item's stages become free long before its entries, so neither warp waits for the other; only at the start does the warp of the
-states wait, until the first entries have been asked for. Else these would come after all of its states. A barrier counts what has
-been copied, and the counts of an item are loaded while the one before it is copied.
+states wait, until the first entries have been asked for. Otherwise they would come after all of its states. A barrier counts what
+has been copied, and the counts of an item are loaded while the one before it is copied.
 
 Of states only so many bytes are on their way at once as keep the memory busy (`Sizes.in_flight`). More of them would only stand
 in front of the small pieces that the other warps wait for.

@@ -14,7 +14,7 @@ ITEM_WORDS = 9  # what an item's numbers take in shared memory
 _MOST_LIVE = 32  # entries, one a lane
 _SPARE_BYTES = 1024  # barriers, alignment
 # Tiles of a state that a block has on their way at once: 48 KiB of float32, 32 KiB of 16 bits (measured, LAB-NOTES.md). Four at
-# most: with one value head a key head a stage is asked for again after four.
+# most: with an odd number of value heads a key head and 8 stages a stage is asked for again after four tiles.
 _IN_FLIGHT = {4: 3, 2: 4}
 _SHARED_BYTES = 232448  # that a block may have on every device of this architecture
 
