@@ -60,7 +60,7 @@ def weigh(
     """Weights of all entries and of the batch's tokens into shared memory, q . q of the tokens next to them; rDecays = D_i.
 
     before: number of entries before the batch. tokens: address of q of the first token, k behind it; bytes from token to token;
-    address of q . q.
+    address of q . q, None where nobody asks for it.
     """
     rows, pitch, norms = tokens
     lane, part, warp = thread % _WARP, thread % TEAM, thread // _WARP
@@ -87,19 +87,20 @@ def weigh(
             exponent += cutlass.select_((new < m) & (m <= index // 2), rG[m], Float32(0.0))
         if part < 2 * batch:
             ptx.store_one(entries.weights + (entry * (2 * batch) + index) * 4, cute.math.exp(exponent) * value)
-    if warp == 0:
-        token = cutlass.min(lane // TEAM, batch - 1)
-        square = Float32(0.0)
-        for c in cutlass.range_constexpr(ring.passes_of_team):
-            unit = c * TEAM + part
-            if cutlass.const_expr(ring.key_units % TEAM == 0) or unit < ring.key_units:
-                four = ptx.load_four(rows + token * pitch + unit * 16)
-                for e in cutlass.range_constexpr(4):
-                    square += four[e] * four[e]
-        for bit in cutlass.range_constexpr(3):
-            square += cute.arch.shuffle_sync_bfly(square, offset=1 << bit)
-        if part == 0:
-            ptx.store_one(norms + token * 4, square)
+    if cutlass.const_expr(norms is not None):
+        if warp == 0:
+            token = cutlass.min(lane // TEAM, batch - 1)
+            square = Float32(0.0)
+            for c in cutlass.range_constexpr(ring.passes_of_team):
+                unit = c * TEAM + part
+                if cutlass.const_expr(ring.key_units % TEAM == 0) or unit < ring.key_units:
+                    four = ptx.load_four(rows + token * pitch + unit * 16)
+                    for e in cutlass.range_constexpr(4):
+                        square += four[e] * four[e]
+            for bit in cutlass.range_constexpr(3):
+                square += cute.arch.shuffle_sync_bfly(square, offset=1 << bit)
+            if part == 0:
+                ptx.store_one(norms + token * 4, square)
 
 
 @cute.jit

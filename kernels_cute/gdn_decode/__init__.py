@@ -98,8 +98,7 @@ _RING_NOISY_DRAFTS_K_FIRST = ((128, 8, 4, 256), (64, 8, 4, 256), (128, 16, 4, 25
 
 def _ring_tiles(problem: GdnDecodeProblem) -> tuple[tuple[int, ...], ...]:
     if not problem.has_accepted:
-        has_more = problem.width < 4 or problem.index_dtype != "int32" or problem.has_rounding
-        return _RING_ONE_K_FIRST if has_more and not problem.state_v_first else _RING_ONE
+        return _RING_ONE if problem.state_v_first else _RING_ONE_K_FIRST
     if problem.state_v_first:
         return _RING_DRAFTS if problem.head_k_dim <= 128 else _RING_WIDE_DRAFTS
     return _RING_NOISY_DRAFTS_K_FIRST if problem.has_rounding else _RING_DRAFTS_K_FIRST

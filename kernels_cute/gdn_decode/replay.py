@@ -9,9 +9,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
-from kernels_cute.common import ptx, ring
+from kernels_cute.common import ptx, ring, ring_batch
 from kernels_cute.common.delta_rule import HeadGate, Work, log_decay, make_work, row_factors, store_out
-from kernels_cute.common.ring import Live
+from kernels_cute.common.ring import Entries, Live
 from kernels_cute.common.staged_state import fill_state
 from kernels_cute.common.state_sums import Exchange, add_up
 from kernels_cute.common.state_tile import store_state
@@ -52,12 +52,7 @@ def run_token(
             cute.arch.cluster_arrive_relaxed()
 
     live = ring.live_entries(spec.ring, entries, positions, params.fold_phase)
-    rQ = cute.make_rmem_tensor(4 * spec.ring.key_passes, Float32)
-    rK = cute.make_rmem_tensor(4 * spec.ring.key_passes, Float32)
-    lane = block.thread % 32
-    ring.lane_values(spec.ring, shared.tokens, lane, rQ)
-    ring.lane_values(spec.ring, shared.tokens + 4 * tile.head_k_dim, lane, rK)
-    alpha = ring.weigh(spec.ring, entries, live, newest, None, (rQ, rK), block.thread)
+    alpha = weigh(spec, entries, live, newest, block.thread, shared)
     own_decay = ptx.load_one(entries.decays + newest * 4)
     beta = ptx.load_one(shared.tokens + 4 * spec.gates_at + 4)
     cute.arch.sync_threads()  # all weights are there
@@ -106,6 +101,21 @@ def run_token(
     store_out(tile, params.out, sequence.begin + step, place, cutlass.select_(live.is_valid, value, Float32(0.0)))
     if step + 1 == sequence.count:
         store_folded(spec, params, block, sequence, live, registers, shared)
+
+
+@cute.jit
+def weigh(spec: Spec, entries: Entries, live: Live, newest: Int32, thread: Int32, shared: Shared):
+    """Weights of the entries before the token, to shared memory; returns D."""
+    if cutlass.const_expr(spec.stages_state):  # registers that the state has later are free for several entries of a warp at once
+        rDecay = cute.make_rmem_tensor(1, Float32)
+        ring_batch.weigh(spec.ring, entries, live, newest, 1, (shared.tokens, 0, None), thread, rDecay)
+        return rDecay[0]
+    lane, k_row = thread % 32, shared.tokens + 4 * spec.tile.head_k_dim
+    rQ = cute.make_rmem_tensor(4 * spec.ring.key_passes, Float32)
+    rK = cute.make_rmem_tensor(4 * spec.ring.key_passes, Float32)
+    ring.lane_values(spec.ring, shared.tokens, lane, rQ)
+    ring.lane_values(spec.ring, k_row, lane, rK)
+    return ring.weigh(spec.ring, entries, live, newest, None, (rQ, rK), thread)
 
 
 @cute.jit

@@ -48,12 +48,15 @@ class Block:
         self.stages = [Buffer(f"stage {stage}") for stage in range(spec.stages)]
         self.entries = [Buffer(f"entries {buffer}") for buffer in range(spec.buffers)]
         self.decays = [[Buffer(f"log decays {buffer} of lane {lane}") for lane in range(32)] for buffer in range(spec.buffers)]
-        self.ready, self.done = ([Mbarrier(spec.barriers, name) for _ in range(2)] for name in ("ready", "done"))
+        self.tokens_full, self.weights_full, self.done = (
+            [Mbarrier(spec.barriers, name) for _ in range(2)] for name in ("tokens_full", "weights_full", "done")
+        )
         # What each warp that prepares writes of an item: after the convolution, and after the barrier behind it.
         self.tokens, self.weights = (
             [[Buffer(f"{name} {buffer} of warp {warp}") for warp in range(PREPARE_WARPS)] for buffer in range(2)]
             for name in ("tokens", "weights")
         )
+        self.numbers = [Buffer(f"numbers {buffer}") for buffer in range(2)]
         self.squares = [[Buffer(f"squares {buffer} of warp {warp}") for warp in range(WARPS)] for buffer in range(2)]
         self.all, self.heads = meeting(PREPARE, PREPARE_WARPS), [meeting(MATH, TILES_OF_HEAD) for _ in range(2)]
         # A named barrier at which the entries' warp only arrives: once, when the first entries have been asked for.
@@ -110,24 +113,29 @@ class Block:
             self.tokens[own][warp].write(item)
             yield self.sim.some_time(0.3)
             yield self.entries_full[buffer], PREPARE, item // spec.buffers % 2
+            if warp == 0:
+                self.numbers[own].write(item)
+            self.tokens_full[own].arrive(PREPARE)
             yield from self.meet("all", PREPARE, warp)
             for read in (*self.tokens[own], self.entries[buffer], *self.decays[buffer]):
                 yield from self.sim.read(read, item, 0.02)
             self.weights[own][warp].write(item)
-            self.ready[own].arrive(PREPARE)
+            self.weights_full[own].arrive(PREPARE)
         own = self.items % 2
         yield self.done[own], PREPARE, self.items // 2 % 2 ^ 1
-        self.weights[own][warp].write(END)
-        self.ready[own].arrive(PREPARE)
+        if warp == 0:
+            self.numbers[own].write(END)
+        self.tokens_full[own].arrive(PREPARE)
 
     def math_warp(self, warp: int) -> Role:
         spec, item = self.spec, 0
         while True:
             buffer, own = item % spec.buffers, item % 2
-            yield self.ready[own], MATH, item // 2 % 2
-            if self.weights[own][0].content == END:
+            yield self.tokens_full[own], MATH, item // 2 % 2
+            if self.numbers[own].content == END:
                 assert item == self.items
                 return
+            yield from self.sim.read(self.numbers[own], item, 0.02)
             yield self.entries_full[buffer], MATH, item // spec.buffers % 2
             for turn, tile in enumerate(range(warp, spec.item_tiles, WARPS)):
                 yield from self.tile(warp, item, turn, tile)
@@ -142,10 +150,13 @@ class Block:
     def tile(self, warp: int, item: int, turn: int, tile: int) -> Role:
         spec = self.spec
         stage, parity = specs.stage_of(spec, item, warp, turn)
+        for read in self.tokens[item % 2]:
+            yield from self.sim.read(read, item, 0.02)
         yield self.full[stage], MATH, parity
         yield from self.sim.read(self.stages[stage], (item, tile), 1.0)
         self.free[stage].arrive(MATH)
         own, buffer = item % 2, item % spec.buffers
+        yield self.weights_full[own], MATH, item // 2 % 2
         for read in (*self.weights[own], self.entries[buffer], *self.decays[buffer], *self.tokens[own]):
             yield from self.sim.read(read, item, 0.05)
         if tile + WARPS >= spec.item_tiles:
@@ -180,8 +191,10 @@ def test_warps_neither_stop_nor_overwrite(num_v_heads: int, stages: int, state_d
         ("state_free", 8, Arrivals(MATH, "warp"), "deadlock"),
         ("entries_full", 2, Arrivals(ENTRIES, "role"), "arrivals"),
         ("entries_free", 2, Arrivals(MATH, "role"), "arrivals|still read|holds"),
-        ("ready", 2, Arrivals(PREPARE, "thread"), "deadlock"),
-        ("ready", 2, Arrivals(PREPARE, "role"), "arrivals|holds"),
+        ("tokens_full", 2, Arrivals(PREPARE, "thread"), "deadlock"),
+        ("tokens_full", 2, Arrivals(PREPARE, "role"), "arrivals|holds|still read"),
+        ("weights_full", 2, Arrivals(PREPARE, "thread"), "deadlock"),
+        ("weights_full", 2, Arrivals(PREPARE, "role"), "arrivals|holds"),
         ("done", 2, Arrivals(MATH, "role"), "deadlock|still read|holds"),
     ],
 )

@@ -82,6 +82,7 @@ def run_tile(
     if lane == 0:
         cute.arch.mbarrier_arrive(storage.state_free.data_ptr() + stage)
 
+    cute.arch.mbarrier_wait(storage.weights_full.data_ptr() + served % 2, served // 2 % 2)
     rSums = cute.make_rmem_tensor(spec.vectors, Float32)
     add_entries(spec, tile, live, lane, shared, rSums)
     solve(spec, tile, live, lane, shared, (rSums, rU, rO, rK))

@@ -82,7 +82,7 @@ class StreamedDecode:
 
 @cute.jit
 def multiply_warps(spec: Spec, storage, params: GdnDecodeParams):
-    """The block's live items, once they are ready."""
+    """The block's live items."""
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     norm_weight = Float32(0.0)
     if cutlass.const_expr(spec.has_norm):  # of the column that the lane has in each of its tiles
@@ -95,8 +95,8 @@ def multiply_warps(spec: Spec, storage, params: GdnDecodeParams):
 
 @cute.jit
 def is_there(spec: Spec, storage, served: Int32) -> Boolean:
-    """Whether there is a live item of this number, once it is ready."""
-    cute.arch.mbarrier_wait(storage.ready.data_ptr() + served % 2, served // 2 % 2)
+    """Whether there is a live item of this number, once its tokens are there."""
+    cute.arch.mbarrier_wait(storage.tokens_full.data_ptr() + served % 2, served // 2 % 2)
     return key_head_of(shared_of(spec, storage, served)) >= 0
 
 

@@ -47,7 +47,7 @@ def prepare_warps(spec: Spec, storage, params: GdnDecodeParams, total: Int32, th
     wait_for_buffers(storage, served)
     if thread == 0:
         publish_end(shared_of(spec, storage, served))
-    arrive_ready(storage, served, thread)
+    arrive(storage.tokens_full.data_ptr() + served % 2, thread)
     if cutlass.const_expr(spec.has_several_tokens):  # rows beyond the last sequence
         rows = Int32(params.cu_seqlens[params.cu_seqlens.shape[0] - 1])
         for row in cutlass.range(rows + first, params.out.shape[0], step, unroll=1):
@@ -80,12 +80,13 @@ def prepare_item(
     live = live_entries(spec.ring, shared.entries, (item.first, item.committed), params.fold_phase)
     live = live._replace(start=cutlass.min(live.start, live.count))  # of one that turns out to be padding it may be anything
     finish_inputs(spec, params, item, live, thread, registers, shared)
+    if thread == 0:
+        publish(item, live, shared)
+    arrive(storage.tokens_full.data_ptr() + served % 2, thread)  # products with the state begin
     load_next(spec, params, following, thread, rNext, registers)
     cute.arch.barrier(barrier_id=PREPARE_BARRIER, number_of_threads=THREADS)
     weigh(spec, live, thread, params.scale, shared)
-    if thread == 0:
-        publish(item, live, shared)
-    arrive_ready(storage, served, thread)
+    arrive(storage.weights_full.data_ptr() + served % 2, thread)
 
 
 @cute.jit
@@ -95,10 +96,11 @@ def wait_for_buffers(storage, served: Int32):
 
 
 @cute.jit
-def arrive_ready(storage, served: Int32, thread: Int32):
+def arrive(barrier: cute.Pointer, thread: Int32):
+    """A warp has written its part of an item."""
     cute.arch.sync_warp()
     if thread % 32 == 0:
-        cute.arch.mbarrier_arrive(storage.ready.data_ptr() + served % 2)
+        cute.arch.mbarrier_arrive(barrier)
 
 
 @cute.jit

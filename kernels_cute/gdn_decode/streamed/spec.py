@@ -76,7 +76,8 @@ class Spec(Sizes):
                     "entries_full", self.buffers, (Arrivals("entries", "thread", what="with the bytes"),), ("prepare", "math")
                 ),
                 Barrier("entries_free", self.buffers, (Arrivals("math", "warp", what="read"),), ("entries",)),
-                Barrier("ready", 2, (Arrivals("prepare", "warp", what="tokens, weights, numbers are there"),), ("math",)),
+                Barrier("tokens_full", 2, (Arrivals("prepare", "warp", what="tokens and numbers are there"),), ("math",)),
+                Barrier("weights_full", 2, (Arrivals("prepare", "warp", what="weights and factors are there"),), ("math",)),
                 Barrier("done", 2, (Arrivals("math", "warp", what="all of these read"),), ("prepare",)),
             ],
         )
@@ -100,7 +101,8 @@ class Spec(Sizes):
             state_free: cute.struct.MemRange[Int64, stages]
             entries_full: cute.struct.MemRange[Int64, buffers]
             entries_free: cute.struct.MemRange[Int64, buffers]
-            ready: cute.struct.MemRange[Int64, 2]
+            tokens_full: cute.struct.MemRange[Int64, 2]
+            weights_full: cute.struct.MemRange[Int64, 2]
             done: cute.struct.MemRange[Int64, 2]
 
         return Storage
