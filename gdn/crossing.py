@@ -8,28 +8,38 @@ from collections.abc import Sequence
 # Less than 64 always: only the chunk form stores checkpoints, and none lies before the 64th token.
 RECURRENT_TOKENS = 8
 
-# Value heads of a cache, over all of its sequences, from which replay decode is on by itself; with drafts it always is. None:
-# never, as long as no kernel takes a ring.
-REPLAY_HEADS: int | None = None
+# Value heads of a cache, over all of its sequences, from which replay decode is on by itself; with drafts it always is. One token
+# each, 16/32 heads of 128: at 256 value heads a step takes 1.17 (float32 pool) to 1.26 times (bfloat16) as long with a ring as
+# without one (H200, 2026-11-28), at 1024 .71 to .77 times as long (H100, 2026-11-22 and 2026-11-28). Between: not measured.
+REPLAY_HEADS = 1024
+
+# Head dims for which it is on by itself: these have kernels for every number of value heads, drafts and dtype of the states.
+REPLAY_DIMS = (64, 128)
 
 
-def replays(num_value_heads: int, num_sequences: int, num_spec: int) -> bool:
-    """Whether a cache of so many sequences, with so many value heads each, decodes by replay where nothing else is said."""
-    return REPLAY_HEADS is not None and (num_spec > 0 or num_value_heads * num_sequences >= REPLAY_HEADS)
+def replays(num_value_heads: int, head_dims: tuple[int, int], num_sequences: int, num_spec: int) -> bool:
+    """Whether a cache of so many sequences decodes by replay where nothing else is said.
+
+    num_value_heads: of one sequence in a layer. head_dims: of keys and of values.
+    """
+    is_large = num_spec > 0 or num_value_heads * num_sequences >= REPLAY_HEADS
+    return is_large and set(head_dims) <= set(REPLAY_DIMS)
 
 
 def replay_rule(switch: str) -> str:
     """What a value of ``GDN_REPLAY`` means for caches of which nothing else is said, in words."""
     if switch != "auto":
         return f"GDN_REPLAY={switch}: {'on' if switch == '1' else 'off'} in every cache"
-    if REPLAY_HEADS is None:
-        return "GDN_REPLAY=auto: off, since no size is known from which it is faster"
-    return f"GDN_REPLAY=auto: on with drafts, and in caches of {REPLAY_HEADS} value heads or more over all their sequences"
+    dims = " or ".join(map(str, REPLAY_DIMS))
+    return (
+        f"GDN_REPLAY=auto: on with drafts, and in caches of {REPLAY_HEADS} value heads or more over all their sequences; "
+        f"off for head dims other than {dims}"
+    )
 
 
-def replay_forms(num_value_heads: int, num_spec: int) -> tuple[bool, ...]:
+def replay_forms(num_value_heads: int, head_dims: tuple[int, int], num_spec: int) -> tuple[bool, ...]:
     """The outcomes of `replays` for caches of any number of sequences."""
-    return tuple(sorted({replays(num_value_heads, count, num_spec) for count in (1, 2**31)}))
+    return tuple(sorted({replays(num_value_heads, head_dims, count, num_spec) for count in (1, 2**31)}))
 
 
 def recurrent_rows(lengths: Sequence[int]) -> int:

@@ -189,8 +189,9 @@ def _replay(plan: Plan, option: str | None) -> tuple[bool, str]:
     value, given = env.current().replay if option is None else option, "GDN_REPLAY" if option is None else "--replay"
     if value != "auto":
         return value == "1", f"{given}={value}"
-    heads = plan.config.per_rank(plan.tensor_parallel).linear_num_value_heads
-    return replays(heads, len(plan.lengths), plan.drafts), replay_rule("auto").removeprefix("GDN_REPLAY=")
+    config = plan.config.per_rank(plan.tensor_parallel)
+    heads, dims = config.linear_num_value_heads, (config.linear_key_head_dim, config.linear_value_head_dim)
+    return replays(heads, dims, len(plan.lengths), plan.drafts), replay_rule("auto").removeprefix("GDN_REPLAY=")
 
 
 def _mlp(plan: Plan) -> str:

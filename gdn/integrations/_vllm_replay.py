@@ -34,12 +34,13 @@ class ReplayFacts:
 
 def refusal(facts: ReplayFacts) -> str | None:
     """Why a layer keeps a state after every token; None where it replays."""
-    if (reason := unwanted(facts.num_v_heads, facts.num_sequences, facts.num_spec)) is not None:
+    head_dims = facts.head_k_dim, facts.head_v_dim
+    if (reason := unwanted(facts.num_v_heads, head_dims, facts.num_sequences, facts.num_spec)) is not None:
         return reason
     if not facts.has_host:
         return "the host's functions about pages are not the recorded ones"
-    if not fuses_decode(facts.head_k_dim, facts.head_v_dim):
-        return f"the fused step has no kernel for head dims {facts.head_k_dim} and {facts.head_v_dim}"
+    if not fuses_decode(*head_dims):
+        return f"the fused step has no kernel for head dims {head_dims[0]} and {head_dims[1]}"
     if facts.cache_mode not in ("none", "align"):
         return f"the host's cache mode is {facts.cache_mode}"
     if facts.cache_mode == "align" and facts.num_spec:

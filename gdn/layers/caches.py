@@ -122,7 +122,7 @@ class GDNStateCache(_Buffers):
         self._ssm = torch.zeros(layers, num_slots, *heads, dtype=state_dtype, device=device)
         self.num_key_heads, switch = config.linear_num_key_heads, env.current().replay
         if replay is None and switch == "auto":
-            replay = replays(heads[0], max(0, num_rings - null_slot - 1), num_spec)
+            replay = replays(heads[0], (heads[2], heads[1]), max(0, num_rings - null_slot - 1), num_spec)
         self.has_replay = bool(layers) and (switch == "1" if replay is None else replay)
         self._rings: Tensor | None = None
         self.state_tokens: Tensor | None = None
@@ -428,7 +428,8 @@ class HybridCaches:
         self.max_seq_len = config.max_position_embeddings
         if replay is None:
             switch, heads = env.current().replay, config.linear_num_value_heads
-            replay = replays(heads, max_num_sequences, num_spec) if switch == "auto" else switch == "1"
+            dims = config.linear_key_head_dim, config.linear_value_head_dim
+            replay = replays(heads, dims, max_num_sequences, num_spec) if switch == "auto" else switch == "1"
         first = null_slot + 1 + max_num_sequences * (1 if replay else 1 + num_spec)
         placed: dict[str, Any] = {"dtype": dtype, "device": device}
         self.gdn = GDNStateCache(

@@ -119,7 +119,8 @@ def _layers(config: Any, state: str, num_spec: int, replay: str) -> Iterator[Gro
     layer = _of_config(
         config, layout="concatenated", state_dtype=state, num_spec=num_spec, has_offsets=True, checkpoints=(False, True)
     )
-    forms = {"0": (False,), "1": (True,)}.get(replay) or replay_forms(config.linear_num_value_heads, num_spec)
+    dims = layer.head_k_dim, layer.head_v_dim
+    forms = {"0": (False,), "1": (True,)}.get(replay) or replay_forms(layer.num_v_heads, dims, num_spec)
     for has_replay in forms:
         yield from _steps_of_layers(dataclasses.replace(layer, replay=has_replay), config.num_linear_layers)
     if layer.head_k_dim == layer.head_v_dim <= 128 and layer.head_k_dim % 8 == 0:
@@ -148,7 +149,7 @@ def _vllm(config: Any, state: str, num_spec: int, replay: str) -> Iterator[Group
             channels_contiguous=channels_contiguous, checkpoints=(False, True),
         )  # fmt: skip
         yield from gdn_layer.problems(layer)
-        if vllm_replay.is_reached(replay):
+        if vllm_replay.is_reached(replay, layer):
             yield from vllm_replay.groups(layer)
 
 

@@ -15,6 +15,7 @@ v_per_thread columns of V. Every block of it computes q and k again (4 KiB of it
 passes between blocks, and the window of q and k is written when all of them have read it.
 """
 
+from dataclasses import replace
 from itertools import product
 
 from gdn.device import H100, DeviceSpec
@@ -56,6 +57,9 @@ def refusal(problem: GdnDecodeProblem) -> str | None:
     if (reason := unserved(allowed | {FLOAT_DTYPES: others})) is not None:
         return reason
     if not _space(problem, H100):
+        if problem.ring_rows is not None and _space(replace(problem, ring_rows=2, fold_every=1), H100):
+            most = H100.shared_bytes_per_block
+            return f"requires a ring of which a head fits in {most} bytes of shared memory, got {problem.ring_rows} rows"
         heads = f"H={problem.num_k_heads}, HV={problem.num_v_heads}"
         return f"requires value heads of a key head that {_MOST_BLOCKS} blocks can share, got {heads}, K={k}, V={v}"
     return None
@@ -86,10 +90,11 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
 _BATCH = 4  # the most tokens with a ring that are computed at once
 
 # Tiles with a ring that do not spill: threads, threads a column, columns a thread, threads an SM.
-# Of one token; K first with narrow windows, wide slots or noise; of drafts V first, which are computed several at once, and of
-# these with wide keys; of drafts K first; of these with noise.
+# Of one token; the same K first, and of these with narrow windows, wide slots or noise; of drafts V first, which are computed
+# several at once, and of these with wide keys; of drafts K first; of these with noise.
 _RING_ONE = ((128, 8, 4, 512), (64, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512))
-_RING_ONE_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 512), (128, 16, 4, 384), (256, 8, 4, 256))
+_RING_ONE_K_FIRST = ((128, 8, 4, 512), (64, 8, 4, 512), (128, 16, 4, 512), (256, 8, 4, 256))
+_RING_MORE_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 512), (128, 16, 4, 384), (256, 8, 4, 256))
 _RING_DRAFTS = ((128, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512), (64, 16, 4, 256))
 _RING_WIDE_DRAFTS = ((128, 16, 4, 384), (128, 8, 4, 256), (256, 8, 4, 256))
 _RING_DRAFTS_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 384), (128, 16, 4, 256))
@@ -98,7 +103,10 @@ _RING_NOISY_DRAFTS_K_FIRST = ((128, 8, 4, 256), (64, 8, 4, 256), (128, 16, 4, 25
 
 def _ring_tiles(problem: GdnDecodeProblem) -> tuple[tuple[int, ...], ...]:
     if not problem.has_accepted:
-        return _RING_ONE if problem.state_v_first else _RING_ONE_K_FIRST
+        if problem.state_v_first:
+            return _RING_ONE
+        has_more = problem.width < 4 or problem.index_dtype != "int32" or problem.has_rounding
+        return _RING_MORE_K_FIRST if has_more else _RING_ONE_K_FIRST
     if problem.state_v_first:
         return _RING_DRAFTS if problem.head_k_dim <= 128 else _RING_WIDE_DRAFTS
     return _RING_NOISY_DRAFTS_K_FIRST if problem.has_rounding else _RING_DRAFTS_K_FIRST

@@ -9,7 +9,7 @@ of V of one state head in registers, as the decode kernels do; blocks stay and t
 layers costs nothing where rings are empty.
 """
 
-from gdn.device import DeviceSpec
+from gdn.device import H100, DeviceSpec
 from gdn.problems import FoldStatesProblem
 from gdn.recurrent_tiles import TUNED_WITHIN, Tiles, k_vector
 from kernels_cute.common import choice
@@ -29,7 +29,12 @@ def refusal(problem: FoldStatesProblem) -> str | None:
     k, v = problem.head_k_dim, problem.head_v_dim
     if k % 4 or v % 4 or not 4 <= k <= 256 or not 4 <= v <= 256:
         return f"requires head dims that are multiples of 4 up to 256, got K={k}, V={v}"
-    return unserved({("float32", "bfloat16"): {"ssm_state": problem.state_dtype}})
+    if (reason := unserved({("float32", "bfloat16"): {"ssm_state": problem.state_dtype}})) is not None:
+        return reason
+    if not configs(problem, H100):
+        most = H100.shared_bytes_per_block
+        return f"requires a ring of which a head fits in {most} bytes of shared memory, got {problem.ring_rows} rows"
+    return None
 
 
 def _entries(problem: FoldStatesProblem, lanes: int) -> int:
@@ -43,7 +48,15 @@ def fits(problem: FoldStatesProblem, config: Config, device: DeviceSpec) -> bool
     shape = (config.threads, config.threads_per_column, config.v_per_thread)
     if shape not in _SHAPES or config.min_threads_per_sm != _MIN_THREADS_PER_SM:
         return False
+    if _shared_bytes(problem, config) > device.shared_bytes_per_block:
+        return False
     return _entries(problem, config.threads_per_column) * config.v_per_thread <= _MAX_STATE_REGISTERS
+
+
+def _shared_bytes(problem: FoldStatesProblem, config: Config) -> int:
+    """Of a block, at most: keys, updates, weights and decays of all entries, the list of sequences, counts of warps."""
+    entries = problem.ring_rows * (problem.head_k_dim + config.block_v + 3) + 8
+    return 4 * (entries + 4 * config.threads + config.threads // 32 + 8)
 
 
 def configs(problem: FoldStatesProblem, device: DeviceSpec) -> list[Config]:

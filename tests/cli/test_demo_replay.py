@@ -66,8 +66,8 @@ def test_the_command_says_whether_and_why(monkeypatch: pytest.MonkeyPatch, switc
         switch(GDN_REPLAY=value)
         result = CliRunner().invoke(app.app, ["demo", "--model", "tiny", "--device", "cpu", *options], env={"COLUMNS": "200"})
         texts.append(" ".join(result.output.split()))
-    assert [(plan.replay, plan.batch) for plan in plans] == [(False, 0), (True, 0), (False, 0), (False, 4)]
-    assert "replay decode: off (auto: off, since no size is known" in texts[0] and texts[0] == texts[3]
+    assert [(plan.replay, plan.batch) for plan in plans] == [(True, 0), (True, 0), (False, 0), (True, 4)]
+    assert "replay decode: on (auto: on with drafts, and in caches of " in texts[0] and texts[0] == texts[3]
     assert "replay decode: on (GDN_REPLAY=1)" in texts[1] and "replay decode: off (--replay=0)" in texts[2]
     refused = CliRunner().invoke(app.app, ["demo", "--replay", "yes"])
     assert refused.exit_code == 2 and "expected auto, 0 or 1, got 'yes'" in refused.output

@@ -213,12 +213,12 @@ def test_why_a_layer_does_not_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(FACTS) == "GDN_REPLAY=0"
     monkeypatch.setenv("GDN_REPLAY", "auto")
     env.reload()
-    monkeypatch.setattr(crossing, "REPLAY_HEADS", None)
-    assert refusal(FACTS) == "GDN_REPLAY=auto keeps it off until its crossing is measured"
     monkeypatch.setattr(crossing, "REPLAY_HEADS", 128)
     assert refusal(FACTS) is None and refusal(replace(FACTS, num_sequences=1, num_spec=1)) is None
     few = "GDN_REPLAY=auto wants 128 value heads over all sequences or drafts, here are 124"
     assert refusal(replace(FACTS, num_sequences=31)) == few
+    other = "GDN_REPLAY=auto wants head dims of 64 or 128, here are 96 and 128"
+    assert refusal(replace(FACTS, head_k_dim=96, head_v_dim=128)) == other
 
 
 def test_what_a_layer_says_of_itself() -> None:

@@ -166,13 +166,13 @@ def test_which_forms_the_layers_may_take(monkeypatch: pytest.MonkeyPatch) -> Non
         found = served.groups(config, num_spec=num_spec, hosts=("layers",), **options)
         return {getattr(group[0], "ring_rows", None) is not None for group in found if group[0].op == "gdn_decode"}
 
-    assert rings(0) == rings(2) == {False}  # as long as no crossing is known
-    monkeypatch.setattr("gdn.crossing.REPLAY_HEADS", 128)
     assert rings(0) == {False, True} and rings(2) == {True}
     for num_spec in (0, 2):
         assert rings(num_spec, replay="0") == {False} and rings(num_spec, replay="1") == {True}
     with pytest.raises(ValueError, match="replay: expected auto, 0, 1, got 'maybe'"):
         served.groups(config, replay="maybe")
+    monkeypatch.setattr("gdn.crossing.REPLAY_DIMS", (64, 96))
+    assert rings(0) == rings(2) == {False}
 
 
 # --- vLLM ----------------------------------------------------------------------------------------------------------------------
@@ -474,8 +474,7 @@ def test_hosts_have_their_own_forms() -> None:
     config = NAMED["qwen3-next-80b"].per_rank(4)
     of_host = {host: forms([group[0] for group in served.groups(config, hosts=(host,))]) for host in served.HOSTS}
     assert {"gdn_decode", "topk"} <= {op for op, _ in of_host["layers"]} and not of_host["layers"] & of_host["vllm"]
-    folds = {"fold_states"} if vllm_replay.is_reached(env.current().replay) else set()
-    assert {op for op, _ in of_host["vllm"]} == {"gdn_decode", "gdn_prefill"} | folds
+    assert {op for op, _ in of_host["vllm"]} == {"gdn_decode", "gdn_prefill", "fold_states"}
     assert {op for op, _ in of_host["sglang"]} == {"chunk", "conv1d", "conv1d_update", "gdn_decode", "recurrent"}
     assert all("state_dtype=bfloat16" in static for _, static in of_host["vllm"])  # vLLM's own choice for Qwen3-Next
     later = served.groups(NAMED["qwen3.5-35b"], hosts=("vllm",))

@@ -70,14 +70,14 @@ def add_products(spec: Spec, tile: Tile, at: Any, factor: Any, lane: Any, entrie
     left, small = halves(left)
     for span in range(_SPANS):
         fours = [ptx.load_four(key + span * (4 * _SPAN)) for key in keys]
-        for j in range(_RUN):
-            right, right_small = halves([four[j] for four in fours])
-            place = (span * _RUN + j) * 4
-            sums = [rSums[place + n] for n in range(4)]
-            for own, other in ((left, right_small), (small, right), (left, right)):
-                sums = ptx.multiply_tf32(sums, own, *other)
-            for n in range(4):
-                rSums[place + n] = sums[n]
+        rights = [halves([four[j] for four in fours]) for j in range(_RUN)]
+        # The three products of a sum follow one another: those of other sums come between them.
+        for own, size in ((left, 1), (small, 0), (left, 0)):
+            for j in range(_RUN):
+                place = (span * _RUN + j) * 4
+                sums = ptx.multiply_tf32([rSums[place + n] for n in range(4)], own, *rights[j][size])
+                for n in range(4):
+                    rSums[place + n] = sums[n]
 
 
 def store_span(spec: Spec, params: GdnDecodeParams, item: Item, tile: Tile, at: Any, values: Any) -> None:
