@@ -73,7 +73,7 @@ def make_step(
     """A step with random rows, parameters, windows and states."""
     generator, source = torch.Generator(device).manual_seed(0), torch.Generator().manual_seed(0)
     layer = GatedDeltaNet(config, device=device, dtype=dtype)
-    caches = GDNStateCache(config, decodes + 1, dtype=dtype, device=device)
+    caches = GDNStateCache(config, decodes + 1, dtype=dtype, device=device, replay=False)
     projected = torch.empty(decodes + prompt, layer.in_proj.shape[0], device=device, dtype=dtype)
     pools = caches.conv_states[0], caches.ssm_states[0]
     layer.norm_weight.fill_(1.0)

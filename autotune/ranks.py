@@ -137,7 +137,8 @@ def step_us(model: HybridModel, batch: int, context: int, samples: int) -> float
     """Median microseconds of a decode step of `batch` sequences of `context` tokens, the new one included."""
     config, device, dtype = model.config, model.embed_tokens.device, model.embed_tokens.dtype
     blocks = batch * -(-context // BLOCK_SIZE)
-    caches = HybridCaches(config, blocks, BLOCK_SIZE, batch, dtype=dtype, device=device)
+    # Without replay: a step that is repeated has the same positions each time, and would always fold or never.
+    caches = HybridCaches(config, blocks, BLOCK_SIZE, batch, dtype=dtype, device=device, replay=False)
     generator = torch.Generator(device).manual_seed(0)
     fill(caches, generator)
     step = decode_step(config, batch, context, device)
