@@ -68,7 +68,7 @@ def block_barriers(spec: ChunkSpec, is_complete: bool = False) -> BarrierTable:
         Barrier("empty", spec.stages, _one("store", "O read"), ("load",)),
         Barrier("stored", spec.stages, _each_warp("state", "O where V was"), ("store",)),
         Barrier("ready", BUFFERS, both, ("state", "hand_over") if spec.paired else ("state",), _peer(spec)),
-        Barrier("taken", BUFFERS, _each_warp("state", blocks=spec.sharers), ("inverse", "score")),
+        Barrier("tile_released", BUFFERS, _each_warp("state", blocks=spec.sharers), ("inverse", "score")),
         Barrier("gates_full", 2, (Arrivals("gates", "thread"),), ("inverse", "score")),
         Barrier("factors_full", 2, _FACTORS, ("score",)),
         Barrier("gates_free", 2, _each_warp("inverse") + _each_warp("score"), ("gates",)),
@@ -116,8 +116,8 @@ def key_head_barriers(spec: ChunkSpec) -> BarrierTable:
             Barrier("v_empty", spec.value_stages, _one("store", "O read"), ("load",)),
             Barrier("stored", spec.value_stages, _each_warp("state", "O where V was"), ("store",)),
             Barrier("ready", BUFFERS, (Arrivals("maker", "thread"),), ("state", "hand_over"), _peer(spec)),
-            Barrier("m_taken", BUFFERS, _each_warp("state", "M done", heads * spec.sharers), ("maker",)),
-            Barrier("taken", BUFFERS, _each_warp("state", "P done", heads * spec.sharers), ("maker",)),
+            Barrier("m_tile_released", BUFFERS, _each_warp("state", "M done", heads * spec.sharers), ("maker",)),
+            Barrier("tile_released", BUFFERS, _each_warp("state", "P done", heads * spec.sharers), ("maker",)),
             Barrier("gates_full", 2, (Arrivals("gates", "thread"),), ("maker",)),
             Barrier("gates_free", 2, _each_warp("maker"), ("gates",)),
             *records,
@@ -148,7 +148,7 @@ def summary_barriers(spec: ChunkSpec) -> BarrierTable:
             Barrier("k_full", spec.stages, _one("load", "with the bytes of K and V"), ("state", "inverse")),
             Barrier("empty", spec.stages, _each_warp("state", "K and V read"), ("load",)),
             Barrier("ready", BUFFERS, ready, ("state", "hand_over") if spec.paired else ("state",), _peer(spec)),
-            Barrier("taken", BUFFERS, _each_warp("state", blocks=spec.sharers), ("inverse", "vectors")),
+            Barrier("tile_released", BUFFERS, _each_warp("state", blocks=spec.sharers), ("inverse", "vectors")),
             Barrier("gates_full", 2, (Arrivals("gates", "thread"),), ("inverse", "vectors")),
             Barrier("factors_full", 2, _FACTORS, ("vectors",)),
             Barrier("gates_free", 2, _each_warp("inverse") + _each_warp("vectors"), ("gates",)),
@@ -178,6 +178,7 @@ def chain_barriers(spec: ChunkSpec) -> BarrierTable:
 def maker_barriers(form: Any) -> BarrierTable:
     """Barriers of a maker block of the four-SM form; inverse, score and hand_over are those of one set."""
     read = _each_warp("state", "read, of either chain", CHAINS)
+    released = read if form.released_arrivals > 1 else _one("hand_over", "Z and the rest read")
     table = BarrierTable(
         {"inverse": 4, "score": 4, "load": 1, "gates": 1, "hand_over": 1, "state": 4},
         [
@@ -188,13 +189,13 @@ def maker_barriers(form: Any) -> BarrierTable:
             Barrier("m_full", SETS, (Arrivals("inverse", "thread"),), ("score",)),
             Barrier("m_free", SETS, _each_warp("score", "M in registers"), ("inverse",)),
             Barrier("made", SETS, (Arrivals("score", "thread"),), ("hand_over",)),
-            Barrier("taken", SETS, read if form.taken_arrivals > 1 else _one("hand_over", "Z and the rest read"), ("score",)),
+            Barrier("tile_released", SETS, released, ("score",)),
             Barrier("gates_full", SETS * 2, (Arrivals("gates", "thread"),), ("inverse", "score")),
             Barrier("factors_full", SETS * 2, _FACTORS, ("score",)),
             Barrier("gates_free", SETS * 2, _each_warp("inverse") + _each_warp("score"), ("gates",)),
         ],
     )
-    assert table.count("taken") == form.taken_arrivals
+    assert table.count("tile_released") == form.released_arrivals
     return table
 
 

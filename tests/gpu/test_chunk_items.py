@@ -1,4 +1,4 @@
-"""The chunk operator with more work than there is room for at a time: clusters take item after item."""
+"""The chunk operator with more work than there is room for at a time: clusters take one work tile after the other."""
 
 import random
 from dataclasses import replace

@@ -66,7 +66,7 @@ def fold_tiles(spec, storage, at, p_words, stage, group, parity):
     cute.arch.sync_warp()
     if lane == 0:
         cute.arch.mbarrier_arrive(storage.m_free.data_ptr() + group)
-    cute.arch.mbarrier_wait(storage.taken.data_ptr() + group, parity ^ 1)
+    cute.arch.mbarrier_wait(storage.tile_released.data_ptr() + group, parity ^ 1)
     store_tile_rows(spec, at, storage.p.data_ptr().toint() + group * TILE_BYTES, sums)
     for piece in cutlass.range_constexpr(pieces):
         warpgroup.fence()
