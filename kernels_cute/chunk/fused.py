@@ -41,7 +41,7 @@ from cutlass.cute.nvgpu import cpasync
 from gdn.problems import ChunkParams
 from kernels_cute.chunk import scheduler, shape
 from kernels_cute.chunk.arguments import TokenCopies, is_selected_launch, packed_params, token_copies
-from kernels_cute.chunk.barriers import block_barriers
+from kernels_cute.chunk.barriers import block_barriers, block_fields
 from kernels_cute.chunk.operands import set_registers
 from kernels_cute.chunk.rings import chunks_in, prepared_chunks
 from kernels_cute.chunk.roles.copies import copy_warp, hand_over_warp, store_normed_warp, store_warp
@@ -56,7 +56,7 @@ from kernels_cute.chunk.shape import BUFFERS, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.segments import bring_start
 from kernels_cute.chunk.state_memory import prefetch_state
-from kernels_cute.chunk.storage import block_storage
+from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
 
@@ -99,7 +99,7 @@ class FusedChunk:
 def run_block(spec, params, copies, segment, terms=None):
     """The whole of a block; segment: what a block of a split call works on, None = a sequence; terms: of the norm."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    storage = cutlass.utils.SmemAllocator().allocate(block_storage(spec))
+    storage = cutlass.utils.SmemAllocator().allocate(struct_of(block_fields(spec)))
     block, _, _ = cute.arch.block_idx()
     rank = block % 2  # in the pair
     # The warp that copies in makes the barriers: it need not wait for the others to begin.

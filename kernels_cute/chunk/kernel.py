@@ -18,14 +18,16 @@ from typing import Any
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkParams, ChunkProblem, unserved_dtypes
-from kernels_cute.chunk.barriers import block_fields, key_head_fields, shared_bytes, summary_fields
+from kernels_cute.chunk.barriers import block_fields, shared_bytes
 from kernels_cute.chunk.deal import max_scheduled_clusters
 from kernels_cute.chunk.four_sm.shape import DIM, SCALED_PARTS, chain_bytes, maker_bytes, ring_bytes
 from kernels_cute.chunk.key_head import shape as key_head_shape
+from kernels_cute.chunk.key_head.barriers import key_head_fields
 from kernels_cute.chunk.key_head.spec import key_head_spec
 from kernels_cute.chunk.plan import Model, four_sm_clusters
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.chunk.split.barriers import summary_fields
 from kernels_cute.chunk.split.shape import num_slots, summary_bytes, summary_spec
 
 _ENTRIES = ("gdn_cute_chunk", "gdn_cute_chunk_split")  # the second with `split_if_longest_exceeds`

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
 from gdn.problems import ChunkProblem, ChunkSummaryProblem, unserved_dtypes
-from kernels_cute.chunk.barriers import shared_bytes, summary_fields
+from kernels_cute.chunk.barriers import shared_bytes
 from kernels_cute.chunk.shape import STAGES
 from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.chunk.split.barriers import summary_fields
 from kernels_cute.chunk.split.shape import summary_spec
 from kernels_cute.common import choice
 

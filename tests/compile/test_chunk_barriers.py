@@ -10,6 +10,7 @@ from gdn.testing.inputs import chunk_problem
 from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
 
 barriers = pytest.importorskip("kernels_cute.chunk.barriers", reason="needs the CuTe DSL")
+split_barriers = pytest.importorskip("kernels_cute.chunk.split.barriers", reason="needs the CuTe DSL")
 common = pytest.importorskip("kernels_cute.common.barriers", reason="needs the CuTe DSL")
 shape = pytest.importorskip("kernels_cute.chunk.shape", reason="needs the CuTe DSL")
 scheduler = pytest.importorskip("kernels_cute.chunk.scheduler", reason="needs the CuTe DSL")
@@ -374,10 +375,10 @@ def test_tables_say_what_the_kernel_needs() -> None:
     assert "gates_free[2]" in str(table)
     segments = barriers.block_barriers(spec_of(128).changed(is_split=True))
     assert [segments.count(name) for name in ("brought", "used", "composed")] == [1, 4, 4]
-    summary = barriers.summary_barriers(spec_of(128))
+    summary = split_barriers.summary_barriers(spec_of(128))
     assert (summary.count("ready"), summary.count("ready", is_from_peer=True), summary.count("tile_released")) == (160, 1, 16)
     assert [summary.count(name) for name in ("k_full", "empty", "gates_full", "factors_full", "gates_free")] == [1, 8, 32, 128, 5]
-    assert barriers.summary_barriers(spec_of(64)).count("tile_released") == 8
+    assert split_barriers.summary_barriers(spec_of(64)).count("tile_released") == 8
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from gdn.testing.inputs import chunk_problem
 from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
 
-barriers = pytest.importorskip("kernels_cute.chunk.barriers", reason="needs the CuTe DSL")
+barriers = pytest.importorskip("kernels_cute.chunk.four_sm.barriers", reason="needs the CuTe DSL")
 cluster = pytest.importorskip("kernels_cute.chunk.four_sm.forms", reason="needs the CuTe DSL")
 shape = pytest.importorskip("kernels_cute.chunk.four_sm.shape", reason="needs the CuTe DSL")
 specs = pytest.importorskip("kernels_cute.chunk.spec", reason="needs the CuTe DSL")

@@ -7,7 +7,7 @@ import pytest
 from gdn.testing.inputs import chunk_problem
 from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
 
-barriers = pytest.importorskip("kernels_cute.chunk.barriers", reason="needs the CuTe DSL")
+barriers = pytest.importorskip("kernels_cute.chunk.key_head.barriers", reason="needs the CuTe DSL")
 common = pytest.importorskip("kernels_cute.common.barriers", reason="needs the CuTe DSL")
 kernel = pytest.importorskip("kernels_cute.chunk.key_head.kernel", reason="needs the CuTe DSL")
 specs = pytest.importorskip("kernels_cute.chunk.spec", reason="needs the CuTe DSL")

@@ -41,25 +41,26 @@ from cutlass.cute.nvgpu import cpasync
 
 from gdn.problems import ChunkParams
 from kernels_cute.chunk.arguments import TokenCopies, is_selected_launch, packed_params, token_copies
-from kernels_cute.chunk.barriers import chain_barriers, maker_barriers
 from kernels_cute.chunk.four_sm import shape
+from kernels_cute.chunk.four_sm.barriers import chain_barriers, chain_fields, maker_barriers, maker_fields
 from kernels_cute.chunk.four_sm.chain import chain_warpgroup
 from kernels_cute.chunk.four_sm.copies import chain_copy_warp, maker_copy_warp, value_warp
 from kernels_cute.chunk.four_sm.forms import CLEAR_THREADS, ClusterForm, RingForm
-from kernels_cute.chunk.four_sm.shape import BLOCKS, MAKERS, ROUND, SET_KEY_STAGES, SETS, WARPGROUPS
+from kernels_cute.chunk.four_sm.shape import BLOCKS, MAKERS, ROUND, SET_KEY_STAGES, SET_SCORE_BARRIER, SETS, WARPGROUPS
 from kernels_cute.chunk.operands import set_registers
-from kernels_cute.chunk.rings import ALL_SETS, PreparedChunks
+from kernels_cute.chunk.rings import ALL_SETS, PreparedChunks, Sets
 from kernels_cute.chunk.roles.gates import gate_warp
 from kernels_cute.chunk.roles.inverse import inverse_warpgroup
 from kernels_cute.chunk.roles.score import score_warpgroup
 from kernels_cute.chunk.scheduler import WorkTile, sequence_of
 from kernels_cute.chunk.shape import TILE_BYTES, WARPGROUP
 from kernels_cute.chunk.spec import ChunkSpec
-from kernels_cute.chunk.storage import chain_storage, maker_storage
+from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
 
 _COPIER = 4 * (WARPGROUPS - 1)  # the warp that loads K and Q
+_SETS = Sets(MAKERS, SETS, SET_KEY_STAGES, SET_SCORE_BARRIER)
 
 
 class FourSmChunk:
@@ -119,7 +120,7 @@ def run_block(spec, form, params, copies, first_group):
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     shared_bytes = max(shape.chain_bytes(spec.stages), shape.maker_bytes(spec.parts))
     room = cutlass.utils.SmemAllocator().allocate(shared_bytes, byte_alignment=1024)
-    chain_layout, maker_layout = chain_storage(spec), maker_storage(spec, form)
+    chain_layout, maker_layout = struct_of(chain_fields(spec)), struct_of(maker_fields(spec, form))
     assert max(chain_layout.size_in_bytes(), maker_layout.size_in_bytes()) <= shared_bytes
     chain, maker = chain_layout(room), maker_layout(room)  # the block's own; and where things are in one of the other kind
     # The number among the form's groups; whether a chain; which of the two.
@@ -168,11 +169,11 @@ def run_block(spec, form, params, copies, first_group):
     else:
         if warp < 8:
             set_registers(spec, shape.INVERSE_REGISTERS)
-            prepared = PreparedChunks(number + warp // 4 * MAKERS, ROUND, 0, warp // 4)
+            prepared = PreparedChunks(number + warp // 4 * MAKERS, ROUND, 0, warp // 4, _SETS)
             inverse_warpgroup(spec, maker, prepared, live_length, warp % 4)
         elif warp < 16:
             set_registers(spec, shape.SCORE_REGISTERS)
-            prepared = PreparedChunks(number + warp // 4 % 2 * MAKERS, ROUND, 0, warp // 4 % 2)
+            prepared = PreparedChunks(number + warp // 4 % 2 * MAKERS, ROUND, 0, warp // 4 % 2, _SETS)
             score_warpgroup(spec, maker, params.scale, prepared, live_length, warp % 4)
         else:
             set_registers(spec, shape.COPY_REGISTERS)
@@ -181,7 +182,7 @@ def run_block(spec, form, params, copies, first_group):
                 # Nothing of another block was touched; the barrier at the end needs this one done.
                 cute.arch.cluster_wait()
             if warp == 17:
-                gate_warp(spec, maker, params, work_tile, PreparedChunks(number, MAKERS, 0, ALL_SETS))
+                gate_warp(spec, maker, params, work_tile, PreparedChunks(number, MAKERS, 0, ALL_SETS, _SETS))
             if warp >= 18:
                 hand_over_set(maker, route, live_length, number, warp - 18)
     # Others may still write to this block's shared memory, or arrive there.

@@ -13,9 +13,9 @@ from cutlass.cute.nvgpu import cpasync
 from gdn.problems import ChunkParams
 from kernels_cute.chunk import scheduler
 from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies
-from kernels_cute.chunk.barriers import key_head_barriers
 from kernels_cute.chunk.fused import launch_shape
 from kernels_cute.chunk.key_head import shape
+from kernels_cute.chunk.key_head.barriers import key_head_barriers, key_head_fields
 from kernels_cute.chunk.key_head.copies import copy_warp
 from kernels_cute.chunk.key_head.maker import maker_warpgroup
 from kernels_cute.chunk.key_head.spec import key_head_spec
@@ -29,7 +29,7 @@ from kernels_cute.chunk.scheduler import has_more_tiles, take_work_tile
 from kernels_cute.chunk.shape import BUFFERS, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.state_memory import prefetch_state
-from kernels_cute.chunk.storage import key_head_storage
+from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
 
@@ -60,7 +60,7 @@ class KeyHeadChunk:
 def run_block(spec, params, copies):
     """The whole of a block."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    storage = cutlass.utils.SmemAllocator().allocate(key_head_storage(spec))
+    storage = cutlass.utils.SmemAllocator().allocate(struct_of(key_head_fields(spec)))
     block, _, _ = cute.arch.block_idx()
     rank, cluster = block % 2, block // spec.sharers
     # The warp that copies in makes the barriers: it need not wait for the others to begin.

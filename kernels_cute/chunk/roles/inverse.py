@@ -11,10 +11,9 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands, shape
-from kernels_cute.chunk.four_sm.shape import ROUND
-from kernels_cute.chunk.four_sm.tiles import store_scaled
 from kernels_cute.chunk.rings import chunks_in, gate_place, key_place
 from kernels_cute.chunk.roles import tile_blocks as blocks
+from kernels_cute.chunk.roles.maker_tiles import store_scaled
 from kernels_cute.chunk.shape import CHUNK, CUM, KEY_BETA, KEY_FACTOR, TILE_BYTES
 from kernels_cute.common import ptx
 
@@ -90,7 +89,7 @@ def inverse_warpgroup(spec, storage, prepared, length, warp):
                 blocks.set_words(left, w, words)
         operands.sync_warpgroup(barrier)
         if cutlass.const_expr(in_maker_block):  # score took the last M long ago
-            cute.arch.mbarrier_wait(storage.m_free.data_ptr() + group, step // ROUND & 1 ^ 1)
+            cute.arch.mbarrier_wait(storage.m_free.data_ptr() + group, step // prepared.sets.round & 1 ^ 1)
         values = decayed_diagonal(inverse, columns, row_cum, keeps, warp)
         if cutlass.const_expr(in_maker_block):
             total, row_key_beta = ptx.load_one(rows + shape.LAST_CUM), blocks.row_values(rows + KEY_BETA, at.row0)

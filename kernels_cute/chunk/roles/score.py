@@ -11,10 +11,9 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands, shape
-from kernels_cute.chunk.four_sm.shape import ROUND, SET_SCORE_BARRIER
-from kernels_cute.chunk.four_sm.tiles import fold_tiles
 from kernels_cute.chunk.rings import chunks_in, gate_place, key_place, ring_place
 from kernels_cute.chunk.roles import tile_blocks as blocks
+from kernels_cute.chunk.roles.maker_tiles import fold_tiles
 from kernels_cute.chunk.roles.norm import norm_chunks
 from kernels_cute.chunk.shape import CHUNK, CUM, KEY_BETA, KEY_FACTOR, QUERY_FACTOR
 from kernels_cute.common import ptx
@@ -41,7 +40,7 @@ def score_warpgroup(spec, storage, scale, prepared, length, warp, norm=None, don
         gate_buffer, gate_turn = gate_place(prepared, step)
         rows = storage.rows.data_ptr().toint() + gate_buffer * shape.AUX_BYTES
         if cutlass.const_expr(in_maker_block):
-            buffer, turn = group, step // ROUND & 1
+            buffer, turn = group, step // prepared.sets.round & 1
             cute.arch.mbarrier_wait(storage.q_full.data_ptr() + group, turn)
             blocks.load_rows(spec, at, q_base, left_words)
             cute.arch.mbarrier_wait(storage.k_full.data_ptr() + key_stage, key_parity)
@@ -67,12 +66,14 @@ def score_warpgroup(spec, storage, scale, prepared, length, warp, norm=None, don
             cute.arch.sync_warp()
             if at.lane == 0:
                 cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + group)
-        operands.sync_warpgroup(SET_SCORE_BARRIER + group if cutlass.const_expr(in_maker_block) else shape.SCORE_BARRIER)
+        operands.sync_warpgroup(
+            prepared.sets.score_barrier + group if cutlass.const_expr(in_maker_block) else shape.SCORE_BARRIER
+        )
         cute.arch.mbarrier_wait(storage.factors_full.data_ptr() + gate_buffer, gate_turn)
 
         make_p(spec, at, qk, diagonal, p_words, rows, row_query, keeps)
         if cutlass.const_expr(in_maker_block):
-            fold_tiles(spec, storage, at, p_words, key_stage, group, turn)
+            fold_tiles(spec, storage, at, p_words, key_stage, group, prepared.sets.count, turn)
         else:
             cute.arch.mbarrier_wait(storage.tile_released.data_ptr() + buffer, turn ^ 1)
             blocks.store_blocks(storage.p.data_ptr().toint() + buffer * shape.TILE_BYTES, at, p_words)

@@ -19,7 +19,6 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from gdn.problems import ChunkSummaryParams
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.arguments import TokenCopies, token_tensor
-from kernels_cute.chunk.barriers import summary_barriers
 from kernels_cute.chunk.fused import launch_shape
 from kernels_cute.chunk.operands import load_factors, multiply, set_registers, smem_operand_b, tiled_mma
 from kernels_cute.chunk.rings import PreparedChunks, chunks_in
@@ -32,9 +31,10 @@ from kernels_cute.chunk.scheduler import WorkTile, sequence_of
 from kernels_cute.chunk.shape import BUFFERS, CHUNK, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split import summary
+from kernels_cute.chunk.split.barriers import summary_barriers, summary_fields
 from kernels_cute.chunk.split.shape import summary_spec
 from kernels_cute.chunk.state_memory import write_state
-from kernels_cute.chunk.storage import summary_storage
+from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
 from kernels_cute.common.memory import without_batch
@@ -77,7 +77,7 @@ class PartSummaries:
 def run_block(spec, params, copies, sequence, head, rank):
     """The whole of a block; rank: in the pair."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    storage = cutlass.utils.SmemAllocator().allocate(summary_storage(spec))
+    storage = cutlass.utils.SmemAllocator().allocate(struct_of(summary_fields(spec)))
     if warp == 0:
         cpasync.prefetch_descriptor(copies.k_atom)
         cpasync.prefetch_descriptor(copies.v_atom)

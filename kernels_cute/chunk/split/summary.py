@@ -20,7 +20,6 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from gdn.problems import ChunkParams
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.arguments import TokenCopies, is_selected_launch, partition_tiles
-from kernels_cute.chunk.barriers import summary_barriers
 from kernels_cute.chunk.operands import exp2_clamped, load_factors, multiply, set_registers, smem_operand_b, tiled_mma
 from kernels_cute.chunk.rings import PreparedChunks
 from kernels_cute.chunk.roles.copies import hand_over_warp
@@ -31,10 +30,11 @@ from kernels_cute.chunk.roles.tile_blocks import lane_of
 from kernels_cute.chunk.scheduler import segment_work_tile
 from kernels_cute.chunk.shape import BUFFERS, CHUNK, CUM, KEY_BETA, KEY_FACTOR, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.chunk.split.barriers import summary_barriers, summary_fields
 from kernels_cute.chunk.split.segments import find_segment, store_summary, summary_address, transition_address
 from kernels_cute.chunk.split.shape import summary_spec
 from kernels_cute.chunk.state_memory import load_state
-from kernels_cute.chunk.storage import summary_storage
+from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
 
@@ -63,7 +63,7 @@ class SummaryChunk:
 def summarize(spec, params, copies, head, rank, segment):
     """The whole of a block; rank: in the pair."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    storage = cutlass.utils.SmemAllocator().allocate(summary_storage(spec))
+    storage = cutlass.utils.SmemAllocator().allocate(struct_of(summary_fields(spec)))
     if warp == 0:
         cpasync.prefetch_descriptor(copies.k_atom)
         cpasync.prefetch_descriptor(copies.v_atom)
