@@ -11,7 +11,7 @@ launches work: `arguments.works`.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -217,11 +217,10 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     }
 
 
-def launch(compiled: Any, params: ChunkParams) -> None:
+def launch_with(functions: Mapping[str, Callable[..., Any]], problem: ChunkProblem, config: Config, params: ChunkParams) -> None:
     num_tokens, num_sequences = params.q.shape[1], params.cu_seqlens.shape[0] - 1
-    heads = compiled.problem.num_state_heads
-    for entry, variant in zip(_ENTRIES, variants(compiled.config), strict=False):
-        compiled.functions[entry](*params, *scalars(variant, heads, num_tokens, num_sequences))
+    for entry, variant in zip(_ENTRIES, variants(config), strict=False):
+        functions[entry](*params, *scalars(variant, problem.num_state_heads, num_tokens, num_sequences))
 
 
 def scalars(config: Config, heads: int, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
