@@ -13,8 +13,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from autotune import choice as choices
+from autotune import moved, tables, tuning
 from autotune import shapes as shape_list
-from autotune import tables, tuning
 from autotune.calls import calls as drawn_calls
 from autotune.console import AsJson, Backend, JsonFile, ShapePattern, console, device_spec, keep, progress_bar
 from gdn.cli.plain import PlainErrors, print_json, section, table
@@ -24,6 +24,7 @@ from gdn.runtime import compiled, env, registry, tuned
 _JOURNALS = Path(".gdn-results") / "autotune"
 
 app = typer.Typer(cls=PlainErrors, help="Find the fastest kernel configurations, and check the choice between kernels.")
+moved.add_to(app)
 Workers = Annotated[int, typer.Option(min=1, help="Compiling processes.")]
 TimeoutS = Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")]
 _ALL_BUT_ONE = max(1, (os.cpu_count() or 2) - 1)  # processes

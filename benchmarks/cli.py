@@ -20,7 +20,7 @@ from gdn.device import DeviceSpec
 from gdn.runtime import registry, tuned
 from gdn.testing import timing
 
-app = typer.Typer(cls=PlainErrors, help="Measure the operators, layers and models; tunes nothing.")
+app = typer.Typer(cls=PlainErrors, help="Measure operators, layers and decode and prefill over several GPUs.")
 app.command("context")(context.command)
 app.command("ranks")(ranks.command)
 

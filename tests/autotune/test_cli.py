@@ -8,11 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from autotune import cli, shapes, tables, tuning
+from benchmarks import cli as benchmarks_cli
 from gdn.device import H100
 from gdn.runtime import env, registry, tuned
 from tests.autotune import fake_kernel
 
 RUNNER = CliRunner()
+OLD_NAMES = ["bench", "layers", "ranks", "context", "accuracy", "selection"]  # of commands that are in benchmarks
 
 
 def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +25,18 @@ def test_help_lists_the_commands() -> None:
     done = subprocess.run([sys.executable, "-m", "autotune", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert all(command in done.stdout for command in ("tune", "choice", "show"))
+    assert not any(f" {command} " in done.stdout for command in OLD_NAMES)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["chunk", "--peer", "FLA", "--json", "figures.json"]], ids=len)
+@pytest.mark.parametrize("old", OLD_NAMES)
+def test_a_command_that_measures_names_the_new_one(old: str, arguments: list[str]) -> None:
+    done = RUNNER.invoke(cli.app, [old, *arguments])
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    (line,) = done.stderr.splitlines()
+    new = "ops" if old == "bench" else old
+    assert f"`python -m autotune {old}` is now `python -m benchmarks {new}`" in line
+    assert new in {command.name or command.callback.__name__ for command in benchmarks_cli.app.registered_commands}
 
 
 def test_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
