@@ -1,4 +1,4 @@
-"""Decode steps of decoder layers without their MLPs, each layer with weights and caches of its own (`autotune layers`)."""
+"""Decode steps of decoder layers without MLPs, each layer with weights and caches of its own (`python -m benchmarks layers`)."""
 
 from dataclasses import dataclass, replace
 from typing import Any

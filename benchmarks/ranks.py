@@ -1,4 +1,4 @@
-"""Times of decode over tensor-parallel ranks (`autotune ranks`): a process for each GPU, with NCCL between them.
+"""Times of decode over tensor-parallel ranks (`python -m benchmarks ranks`): a process for each GPU, with NCCL between them.
 
 A step is that of the demo's engine: embedding, layers with their MLPs, head and greedy choice in one graph, replayed on the same
 tokens. All ranks replay together, so the first one's clock is that of all.
@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from torch.multiprocessing.spawn import start_processes
 
-from autotune.stacks import BLOCK_SIZE, decode_step, fill
+from benchmarks.stacks import BLOCK_SIZE, decode_step, fill
 from gdn.cli.demo_graphs import FixedStep
 from gdn.cli.demo_ranks import join
 from gdn.cli.plain import table

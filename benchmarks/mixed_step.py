@@ -1,4 +1,4 @@
-"""`python -m autotune.mixed_step`: ways to run decode rows and a prompt of one step through a Gated DeltaNet layer, on this GPU.
+"""`python -m benchmarks.mixed_step`: ways to run decode rows and a prompt of one step through a Gated DeltaNet layer.
 
     whole        as the layer does: convolution, chunk form and norm over all rows
     rule         `gdn.gated_delta_rule` between convolution and norm of all rows: the recurrent form, the chunk form
@@ -107,4 +107,4 @@ def main(tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the shapes
 
 
 if __name__ == "__main__":
-    run_alone(main, "python -m autotune.mixed_step")
+    run_alone(main, "python -m benchmarks.mixed_step")
