@@ -27,6 +27,7 @@ from kernels_cute.common.state_sums import load_some
 from kernels_cute.common.state_tile import Place, StateTile
 
 _WARP, TEAM = 32, 8
+_MOST_TURNS = 16  # of a loop over entries that is unrolled
 _COPIES = {1: ptx.copy_one, 2: ptx.copy_pair, 4: ptx.copy_four}
 
 
@@ -36,6 +37,7 @@ class RingTile:
     def __init__(self, rows: int, fold_every: int, has_accepted: bool, num_k_heads: int, num_heads: int, tile: StateTile) -> None:
         self.rows, self.fold_every, self.tile = rows, fold_every, tile
         self.most_tokens = (rows + 1 - fold_every) // 2 if has_accepted else 1
+        self.most_live = fold_every - 1 + self.most_tokens  # entries before a call
         self.head_k_dim, self.head_v_dim = tile.head_k_dim, tile.head_v_dim
         self.updates_at = num_k_heads * tile.head_k_dim  # elements of a row before u, and before g
         self.decays_at = self.updates_at + num_heads * tile.head_v_dim
@@ -112,26 +114,40 @@ def load_entries(
     first, committed = first_and_committed
     if thread == 0:
         _COPIES[1](entries.written, gWritten.iterator.toint() + slot * gWritten.stride[0] * 4)
-    count = committed - first
-    base = Int32(Uint32(first) % ring.rows)
+    count, base = committed - first, Int32(Uint32(first) % ring.rows)
     source = gRing.iterator.toint() + slot * gRing.stride[0] * 4
-    key_at = key_head * (4 * ring.head_k_dim)
-    for unit in cutlass.range(thread, count * ring.key_units, ring.tile.threads, unroll=1):
-        row = source + Int64(row_of(ring, base, unit // ring.key_units)) * gRing.stride[1] * 4
-        _COPIES[4](entries.keys + unit * 16, row + (key_at + unit % ring.key_units * 16))
-    size, copy = cutlass.const_expr(4 * ring.update_width), _COPIES[ring.update_width]
+    of_rows = (base, count, Int64(gRing.stride[1]) * 4)
+    copy_rows(ring, of_rows, source + key_head * (4 * ring.head_k_dim), entries.keys, (16, ring.key_units, None), thread)
     column = first_column(ring, place, thread)
-    update_at = 4 * (ring.updates_at + place.head * ring.head_v_dim + column)
-    left = (ring.head_v_dim - column) * 4  # bytes of the head's columns from the block's first on
-    for unit in cutlass.range(thread, count * ring.update_units, ring.tile.threads, unroll=1):
-        row = source + Int64(row_of(ring, base, unit // ring.update_units)) * gRing.stride[1] * 4
-        within = unit % ring.update_units * size
-        if within < left:
-            copy(entries.updates + unit * size, row + (update_at + within))
-    for entry in cutlass.range(thread, count, ring.tile.threads, unroll=1):
-        row = source + Int64(row_of(ring, base, entry)) * gRing.stride[1] * 4
-        _COPIES[1](entries.decays + entry * 4, row + 4 * (ring.decays_at + place.head))
+    updates = source + 4 * (ring.updates_at + place.head * ring.head_v_dim + column)
+    left = (ring.head_v_dim - column) * 4 if ring.tile.masks_v else None  # bytes of the head's columns from the block's first on
+    copy_rows(ring, of_rows, updates, entries.updates, (4 * ring.update_width, ring.update_units, left), thread)
+    copy_rows(ring, of_rows, source + 4 * (ring.decays_at + place.head), entries.decays, (4, 1, None), thread)
     cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def copy_rows(ring: RingTile, of_rows: Any, source: Int64, target: Int32, units: Any, thread: Int32):
+    """Starts the copies of a part of the entries' rows: a thread copies the same unit of several rows, so that its addresses take
+    few instructions.
+
+    of_rows: row of the ring of the first entry, number of entries, bytes from row to row. units: bytes and number of a row's, and
+    None or the bytes that exist.
+    """
+    (base, count, pitch), (size, number, left) = of_rows, units
+    width = cutlass.const_expr(1 << (number - 1).bit_length())
+    at_once = cutlass.const_expr(ring.tile.threads // width)
+    unit, first = thread % width, thread // width
+    exists = unit < number
+    if cutlass.const_expr(left is not None):
+        exists = exists & (unit * size < left)
+    source, target = source + unit * size, target + (first * number + unit) * size
+    turns = cutlass.const_expr(-(-ring.most_live // at_once))
+    for turn in cutlass.range(turns, unroll_full=cutlass.const_expr(turns <= _MOST_TURNS)):
+        entry = first + turn * at_once
+        if exists & (entry < count):
+            row = source + Int64(row_of(ring, base, entry)) * pitch
+            _COPIES[size // 4](target + turn * (at_once * number * size), row)
 
 
 def first_column(ring: RingTile, place: Place, thread: Any) -> Any:

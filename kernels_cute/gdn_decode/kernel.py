@@ -149,13 +149,7 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
     place, registers = block.place, make_registers(spec, rGates)
     storage = cutlass.utils.SmemAllocator().allocate(spec.storage())
     tokens, sums, parts = [part.data_ptr().toint() for part in (storage.tokens, storage.sums, storage.warp_parts)]
-    entries = None
-    if cutlass.const_expr(spec.ring is not None):
-        entries = entries_at(spec.ring, storage.entries.data_ptr().toint(), spec.batch)
-        tensors, positions = (params.ring, params.state_tokens), (sequence.first, sequence.committed)
-        slot = Int64(sequence.read_slot)
-        load_entries(spec.ring, tensors, slot, block.key_head, place, positions, block.thread, entries)
-    # The few bytes of the convolution before the many of the state: it is done while those are under way.
+    # The few bytes of the convolution before those of the ring and the many of the state: it is done while those are under way.
     load_windows(spec, params, block, Int64(sequence.window_slot), sequence.column, registers.line)
     if cutlass.const_expr(spec.batch > 1):
         load_rows(spec, params, block, sequence, Int32(0), registers)
@@ -164,6 +158,12 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
     load_filter(spec, params, block, registers)
     if cutlass.const_expr(spec.has_several_tokens and spec.batch == 1):
         load_gates(spec, params, sequence.begin, block, rGates)
+    entries = None
+    if cutlass.const_expr(spec.ring is not None):
+        entries = entries_at(spec.ring, storage.entries.data_ptr().toint(), spec.batch)
+        tensors, positions = (params.ring, params.state_tokens), (sequence.first, sequence.committed)
+        slot = Int64(sequence.read_slot)
+        load_entries(spec.ring, tensors, slot, block.key_head, place, positions, block.thread, entries)
     norm_weight = Float32(0.0)
     if cutlass.const_expr(spec.has_norm and (spec.batch == 1 or spec.ring is not None)):
         columns = cutlass.const_expr(spec.tile.v_per_thread)
