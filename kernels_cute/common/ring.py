@@ -103,12 +103,12 @@ def is_served(ring: RingTile, committed: Int32, accepted: Int32, count: Int32):
 @cute.jit
 def load_entries(
     ring: RingTile, tensors: Any, slot: Int64, key_head: Int32, place: Place, first_and_committed: Any, thread: Int32,
-    entries: Entries,
+    entries: Entries, unrolls: Constexpr,
 ):  # fmt: skip
     """Starts the copies of the slot's count and of all entries of positions [first, committed), for `cp_async_wait_group(0)` and
     a barrier. As registers of loads they would be waited for together with the state.
 
-    tensors: ring and state_tokens.
+    tensors: ring and state_tokens. unrolls: whether there are registers for the addresses of several copies at once.
     """
     gRing, gWritten = tensors
     first, committed = first_and_committed
@@ -116,13 +116,29 @@ def load_entries(
         _COPIES[1](entries.written, gWritten.iterator.toint() + slot * gWritten.stride[0] * 4)
     count, base = committed - first, Int32(Uint32(first) % ring.rows)
     source = gRing.iterator.toint() + slot * gRing.stride[0] * 4
-    of_rows = (base, count, Int64(gRing.stride[1]) * 4)
-    copy_rows(ring, of_rows, source + key_head * (4 * ring.head_k_dim), entries.keys, (16, ring.key_units, None), thread)
+    key_at = key_head * (4 * ring.head_k_dim)
     column = first_column(ring, place, thread)
-    updates = source + 4 * (ring.updates_at + place.head * ring.head_v_dim + column)
-    left = (ring.head_v_dim - column) * 4 if ring.tile.masks_v else None  # bytes of the head's columns from the block's first on
-    copy_rows(ring, of_rows, updates, entries.updates, (4 * ring.update_width, ring.update_units, left), thread)
-    copy_rows(ring, of_rows, source + 4 * (ring.decays_at + place.head), entries.decays, (4, 1, None), thread)
+    update_at = 4 * (ring.updates_at + place.head * ring.head_v_dim + column)
+    decay_at = 4 * (ring.decays_at + place.head)
+    left = (ring.head_v_dim - column) * 4  # bytes of the head's columns from the block's first on
+    size, copy = cutlass.const_expr(4 * ring.update_width), _COPIES[ring.update_width]
+    if cutlass.const_expr(unrolls):
+        of_rows = (base, count, Int64(gRing.stride[1]) * 4)
+        copy_rows(ring, of_rows, source + key_at, entries.keys, (16, ring.key_units, None), thread)
+        copy_rows(ring, of_rows, source + update_at, entries.updates, (size, ring.update_units, left), thread)
+        copy_rows(ring, of_rows, source + decay_at, entries.decays, (4, 1, None), thread)
+    else:
+        for unit in cutlass.range(thread, count * ring.key_units, ring.tile.threads, unroll=1):
+            row = source + Int64(row_of(ring, base, unit // ring.key_units)) * gRing.stride[1] * 4
+            _COPIES[4](entries.keys + unit * 16, row + (key_at + unit % ring.key_units * 16))
+        for unit in cutlass.range(thread, count * ring.update_units, ring.tile.threads, unroll=1):
+            row = source + Int64(row_of(ring, base, unit // ring.update_units)) * gRing.stride[1] * 4
+            within = unit % ring.update_units * size
+            if within < left:
+                copy(entries.updates + unit * size, row + (update_at + within))
+        for entry in cutlass.range(thread, count, ring.tile.threads, unroll=1):
+            row = source + Int64(row_of(ring, base, entry)) * gRing.stride[1] * 4
+            _COPIES[1](entries.decays + entry * 4, row + decay_at)
     cute.arch.cp_async_commit_group()
 
 
@@ -143,7 +159,7 @@ def copy_rows(ring: RingTile, of_rows: Any, source: Int64, target: Int32, units:
         exists = exists & (unit * size < left)
     source, target = source + unit * size, target + (first * number + unit) * size
     turns = cutlass.const_expr(-(-ring.most_live // at_once))
-    for turn in cutlass.range(turns, unroll_full=cutlass.const_expr(turns <= _MOST_TURNS)):
+    for turn in cutlass.range(turns, unroll=cutlass.const_expr(turns if turns <= _MOST_TURNS else 1)):
         entry = first + turn * at_once
         if exists & (entry < count):
             row = source + Int64(row_of(ring, base, entry)) * pitch

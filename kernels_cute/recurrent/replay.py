@@ -87,7 +87,7 @@ def run_sequence(
     key_head = place.head // spec.k_group
     shared = shared_of(spec)
     tensors = (params.ring, params.state_tokens)
-    ring.load_entries(spec.ring, tensors, slot, key_head, place, positions, thread, shared.entries)
+    ring.load_entries(spec.ring, tensors, slot, key_head, place, positions, thread, shared.entries, False)
     dtypes = (spec.dtype, spec.dtype, spec.gate_dtype, spec.beta_dtype)
     sizes = (4 * spec.row_passes, tile.v_per_thread, 1, 1)
     following = Inputs(*[cute.make_rmem_tensor(size, dtype) for size, dtype in zip(sizes, dtypes, strict=True)])
