@@ -163,7 +163,8 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
         entries = entries_at(spec.ring, storage.entries.data_ptr().toint(), spec.batch)
         tensors, positions = (params.ring, params.state_tokens), (sequence.first, sequence.committed)
         slot = Int64(sequence.read_slot)
-        load_entries(spec.ring, tensors, slot, block.key_head, place, positions, block.thread, entries, spec.stages_state)
+        unrolls = cutlass.const_expr(spec.stages_state and spec.batch == 1)  # elsewhere addresses would spill
+        load_entries(spec.ring, tensors, slot, block.key_head, place, positions, block.thread, entries, unrolls)
     norm_weight = Float32(0.0)
     if cutlass.const_expr(spec.has_norm and (spec.batch == 1 or spec.ring is not None)):
         columns = cutlass.const_expr(spec.tile.v_per_thread)
