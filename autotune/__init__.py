@@ -1,1 +1,1 @@
-"""Finds the fastest configuration of each kernel, and measures the operators: `python -m autotune --help`."""
+"""Finds the fastest configuration of each kernel: `python -m autotune --help`."""

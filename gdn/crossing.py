@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-# Most tokens of a sequence that takes the recurrent form: the least of the crossings that `python -m autotune.crossing` measured
+# Most tokens of a sequence that takes the recurrent form: the least crossing that `python -m benchmarks.crossing` measured
 # on an H100 (2026-11-23, 16/32 heads of 128). For 1, 8, 32 and 128 sequences of equal length the recurrent form is the faster one
 # up to 12, 8, 8 and 8 tokens each. The lower end counts, since a prompt chunk of so few tokens is rare.
 # Less than 64 always: only the chunk form stores checkpoints, and none lies before the 64th token.

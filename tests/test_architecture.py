@@ -46,7 +46,7 @@ def _within(module: str, allowed: tuple[str, ...]) -> bool:
 def test_kernels_import_the_leaves_of_gdn_alone(package: str) -> None:
     for path in _sources(package):
         for module in _imports(path):
-            if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune")):
+            if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune", "benchmarks")):
                 assert _within(module, (*LEAVES, package)), f"{path}: {module}"
 
 
@@ -71,7 +71,7 @@ def test_the_tiles_know_the_other_leaves_alone() -> None:
 def test_reference_and_testing_lean_on_the_leaves(package: str) -> None:
     for path in _sources(f"gdn/{package}"):
         for module in _imports(path):
-            if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune")):
+            if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune", "benchmarks")):
                 assert _within(module, ("gdn.problems", "gdn.device", "gdn.crossing", f"gdn.{package}")), f"{path}: {module}"
 
 
@@ -88,13 +88,13 @@ def test_adapters_import_public_names_alone() -> None:
     )
     for path in _sources("gdn/integrations"):
         for module in _imports(path):
-            if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune")):
+            if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune", "benchmarks")):
                 public = module.startswith("gdn.") and module.removeprefix("gdn.") in gdn.__all__
                 assert module == "gdn" or public or _within(module, allowed), f"{path}: {module}"
 
 
 def test_nothing_but_the_command_line_imports_adapters() -> None:
-    for path in _sources("gdn", "autotune", *KERNEL_PACKAGES):
+    for path in _sources("gdn", "autotune", "benchmarks", *KERNEL_PACKAGES):
         if path.relative_to(ROOT).parts[:2] not in (("gdn", "integrations"), ("gdn", "cli")):
             assert not any(_within(module, ("gdn.integrations",)) for module in _imports(path)), path
 
@@ -102,7 +102,7 @@ def test_nothing_but_the_command_line_imports_adapters() -> None:
 def test_one_module_reads_the_environment() -> None:
     """`os` may be used for files and processes; its environment only where the switches are declared."""
     readers = set()
-    for path in _sources("gdn", "autotune", *KERNEL_PACKAGES):
+    for path in _sources("gdn", "autotune", "benchmarks", *KERNEL_PACKAGES):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
             if name in ("environ", "getenv", "environb"):
@@ -112,7 +112,7 @@ def test_one_module_reads_the_environment() -> None:
 
 
 def test_no_star_imports_no_future_annotations_in_kernels_no_print() -> None:
-    for path in _sources("gdn", "autotune", *KERNEL_PACKAGES):
+    for path in _sources("gdn", "autotune", "benchmarks", *KERNEL_PACKAGES):
         text = path.read_text(encoding="utf-8")
         for module in _imports(path):
             assert not module.endswith(".*"), f"{path}: star import of {module}"

@@ -28,7 +28,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project, everything but the registry as it is."""
     copy = tmp_path_factory.mktemp("project")
     shutil.copytree(ROOT / "gdn", copy / "gdn", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("autotune", "kernels_tl", "kernels_cute", "tests", "pyproject.toml"):
+    for name in ("autotune", "benchmarks", "kernels_tl", "kernels_cute", "tests", "pyproject.toml"):
         (copy / name).symlink_to(ROOT / name)
     registry = copy / "gdn" / "runtime" / "registry.py"
     before, head, after = registry.read_text(encoding="utf-8").partition("_OPERATORS = (\n")

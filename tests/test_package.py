@@ -30,7 +30,7 @@ APACHE_2 = "3b83ef96387f14655fc854ddc3c6bd57"  # MD5 of the licence's text as ap
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources: building writes next to them."""
     folder = tmp_path_factory.mktemp("sources")
-    for package in PACKAGES:
+    for package in (*PACKAGES, "benchmarks"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:
         if (ROOT / name).is_file():
@@ -64,7 +64,8 @@ def test_the_source_distribution(tree: Path) -> None:
     with tarfile.open(made) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     assert made.name == f"gdn_kernels-{gdn.__version__}.tar.gz"
-    assert names.issuperset({"LICENSE", "CHANGELOG.md", "README.md", "constraints.txt", "gdn/py.typed", "autotune/cli.py"})
+    files = {"LICENSE", "CHANGELOG.md", "README.md", "constraints.txt", "gdn/py.typed", "autotune/cli.py"}
+    assert names >= files | {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py")}
 
 
 def test_the_wheel(tree: Path) -> None:

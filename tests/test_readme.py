@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autotune import report
+from benchmarks import report
 from tests.layers import hf
 
 ROOT = Path(__file__).parent.parent
@@ -67,7 +67,7 @@ def test_the_example_of_replay_runs() -> None:
 
 def test_the_files_that_it_names_exist() -> None:
     """The functions that it names in them exist too."""
-    named = set(re.findall(r"`((?:gdn|autotune|tests|kernels_\w+)/[\w./]*)`", README)) | set(
+    named = set(re.findall(r"`((?:gdn|autotune|benchmarks|tests|kernels_\w+)/[\w./]*)`", README)) | set(
         re.findall(r"\]\((gdn/[^)]+)\)", README)
     )
     assert len(named) >= 10

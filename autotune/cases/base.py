@@ -104,7 +104,7 @@ class Tunable:
     measured_only: tuple[Shape, ...] = ()  # measured by name alone, and never tuned
     useful_flops: Callable[[Shape], int] = lambda shape: shape.problem.flops()  # operations that the call asks for
     small: Callable[[Shape], Shape] = lambda shape: shape  # a shape of the same code path at sizes for a CPU
-    peer_arguments: Callable[[Shape, torch.device, int], dict[str, Any]] | None = None  # for autotune.peers; int: seed
+    peer_arguments: Callable[[Shape, torch.device, int], dict[str, Any]] | None = None  # for benchmarks.peers; int: seed
 
 
 def launch_of(prepared: Prepared, params: tuple[Any, ...]) -> Call:

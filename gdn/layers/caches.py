@@ -194,9 +194,21 @@ class GDNStateCache(_Buffers):
         Parameters
         ----------
         metadata : GDNMetadata
-            Of the step, from a builder with `replay`.
+            Of the step, from a builder with `replay` as the cache has it.
+
+        Raises
+        ------
+        ValueError
+            With replay: if `metadata` is from a builder without.
         """
-        if self.state_tokens is None or self._rings is None or self.fold_every is None or not metadata.num_prefills:
+        if self.state_tokens is None or self._rings is None or self.fold_every is None:
+            return
+        decodes = metadata.num_decodes + metadata.num_spec_decodes
+        lacks_counts = metadata.num_computed_tokens is None if decodes else metadata.prefill_written_slots is None
+        if lacks_counts and decodes + metadata.num_prefills:
+            expected = "that of a GDNMetadataBuilder with replay=True, since the cache decodes by replay"
+            raise ValueError(f"metadata: expected {expected}, got one without")
+        if not metadata.num_prefills:
             return
         if metadata.prefill_slots is not None:
             gdn.fold_states(

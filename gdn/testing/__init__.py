@@ -1,1 +1,1 @@
-"""Helpers of tests and the autotuner: exact oracles, seeded inputs, comparisons, timing, machine code."""
+"""Helpers of tests, tuner and benchmarks: exact oracles, seeded inputs, comparisons, timing, machine code."""

@@ -240,7 +240,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs `choice` with kernels of these times (us), all compiled."""
 
     def run(*options: str, **times: float) -> Any:
-        monkeypatch.setattr(cli, "_spec", lambda: H100)
+        monkeypatch.setattr(cli, "device_spec", lambda: H100)
         monkeypatch.setattr(choice, "compile_all", lambda questions, **_: {question.name: None for question in questions})
         monkeypatch.setattr(choice, "gpu_times_us", lambda spec, shape, configs: times)
         return CliRunner().invoke(cli.app, ["choice", *options])

@@ -1,20 +1,20 @@
 """`python -m autotune` on a machine without a GPU."""
 
-import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from autotune import accuracy, bench, cli, shapes, tables, tuning
+from autotune import cli, shapes, tables, tuning
+from benchmarks import cli as benchmarks_cli
 from gdn.device import H100
 from gdn.runtime import env, registry, tuned
 from tests.autotune import fake_kernel
 
 RUNNER = CliRunner()
+OLD_NAMES = ["bench", "layers", "ranks", "context", "accuracy", "selection"]  # of commands that are in benchmarks
 
 
 def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,13 +24,24 @@ def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_lists_the_commands() -> None:
     done = subprocess.run([sys.executable, "-m", "autotune", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("tune", "bench", "show"))
+    assert all(command in done.stdout for command in ("tune", "choice", "show"))
+    assert not any(f" {command} " in done.stdout for command in OLD_NAMES)
 
 
-@pytest.mark.parametrize("command", [["tune", "chunk"], ["bench"], ["bench", "recurrent"], ["accuracy"]])
-def test_without_a_gpu_says_so(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["chunk", "--peer", "FLA", "--json", "figures.json"]], ids=len)
+@pytest.mark.parametrize("old", OLD_NAMES)
+def test_a_command_that_measures_names_the_new_one(old: str, arguments: list[str]) -> None:
+    done = RUNNER.invoke(cli.app, [old, *arguments])
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    (line,) = done.stderr.splitlines()
+    new = "ops" if old == "bench" else old
+    assert f"`python -m autotune {old}` is now `python -m benchmarks {new}`" in line
+    assert new in {command.name or command.callback.__name__ for command in benchmarks_cli.app.registered_commands}
+
+
+def test_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _without_gpu(monkeypatch)
-    done = RUNNER.invoke(cli.app, command)
+    done = RUNNER.invoke(cli.app, ["tune", "chunk"])
     assert done.exit_code == 2
     assert "SM90" in done.output
 
@@ -42,134 +53,15 @@ def test_without_a_gpu_says_so(command: list[str], monkeypatch: pytest.MonkeyPat
         (["tune", "chunk", "--shapes", "nowhere"], "expected part of one of"),
         (["tune", "chunk", "--backend", "cuda", "--compile-only"], "expected one of cute, tilelang"),
         (["tune", "chunk", "--shapes", "published", "--compile-only"], "expected part of one of"),
-        (["bench", "chunk", "--peer", "Nobody"], "expected some of FlashInfer, FlashQLA, FLA, torch, gdn, got Nobody"),
         (["tune"], "op: expected one of chunk, recurrent"),
         (["tune", "chunk", "--search"], "search: expected with --stale"),
         (["tune", "--restamp", "--backend", "cuda"], "backend: expected one of tilelang, cute, got 'cuda'"),
-        (["accuracy", "--peer", "Nobody"], "expected some of FlashInfer, FlashQLA, FLA, torch, gdn, got Nobody"),
     ],
 )
 def test_bad_arguments(command: list[str], expected: str) -> None:
     done = RUNNER.invoke(cli.app, command)
     assert done.exit_code == 2
     assert expected in " ".join(done.output.split())
-
-
-class _Interrupted:
-    """A run whose second shape is interrupted."""
-
-    def __init__(self, *_: object) -> None:
-        self._names: list[str] = []
-
-    def measure(self, shape: shapes.Shape) -> list[str]:
-        if self._names:
-            raise KeyboardInterrupt
-        self._names.append(shape.name)
-        return []
-
-    @property
-    def found(self) -> dict[str, object]:
-        row = {
-            "op": "recurrent", "backend": "cute", "config_source": "table", "time_us": 1.0, "burst_us": 0.9, "captured": True,
-            "floor_us": 0.5, "share_of_floor": 0.5, "error": 0.0, "useful_flops": 0,
-        }  # fmt: skip
-        limits = {"copy_gbps": 3000.0, "bf16_tflops": 700.0, "fp8_tflops": 1200.0}
-        rows = [row | {"shape": name} for name in self._names]
-        return {
-            "device": "some device",
-            "date": "2026-01-02",
-            "torch": "0",
-            "limits": limits,
-            "rows": rows,
-            "peers": [],
-            "failures": [],
-        }
-
-
-def test_an_interrupted_bench_prints_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cli, "_spec", lambda: H100)
-    monkeypatch.setattr(bench, "Bench", _Interrupted)
-    first, second, *_ = shapes.shapes("recurrent")
-    done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--write", "--out", str(tmp_path)])
-    assert done.exit_code == 130
-    assert first.name in done.output and second.name not in done.output
-    assert not list(tmp_path.iterdir())
-
-
-class _Complete(_Interrupted):
-    """A run that is not interrupted."""
-
-    def measure(self, shape: shapes.Shape) -> list[str]:
-        self._names.append(shape.name)
-        return []
-
-
-def test_a_bench_writes_its_tables_and_the_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tables go into the device's file: other operators' stay, and a second run replaces its own."""
-    monkeypatch.setattr(cli, "_spec", lambda: H100)
-    monkeypatch.setattr(bench, "Bench", _Complete)
-    folder = tmp_path / "h100"
-    folder.mkdir()
-    other = "<!-- measured topk -->\nof another run\n<!-- /measured topk -->\n"
-    (folder / "MEASURED.md").write_text(other)
-    for _ in range(2):
-        done = RUNNER.invoke(cli.app, ["bench", "recurrent", "--write", "--out", str(tmp_path)])
-        assert done.exit_code == 0, done.output
-    text = (folder / "MEASURED.md").read_text()
-    assert text.startswith(other)
-    assert all(text.count(f"| {shape.name} | CuTe | 1.00 |") == 1 for shape in shapes.shapes("recurrent"))
-    assert (folder / "MEASURED.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_an_interrupted_accuracy_prints_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(*_: object) -> Iterator[accuracy.Error]:
-        yield accuracy.Error("some case", "cute", False, 1.5e-3, 2.5e-3)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "_spec", lambda: H100)
-    monkeypatch.setattr(accuracy, "measure", measure)
-    done = RUNNER.invoke(cli.app, ["accuracy"])
-    assert done.exit_code == 130
-    assert "some case" in done.output and "1.5e-03 / 2.5e-03" in done.output
-
-
-@pytest.mark.parametrize(
-    ("state", "peers", "exit_code", "told"),
-    [
-        (2.4e-3, [2.0e-3, math.inf], 0, "largest: a case, cute, state: 1.20 of the best library's"),
-        (2.5e-3, [2.0e-3, 9.0e-3], 1, "beyond the limit: a case, cute, state: 1.25"),
-        (math.inf, [2.0e-3], 1, "beyond the limit: a case, cute, state: inf"),
-        (0.0, [0.0], 0, "largest: a case, cute, state: 1.00"),
-        (1e-9, [0.0], 1, "beyond the limit: a case, cute, state: inf"),
-        (1.0, [math.inf], 0, "largest: a case, cute, o: 0.50"),
-        (1.0, [], 0, "1.0e+00"),
-    ],
-)
-def test_accuracy_fails_where_a_library_is_better(
-    state: float, peers: list[float], exit_code: int, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(*_: object) -> Iterator[accuracy.Error]:
-        yield accuracy.Error("a case", "cute", False, 1e-3, state)
-        for number, error in enumerate(peers):
-            yield accuracy.Error("a case", f"library {number}", True, 2e-3, error)
-        yield accuracy.Error("another case", "library 0", True, 1e-9, 1e-9)
-
-    monkeypatch.setattr(cli, "_spec", lambda: H100)
-    monkeypatch.setattr(accuracy, "measure", measure)
-    done = RUNNER.invoke(cli.app, ["accuracy"])
-    assert done.exit_code == exit_code, done.output
-    assert told in done.output and "..." not in done.output
-
-
-def test_accuracy_fails_where_a_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(backend: object, libraries: object, on_error: Callable[[str], None]) -> Iterator[accuracy.Error]:
-        yield accuracy.Error("a case", "cute", False, 1e-3, 1e-3)
-        on_error("a case, tilelang: it refuses")
-
-    monkeypatch.setattr(cli, "_spec", lambda: H100)
-    monkeypatch.setattr(accuracy, "measure", measure)
-    done = RUNNER.invoke(cli.app, ["accuracy"])
-    assert done.exit_code == 1 and "it refuses" in done.output
 
 
 def test_compile_only_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -277,7 +169,7 @@ def test_stale_entries_are_timed_against_the_default(
     search: list[str], left: list[int], stale_table: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The stored tiles lose against the default, and their entry goes; a search finds others that win."""
-    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr(cli, "device_spec", lambda: H100)
     monkeypatch.setattr(cli, "_versions", lambda backend: {"torch": "3"})
     monkeypatch.setattr(tuning, "GpuRunner", _Runner)
     good = [fake_kernel.Config(tile, False) for tile in (fake_kernel.DEFAULT, fake_kernel.FASTEST)]

@@ -1,15 +1,13 @@
 """`python -m autotune ... --json`: one JSON document on stdout; and errors that are one line on stderr."""
 
 import json
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from autotune import accuracy, cli, selection, shapes, tables, tuning
+from autotune import cli, shapes, tables, tuning
 from gdn.device import H100
 from tests.autotune import fake_kernel
 
@@ -52,7 +50,7 @@ def test_tune_compiling_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = tuning.Plan(KERNEL, refusals={"odd": "requires more"}, configs={"16/32 4096": [fake_kernel.Config(7, True)]})
-    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr(cli, "device_spec", lambda: H100)
     monkeypatch.setattr(tuning, "kernels", lambda op, backend: [KERNEL])
     monkeypatch.setattr(tuning, "plan", lambda *_, **__: made)
     monkeypatch.setattr(tuning, "search", lambda *_, **__: winner())
@@ -65,28 +63,6 @@ def test_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         {"shape": "16/32 4096", "config": {"tile": 7, "split": True}, "time_us": 49.0, "error": 0.004, "default_us": None}
     ]
     assert Path(kernel["table"]).is_file() and out in Path(kernel["table"]).parents
-
-
-def test_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(*_: object) -> Iterator[accuracy.Error]:
-        yield accuracy.Error("a case", "cute", False, 1e-3, 2.5e-3)
-        yield accuracy.Error("a case", "a library", True, math.inf, 2.0e-3)
-
-    monkeypatch.setattr(cli, "_spec", lambda: H100)
-    monkeypatch.setattr(accuracy, "measure", measure)
-    data = run("accuracy", status=1)
-    assert data["errors"][0] == {"case": "a case", "who": "cute", "is_peer": False, "out": 1e-3, "state": 2.5e-3}
-    assert data["errors"][1]["out"] is None  # JSON has no infinity
-    assert data["ratios"] == [{"case": "a case", "who": "cute", "what": "state", "ratio": 1.25}]
-    assert (data["limit"], data["failures"], data["complete"]) == (accuracy.LIMIT, [], True)
-
-
-def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = {selection.BF16: 0.999, selection.BF16_OUT: 0.5, selection.FP8: 0.9, selection.FP8_EXACT: 0.98}
-    monkeypatch.setattr(selection, "measure", lambda keys, *_: selection.Agreement(keys, shares))
-    data = run("selection", "--keys", "64", "--rows", "3", status=1)
-    assert data["contexts"] == [{"keys": 64, "shares": shares, "passed": False}]
-    assert (data["rows"], data["passed"], data["demanded"]) == (3, False, selection.DEMANDED)
 
 
 def test_what_follows_json_prints_on_stdout_again(tmp_path: Path) -> None:
@@ -102,12 +78,6 @@ def test_what_follows_json_prints_on_stdout_again(tmp_path: Path) -> None:
         (["tune", "chunks"], "expected one of chunk"),
         (["tune"], "op: expected one of chunk"),
         (["tune", "chunk", "--limit", "0"], "Invalid value for '--limit'"),
-        (["bench", "chunky"], "expected one of chunk"),
-        (["bench", "--out", "/nowhere"], "out: expected with --write"),
-        (["bench", "topk", "--shapes", "64", "--write"], "write: expected without --shapes"),
-        (["bench", "--json", "/nowhere/figures.json"], "json: expected a file in a folder that exists"),
-        (["accuracy", "--backend", "cuda"], "backend: expected one of cute, tilelang, got 'cuda'"),
-        (["selection", "--backend", "cuda", "--keys", "64", "--rows", "2"], "backend: expected 'tilelang', 'cute', 'reference'"),
         (["dance"], "No such command 'dance'"),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from autotune import cli
+from benchmarks import cli as benchmarks_cli
 from gdn.testing import timing
 from gdn.testing.timing import Limits
 from tests.autotune.fake_device import FakeDevice
@@ -114,6 +115,6 @@ def test_tune_and_bench_run(tmp_path: Path) -> None:
     shown = runner.invoke(cli.app, ["show", "--folder", str(tmp_path)])
     assert shown.exit_code == 0 and table.parent.name in shown.output
     figures = tmp_path / "bench.json"
-    measured = runner.invoke(cli.app, ["bench", "recurrent", "--shapes", "4/8 batch 128", "--json", str(figures)])
+    measured = runner.invoke(benchmarks_cli.app, ["ops", "recurrent", "--shapes", "4/8 batch 128", "--json", str(figures)])
     assert measured.exit_code == 0, measured.output
     assert '"share_of_floor"' in figures.read_text()

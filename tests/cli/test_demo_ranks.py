@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 
-from autotune import context, ranks
+from benchmarks import context, ranks
 from gdn.cli import demo_ranks
 
 

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autotune import bench
 from autotune import cli as autotune_cli
 from gdn.cli import app, doctor
-from gdn.device import H100
 from gdn.runtime import source
 
 
@@ -83,13 +81,3 @@ def test_without_the_tuner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(source, "ROOT", tmp_path)
     result = gdn("tune", "chunk")
     assert result.exit_code == 2 and f"expected the package autotune next to gdn, in {tmp_path}" in result.stderr
-
-
-def test_a_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Before anything is measured."""
-    monkeypatch.setattr(autotune_cli, "_spec", lambda: H100)
-    monkeypatch.setattr(bench, "Bench", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it raises ImportError
-    result = CliRunner().invoke(autotune_cli.app, ["bench", "recurrent", "--write", "--out", str(tmp_path)])
-    (line,) = result.stderr.splitlines()
-    assert result.exit_code == 2 and "gdn-kernels[plots]" in line and not list(tmp_path.iterdir())

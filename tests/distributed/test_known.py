@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gdn.distributed
-from autotune.host_cost import without_device
+from benchmarks.host_cost import without_device
 from gdn.distributed import chunk, known
 from gdn.distributed import group as groups
 from gdn.runtime import env

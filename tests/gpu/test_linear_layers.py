@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.layers import FORMS, on_host
-from autotune.stacks import make_stack, shaped
+from benchmarks.layers import FORMS, on_host
+from benchmarks.stacks import make_stack, shaped
 from gdn.layers import GatedDeltaNet, GDNMetadata, GDNMetadataBuilder, HybridConfig
 from gdn.layers.cuts import CUTS, Rank
 from gdn.layers.mlp import MoE

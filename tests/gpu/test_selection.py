@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
-from autotune import selection
-from autotune.selection import BF16, DEMANDED, FP8, FP8_EXACT
+from benchmarks import selection
+from benchmarks.selection import BF16, DEMANDED, FP8, FP8_EXACT
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 usage: python3 -m tests.hosts.adapter_cost [PART OF A PATH'S NAME ...]
 
 An adapter's call is timed, then the operators alone with the very arguments that it gave them, in turns. Without a Hopper GPU
-kernels are replaced by an empty function, as `autotune.host_cost` does: in both all that Python does is measured.
+kernels are replaced by an empty function, as `benchmarks.host_cost` does: in both all that Python does is measured.
 
 A layer's step may take 5 us more than its fused operator, besides the views that the host's own form of a tensor asks for
 (`Path.views`), each as long as a view of torch's takes here. What functions of other libraries add is printed; no fused operator
@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 import gdn
-from autotune.host_cost import without_device
+from benchmarks.host_cost import without_device
 from gdn.runtime import devices, env
 from tests.hosts import adapter_paths
 from tests.hosts.adapter_paths import Call, Path

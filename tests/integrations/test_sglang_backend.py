@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune import host_cost
+from benchmarks import host_cost
 from gdn import served
 from gdn.integrations import _sglang_backend as backend
 from gdn.integrations import _sglang_step as step

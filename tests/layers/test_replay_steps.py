@@ -112,3 +112,25 @@ def test_draft_trees(num_spec: int) -> None:
         drafts = [steps.draw(1 + num_spec) for _ in range(3)]
         parents = [steps.draw(i + 1) - 1 for count in drafts for i in range(count + 1)]
         steps.step([count + 1 for count in drafts], drafts, parents)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"query_lens": [5], "seq_lens": [5], "slots": [[0]]},
+        {"query_lens": [1], "seq_lens": [9], "slots": [[0]]},
+        {"query_lens": [2], "seq_lens": [9], "slots": [[0, 1]], "num_draft_tokens": [1], "num_accepted_tokens": [1]},
+    ],
+    ids=["a prompt", "a decode row", "a draft"],
+)
+def test_metadata_of_a_builder_without_replay_is_refused(step: dict[str, Any]) -> None:
+    """Nothing is counted, and no state is touched."""
+    num_spec = len(step["slots"][0]) - 1
+    cache = GDNStateCache(small_config(), SLOTS, num_spec=num_spec, dtype=torch.float32, replay=True)
+    assert cache.state_tokens is not None
+    cache.state_tokens.fill_(7)
+    metadata = GDNMetadataBuilder("cpu", num_spec=num_spec).build(**step)
+    with pytest.raises(ValueError, match="metadata: expected that of a GDNMetadataBuilder with replay=True"):
+        cache.begin_step(metadata)
+    assert (cache.state_tokens == 7).all() and not cache.ssm_states[0].any()
+    cache.begin_step(GDNMetadataBuilder("cpu", num_spec=num_spec, replay=True).build([], [], []))

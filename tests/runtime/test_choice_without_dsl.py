@@ -48,8 +48,9 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from autotune import host_cost, shapes
-from autotune.host_cost import without_device
+from autotune import shapes
+from benchmarks import host_cost
+from benchmarks.host_cost import without_device
 from gdn.runtime import registry
 
 for operator in registry.with_kernels():

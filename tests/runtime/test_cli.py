@@ -138,8 +138,8 @@ def test_a_process_of_its_own_fails_in_one_line(tmp_path: Path):
             pool.submit(errors, "gdn", "explain", "chunky"),
             pool.submit(errors, "gdn", "env", GDN_TUNED="maybe"),
             pool.submit(errors, "autotune", "show", "--folder", str(missing)),
-            pool.submit(errors, "autotune.host_cost", "conv1d"),
-            pool.submit(errors, "autotune.crossing", CUDA_VISIBLE_DEVICES=""),
+            pool.submit(errors, "benchmarks.host_cost", "conv1d"),
+            pool.submit(errors, "benchmarks.crossing", CUDA_VISIBLE_DEVICES=""),
         ]
     unknown, *others = [one.result() for one in found]
     assert unknown[0].startswith("error: op: expected one of chunk")

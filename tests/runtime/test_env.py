@@ -192,7 +192,7 @@ def _holds_switches(node: ast.expr) -> bool:
 def readers() -> dict[str, set[str]]:
     """Field of Switches -> the files that read it as an attribute of the switches."""
     found: dict[str, set[str]] = {}
-    for path in [path for package in ("gdn", "autotune") for path in sorted((ROOT / package).rglob("*.py"))]:
+    for path in [path for package in ("gdn", "autotune", "benchmarks") for path in sorted((ROOT / package).rglob("*.py"))]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _holds_switches(node.value):
                 found.setdefault(node.attr, set()).add(path.relative_to(ROOT).as_posix())
@@ -273,7 +273,7 @@ def test_the_readme_lists_every_switch():
 def test_nothing_else_reads_the_environment():
     root = Path(env.__file__).parents[2]
     reads = re.compile(r"os\.(environ|getenv)|\bgetenv\(|\bimport environ\b|environ\[")
-    sources = [path for package in ("gdn", "autotune") for path in (root / package).rglob("*.py")]
+    sources = [path for package in ("gdn", "autotune", "benchmarks") for path in (root / package).rglob("*.py")]
     guilty = [str(path) for path in sources if path != Path(env.__file__) and reads.search(path.read_text(encoding="utf-8"))]
     assert len(sources) > 20 and not guilty
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from autotune import bench, cases, report, shapes, tables, tuning
+from autotune import cases, shapes, tables, tuning
+from benchmarks import ops, report
 from gdn.device import H100
 from gdn.models import QWEN3_NEXT_80B
 from gdn.runtime import Prepared, env, explain_problem, registry, tuned
@@ -40,7 +41,7 @@ def main(folder: Path) -> None:
     launch = lambda params: kernel.launch(None, params)  # noqa: E731
     case = cases.make(small, torch.device("cpu"), H100)
     assert case.check(Prepared("cute", kernel.Config(1), 0, launch, chosen)) == 0.0
-    assert bench.backends(OP, None, every=True) == ["cute"] and cases.tunable(OP).useful_flops(small) == 0
+    assert ops.backends(OP, None, every=True) == ["cute"] and cases.tunable(OP).useful_flops(small) == 0
     row = {"op": OP, "shape": "128 rows", "backend": "cute", "time_us": 2.0, "burst_us": 2.0, "floor_us": 1.0}
     row |= {"share_of_floor": 0.5, "error": 0.0}
     limits = {"copy_gbps": 3000.0, "bf16_tflops": 700.0, "fp8_tflops": 1400.0}

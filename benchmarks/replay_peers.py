@@ -1,4 +1,4 @@
-"""FlashInfer's decode with a cache of corrections, next to `autotune.replay_decode`: bfloat16 states and cache, drafts alone.
+"""FlashInfer's decode with a cache of corrections, next to `benchmarks.replay_decode`: bfloat16 states and cache, drafts alone.
 
 Its caller keeps a cursor for each sequence; here the cursors of successive calls are made ahead, from the accepted tokens of
 `replay_decode`. A call whose cache holds `_FLUSH` entries or more writes the states too.

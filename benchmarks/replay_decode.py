@@ -1,4 +1,4 @@
-"""`python -m autotune.replay_decode`: decode with a ring next to decode that writes every state, on this GPU.
+"""`python -m benchmarks.replay_decode`: decode with a ring next to decode that writes every state, on this GPU.
 
 Microseconds of a call on the same states, both forms in turns. Without a ring a call writes a state a token, with drafts each
 to a slot of its own. With a ring the time is the mean over `fold_every` calls in one graph, each with its own counts: positions
@@ -26,9 +26,10 @@ from rich.table import Table
 from torch import Tensor
 
 import gdn
-from autotune import cases, replay_peers
+from autotune import cases
 from autotune.cases import base
 from autotune.shapes import Shape
+from benchmarks import replay_peers
 from gdn.cli.plain import run_alone
 from gdn.device import DeviceSpec
 from gdn.problems.replay import mean_accepted, ring_choice
@@ -105,7 +106,7 @@ class Form:
 
 
 def form_of(op: str, heads: tuple[int, int], batch: int, state_dtype: str, drafts: int) -> Form:
-    """The shape of `autotune bench` for these sizes, and the ring that `gdn.ring_shape` chooses."""
+    """The shape of `python -m benchmarks ops` for these sizes, and the ring that `gdn.ring_shape` chooses."""
     flags: dict[str, Any] = {"has_accepted": drafts > 0, "state_dtype": state_dtype}
     if op == "gdn_decode":
         flags |= {"cu_seqlens_dtype": "int32" if drafts else None, "has_columns": drafts > 0}
@@ -285,4 +286,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_alone(main, "python -m autotune.replay_decode")
+    run_alone(main, "python -m benchmarks.replay_decode")

@@ -1,4 +1,4 @@
-"""Decode steps of decoder layers without their MLPs, each layer with weights and caches of its own (`autotune layers`)."""
+"""Decode steps of decoder layers without MLPs, each layer with weights and caches of its own (`python -m benchmarks layers`)."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,11 +56,18 @@ def make_stack(
     """A decode step of `batch` sequences of `context` tokens, the new ones included, in bfloat16 with float32 states.
 
     Weights, states and cached keys and values are random. Sequences have shuffled blocks; metadata is in the buffers of a
-    captured batch.
+    captured batch. Without replay: a step that is repeated has the same positions each time, and would always fold or never.
     """
     generator, dtype = torch.Generator(device).manual_seed(seed), torch.bfloat16
     caches = HybridCaches(
-        config, batch * -(-context // BLOCK_SIZE), BLOCK_SIZE, batch, use_fp8_indexer=use_fp8, dtype=dtype, device=device
+        config,
+        batch * -(-context // BLOCK_SIZE),
+        BLOCK_SIZE,
+        batch,
+        use_fp8_indexer=use_fp8,
+        dtype=dtype,
+        device=device,
+        replay=False,
     )
     rotary = RotaryEmbedding(config, device=device)
     layers = [DecoderLayer(config, place, rotary, device=device, dtype=dtype) for place in range(config.num_hidden_layers)]

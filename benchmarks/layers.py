@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from autotune import host_cost, report
-from autotune.launches import Launch, record
-from autotune.stacks import Stack, make_stack, shaped
+from benchmarks import host_cost, report
+from benchmarks.launches import Launch, record
+from benchmarks.stacks import Stack, make_stack, shaped
 from gdn.layers import HybridConfig
 from gdn.layers.named import NAMED
 from gdn.runtime import devices

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from autotune import report
+from benchmarks import report
 
 # Grey text and two hues that are readable on a white and on a black page; the background is transparent.
 _TEXT, _OURS, _PEER = "#808080", "#2f81f7", "#e0762f"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from autotune import bench, cases, peers, prefill_peers, report, shapes
+from autotune import cases, shapes
+from benchmarks import ops, peers, prefill_peers, report
 from gdn import reference
 from gdn.testing import timing
 
@@ -166,6 +167,6 @@ def test_turns() -> None:
 
 
 def test_a_row_with_another_time_keeps_its_work() -> None:
-    row = bench.Row("chunk", "a", "cute", {}, "table", 10.0, 9.0, 5.0, 300.0, 40.0, True, 0.0)
-    found = bench.with_time(row, 20.0)
+    row = ops.Row("chunk", "a", "cute", {}, "table", 10.0, 9.0, 5.0, 300.0, 40.0, True, 0.0)
+    found = ops.with_time(row, 20.0)
     assert (found.time_us, found.gbps, found.tflops, found.burst_us) == (20.0, 150.0, 20.0, 9.0)

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
-from autotune import cli, host_cost, launches, layers, report, stacks
+from benchmarks import cli, host_cost, launches, layers, report, stacks
 from gdn.device import H100
 from gdn.layers.named import NAMED
 from gdn.testing import timing
@@ -146,7 +146,7 @@ def _captured(wall_us: float) -> layers.Captured:
 def test_the_command_prints_every_part_and_fails_where_a_limit_is_missed(
     wall_us: float, exit_code: int, ratio: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr(cli, "device_spec", lambda: H100)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "some device")
     monkeypatch.setattr(timing, "measure_limits", lambda: LIMITS)
@@ -181,7 +181,7 @@ def test_the_command_refuses(options: list[str], told: str) -> None:
 
 def test_the_command_writes_its_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All rows, next to the tables of the operators; a row beyond its limit is written too."""
-    monkeypatch.setattr(cli, "_spec", lambda: H100)
+    monkeypatch.setattr(cli, "device_spec", lambda: H100)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "some device")
     monkeypatch.setattr(timing, "measure_limits", lambda: LIMITS)

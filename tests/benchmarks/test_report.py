@@ -9,8 +9,9 @@ import pytest
 import torch
 from matplotlib import pyplot
 
-from autotune import bench, peers, plot, report, shapes
+from autotune import shapes
 from autotune.shapes import Shape
+from benchmarks import ops, peers, plot, report
 from gdn import reference
 from gdn.problems import RecurrentProblem
 from gdn.runtime import tuned
@@ -179,7 +180,7 @@ def test_decode_peers_are_given_as_many_sets_of_inputs_as_ours(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "flashinfer.gdn_decode", _FlashInfer)
     monkeypatch.setitem(sys.modules, "flashinfer", _FlashInfer)
     shape = Shape("3 x 4", _decode_problem(4, "float32"), lengths=(4, 4, 4))
-    ways_of = bench._ways(shape, 2, torch.device("cpu"))
+    ways_of = ops._ways(shape, 2, torch.device("cpu"))
     ((first, second),) = ways_of("FlashInfer")
     assert first.norm and first.captured and not torch.equal(first.call()[0], second.call()[0])
     assert ways_of("FLA") == []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autotune import host_cost
+from benchmarks import host_cost
 from gdn.runtime import prepare
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ import torch
 from typer.testing import CliRunner
 
 import gdn
-from autotune import cli, selection
-from autotune.selection import BF16, BF16_OUT, FP8, FP8_EXACT
+from benchmarks import cli, selection
+from benchmarks.selection import BF16, BF16_OUT, FP8, FP8_EXACT
 
 CPU = torch.device("cpu")
 SMALL = ["selection", "--keys", "512", "--topk", "256", "--rows", "24"]

@@ -1,4 +1,4 @@
-"""`python -m autotune.crossing`: from how many tokens a sequence on the chunk form beats the recurrent form, on this GPU.
+"""`python -m benchmarks.crossing`: from how many tokens a sequence on the chunk form beats the recurrent form, on this GPU.
 
 `gdn.crossing.RECURRENT_TOKENS` holds the answer that `gdn.gated_delta_rule` uses: the smallest over the batches that a step has.
 """
@@ -66,4 +66,4 @@ def main(tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the shapes
 
 
 if __name__ == "__main__":
-    run_alone(main, "python -m autotune.crossing")
+    run_alone(main, "python -m benchmarks.crossing")

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 import gdn
-from autotune import cases, peers, prefill_peers, tuning
+from autotune import cases, tuning
 from autotune.shapes import Shape
+from benchmarks import peers, prefill_peers
 from gdn.device import DeviceSpec
 from gdn.runtime import prepare, registry
 from gdn.testing import timing

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autotune import crossing
+from benchmarks import crossing
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autotune import dense_attention
+from benchmarks import dense_attention
 from gdn.problems import ChunkProblem, Problem, RecurrentProblem, SparsePrefillProblem
 from gdn.testing import timing
 
@@ -248,7 +248,7 @@ _LIBRARIES: dict[str, dict[str, Callable[[Any, Mapping[str, Any]], list[Peer]]]]
     "FLA": {"chunk": _fla},
     "torch": {"sparse_attention_prefill": _torch},
 }
-LIBRARIES = (*_LIBRARIES, "gdn")  # names for `--peer`; gdn: this project's separate operators (autotune.prefill_peers)
+LIBRARIES = (*_LIBRARIES, "gdn")  # names for `--peer`; gdn: this project's separate operators (benchmarks.prefill_peers)
 
 
 def ways(library: str, problem: Problem, arguments: Mapping[str, Any]) -> list[Peer]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autotune import cli, ranks
+from benchmarks import cli, ranks
 from gdn.layers import StepMetadata
 from gdn.layers.named import NAMED, first_layers
 

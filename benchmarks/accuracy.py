@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import gdn
-from autotune import peers
+from benchmarks import peers
 from gdn.problems import ChunkProblem
 from gdn.runtime import registry
 from gdn.testing import compare, inputs, oracle

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune import context
+from benchmarks import context
 from gdn.layers.named import NAMED
 
 

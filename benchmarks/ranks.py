@@ -1,4 +1,4 @@
-"""Times of decode over tensor-parallel ranks (`autotune ranks`): a process for each GPU, with NCCL between them.
+"""Times of decode over tensor-parallel ranks (`python -m benchmarks ranks`): a process for each GPU, with NCCL between them.
 
 A step is that of the demo's engine: embedding, layers with their MLPs, head and greedy choice in one graph, replayed on the same
 tokens. All ranks replay together, so the first one's clock is that of all.
@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from torch.multiprocessing.spawn import start_processes
 
-from autotune.stacks import BLOCK_SIZE, decode_step, fill
+from benchmarks.stacks import BLOCK_SIZE, decode_step, fill
 from gdn.cli.demo_graphs import FixedStep
 from gdn.cli.demo_ranks import join
 from gdn.cli.plain import table
@@ -137,7 +137,8 @@ def step_us(model: HybridModel, batch: int, context: int, samples: int) -> float
     """Median microseconds of a decode step of `batch` sequences of `context` tokens, the new one included."""
     config, device, dtype = model.config, model.embed_tokens.device, model.embed_tokens.dtype
     blocks = batch * -(-context // BLOCK_SIZE)
-    caches = HybridCaches(config, blocks, BLOCK_SIZE, batch, dtype=dtype, device=device)
+    # Without replay: a step that is repeated has the same positions each time, and would always fold or never.
+    caches = HybridCaches(config, blocks, BLOCK_SIZE, batch, dtype=dtype, device=device, replay=False)
     generator = torch.Generator(device).manual_seed(0)
     fill(caches, generator)
     step = decode_step(config, batch, context, device)

@@ -1,4 +1,4 @@
-"""Times of prefill over context-parallel ranks (`autotune context`): a process for each GPU, with NCCL between them.
+"""Times of prefill over context-parallel ranks (`python -m benchmarks context`): a process for each GPU, with NCCL between them.
 
 One long sequence, at the shapes of Qwen3-Next-80B: the chunk operator alone, exchange included; a Gated DeltaNet layer, from its
 input projection to its output projection; an attention layer with its indexer. A call's time is that of the slowest rank.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 import gdn
 import gdn.distributed
-from autotune.ranks import TIMEOUT
+from benchmarks.ranks import TIMEOUT
 from gdn.cli.demo_ranks import join
 from gdn.cli.plain import table
 from gdn.layers import AttentionMetadataBuilder, GatedDeltaNet, GDNMetadataBuilder, HybridConfig, SparseAttention

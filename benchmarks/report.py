@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune import prefill_peers
+from benchmarks import prefill_peers
 
-_NEW_FILE = "# Measured times\n\nWritten by `python -m autotune bench --write`. Sustained microseconds of a call by itself.\n"
+_NEW_FILE = "# Measured times\n\nWritten by `python -m benchmarks ops --write`. Sustained microseconds of a call by itself.\n"
 _STEPS, _OURS = prefill_peers.STEPS, prefill_peers.OURS
 KERNEL = {"tilelang": "TileLang", "cute": "CuTe", "torch": "torch"}
 
 
 def markdown(found: Mapping[str, Any]) -> dict[str, str]:
-    """Table of each operator: the device with its limits, then a row per shape. found: `bench.Bench.found`."""
+    """Table of each operator: the device with its limits, then a row per shape. found: `ops.Bench.found`."""
     about = heading(found)
     tables = {}
     for op, rows in by_operator(found).items():

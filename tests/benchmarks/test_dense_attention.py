@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from autotune import bench, cases, dense_attention, peers, report, shapes
+from autotune import cases, shapes
+from benchmarks import dense_attention, ops, peers, report
 from gdn import reference
 from gdn.device import H100
 from tests.autotune.fake_device import FakeDevice
@@ -74,9 +75,9 @@ def test_backends_that_refuse_are_left_out_by_name(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(dense_attention, "scaled_dot_product_attention", timed)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr(bench.torch, "device", lambda *_: CPU)
+    monkeypatch.setattr(ops.torch, "device", lambda *_: CPU)
     shape = _shape()
-    rows, failures, refused, _ = bench.measure_peers(shape, ["torch"], H100)
+    rows, failures, refused, _ = ops.measure_peers(shape, ["torch"], H100)
     assert not failures
     assert {row.variant.split(", ")[0] for row in rows} >= {"math"} and len(rows) + len(refused) == 16
     assert any(why.startswith("torch cudnn, explicit mask: RuntimeError: ") for why in refused)

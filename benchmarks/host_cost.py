@@ -1,4 +1,4 @@
-"""`python -m autotune.host_cost`: CPU microseconds of an eager call with out= and, for the delta rule, a pool.
+"""`python -m benchmarks.host_cost`: CPU microseconds of an eager call with out= and, for the delta rule, a pool.
 
 The time is from the call until its return; the device runs later. Without a Hopper GPU the compiled functions are replaced
 by an empty one of tvm-ffi and the tensors are on the CPU: all that Python and tvm-ffi do is measured, the launch itself is
@@ -193,4 +193,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_alone(main, "python -m autotune.host_cost")
+    run_alone(main, "python -m benchmarks.host_cost")

@@ -1,4 +1,4 @@
-"""`python -m autotune.mixed_step`: ways to run decode rows and a prompt of one step through a Gated DeltaNet layer, on this GPU.
+"""`python -m benchmarks.mixed_step`: ways to run decode rows and a prompt of one step through a Gated DeltaNet layer.
 
     whole        as the layer does: convolution, chunk form and norm over all rows
     rule         `gdn.gated_delta_rule` between convolution and norm of all rows: the recurrent form, the chunk form
@@ -73,7 +73,7 @@ def make_step(
     """A step with random rows, parameters, windows and states."""
     generator, source = torch.Generator(device).manual_seed(0), torch.Generator().manual_seed(0)
     layer = GatedDeltaNet(config, device=device, dtype=dtype)
-    caches = GDNStateCache(config, decodes + 1, dtype=dtype, device=device)
+    caches = GDNStateCache(config, decodes + 1, dtype=dtype, device=device, replay=False)
     projected = torch.empty(decodes + prompt, layer.in_proj.shape[0], device=device, dtype=dtype)
     pools = caches.conv_states[0], caches.ssm_states[0]
     layer.norm_weight.fill_(1.0)
@@ -107,4 +107,4 @@ def main(tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the shapes
 
 
 if __name__ == "__main__":
-    run_alone(main, "python -m autotune.mixed_step")
+    run_alone(main, "python -m benchmarks.mixed_step")

@@ -9,7 +9,7 @@ No library has the step in one call: what a model runs with them is, step by ste
     chunk    with the L2 norm of q and k; FlashInfer on the pool, the others on states that were gathered untimed
     norm     the gated RMS norm
 
-Each step is timed by itself, with its inputs ready made; the fastest library of each step enters their sum (autotune.report).
+Each step is timed by itself, with its inputs ready made; the fastest library of each step enters their sum (benchmarks.report).
 """
 
 import importlib
@@ -22,8 +22,8 @@ import torch
 from torch.nn import functional
 
 import gdn
-from autotune import peers
-from autotune.peers import Outputs, Peer
+from benchmarks import peers
+from benchmarks.peers import Outputs, Peer
 from gdn.problems import ChunkProblem, GdnPrefillProblem
 
 OP = "gdn_prefill"
@@ -197,6 +197,6 @@ STEPS = ("pool", "conv", "gates", "chunk", "norm")
 
 
 def ways(library: str, problem: Any, arguments: Mapping[str, Any]) -> list[Peer]:
-    """Ways of a library, as autotune.peers.ways has them; every way but ours is one step."""
+    """Ways of a library, as benchmarks.peers.ways has them; every way but ours is one step."""
     found = _WAYS.get(library)
     return [] if found is None else found(step_of(problem, arguments))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autotune import mixed_step
+from benchmarks import mixed_step
 from gdn.layers import GatedDeltaNet, HybridConfig
 from gdn.layers.named import NAMED
 from gdn.testing import timing

@@ -1,0 +1,1 @@
+"""Measures operators, layers and models, and tunes nothing: `python -m benchmarks --help`."""
