@@ -59,6 +59,9 @@ class Block:
         self.numbers = [Buffer(f"numbers {buffer}") for buffer in range(2)]
         self.squares = [[Buffer(f"squares {buffer} of warp {warp}") for warp in range(WARPS)] for buffer in range(2)]
         self.all, self.heads = meeting(PREPARE, PREPARE_WARPS), [meeting(MATH, TILES_OF_HEAD) for _ in range(2)]
+        # A named barrier at which the entries' warp only arrives: once, when the first entries have been asked for.
+        table = BarrierTable({ENTRIES: 1, STATES: 1}, [Barrier("start", 1, (Arrivals(ENTRIES, "warp"),), (STATES,))])
+        self.start, self.has_asked = Mbarrier(table, "start"), False
         self.meetings = {"all": [0] * PREPARE_WARPS, "head": [0] * WARPS}
 
     def run(self) -> None:
@@ -73,6 +76,9 @@ class Block:
     def states_warp(self) -> Role:
         spec = self.spec
         for item in range(self.items):
+            if item == 0:
+                yield self.start, STATES, 0
+                assert self.has_asked
             for tile in range(spec.item_tiles):
                 earlier = item * spec.item_tiles + tile - spec.in_flight
                 if earlier >= 0:
@@ -95,6 +101,9 @@ class Block:
             for lane, decays in enumerate(self.decays[buffer]):
                 decays.write(item)
                 self.entries_full[buffer].arrive(ENTRIES, copies=lane == 0)
+            if item == 0:
+                self.has_asked = True
+                self.start.arrive(ENTRIES)
 
     def prepare_warp(self, warp: int) -> Role:
         spec = self.spec

@@ -1,8 +1,9 @@
 """The copy warps of the streamed form: one has the states of every item of the block, one the entries, each as far ahead as there
 is room.
 
-An item's stages become free long before its entries, so neither warp waits for the other. A barrier counts what has been copied,
-and the counts of an item are loaded while the one before it is copied.
+An item's stages become free long before its entries, so neither warp waits for the other; only at the start does the warp of the
+states wait, until the first entries have been asked for. Otherwise they would come after all of its states. A barrier counts what
+has been copied, and the counts of an item are loaded while the one before it is copied.
 
 Of states only so many bytes are on their way at once as keep the memory busy (`Sizes.in_flight`). More of them would only stand
 in front of the small pieces that the other warps wait for.
@@ -17,7 +18,7 @@ from kernels_cute.common import ptx
 from kernels_cute.common.ring import row_of
 from kernels_cute.gdn_decode.streamed.items import COUNTS, is_live, item_of, load_counts
 from kernels_cute.gdn_decode.streamed.sizes import DIM, WARPS
-from kernels_cute.gdn_decode.streamed.spec import Item, Spec, entries_of, stage_of
+from kernels_cute.gdn_decode.streamed.spec import START_BARRIER, Item, Spec, entries_of, stage_of
 
 
 @cute.jit
@@ -35,9 +36,13 @@ def copy_warp(spec: Spec, storage, params: GdnDecodeParams, total: Int32, has_st
         if is_live(spec, params, rCounts):
             item = item_of(spec, params, number, rCounts)
             if cutlass.const_expr(has_states):
+                if number == first:
+                    cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=64)
                 copy_states(spec, storage, params, item, served)
             else:
                 copy_entries(spec, storage, params, item, served)
+                if number == first:
+                    cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=64)
             served += 1
 
 

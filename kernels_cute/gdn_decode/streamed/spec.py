@@ -15,7 +15,7 @@ from kernels_cute.gdn_decode.shape import CHANNELS
 from kernels_cute.gdn_decode.streamed.sizes import DIM, PREPARE_WARPS, WARPS, Sizes
 
 # Named barriers: of the warps that prepare, of the two that copy, and one for each four that multiply, those of a head.
-PREPARE_BARRIER, HEAD_BARRIER = 1, 2
+PREPARE_BARRIER, START_BARRIER, HEAD_BARRIER = 1, 2, 3
 THREADS = 32 * PREPARE_WARPS  # that prepare
 
 
