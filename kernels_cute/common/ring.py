@@ -272,20 +272,34 @@ def lane_values(ring: RingTile, at: Int32, lane: Int32, rX: cute.Tensor):
 @cute.jit
 def add_entries(
     ring: RingTile, entries: Entries, live: Live, newest: Int32, path: Any, decay: Float32, place: Place, thread: Int32,
-    rSums: cute.Tensor,
+    rSums: cute.Tensor, unrolls: Constexpr,
 ):  # fmt: skip
-    """The thread's sums over S0, of 2 columns each, become those over S: its share of the entries joins them."""
+    """The thread's sums over S0, of 2 columns each, become those over S: its share of the entries joins them.
+
+    unrolls: whether there are registers for several entries at once; path is None then.
+    """
     columns, lanes = cutlass.const_expr(ring.tile.v_per_thread), cutlass.const_expr(ring.tile.threads_per_column)
     for i in cutlass.range_constexpr(2 * columns):
         rSums[i] *= decay
     at = entries.updates + group_of(ring, thread) * (4 * columns)
-    for entry in cutlass.range(live.start + ((place.lane - live.start) & (lanes - 1)), newest, lanes, unroll=1):
-        if is_on(path, entry - live.count):
+    if cutlass.const_expr(unrolls):
+        for turn in cutlass.range_constexpr(-(-ring.most_live // lanes)):
+            entry = cutlass.min(live.start + place.lane + turn * lanes, newest)
+            is_there = entry < newest  # from there on, shared memory may hold anything
             of_k, of_q = ptx.load_pair(entries.weights + entry * 8)
-            u_values = load_columns(at + entry * (4 * ring.block_v), columns)
+            values = [of_k, of_q, *load_columns(at + entry * (4 * ring.block_v), columns)]
+            of_k, of_q, *u_values = [cutlass.select_(is_there, value, Float32(0.0)) for value in values]
             for r in cutlass.range_constexpr(columns):
                 rSums[2 * r] += of_k * u_values[r]
                 rSums[2 * r + 1] += of_q * u_values[r]
+    else:
+        for entry in cutlass.range(live.start + ((place.lane - live.start) & (lanes - 1)), newest, lanes, unroll=1):
+            if is_on(path, entry - live.count):
+                of_k, of_q = ptx.load_pair(entries.weights + entry * 8)
+                u_values = load_columns(at + entry * (4 * ring.block_v), columns)
+                for r in cutlass.range_constexpr(columns):
+                    rSums[2 * r] += of_k * u_values[r]
+                    rSums[2 * r + 1] += of_q * u_values[r]
 
 
 def load_columns(at: Any, columns: int) -> list[Any]:

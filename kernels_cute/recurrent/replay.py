@@ -207,7 +207,7 @@ def run_token(
     cute.arch.sync_threads()  # all weights are there
 
     multiply(spec, (rows, k_row), place.lane, rState, work)
-    ring.add_entries(spec.ring, entries, live, newest, path, alpha, place, thread, work.sums)
+    ring.add_entries(spec.ring, entries, live, newest, path, alpha, place, thread, work.sums, False)
     add_up(tile, work.sums, spec.num_sums, Exchange(shared.parts, step % 2))
     k_factor, q_factor = row_factors(tile, work.sums, params.scale, spec.problem.use_qk_l2norm)
     value, _ = ring.combine(tile, (beta, k_factor, q_factor), place.lane, work)
