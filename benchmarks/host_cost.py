@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -70,6 +71,13 @@ def without_device(kernel: Callable[..., Any] | None = None) -> Iterator[None]:
     import tvm_ffi
 
     functions = _Same(tvm_ffi.get_global_func("testing.nop") if kernel is None else kernel)
+    with as_an_h100(mock.patch.object(compiled, "get", lambda op, backend, *key: compiled.Compiled(functions, key[1], key[2]))):
+        yield
+
+
+@contextlib.contextmanager
+def as_an_h100(*more: AbstractContextManager[Any]) -> Iterator[None]:
+    """Presents the CPU as an H100 whose values nobody reads. more: patches for as long, which keep kernels from running."""
     for operator in registry.OPERATORS.values():
         getattr(gdn, operator.functions[0])  # loads its module
     readers = [module for name, module in sys.modules.items() if name.startswith("gdn.ops.") and hasattr(module, "reads_values")]
@@ -77,15 +85,14 @@ def without_device(kernel: Callable[..., Any] | None = None) -> Iterator[None]:
         contextlib.ExitStack() as patches,
         mock.patch.object(devices, "describe", lambda device: (H100, "no device")),
         mock.patch.object(toolchain, "missing", lambda backend: None),
-        mock.patch.object(compiled, "get", lambda op, backend, *key: compiled.Compiled(functions, key[1], key[2])),
     ):
-        for module in readers:
-            patches.enter_context(mock.patch.object(module, "reads_values", lambda device: False))
+        for patch in (*more, *(mock.patch.object(module, "reads_values", lambda device: False) for module in readers)):
+            patches.enter_context(patch)
         env.reload()
         try:
             yield
         finally:
-            env.reload()  # forgets the empty kernels
+            env.reload()  # forgets what was chosen and loaded
 
 
 # Operators that a model calls in every layer, with kernels in both DSLs; their repeated calls skip the checks. Each has the

@@ -59,16 +59,9 @@ def make_stack(
     captured batch. Without replay: a step that is repeated has the same positions each time, and would always fold or never.
     """
     generator, dtype = torch.Generator(device).manual_seed(seed), torch.bfloat16
-    caches = HybridCaches(
-        config,
-        batch * -(-context // BLOCK_SIZE),
-        BLOCK_SIZE,
-        batch,
-        use_fp8_indexer=use_fp8,
-        dtype=dtype,
-        device=device,
-        replay=False,
-    )
+    blocks = batch * -(-context // BLOCK_SIZE)
+    options: dict[str, Any] = {"use_fp8_indexer": use_fp8, "dtype": dtype, "device": device, "replay": False}
+    caches = HybridCaches(config, blocks, BLOCK_SIZE, batch, **options)
     rotary = RotaryEmbedding(config, device=device)
     layers = [DecoderLayer(config, place, rotary, device=device, dtype=dtype) for place in range(config.num_hidden_layers)]
     for place, layer in enumerate(layers):

@@ -23,22 +23,31 @@ def replays(num_value_heads: int, head_dims: tuple[int, int], num_sequences: int
     num_value_heads: of one sequence in a layer. head_dims: of keys and of values.
     """
     is_large = num_spec > 0 or num_value_heads * num_sequences >= REPLAY_HEADS
-    return is_large and set(head_dims) <= set(REPLAY_DIMS)
+    return is_large and has_replay_dims(head_dims)
+
+
+def has_replay_dims(head_dims: tuple[int, int]) -> bool:
+    return set(head_dims) <= set(REPLAY_DIMS)
+
+
+def replay_dims_in_words() -> str:
+    return " or ".join(map(str, REPLAY_DIMS))
 
 
 def replay_rule(switch: str) -> str:
     """What a value of ``GDN_REPLAY`` means for caches of which nothing else is said, in words."""
     if switch != "auto":
         return f"GDN_REPLAY={switch}: {'on' if switch == '1' else 'off'} in every cache"
-    dims = " or ".join(map(str, REPLAY_DIMS))
     return (
         f"GDN_REPLAY=auto: on with drafts, and in caches of {REPLAY_HEADS} value heads or more over all their sequences; "
-        f"off for head dims other than {dims}"
+        f"off for head dims other than {replay_dims_in_words()}"
     )
 
 
-def replay_forms(num_value_heads: int, head_dims: tuple[int, int], num_spec: int) -> tuple[bool, ...]:
-    """The outcomes of `replays` for caches of any number of sequences."""
+def replay_forms(switch: str, num_value_heads: int, head_dims: tuple[int, int], num_spec: int) -> tuple[bool, ...]:
+    """Whether caches decode by replay, over any number of sequences: both where that number decides. switch: ``GDN_REPLAY``."""
+    if switch != "auto":
+        return (switch == "1",)
     return tuple(sorted({replays(num_value_heads, head_dims, count, num_spec) for count in (1, 2**31)}))
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import gdn
-from gdn.crossing import replays
 from gdn.layers.config import HybridConfig
 from gdn.layers.host_arrays import at_least, refuse
+from gdn.layers.replay_switch import unwanted
 from gdn.runtime import env
 
 PAGE_MULTIPLE = 4  # rows: what the operators that write a cache take as the size of a page
@@ -120,10 +120,10 @@ class GDNStateCache(_Buffers):
         heads = (config.linear_num_value_heads, config.linear_value_head_dim, config.linear_key_head_dim)
         self._conv = torch.zeros(layers, num_slots, columns, config.conv_dim, dtype=dtype, device=device)
         self._ssm = torch.zeros(layers, num_slots, *heads, dtype=state_dtype, device=device)
-        self.num_key_heads, switch = config.linear_num_key_heads, env.current().replay
-        if replay is None and switch == "auto":
-            replay = replays(heads[0], (heads[2], heads[1]), max(0, num_rings - null_slot - 1), num_spec)
-        self.has_replay = bool(layers) and (switch == "1" if replay is None else replay)
+        self.num_key_heads = config.linear_num_key_heads
+        if replay is None:
+            replay = unwanted(heads[0], (heads[2], heads[1]), max(0, num_rings - null_slot - 1), num_spec) is None
+        self.has_replay = bool(layers) and replay
         self._rings: Tensor | None = None
         self.state_tokens: Tensor | None = None
         self.fold_every: int | None = None
@@ -439,9 +439,8 @@ class HybridCaches:
         self.max_num_sequences, self.num_spec = max_num_sequences, num_spec
         self.max_seq_len = config.max_position_embeddings
         if replay is None:
-            switch, heads = env.current().replay, config.linear_num_value_heads
             dims = config.linear_key_head_dim, config.linear_value_head_dim
-            replay = replays(heads, dims, max_num_sequences, num_spec) if switch == "auto" else switch == "1"
+            replay = unwanted(config.linear_num_value_heads, dims, max_num_sequences, num_spec) is None
         first = null_slot + 1 + max_num_sequences * (1 if replay else 1 + num_spec)
         placed: dict[str, Any] = {"dtype": dtype, "device": device}
         self.gdn = GDNStateCache(

@@ -23,8 +23,8 @@ def unwanted(num_value_heads: int, head_dims: tuple[int, int], num_sequences: in
         return None
     if switch == "0":
         return "GDN_REPLAY=0"
-    if not set(head_dims) <= set(crossing.REPLAY_DIMS):
-        dims = " or ".join(map(str, crossing.REPLAY_DIMS))
+    if not crossing.has_replay_dims(head_dims):
+        dims = crossing.replay_dims_in_words()
         return f"GDN_REPLAY=auto wants head dims of {dims}, here are {head_dims[0]} and {head_dims[1]}"
     heads = num_value_heads * num_sequences
     return f"GDN_REPLAY=auto wants {crossing.REPLAY_HEADS} value heads over all sequences or drafts, here are {heads}"

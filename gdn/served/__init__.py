@@ -115,13 +115,15 @@ def _of_config(config: Any, **more: Any) -> GdnLayer:
     )  # fmt: skip
 
 
+def _replay_forms(layer: GdnLayer, switch: str) -> tuple[bool, ...]:
+    return replay_forms(switch, layer.num_v_heads, (layer.head_k_dim, layer.head_v_dim), layer.num_spec)
+
+
 def _layers(config: Any, state: str, num_spec: int, replay: str) -> Iterator[Group]:
     layer = _of_config(
         config, layout="concatenated", state_dtype=state, num_spec=num_spec, has_offsets=True, checkpoints=(False, True)
     )
-    dims = layer.head_k_dim, layer.head_v_dim
-    forms = {"0": (False,), "1": (True,)}.get(replay) or replay_forms(layer.num_v_heads, dims, num_spec)
-    for has_replay in forms:
+    for has_replay in _replay_forms(layer, replay):
         yield from _steps_of_layers(dataclasses.replace(layer, replay=has_replay), config.num_linear_layers)
     if layer.head_k_dim == layer.head_v_dim <= 128 and layer.head_k_dim % 8 == 0:
         yield from layer.prefill()
@@ -149,7 +151,7 @@ def _vllm(config: Any, state: str, num_spec: int, replay: str) -> Iterator[Group
             channels_contiguous=channels_contiguous, checkpoints=(False, True),
         )  # fmt: skip
         yield from gdn_layer.problems(layer)
-        if vllm_replay.is_reached(replay, layer):
+        if True in _replay_forms(layer, replay):
             yield from vllm_replay.groups(layer)
 
 

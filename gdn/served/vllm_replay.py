@@ -7,16 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from gdn.crossing import replay_forms
 from gdn.problems import FoldStatesProblem, ring_choice
 from gdn.served.gdn_layer import GdnLayer
 from gdn.served.sizes import SEQUENCES, Group, at
-
-
-def is_reached(switch: str, layer: GdnLayer) -> bool:
-    """Whether this value of ``GDN_REPLAY`` lets a server with many sequences replay."""
-    forms = replay_forms(layer.num_v_heads, (layer.head_k_dim, layer.head_v_dim), layer.num_spec)
-    return switch == "1" or (switch == "auto" and True in forms)
 
 
 def groups(layer: GdnLayer) -> Iterator[Group]:

@@ -27,6 +27,7 @@ from kernels_cute.common.state_sums import load_some
 from kernels_cute.common.state_tile import Place, StateTile
 
 _WARP, TEAM = 32, 8
+_MOST_TURNS = 16  # of a loop over entries that is unrolled
 _COPIES = {1: ptx.copy_one, 2: ptx.copy_pair, 4: ptx.copy_four}
 
 
@@ -36,6 +37,7 @@ class RingTile:
     def __init__(self, rows: int, fold_every: int, has_accepted: bool, num_k_heads: int, num_heads: int, tile: StateTile) -> None:
         self.rows, self.fold_every, self.tile = rows, fold_every, tile
         self.most_tokens = (rows + 1 - fold_every) // 2 if has_accepted else 1
+        self.most_live = fold_every - 1 + self.most_tokens  # entries before a call
         self.head_k_dim, self.head_v_dim = tile.head_k_dim, tile.head_v_dim
         self.updates_at = num_k_heads * tile.head_k_dim  # elements of a row before u, and before g
         self.decays_at = self.updates_at + num_heads * tile.head_v_dim
@@ -101,37 +103,67 @@ def is_served(ring: RingTile, committed: Int32, accepted: Int32, count: Int32):
 @cute.jit
 def load_entries(
     ring: RingTile, tensors: Any, slot: Int64, key_head: Int32, place: Place, first_and_committed: Any, thread: Int32,
-    entries: Entries,
+    entries: Entries, unrolls: Constexpr,
 ):  # fmt: skip
     """Starts the copies of the slot's count and of all entries of positions [first, committed), for `cp_async_wait_group(0)` and
     a barrier. As registers of loads they would be waited for together with the state.
 
-    tensors: ring and state_tokens.
+    tensors: ring and state_tokens. unrolls: whether there are registers for the addresses of several copies at once.
     """
     gRing, gWritten = tensors
     first, committed = first_and_committed
     if thread == 0:
         _COPIES[1](entries.written, gWritten.iterator.toint() + slot * gWritten.stride[0] * 4)
-    count = committed - first
-    base = Int32(Uint32(first) % ring.rows)
+    count, base = committed - first, Int32(Uint32(first) % ring.rows)
     source = gRing.iterator.toint() + slot * gRing.stride[0] * 4
     key_at = key_head * (4 * ring.head_k_dim)
-    for unit in cutlass.range(thread, count * ring.key_units, ring.tile.threads, unroll=1):
-        row = source + Int64(row_of(ring, base, unit // ring.key_units)) * gRing.stride[1] * 4
-        _COPIES[4](entries.keys + unit * 16, row + (key_at + unit % ring.key_units * 16))
-    size, copy = cutlass.const_expr(4 * ring.update_width), _COPIES[ring.update_width]
     column = first_column(ring, place, thread)
     update_at = 4 * (ring.updates_at + place.head * ring.head_v_dim + column)
+    decay_at = 4 * (ring.decays_at + place.head)
     left = (ring.head_v_dim - column) * 4  # bytes of the head's columns from the block's first on
-    for unit in cutlass.range(thread, count * ring.update_units, ring.tile.threads, unroll=1):
-        row = source + Int64(row_of(ring, base, unit // ring.update_units)) * gRing.stride[1] * 4
-        within = unit % ring.update_units * size
-        if within < left:
-            copy(entries.updates + unit * size, row + (update_at + within))
-    for entry in cutlass.range(thread, count, ring.tile.threads, unroll=1):
-        row = source + Int64(row_of(ring, base, entry)) * gRing.stride[1] * 4
-        _COPIES[1](entries.decays + entry * 4, row + 4 * (ring.decays_at + place.head))
+    size, copy = cutlass.const_expr(4 * ring.update_width), _COPIES[ring.update_width]
+    if cutlass.const_expr(unrolls):
+        of_rows = (base, count, Int64(gRing.stride[1]) * 4)
+        copy_rows(ring, of_rows, source + key_at, entries.keys, (16, ring.key_units, None), thread)
+        copy_rows(ring, of_rows, source + update_at, entries.updates, (size, ring.update_units, left), thread)
+        copy_rows(ring, of_rows, source + decay_at, entries.decays, (4, 1, None), thread)
+    else:
+        for unit in cutlass.range(thread, count * ring.key_units, ring.tile.threads, unroll=1):
+            row = source + Int64(row_of(ring, base, unit // ring.key_units)) * gRing.stride[1] * 4
+            _COPIES[4](entries.keys + unit * 16, row + (key_at + unit % ring.key_units * 16))
+        for unit in cutlass.range(thread, count * ring.update_units, ring.tile.threads, unroll=1):
+            row = source + Int64(row_of(ring, base, unit // ring.update_units)) * gRing.stride[1] * 4
+            within = unit % ring.update_units * size
+            if within < left:
+                copy(entries.updates + unit * size, row + (update_at + within))
+        for entry in cutlass.range(thread, count, ring.tile.threads, unroll=1):
+            row = source + Int64(row_of(ring, base, entry)) * gRing.stride[1] * 4
+            _COPIES[1](entries.decays + entry * 4, row + decay_at)
     cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def copy_rows(ring: RingTile, of_rows: Any, source: Int64, target: Int32, units: Any, thread: Int32):
+    """Starts the copies of a part of the entries' rows: a thread copies the same unit of several rows, so that its addresses take
+    few instructions.
+
+    of_rows: row of the ring of the first entry, number of entries, bytes from row to row. units: bytes and number of a row's, and
+    None or the bytes that exist.
+    """
+    (base, count, pitch), (size, number, left) = of_rows, units
+    width = cutlass.const_expr(1 << (number - 1).bit_length())
+    at_once = cutlass.const_expr(ring.tile.threads // width)
+    unit, first = thread % width, thread // width
+    exists = unit < number
+    if cutlass.const_expr(left is not None):
+        exists = exists & (unit * size < left)
+    source, target = source + unit * size, target + (first * number + unit) * size
+    turns = cutlass.const_expr(-(-ring.most_live // at_once))
+    for turn in cutlass.range(turns, unroll=cutlass.const_expr(turns if turns <= _MOST_TURNS else 1)):
+        entry = first + turn * at_once
+        if exists & (entry < count):
+            row = source + Int64(row_of(ring, base, entry)) * pitch
+            _COPIES[size // 4](target + turn * (at_once * number * size), row)
 
 
 def first_column(ring: RingTile, place: Place, thread: Any) -> Any:
@@ -240,20 +272,34 @@ def lane_values(ring: RingTile, at: Int32, lane: Int32, rX: cute.Tensor):
 @cute.jit
 def add_entries(
     ring: RingTile, entries: Entries, live: Live, newest: Int32, path: Any, decay: Float32, place: Place, thread: Int32,
-    rSums: cute.Tensor,
+    rSums: cute.Tensor, unrolls: Constexpr,
 ):  # fmt: skip
-    """The thread's sums over S0, of 2 columns each, become those over S: its share of the entries joins them."""
+    """The thread's sums over S0, of 2 columns each, become those over S: its share of the entries joins them.
+
+    unrolls: whether there are registers for several entries at once; path is None then.
+    """
     columns, lanes = cutlass.const_expr(ring.tile.v_per_thread), cutlass.const_expr(ring.tile.threads_per_column)
     for i in cutlass.range_constexpr(2 * columns):
         rSums[i] *= decay
     at = entries.updates + group_of(ring, thread) * (4 * columns)
-    for entry in cutlass.range(live.start + ((place.lane - live.start) & (lanes - 1)), newest, lanes, unroll=1):
-        if is_on(path, entry - live.count):
+    if cutlass.const_expr(unrolls):
+        for turn in cutlass.range_constexpr(-(-ring.most_live // lanes)):
+            entry = cutlass.min(live.start + place.lane + turn * lanes, newest)
+            is_there = entry < newest  # from there on, shared memory may hold anything
             of_k, of_q = ptx.load_pair(entries.weights + entry * 8)
-            u_values = load_columns(at + entry * (4 * ring.block_v), columns)
+            values = [of_k, of_q, *load_columns(at + entry * (4 * ring.block_v), columns)]
+            of_k, of_q, *u_values = [cutlass.select_(is_there, value, Float32(0.0)) for value in values]
             for r in cutlass.range_constexpr(columns):
                 rSums[2 * r] += of_k * u_values[r]
                 rSums[2 * r + 1] += of_q * u_values[r]
+    else:
+        for entry in cutlass.range(live.start + ((place.lane - live.start) & (lanes - 1)), newest, lanes, unroll=1):
+            if is_on(path, entry - live.count):
+                of_k, of_q = ptx.load_pair(entries.weights + entry * 8)
+                u_values = load_columns(at + entry * (4 * ring.block_v), columns)
+                for r in cutlass.range_constexpr(columns):
+                    rSums[2 * r] += of_k * u_values[r]
+                    rSums[2 * r + 1] += of_q * u_values[r]
 
 
 def load_columns(at: Any, columns: int) -> list[Any]:

@@ -65,28 +65,27 @@ def weigh(
     rows, pitch, norms = tokens
     lane, part, warp = thread % _WARP, thread % TEAM, thread // _WARP
     rTails = cute.make_rmem_tensor(ring.chunks, Float32)
+    teams, end = cutlass.const_expr(ring.tile.threads // TEAM), before + batch
+    first = live.start + warp * (_WARP // TEAM) + lane // TEAM
+    # Without a loop, an entry's products fill the time of the exchanges of log decays, and go on with those of the state.
+    takes_one_turn = cutlass.const_expr(batch == 1 and ring.most_live + 1 <= teams)
+    rX = cute.make_rmem_tensor(2 * batch, Float32)
+    if cutlass.const_expr(takes_one_turn):
+        add_products(ring, key_of(ring, entries, cutlass.min(first, end - 1), before, rows, pitch), (rows, pitch), part, rX)
     total = log_decays(ring, entries, (live.start, before, before), None, lane, rTails)
     rG = cute.make_rmem_tensor(batch, Float32)
     for i in cutlass.range_constexpr(batch):
         rG[i] = ptx.load_one(entries.decays + (before + i) * 4)
         total += rG[i]
         rDecays[i] = cute.math.exp(total)
-    teams = cutlass.const_expr(ring.tile.threads // TEAM)
-    end = before + batch
-    # All teams of a warp make as many turns, since their lanes exchange log decays.
-    for turn in cutlass.range(live.start + warp * (_WARP // TEAM), end, teams, unroll=1):
-        entry = cutlass.min(turn + lane // TEAM, end - 1)
-        new = entry - before  # token of the batch, or < 0
-        key = entries.keys + entry * (4 * ring.head_k_dim)
-        if new >= 0:
-            key = rows + new * pitch + 4 * ring.head_k_dim
-        value = product(ring, key, (rows, pitch), batch, part)
-        exponent = cutlass.select_(new < 0, tail_of(ring, entry, rTails), Float32(0.0))
-        index = part % (2 * batch)
-        for m in cutlass.range_constexpr(batch):
-            exponent += cutlass.select_((new < m) & (m <= index // 2), rG[m], Float32(0.0))
-        if part < 2 * batch:
-            ptx.store_one(entries.weights + (entry * (2 * batch) + index) * 4, cute.math.exp(exponent) * value)
+    if cutlass.const_expr(takes_one_turn):
+        store_weights(ring, entries, cutlass.min(first, end - 1), before, rX, part, rTails, rG)
+    else:
+        # All teams of a warp make as many turns, since their lanes exchange log decays.
+        for turn in cutlass.range(first - lane // TEAM, end, teams, unroll=1):
+            entry = cutlass.min(turn + lane // TEAM, end - 1)
+            add_products(ring, key_of(ring, entries, entry, before, rows, pitch), (rows, pitch), part, rX)
+            store_weights(ring, entries, entry, before, rX, part, rTails, rG)
     if cutlass.const_expr(norms is not None):
         if warp == 0:
             token = cutlass.min(lane // TEAM, batch - 1)
@@ -104,26 +103,60 @@ def weigh(
 
 
 @cute.jit
-def product(ring: RingTile, key: Int32, tokens: Any, batch: Constexpr, part: Int32):
-    """Of key . k_0, key . q_0, key . k_1, ... the one of number `part % (2 * batch)`."""
+def key_of(ring: RingTile, entries: Entries, entry: Int32, before: Int32, rows: Any, pitch: Any):
+    """Address of an entry's key; those from `before` on are the batch's own tokens."""
+    new = entry - before
+    return cutlass.select_(new < 0, entries.keys + entry * (4 * ring.head_k_dim), rows + new * pitch + 4 * ring.head_k_dim)
+
+
+@cute.jit
+def add_products(ring: RingTile, key: Int32, tokens: Any, part: Int32, rX: cute.Tensor):
+    """rX = the lane's parts of key . k_0, key . q_0, key . k_1, ... tokens: address of q of the first, bytes from one to the next."""
     rows, pitch = tokens
-    rX = cute.make_rmem_tensor(2 * batch, Float32)
     rX.fill(0.0)
     for c in cutlass.range_constexpr(ring.passes_of_team):
         unit = c * TEAM + part
         if cutlass.const_expr(ring.key_units % TEAM == 0) or unit < ring.key_units:
             own = ptx.load_four(key + unit * 16)
-            for i in cutlass.range_constexpr(batch):
+            for i in cutlass.range_constexpr(cute.size(rX) // 2):
                 at = rows + i * pitch + unit * 16
                 q_values, k_values = ptx.load_four(at), ptx.load_four(at + 4 * ring.head_k_dim)
                 for e in cutlass.range_constexpr(4):
                     rX[2 * i] += own[e] * k_values[e]
                     rX[2 * i + 1] += own[e] * q_values[e]
-    halved(rX, 2 * batch, 1, part)
+
+
+@cute.jit
+def total_of_team(rX: cute.Tensor, part: Int32):
+    """The sum over the team of rX's value `part % size`."""
+    count = cutlass.const_expr(cute.size(rX))
+    halved(rX, count, 1, part)
     value = rX[0]
-    for bit in cutlass.range_constexpr((2 * batch - 1).bit_length(), 3):
+    for bit in cutlass.range_constexpr((count - 1).bit_length(), 3):
         value += cute.arch.shuffle_sync_bfly(value, offset=1 << bit)
     return value
+
+
+@cute.jit
+def product(ring: RingTile, key: Int32, tokens: Any, batch: Constexpr, part: Int32):
+    """Of key . k_0, key . q_0, key . k_1, ... the one of number `part % (2 * batch)`."""
+    rX = cute.make_rmem_tensor(2 * batch, Float32)
+    add_products(ring, key, tokens, part, rX)
+    return total_of_team(rX, part)
+
+
+@cute.jit
+def store_weights(
+    ring: RingTile, entries: Entries, entry: Int32, before: Int32, rX: cute.Tensor, part: Int32, rTails: cute.Tensor, rG: cute.Tensor
+):
+    """The weights of the team's entry, from its lanes' parts of the products: one in each lane, for as many lanes as there are."""
+    count, new = cutlass.const_expr(cute.size(rX)), entry - before
+    value = total_of_team(rX, part)
+    exponent = cutlass.select_(new < 0, tail_of(ring, entry, rTails), Float32(0.0))
+    index = part % count
+    for m in cutlass.range_constexpr(count // 2):
+        exponent += cutlass.select_((new < m) & (m <= index // 2), rG[m], Float32(0.0))
+    ptx.store_where(entries.weights + (entry * count + index) * 4, [cute.math.exp(exponent) * value], Int32(count) - part)
 
 
 @cute.jit

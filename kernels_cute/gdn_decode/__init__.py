@@ -195,8 +195,10 @@ def _heads(problem: GdnDecodeProblem) -> int:
 def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     """The measured choice (LAB-NOTES.md), by the value heads of the call: too few for the device, one wave, several, many."""
     streamed = _streamed(problem, device)
-    # An item for every third SM: with one for every fourth the other form takes as long, with fewer it is faster.
-    if streamed is not None and max(problem.num_sequences, 1) * problem.num_k_heads >= device.num_sms // 3:
+    # Of drafts an item for every third SM: with one for every fourth the other form takes as long, with fewer it is faster. Of one
+    # token it is the faster one up to an item an SM, and takes as long with two.
+    least = device.num_sms // 3 if problem.has_accepted else 3 * device.num_sms // 2
+    if streamed is not None and max(problem.num_sequences, 1) * problem.num_k_heads >= least:
         return streamed
     space = [config for config in configs(problem, device) if not config.stages]
     heads = _heads(problem)
@@ -211,6 +213,8 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     # can be.
     k_first = not problem.state_v_first
 
+    if problem.ring_rows is not None and not k_first and problem.cu_seqlens_dtype is None:  # for any number of heads
+        return min(space, key=lambda c: _ring_tiles(problem).index(_tiles(c)))
     if heads < device.num_sms:  # as many blocks as there can be
         return min(space, key=lambda c: (-blocks(c), -state(c), c.threads_per_column))
     if problem.cu_seqlens_dtype is not None:  # the state stays for several tokens: the most of it on an SM
@@ -224,7 +228,7 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
         return min(wave, key=lambda c: (-state(c), -c.v_per_thread * k_first, c.threads_per_column))
     # K first: configurations that read lines, in blocks of 128 threads for any number of heads. With a ring nothing is stored as
     # a rule, and every block of a head works on its keys again: as much of the state in a block.
-    if k_first or problem.ring_rows is not None:
+    if k_first:
         return min(space, key=lambda c: (-state(c), abs(c.threads - 128), c.threads_per_column))
     if heads < _MANY_WAVES * device.num_sms:  # small blocks, whose places are soon free again
         return min(space, key=lambda c: (-state(c), -blocks(c), c.threads_per_column))

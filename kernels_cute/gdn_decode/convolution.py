@@ -12,10 +12,10 @@ from cutlass import Constexpr, Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
+from kernels_cute.common.delta_rule import log_decay
 from kernels_cute.common.memory import load, load_channels, pointer, sigmoid, store_channels, window_offset, words
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
 from kernels_cute.gdn_decode.spec import Block, Registers, Spec, column_in_head, place_of_gates
-
 
 @cute.jit
 def convolve(spec: Spec, p: Constexpr, registers: Registers):
@@ -90,11 +90,50 @@ def load_filter(spec: Spec, params: GdnDecodeParams, block: Block, registers: Re
 
 @cute.jit
 def load_gates(spec: Spec, params: GdnDecodeParams, token: Int32, block: Block, rGates: cute.Tensor):
-    """Raw a and b, for the thread that makes decay and beta."""
-    if block.thread == spec.tiles.threads - 1:
-        (gA, a_at), (gB, b_at) = place_of_gates(spec, params, block)
-        rGates[0] = gA[token, a_at].to(Float32)
-        rGates[1] = gB[token, b_at].to(Float32)
+    """Raw a and b, for the last thread, which makes log decay and beta."""
+    (gA, a_at), (gB, b_at) = place_of_gates(spec, params, block)
+    load_numbers(spec, block, ((gA, (token, a_at)), (gB, (token, b_at))), rGates, 2)
+
+
+@cute.jit
+def load_head_gates(spec: Spec, params: GdnDecodeParams, block: Block, rGates: cute.Tensor):
+    """The head's A_log and dt_bias, for the same thread."""
+    load_numbers(spec, block, ((params.A_log, block.place.head), (params.dt_bias, block.place.head)), rGates, 0)
+
+
+@cute.jit
+def load_numbers(spec: Spec, block: Block, sources: Any, rX: cute.Tensor, start: Constexpr):
+    """Words of rX from `start` on = elements of tensors, in the last thread; `number_of` reads them. sources: pairs of a tensor
+    and a place.
+
+    Loads to registers share six counters, so what waits for one may wait for a state that is loaded to registers. There these are
+    converted in a branch, which waits for them before the state is asked for; elsewhere nobody waits for them here.
+    """
+    is_last = block.thread == spec.tiles.threads - 1
+    if cutlass.const_expr(spec.stages_state):
+        for i in cutlass.range_constexpr(len(sources)):
+            gX, at = sources[i]
+            size = cutlass.const_expr(gX.element_type.width // 8)
+            address = gX.iterator.toint() + Int64(cute.crd2idx(at, gX.layout)) * size
+            rX[start + i] = ptx.load_global_if(address, size, Int32(is_last))
+    else:
+        if is_last:
+            for i in cutlass.range_constexpr(len(sources)):
+                gX, at = sources[i]
+                rX[start + i] = gX[at].to(Float32).bitcast(Int32)
+
+
+def number_of(spec: Spec, gX: cute.Tensor, word: Any) -> Any:
+    """Value of a word that `load_numbers` has loaded."""
+    return ptx.number(gX.element_type, word) if spec.stages_state else word.bitcast(Float32)
+
+
+def gates(spec: Spec, params: GdnDecodeParams, block: Block, rGates: cute.Tensor) -> tuple[Any, Any]:
+    """Log decay and beta, of what `load_gates` and `load_head_gates` have loaded."""
+    (gA, _), (gB, _) = place_of_gates(spec, params, block)
+    tensors = (params.A_log, params.dt_bias, gA, gB)
+    A_log, dt_bias, a, b = [number_of(spec, gX, rGates[i]) for i, gX in enumerate(tensors)]
+    return log_decay(a + dt_bias, -cute.math.exp(A_log)), 1.0 / (1.0 + cute.math.exp(-b))
 
 
 @cute.jit

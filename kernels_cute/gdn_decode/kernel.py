@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
-from kernels_cute.common.delta_rule import HeadGate, store_zeros
+from kernels_cute.common.delta_rule import store_zeros
 from kernels_cute.common.init_barriers import init_barriers
 from kernels_cute.common.memory import heads_of, narrowed
 from kernels_cute.common.ptx import use
@@ -18,7 +18,7 @@ from kernels_cute.common.state_sums import carveout
 from kernels_cute.common.state_tile import Place, load_state
 from kernels_cute.gdn_decode import replay, replay_batch, several
 from kernels_cute.gdn_decode.batch import load_rows
-from kernels_cute.gdn_decode.convolution import load_filter, load_gates, load_row, load_windows
+from kernels_cute.gdn_decode.convolution import load_filter, load_gates, load_head_gates, load_row, load_windows
 from kernels_cute.gdn_decode.projections import flat_views
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
 from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, place_of_gates
@@ -74,16 +74,15 @@ class GdnDecode:
             lane_slot = narrowed(gIndices[sequence])
         seed = mixed_seed(params.rounding_seed)
 
-        # The gates, while the index is under way: what a branch uses waits for all that is under way, later the state too.
-        rGates = gates_of(spec, params, block)
-        minus_decay = Float32(0.0)
-        dt_bias = Float32(0.0)
-        if cutlass.const_expr(spec.batch == 1):  # those of several tokens come with their rows
-            if thread == spec.tiles.threads - 1:
-                minus_decay = params.A_log[place.head].to(Float32)
-                dt_bias = params.dt_bias[place.head].to(Float32)
+        # While the index is under way, what does not wait for it.
+        registers = make_registers(spec, params, block)
+        if cutlass.const_expr(spec.batch == 1):  # the gates of several tokens come with their rows
+            load_head_gates(spec, params, block, registers.gates)
         if cutlass.const_expr(not spec.has_several_tokens and spec.batch == 1):
-            load_gates(spec, params, begin, block, rGates)
+            load_gates(spec, params, begin, block, registers.gates)
+        if cutlass.const_expr(spec.stages_state):
+            load_inputs(spec, params, block, begin, registers)
+            cute.arch.sync_warp()  # else the compiler asks for them only where they are used, after the state
 
         # The slots to read, and the column at which the window starts. One that is null makes the sequence padding.
         read_slot = lane_slot
@@ -108,7 +107,7 @@ class GdnDecode:
         is_live = is_live & (Int64(read_slot) > params.null_slot) & (Int64(window_slot) > params.null_slot)
         if is_live:
             live = Sequence(begin, count, read_slot, window_slot, lane_slot, column, seed, first, committed)
-            run_sequence(spec, params, block, live, HeadGate(minus_decay, dt_bias), rGates)
+            run_sequence(spec, params, block, live, registers)
         else:
             store_zeros(spec.tile, params.out, begin, begin + count, Int32(1), place)
         if cutlass.const_expr(spec.has_several_tokens):
@@ -121,8 +120,8 @@ class GdnDecode:
 def gates_of(spec: Spec, params: GdnDecodeParams, block: Block) -> Any:
     """Registers of `Registers.gates`."""
     if spec.batch == 1:
-        rGates = cute.make_rmem_tensor(2, Float32)
-        rGates.fill(0.0)
+        rGates = cute.make_rmem_tensor(4, Int32)
+        rGates.fill(0)
         return rGates
     (gA, _), (gB, _) = place_of_gates(spec, params, block)
     found = [cute.make_rmem_tensor(1, gX.element_type) for gX in (params.A_log, params.dt_bias, gA, gB)]
@@ -144,26 +143,41 @@ def block_of(spec: Spec) -> Block:
 
 
 @cute.jit
-def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, gate: HeadGate, rGates: Any):
+def load_inputs(spec: Spec, params: GdnDecodeParams, block: Block, begin: Int32, registers: Registers):
+    """What does not wait for the slot: the filter, and of one token its row.
+
+    Loads to registers share six counters, and what waits for one of them may wait for the state. Only where the state does not come
+    to registers are these asked for before the slot is known.
+    """
+    if cutlass.const_expr(not spec.has_several_tokens):
+        load_row(spec, params, begin, block, registers)
+    load_filter(spec, params, block, registers)
+
+
+@cute.jit
+def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, registers: Registers):
     """A sequence that is no padding: all blocks of a cluster come here, or none."""
-    place, registers = block.place, make_registers(spec, rGates)
+    place = block.place
     storage = cutlass.utils.SmemAllocator().allocate(spec.storage())
     tokens, sums, parts = [part.data_ptr().toint() for part in (storage.tokens, storage.sums, storage.warp_parts)]
+    # The few bytes of the convolution before those of the ring and the many of the state: it is done while those are under way.
+    load_windows(spec, params, block, Int64(sequence.window_slot), sequence.column, registers.line)
+    if cutlass.const_expr(spec.batch > 1):
+        load_rows(spec, params, block, sequence, Int32(0), registers)
+    elif cutlass.const_expr(spec.has_several_tokens):
+        load_row(spec, params, sequence.begin, block, registers)
+        load_gates(spec, params, sequence.begin, block, registers.gates)
+    if cutlass.const_expr(spec.stages_state):
+        cute.arch.sync_warp()  # else the compiler asks for them last, since they take registers
+    else:
+        load_inputs(spec, params, block, sequence.begin, registers)
     entries = None
     if cutlass.const_expr(spec.ring is not None):
         entries = entries_at(spec.ring, storage.entries.data_ptr().toint(), spec.batch)
         tensors, positions = (params.ring, params.state_tokens), (sequence.first, sequence.committed)
         slot = Int64(sequence.read_slot)
-        load_entries(spec.ring, tensors, slot, block.key_head, place, positions, block.thread, entries)
-    # The few bytes of the convolution before the many of the state: it is done while those are under way.
-    load_windows(spec, params, block, Int64(sequence.window_slot), sequence.column, registers.line)
-    if cutlass.const_expr(spec.batch > 1):
-        load_rows(spec, params, block, sequence, Int32(0), registers)
-    else:
-        load_row(spec, params, sequence.begin, block, registers)
-    load_filter(spec, params, block, registers)
-    if cutlass.const_expr(spec.has_several_tokens and spec.batch == 1):
-        load_gates(spec, params, sequence.begin, block, rGates)
+        unrolls = cutlass.const_expr(spec.stages_state and spec.batch == 1)  # elsewhere addresses would spill
+        load_entries(spec.ring, tensors, slot, block.key_head, place, positions, block.thread, entries, unrolls)
     norm_weight = Float32(0.0)
     if cutlass.const_expr(spec.has_norm and (spec.batch == 1 or spec.ring is not None)):
         columns = cutlass.const_expr(spec.tile.v_per_thread)
@@ -186,7 +200,6 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
             for i in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_arrive_and_expect_tx(shared.sums_full + i, 4 * spec.parts * spec.batch)
 
-    head_gate = HeadGate(-cute.math.exp(gate.minus_decay), gate.bias)
     filled = registers._replace(norm_weight=norm_weight)
     one_token = run_token if spec.ring is None else replay.run_token
     if cutlass.const_expr(spec.batch > 1):
@@ -194,13 +207,13 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
         run_tokens(spec, params, block, sequence, filled, shared)
     elif cutlass.const_expr(spec.has_several_tokens):
         for step in cutlass.range(sequence.count, unroll=1):
-            one_token(spec, params, block, sequence, step, head_gate, filled, shared)
+            one_token(spec, params, block, sequence, step, filled, shared)
         use(registers.state[0])
     else:
-        one_token(spec, params, block, sequence, Int32(0), head_gate, filled, shared)
+        one_token(spec, params, block, sequence, Int32(0), filled, shared)
 
 
-def make_registers(spec: Spec, rGates: Any) -> Registers:
+def make_registers(spec: Spec, params: GdnDecodeParams, block: Block) -> Registers:
     """Registers of a sequence, without the weight of the norm."""
     rWeight = cute.make_rmem_tensor(spec.passes * spec.weight_words, Int32)
     rBias = cute.make_rmem_tensor(spec.passes * CHANNELS, Float32)
@@ -210,4 +223,4 @@ def make_registers(spec: Spec, rGates: Any) -> Registers:
     rOut = cute.make_rmem_tensor(CHANNELS, Float32)
     rBias.fill(0.0)
     rZ.fill(0.0)
-    return Registers(rState, rWeight, rBias, rLine, rGates, rZ, Float32(0.0), rOut)
+    return Registers(rState, rWeight, rBias, rLine, gates_of(spec, params, block), rZ, Float32(0.0), rOut)

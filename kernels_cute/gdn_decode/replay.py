@@ -10,12 +10,12 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx, ring, ring_batch
-from kernels_cute.common.delta_rule import HeadGate, Work, log_decay, make_work, row_factors, store_out
+from kernels_cute.common.delta_rule import Work, make_work, row_factors, store_out
 from kernels_cute.common.ring import Entries, Live
 from kernels_cute.common.staged_state import fill_state
 from kernels_cute.common.state_sums import Exchange, add_up
 from kernels_cute.common.state_tile import store_state
-from kernels_cute.gdn_decode.convolution import load_gates, load_row, store_column
+from kernels_cute.gdn_decode.convolution import gates, load_gates, load_row, store_column
 from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, column_in_head
 from kernels_cute.gdn_decode.token import (
     gate_of_norm,
@@ -28,21 +28,22 @@ from kernels_cute.gdn_decode.token import (
     write_convolved,
 )
 
+_MOST_TURNS = 2  # of a loop of a column's lanes over entries that is unrolled
+
 
 @cute.jit
 def run_token(
-    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, gate: HeadGate, registers: Registers,
-    shared: Shared,
-):  # fmt: skip
+    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, registers: Registers, shared: Shared
+):
     """Token `step` of the sequence: registers hold its inputs, afterwards those of the next one."""
     tile, place, rState, entries = spec.tile, block.place, registers.state, shared.entries
     positions = (sequence.first, sequence.committed)
     newest = sequence.committed - sequence.first + step
+    if cutlass.const_expr(spec.stages_state):  # before the convolution, since the windows come last
+        write_gates(spec, params, block, newest, registers, shared)
     write_convolved(spec, block, registers, shared)
-    if block.thread == spec.tiles.threads - 1:
-        rGates = registers.gates
-        ptx.store_one(entries.decays + newest * 4, log_decay(rGates[0] + gate.bias, gate.minus_decay))
-        ptx.store_one(shared.tokens + 4 * spec.gates_at + 4, 1.0 / (1.0 + cute.math.exp(-rGates[1])))
+    if cutlass.const_expr(not spec.stages_state):
+        write_gates(spec, params, block, newest, registers, shared)
     if step == 0:
         cute.arch.cp_async_wait_group(1 if spec.stages_state else 0)  # the entries are there, the state need not be
     cute.arch.sync_threads()
@@ -55,7 +56,6 @@ def run_token(
     alpha = weigh(spec, entries, live, newest, block.thread, shared)
     own_decay = ptx.load_one(entries.decays + newest * 4)
     beta = ptx.load_one(shared.tokens + 4 * spec.gates_at + 4)
-    cute.arch.sync_threads()  # all weights are there
     if cutlass.const_expr(spec.stages_state):
         if step == 0:
             cute.arch.cp_async_wait_group(0)
@@ -63,7 +63,9 @@ def run_token(
 
     work = make_work(tile, 2 * tile.v_per_thread + 3)
     multiply(spec, shared.tokens, place.lane, rState, work)
-    ring.add_entries(spec.ring, entries, live, newest, None, alpha, place, block.thread, work.sums)
+    cute.arch.sync_threads()  # all weights are there
+    unrolls = cutlass.const_expr(spec.stages_state and spec.ring.most_live <= _MOST_TURNS * tile.threads_per_column)
+    ring.add_entries(spec.ring, entries, live, newest, None, alpha, place, block.thread, work.sums, unrolls)
     add_up(tile, work.sums, 2 * tile.v_per_thread + 3, Exchange(shared.warp_parts, step % 2))
     k_factor, q_factor = row_factors(tile, work.sums, params.scale, True)
     value, squares = finish(spec, block, (beta, k_factor, q_factor), work, shared.tokens)
@@ -101,6 +103,15 @@ def run_token(
     store_out(tile, params.out, sequence.begin + step, place, cutlass.select_(live.is_valid, value, Float32(0.0)))
     if step + 1 == sequence.count:
         store_folded(spec, params, block, sequence, live, registers, shared)
+
+
+@cute.jit
+def write_gates(spec: Spec, params: GdnDecodeParams, block: Block, newest: Int32, registers: Registers, shared: Shared):
+    """Log decay and beta of the token to shared memory, by the thread that has loaded what they are made of."""
+    if block.thread == spec.tiles.threads - 1:
+        g, beta = gates(spec, params, block, registers.gates)
+        ptx.store_one(shared.entries.decays + newest * 4, g)
+        ptx.store_one(shared.tokens + 4 * spec.gates_at + 4, beta)
 
 
 @cute.jit

@@ -48,7 +48,7 @@ class Registers(NamedTuple):
     weight: Any  # words of the filter, item by item: two 16-bit values a word, one by one they would take a register each
     bias: Any  # of the filter
     line: Any  # words: the window and the token's row, item by item
-    gates: Any  # raw a and b, in a thread that makes gates; of several tokens at once in two tensors, as loaded
+    gates: Any  # A_log, dt_bias, a and b as loaded, in a thread that makes gates: words; of several tokens at once a tensor each
     z: Any  # the norm's gates of the thread's outputs
     norm_weight: Any  # Float32, of the same
     out: Any  # an item's outputs of the convolution

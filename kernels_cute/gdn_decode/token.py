@@ -8,23 +8,22 @@ from cutlass import Float32, Int32, Int64
 
 from gdn.problems import GdnDecodeParams
 from kernels_cute.common import ptx
-from kernels_cute.common.delta_rule import HeadGate, Work, add_products, combine, decay, make_work, row_factors, store_out, update
+from kernels_cute.common.delta_rule import Work, add_products, combine, make_work, row_factors, store_out, update
 from kernels_cute.common.memory import narrowed, sigmoid
 from kernels_cute.common.state_sums import Exchange, add_up
 from kernels_cute.common.state_tile import Place, store_kept_state, store_state
-from kernels_cute.gdn_decode.convolution import convolve, load_gates, load_row, store_column
+from kernels_cute.gdn_decode.convolution import convolve, gates, load_gates, load_row, store_column
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
 from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, column_in_head
 
 
 @cute.jit
 def run_token(
-    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, gate: HeadGate, registers: Registers,
-    shared: Shared,
-):  # fmt: skip
+    spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, registers: Registers, shared: Shared
+):
     """Token `step` of the sequence: registers hold its inputs, afterwards those of the next one."""
     tile, place, rState = spec.tile, block.place, registers.state
-    write_inputs(spec, block, gate, registers, shared)
+    write_inputs(spec, params, block, registers, shared)
     cute.arch.sync_threads()
     if cutlass.const_expr(spec.cluster > 1):
         # The windows of this block are read (its values have been used), and its barriers are set up.
@@ -82,13 +81,12 @@ def gate_of_norm(spec: Spec, registers: Registers):
 
 
 @cute.jit
-def write_inputs(spec: Spec, block: Block, gate: HeadGate, registers: Registers, shared: Shared):
+def write_inputs(spec: Spec, params: GdnDecodeParams, block: Block, registers: Registers, shared: Shared):
     """q, k and v after the convolution, and decay and beta, to shared memory."""
-    rGates = registers.gates
     write_convolved(spec, block, registers, shared)
     if block.thread == spec.tiles.threads - 1:
-        ptx.store_one(shared.tokens + 4 * spec.gates_at, decay(rGates[0] + gate.bias, gate.minus_decay))
-        ptx.store_one(shared.tokens + 4 * spec.gates_at + 4, 1.0 / (1.0 + cute.math.exp(-rGates[1])))
+        g, beta = gates(spec, params, block, registers.gates)
+        ptx.store_pair(shared.tokens + 4 * spec.gates_at, cute.math.exp(g), beta)
 
 
 @cute.jit

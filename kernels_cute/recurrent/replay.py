@@ -87,7 +87,7 @@ def run_sequence(
     key_head = place.head // spec.k_group
     shared = shared_of(spec)
     tensors = (params.ring, params.state_tokens)
-    ring.load_entries(spec.ring, tensors, slot, key_head, place, positions, thread, shared.entries)
+    ring.load_entries(spec.ring, tensors, slot, key_head, place, positions, thread, shared.entries, False)
     dtypes = (spec.dtype, spec.dtype, spec.gate_dtype, spec.beta_dtype)
     sizes = (4 * spec.row_passes, tile.v_per_thread, 1, 1)
     following = Inputs(*[cute.make_rmem_tensor(size, dtype) for size, dtype in zip(sizes, dtypes, strict=True)])
@@ -207,7 +207,7 @@ def run_token(
     cute.arch.sync_threads()  # all weights are there
 
     multiply(spec, (rows, k_row), place.lane, rState, work)
-    ring.add_entries(spec.ring, entries, live, newest, path, alpha, place, thread, work.sums)
+    ring.add_entries(spec.ring, entries, live, newest, path, alpha, place, thread, work.sums, False)
     add_up(tile, work.sums, spec.num_sums, Exchange(shared.parts, step % 2))
     k_factor, q_factor = row_factors(tile, work.sums, params.scale, spec.problem.use_qk_l2norm)
     value, _ = ring.combine(tile, (beta, k_factor, q_factor), place.lane, work)

@@ -185,7 +185,7 @@ def fold_item(
         has_work = written < committed
     if has_work:
         tensors, positions = (layer_of(params.ring, layer), params.state_tokens), (first, committed)
-        ring.load_entries(spec.ring, tensors, Int64(slot), head // spec.k_group, place, positions, thread, entries)
+        ring.load_entries(spec.ring, tensors, Int64(slot), head // spec.k_group, place, positions, thread, entries, False)
         load_state(tile, Int64(slot), place, gStates, rState)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()

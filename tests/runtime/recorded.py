@@ -1,19 +1,15 @@
 """Kernels that callers ask for on an H100, recorded on the CPU: the choice is the real one, nothing is launched."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 
-import gdn
-import gdn.distributed
+from benchmarks.host_cost import as_an_h100
 from gdn import runtime
-from gdn.device import H100
 from gdn.problems import Problem
-from gdn.runtime import devices, env, registry, toolchain
 
 
 def _leave(params: Any) -> None:
@@ -39,19 +35,5 @@ def recording() -> Iterator[list[Problem]]:
         module = runtime.candidates(problem.op)[choice.backend].module
         return runtime.Prepared(choice.backend, choice.config, module.workspace_bytes(problem, choice.config), _leave, choice)
 
-    for operator in registry.OPERATORS.values():
-        getattr(gdn, operator.functions[0])  # loads its module
-    readers = [module for name, module in sys.modules.items() if name.startswith("gdn.ops.") and hasattr(module, "reads_values")]
-    with (
-        contextlib.ExitStack() as patches,
-        mock.patch.object(devices, "describe", lambda device: (H100, "no device")),
-        mock.patch.object(toolchain, "missing", lambda backend: None),
-        mock.patch.object(runtime, "_prepare", without_launch),
-    ):
-        for module in readers:
-            patches.enter_context(mock.patch.object(module, "reads_values", lambda device: False))
-        env.reload()
-        try:
-            yield asked
-        finally:
-            env.reload()  # forgets the choices
+    with as_an_h100(mock.patch.object(runtime, "_prepare", without_launch)):
+        yield asked
