@@ -10,7 +10,7 @@ import torch
 
 import gdn
 from benchmarks import peers
-from gdn.problems import ChunkProblem
+from gdn.problems.delta_rule import ChunkProblem
 from gdn.runtime import registry
 from gdn.testing import compare, inputs, oracle
 

@@ -11,8 +11,29 @@ Leaf module: imports gdn.problems and gdn.models alone.
 
 from typing import Any
 
-from gdn import problems
 from gdn.models import ModelShape
+from gdn.problems.attention import SparseDecodeProblem, SparsePrefillProblem
+from gdn.problems.context import ContextPartsProblem, ContextStartProblem, ContextTotalProblem
+from gdn.problems.delta_rule import ChunkProblem, ChunkSummaryProblem, GdnDecodeProblem, RecurrentProblem
+from gdn.problems.indexer import (
+    CompressIndexerKeysProblem,
+    ExpandTopkGroupsProblem,
+    GatherIndexerCacheProblem,
+    PrepareIndexerProblem,
+    QuantizeFp8Problem,
+    WriteIndexerCacheProblem,
+)
+from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
+from gdn.problems.prefill import GdnPrefillProblem
+from gdn.problems.replay import AcceptDraftTreeProblem, FoldStatesProblem, entry_width, ring_choice
+from gdn.problems.steps import (
+    AddRmsNormProblem,
+    Conv1dProblem,
+    Conv1dUpdateProblem,
+    GatingProblem,
+    RmsNormGatedProblem,
+    SplitProblem,
+)
 
 _BF16, _FP8 = "bfloat16", "float8_e4m3fn"
 _TOKENS = 8192
@@ -26,13 +47,13 @@ def _heads(model: ModelShape) -> dict[str, Any]:
     return {name: getattr(model, name) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")}
 
 
-def chunk(model: ModelShape, fp8: bool = False) -> problems.ChunkProblem:
+def chunk(model: ModelShape, fp8: bool = False) -> ChunkProblem:
     """Four prompts, some of which continue from a cached state."""
     sizes: dict[str, Any] = {"num_tokens": _TOKENS, "num_sequences": 4}
-    return problems.ChunkProblem(**_delta_rule(model), has_mask=True, has_checkpoints=False, **sizes)
+    return ChunkProblem(**_delta_rule(model), has_mask=True, has_checkpoints=False, **sizes)
 
 
-def chunk_summary(model: ModelShape, fp8: bool = False) -> problems.ChunkSummaryProblem:
+def chunk_summary(model: ModelShape, fp8: bool = False) -> ChunkSummaryProblem:
     """A rank's half of a prompt of 131072 tokens, in two segments."""
     heads: dict[str, Any] = {
         "num_k_heads": model.num_k_heads,
@@ -42,27 +63,27 @@ def chunk_summary(model: ModelShape, fp8: bool = False) -> problems.ChunkSummary
     dims: dict[str, Any] = {"head_k_dim": model.head_k_dim, "head_v_dim": model.head_v_dim}
     dtypes: dict[str, Any] = {"dtype": _BF16, "gate_dtype": _BF16, "beta_dtype": _BF16, "cu_seqlens_dtype": "int32"}
     flags = _all(True, "state_v_first", "use_k_l2norm", "use_gate", "use_beta_sigmoid")
-    return problems.ChunkSummaryProblem(**heads, **dims, **dtypes, **flags, num_tokens=65536, num_sequences=2)
+    return ChunkSummaryProblem(**heads, **dims, **dtypes, **flags, num_tokens=65536, num_sequences=2)
 
 
-def context_parts(model: ModelShape, fp8: bool = False) -> problems.ContextPartsProblem:
+def context_parts(model: ModelShape, fp8: bool = False) -> ContextPartsProblem:
     """Two segments of that rank."""
     dtypes: dict[str, Any] = {"sum_dtype": "float32", **_all("int32", "cu_seqlens_dtype", "index_dtype")}
-    return problems.ContextPartsProblem(**dtypes, has_segments=True, num_sequences=1, num_segments=2)
+    return ContextPartsProblem(**dtypes, has_segments=True, num_sequences=1, num_segments=2)
 
 
-def context_total(model: ModelShape, fp8: bool = False) -> problems.ContextTotalProblem:
+def context_total(model: ModelShape, fp8: bool = False) -> ContextTotalProblem:
     """The first rank's message, from a pool on."""
     flags = _all(True, "is_first", "has_summaries", "has_mask")
     pool: dict[str, Any] = {"state_dtype": "float32", "index_dtype": "int32"}
-    return problems.ContextTotalProblem(**_composing(model), **flags, **pool, num_sequences=1, num_segments=2)
+    return ContextTotalProblem(**_composing(model), **flags, **pool, num_sequences=1, num_segments=2)
 
 
-def context_start(model: ModelShape, fp8: bool = False) -> problems.ContextStartProblem:
+def context_start(model: ModelShape, fp8: bool = False) -> ContextStartProblem:
     """States of one of four ranks that all keep the final ones."""
     final: dict[str, Any] = {"final_dtype": "float32", "index_dtype": "int32", "final_index_dtype": None}
     sizes: dict[str, Any] = {"num_sequences": 1, "num_segments": 2, "num_ranks": 4}
-    return problems.ContextStartProblem(**_composing(model), has_segments=True, is_cut=True, ends_here=False, **final, **sizes)
+    return ContextStartProblem(**_composing(model), has_segments=True, is_cut=True, ends_here=False, **final, **sizes)
 
 
 def _composing(model: ModelShape) -> dict[str, Any]:
@@ -70,10 +91,10 @@ def _composing(model: ModelShape) -> dict[str, Any]:
     return {**dims, "sum_dtype": "float32", "state_v_first": True}
 
 
-def recurrent(model: ModelShape, fp8: bool = False) -> problems.RecurrentProblem:
+def recurrent(model: ModelShape, fp8: bool = False) -> RecurrentProblem:
     """One token of each of 128 sequences, without drafts."""
     flags = _all(False, "write_every_token", "has_accepted", "has_parent", "has_rounding")
-    return problems.RecurrentProblem(**_delta_rule(model), **flags, num_tokens=128, num_sequences=128)
+    return RecurrentProblem(**_delta_rule(model), **flags, num_tokens=128, num_sequences=128)
 
 
 def _delta_rule(model: ModelShape) -> dict[str, Any]:
@@ -89,9 +110,9 @@ def _delta_rule(model: ModelShape) -> dict[str, Any]:
     }
 
 
-def gdn_decode(model: ModelShape, fp8: bool = False) -> problems.GdnDecodeProblem:
+def gdn_decode(model: ModelShape, fp8: bool = False) -> GdnDecodeProblem:
     """A whole decode step of a layer: flat projections, both pools, no drafts."""
-    return problems.GdnDecodeProblem(
+    return GdnDecodeProblem(
         **_heads(model),
         width=model.conv_width,
         **_all(_BF16, "dtype", "z_dtype", "a_dtype", "b_dtype", "weight_dtype", "norm_dtype", "conv_dtype"),
@@ -104,10 +125,10 @@ def gdn_decode(model: ModelShape, fp8: bool = False) -> problems.GdnDecodeProble
     )
 
 
-def fold_states(model: ModelShape, fp8: bool = False) -> problems.FoldStatesProblem:
+def fold_states(model: ModelShape, fp8: bool = False) -> FoldStatesProblem:
     """The states of 8 sequences in 36 layers, before their next prompts."""
-    rows, fold_every = problems.ring_choice(1, "float32")
-    return problems.FoldStatesProblem(
+    rows, fold_every = ring_choice(1, "float32")
+    return FoldStatesProblem(
         num_k_heads=model.num_k_heads,
         num_state_heads=model.num_v_heads,
         head_k_dim=model.head_k_dim,
@@ -123,11 +144,11 @@ def fold_states(model: ModelShape, fp8: bool = False) -> problems.FoldStatesProb
     )
 
 
-def accept_draft_tree(model: ModelShape, fp8: bool = False) -> problems.AcceptDraftTreeProblem:
+def accept_draft_tree(model: ModelShape, fp8: bool = False) -> AcceptDraftTreeProblem:
     """128 sequences in 36 layers, after trees of 4 nodes."""
-    rows, _ = problems.ring_choice(4, "float32")
-    entry = problems.entry_width(model.num_k_heads, model.num_v_heads, model.head_k_dim, model.head_v_dim)
-    return problems.AcceptDraftTreeProblem(
+    rows, _ = ring_choice(4, "float32")
+    entry = entry_width(model.num_k_heads, model.num_v_heads, model.head_k_dim, model.head_v_dim)
+    return AcceptDraftTreeProblem(
         ring_rows=rows,
         ring_width=-(-entry // 4) * 4,
         conv_dim=model.conv_dim,
@@ -141,9 +162,9 @@ def accept_draft_tree(model: ModelShape, fp8: bool = False) -> problems.AcceptDr
     )
 
 
-def gdn_prefill(model: ModelShape, fp8: bool = False) -> problems.GdnPrefillProblem:
+def gdn_prefill(model: ModelShape, fp8: bool = False) -> GdnPrefillProblem:
     """The whole prefill step of a layer for four prompts, some of which continue from cached states: flat projections."""
-    return problems.GdnPrefillProblem(
+    return GdnPrefillProblem(
         **_heads(model),
         width=model.conv_width,
         **_all(_BF16, "dtype", "z_dtype", "a_dtype", "b_dtype", "weight_dtype", "norm_dtype", "conv_dtype"),
@@ -157,17 +178,17 @@ def gdn_prefill(model: ModelShape, fp8: bool = False) -> problems.GdnPrefillProb
     )
 
 
-def conv1d(model: ModelShape, fp8: bool = False) -> problems.Conv1dProblem:
+def conv1d(model: ModelShape, fp8: bool = False) -> Conv1dProblem:
     """Four prompts, some of which continue from a cached window."""
     sizes: dict[str, Any] = {"num_tokens": _TOKENS, "num_sequences": 4}
-    return problems.Conv1dProblem(**_convolution(model), cu_seqlens_dtype="int32", has_mask=True, checkpoint_dtype=None, **sizes)
+    return Conv1dProblem(**_convolution(model), cu_seqlens_dtype="int32", has_mask=True, checkpoint_dtype=None, **sizes)
 
 
-def conv1d_update(model: ModelShape, fp8: bool = False) -> problems.Conv1dUpdateProblem:
+def conv1d_update(model: ModelShape, fp8: bool = False) -> Conv1dUpdateProblem:
     """One token of each of 128 sequences, without drafts."""
     flags = _all(False, "has_columns", "has_accepted", "has_parent")
     sizes = _all(128, "num_tokens", "num_sequences")
-    return problems.Conv1dUpdateProblem(**_convolution(model), cu_seqlens_dtype=None, **flags, **sizes)
+    return Conv1dUpdateProblem(**_convolution(model), cu_seqlens_dtype=None, **flags, **sizes)
 
 
 def _convolution(model: ModelShape) -> dict[str, Any]:
@@ -181,38 +202,38 @@ def _convolution(model: ModelShape) -> dict[str, Any]:
     }
 
 
-def split(model: ModelShape, fp8: bool = False) -> problems.SplitProblem:
+def split(model: ModelShape, fp8: bool = False) -> SplitProblem:
     """Interleaved projections of a prompt."""
-    return problems.SplitProblem(**_heads(model), dtype=_BF16, ba_dtype=_BF16, num_tokens=_TOKENS)
+    return SplitProblem(**_heads(model), dtype=_BF16, ba_dtype=_BF16, num_tokens=_TOKENS)
 
 
-def gating(model: ModelShape, fp8: bool = False) -> problems.GatingProblem:
+def gating(model: ModelShape, fp8: bool = False) -> GatingProblem:
     """Gates of a prompt."""
     parameters = _all("float32", "A_log_dtype", "dt_bias_dtype")
-    return problems.GatingProblem(model.num_v_heads, a_dtype=_BF16, b_dtype=_BF16, **parameters, num_tokens=_TOKENS)
+    return GatingProblem(model.num_v_heads, a_dtype=_BF16, b_dtype=_BF16, **parameters, num_tokens=_TOKENS)
 
 
-def rms_norm_gated(model: ModelShape, fp8: bool = False) -> problems.RmsNormGatedProblem:
+def rms_norm_gated(model: ModelShape, fp8: bool = False) -> RmsNormGatedProblem:
     """Contiguous rows, one per token and head: to the kernel they are tokens of one head."""
     dtypes = {"dtype": _BF16, "z_dtype": _BF16, "weight_dtype": "float32"}
     num_tokens = _TOKENS * model.num_v_heads
-    return problems.RmsNormGatedProblem(num_heads=1, head_dim=model.head_v_dim, **dtypes, sigmoid=False, num_tokens=num_tokens)
+    return RmsNormGatedProblem(num_heads=1, head_dim=model.head_v_dim, **dtypes, sigmoid=False, num_tokens=num_tokens)
 
 
-def add_rms_norm(model: ModelShape, fp8: bool = False) -> problems.AddRmsNormProblem:
+def add_rms_norm(model: ModelShape, fp8: bool = False) -> AddRmsNormProblem:
     """Residual stream of a prompt."""
     dtypes: dict[str, Any] = {"dtype": _BF16, "weight_dtype": _BF16, "layer_scale_dtype": None}
-    return problems.AddRmsNormProblem(model.hidden_size, **dtypes, has_residual=True, zero_centred=True, num_tokens=_TOKENS)
+    return AddRmsNormProblem(model.hidden_size, **dtypes, has_residual=True, zero_centred=True, num_tokens=_TOKENS)
 
 
-def mqa_logits(model: ModelShape, fp8: bool = False) -> problems.MqaLogitsProblem:
+def mqa_logits(model: ModelShape, fp8: bool = False) -> MqaLogitsProblem:
     """The last 4096 queries of a prompt of 32768 tokens."""
-    return problems.MqaLogitsProblem(**_logits(model, fp8), packed=False, num_queries=4096, num_keys=32768, num_columns=32768)
+    return MqaLogitsProblem(**_logits(model, fp8), packed=False, num_queries=4096, num_keys=32768, num_columns=32768)
 
 
-def paged_mqa_logits(model: ModelShape, fp8: bool = False) -> problems.PagedMqaLogitsProblem:
+def paged_mqa_logits(model: ModelShape, fp8: bool = False) -> PagedMqaLogitsProblem:
     """One query of each of 64 sequences with a context of 32768 tokens."""
-    return problems.PagedMqaLogitsProblem(
+    return PagedMqaLogitsProblem(
         **_logits(model, fp8), page_size=64, next_n=1, per_draft_lengths=False, batch=64, max_context_len=32768
     )
 
@@ -224,31 +245,31 @@ def _logits(model: ModelShape, fp8: bool) -> dict[str, Any]:
     return sizes | dtypes | {"has_k_scale": fp8, "relu": True, "clean": True}
 
 
-def topk(model: ModelShape, fp8: bool = False) -> problems.TopkProblem:
+def topk(model: ModelShape, fp8: bool = False) -> TopkProblem:
     """Selection from the scores of `mqa_logits`."""
     sizes: dict[str, Any] = {"k": model.index_topk, "num_rows": 4096, "num_columns": 32768}
-    return problems.TopkProblem("float32", "int32", "int32", "index", **sizes)
+    return TopkProblem("float32", "int32", "int32", "index", **sizes)
 
 
-def quantize_fp8(model: ModelShape, fp8: bool = False) -> problems.QuantizeFp8Problem:
+def quantize_fp8(model: ModelShape, fp8: bool = False) -> QuantizeFp8Problem:
     """Queries of a prompt, one scale per head."""
     num_rows = _TOKENS * model.index_num_heads
-    return problems.QuantizeFp8Problem(num_groups=1, group_dim=model.index_head_dim, dtype=_BF16, num_tokens=num_rows)
+    return QuantizeFp8Problem(num_groups=1, group_dim=model.index_head_dim, dtype=_BF16, num_tokens=num_rows)
 
 
-def write_indexer_cache(model: ModelShape, fp8: bool = False) -> problems.WriteIndexerCacheProblem:
+def write_indexer_cache(model: ModelShape, fp8: bool = False) -> WriteIndexerCacheProblem:
     """Keys of a prompt."""
-    return problems.WriteIndexerCacheProblem(**_cache(model, fp8), dtype=_BF16, slot_dtype="int64", num_tokens=_TOKENS)
+    return WriteIndexerCacheProblem(**_cache(model, fp8), dtype=_BF16, slot_dtype="int64", num_tokens=_TOKENS)
 
 
-def gather_indexer_cache(model: ModelShape, fp8: bool = False) -> problems.GatherIndexerCacheProblem:
+def gather_indexer_cache(model: ModelShape, fp8: bool = False) -> GatherIndexerCacheProblem:
     """Cached keys of four sequences."""
-    return problems.GatherIndexerCacheProblem(**_cache(model, fp8), cu_seqlens_dtype="int32", num_rows=32768, num_sequences=4)
+    return GatherIndexerCacheProblem(**_cache(model, fp8), cu_seqlens_dtype="int32", num_rows=32768, num_sequences=4)
 
 
-def prepare_indexer(model: ModelShape, fp8: bool = False) -> problems.PrepareIndexerProblem:
+def prepare_indexer(model: ModelShape, fp8: bool = False) -> PrepareIndexerProblem:
     """Queries, keys and weights of a prompt."""
-    return problems.PrepareIndexerProblem(
+    return PrepareIndexerProblem(
         **_rotated(model, fp8),
         num_heads=model.index_num_heads,
         **_all(_BF16, "k_dtype", "q_norm_dtype"),
@@ -259,16 +280,16 @@ def prepare_indexer(model: ModelShape, fp8: bool = False) -> problems.PrepareInd
     )
 
 
-def compress_indexer_keys(model: ModelShape, fp8: bool = False) -> problems.CompressIndexerKeysProblem:
+def compress_indexer_keys(model: ModelShape, fp8: bool = False) -> CompressIndexerKeysProblem:
     """Keys of a prompt in groups of four; in FP8 their cache has no scales."""
     fields = _rotated(model, fp8) | {"cache_dtype": _FP8 if fp8 else _BF16}
-    return problems.CompressIndexerKeysProblem(**fields, ratio=4, ring_slot_dtype="int32", ring_aligned=True)
+    return CompressIndexerKeysProblem(**fields, ratio=4, ring_slot_dtype="int32", ring_aligned=True)
 
 
-def expand_topk_groups(model: ModelShape, fp8: bool = False) -> problems.ExpandTopkGroupsProblem:
+def expand_topk_groups(model: ModelShape, fp8: bool = False) -> ExpandTopkGroupsProblem:
     """Groups of four tokens, selected by 4096 queries."""
     k = model.index_topk // 4
-    return problems.ExpandTopkGroupsProblem(ratio=4, group_dtype="int32", position_dtype="int64", num_tokens=4096, k=k)
+    return ExpandTopkGroupsProblem(ratio=4, group_dtype="int32", position_dtype="int64", num_tokens=4096, k=k)
 
 
 def _cache(model: ModelShape, fp8: bool) -> dict[str, Any]:
@@ -287,22 +308,22 @@ def _rotated(model: ModelShape, fp8: bool) -> dict[str, Any]:
     }
 
 
-def sparse_attention_decode(model: ModelShape, fp8: bool = False) -> problems.SparseDecodeProblem:
+def sparse_attention_decode(model: ModelShape, fp8: bool = False) -> SparseDecodeProblem:
     """One query of each of 64 sequences."""
     sizes = _all(64, "num_tokens", "num_sequences")
-    return problems.SparseDecodeProblem(**_attention(model), dense=False, **sizes, k=model.index_topk)
+    return SparseDecodeProblem(**_attention(model), dense=False, **sizes, k=model.index_topk)
 
 
-def sparse_attention_prefill(model: ModelShape, fp8: bool = False) -> problems.SparsePrefillProblem:
+def sparse_attention_prefill(model: ModelShape, fp8: bool = False) -> SparsePrefillProblem:
     """The last 4096 queries of a prompt of 32768 tokens."""
     sizes: dict[str, Any] = {"num_tokens": 4096, "num_sequences": 1, "k": model.index_topk, "max_context_len": 32768}
-    return problems.SparsePrefillProblem(**_attention(model), **sizes)
+    return SparsePrefillProblem(**_attention(model), **sizes)
 
 
-def attention(model: ModelShape, fp8: bool = False) -> problems.SparseDecodeProblem:
+def attention(model: ModelShape, fp8: bool = False) -> SparseDecodeProblem:
     """One query of each of 64 sequences over all of at most 32768 positions, which has no indices."""
     sizes = _all(64, "num_tokens", "num_sequences")
-    return problems.SparseDecodeProblem(**_attention(model) | {"index_dtype": None}, dense=True, **sizes, k=32768)
+    return SparseDecodeProblem(**_attention(model) | {"index_dtype": None}, dense=True, **sizes, k=32768)
 
 
 def _attention(model: ModelShape) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.problems import entry_width
+from gdn.problems.replay import entry_width
 from gdn.reference.tokens import Tokens
 
 Tensor = torch.Tensor

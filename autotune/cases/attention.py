@@ -5,13 +5,19 @@ from typing import Any
 import torch
 
 from autotune.cases.base import Maker, Shape, StepCase, Tunable, Work, example, params_of, resized
-from gdn import problems
+from gdn.problems.attention import (
+    AttentionProblem,
+    SparseDecodeParams,
+    SparseDecodeProblem,
+    SparsePrefillParams,
+    SparsePrefillProblem,
+)
 from gdn.testing import inputs_attention as inputs
 
 _POSITIONS_PER_INDEX = 16  # of a context: 2048 of 32768
 
 
-def _operands(make: Maker, problem: problems.AttentionProblem, context: int, sequences: int, tokens: int) -> dict[str, Any]:
+def _operands(make: Maker, problem: AttentionProblem, context: int, sequences: int, tokens: int) -> dict[str, Any]:
     """Caches of `sequences` contexts in shuffled blocks; every query token is one of the last of its sequence."""
     blocks = -(-context // problem.block_size)
     shape = (sequences * blocks, problem.block_size, problem.num_kv_heads, problem.head_dim)
@@ -40,7 +46,7 @@ class DecodeCase(StepCase):
     def __init__(self, shape: Shape, device: torch.device, copies: int) -> None:
         super().__init__(self._decode, shape, device, copies, verdict="close")
 
-    def _decode(self, make: Maker, problem: problems.SparseDecodeProblem, lengths: Any) -> Work:
+    def _decode(self, make: Maker, problem: SparseDecodeProblem, lengths: Any) -> Work:
         context = problem.k * _POSITIONS_PER_INDEX
         tokens, sequences = problem.num_tokens, problem.num_sequences
         run = 4 if self._shape.positions == "runs of 4" else 1
@@ -48,7 +54,7 @@ class DecodeCase(StepCase):
         ends = inputs.own_positions(arguments["query_start_loc"], arguments["seq_lens"], tokens) + 1
         indices = inputs.random_positions(ends, problem.k, run, make.generator)
         arguments |= {"topk_indices": indices.to(getattr(torch, str(problem.index_dtype))), "return_lse": True}
-        return _work(arguments, problems.SparseDecodeParams, make, problem)
+        return _work(arguments, SparseDecodeParams, make, problem)
 
 
 class PrefillCase(StepCase):
@@ -57,7 +63,7 @@ class PrefillCase(StepCase):
     def __init__(self, shape: Shape, device: torch.device, copies: int) -> None:
         super().__init__(self._prefill, shape, device, copies, verdict="close")
 
-    def _prefill(self, make: Maker, problem: problems.SparsePrefillProblem, lengths: Any) -> Work:
+    def _prefill(self, make: Maker, problem: SparsePrefillProblem, lengths: Any) -> Work:
         context, tokens = problem.max_context_len, problem.num_tokens
         arguments = _operands(make, problem, context, problem.num_sequences, tokens)
         ends = inputs.own_positions(arguments["query_start_loc"], arguments["seq_lens"], tokens) + 1
@@ -67,7 +73,7 @@ class PrefillCase(StepCase):
             indices = inputs.random_positions(ends, problem.k, 1, make.generator)
         arguments |= {"topk_indices": indices.to(getattr(torch, str(problem.index_dtype))), "return_lse": True}
         arguments |= {"max_query_len": tokens // problem.num_sequences}
-        return _work(arguments, problems.SparsePrefillParams, make, problem)
+        return _work(arguments, SparsePrefillParams, make, problem)
 
 
 def _decode(sequences: int, heads: tuple[int, int], positions: str = "random", drafts: int = 0) -> Shape:

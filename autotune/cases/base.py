@@ -10,7 +10,7 @@ import torch
 import gdn
 from gdn import reference
 from gdn.models import QWEN3_NEXT_80B
-from gdn.problems import Problem
+from gdn.problems.base import Problem
 from gdn.runtime import Prepared, registry
 from gdn.testing import compare
 from gdn.testing.inputs import params_of as params_of

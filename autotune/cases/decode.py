@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from autotune.cases import base
-from gdn.problems import GdnDecodeParams, GdnDecodeProblem, GdnPrefillParams, GdnPrefillProblem
+from gdn.problems.delta_rule import GdnDecodeParams, GdnDecodeProblem
+from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
 
 
 def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -> base.Work:

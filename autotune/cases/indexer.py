@@ -12,12 +12,26 @@ from typing import Any
 import torch
 
 from autotune.cases.base import Maker, Shape, StepCase, Tensor, Tunable, Work, example, packed, params_of, resized
-from gdn import problems
+from gdn.problems.indexer import (
+    CompressIndexerKeysParams,
+    CompressIndexerKeysProblem,
+    ExpandTopkGroupsParams,
+    ExpandTopkGroupsProblem,
+    GatherIndexerCacheParams,
+    GatherIndexerCacheProblem,
+    IndexerCacheProblem,
+    PrepareIndexerParams,
+    PrepareIndexerProblem,
+    QuantizeFp8Params,
+    QuantizeFp8Problem,
+    WriteIndexerCacheParams,
+    WriteIndexerCacheProblem,
+)
 
 _PAGE = 64
 
 
-def _cache(make: Maker, problem: problems.IndexerCacheProblem, rows: int) -> tuple[Tensor, Tensor]:
+def _cache(make: Maker, problem: IndexerCacheProblem, rows: int) -> tuple[Tensor, Tensor]:
     """A cache of at least `rows` rows and its pages in flat form; every byte is the same."""
     row = problem.head_dim + (4 if problem.scaled else 0)
     item = 2 if problem.cache_dtype == "bfloat16" else 1
@@ -34,26 +48,26 @@ def _rotation(make: Maker, problem: Any, most: int) -> Tensor:
     return torch.cat([angle.cos(), angle.sin()], dim=1).to(getattr(torch, problem.cos_sin_dtype))
 
 
-def _quantize(make: Maker, problem: problems.QuantizeFp8Problem, lengths: Sequence[int]) -> Work:
+def _quantize(make: Maker, problem: QuantizeFp8Problem, lengths: Sequence[int]) -> Work:
     shape = (problem.num_tokens, problem.num_groups, problem.group_dim)
     if problem.num_groups != 1:
         raise ValueError(f"problem: expected contiguous rows, of one group, got {problem.static_key()}")
     x = make.normal(*shape, dtype=problem.dtype)
     outputs = make.poisoned(*shape, dtype="float8_e4m3fn"), make.poisoned(*shape[:2], dtype="float32")
     arguments = {"x": x[:, 0], "group_size": problem.group_dim}
-    return Work("quantize_fp8", arguments, problems.QuantizeFp8Params(x, *outputs), outputs)
+    return Work("quantize_fp8", arguments, QuantizeFp8Params(x, *outputs), outputs)
 
 
-def _write(make: Maker, problem: problems.WriteIndexerCacheProblem, lengths: Sequence[int]) -> Work:
+def _write(make: Maker, problem: WriteIndexerCacheProblem, lengths: Sequence[int]) -> Work:
     tokens = problem.num_tokens
     k = make.normal(tokens, problem.num_kv_heads, problem.head_dim, dtype=problem.dtype)
     cache, flat = _cache(make, problem, tokens)
     slots = make.order(tokens, tokens + _PAGE, problem.slot_dtype)
     arguments = {"k": k, "cache": cache, "slot_mapping": slots}
-    return Work("write_indexer_cache", arguments, problems.WriteIndexerCacheParams(k, flat, slots), updated=("cache",))
+    return Work("write_indexer_cache", arguments, WriteIndexerCacheParams(k, flat, slots), updated=("cache",))
 
 
-def _prepare(make: Maker, problem: problems.PrepareIndexerProblem, lengths: Sequence[int]) -> Work:
+def _prepare(make: Maker, problem: PrepareIndexerProblem, lengths: Sequence[int]) -> Work:
     tokens, heads, dim = problem.num_tokens, problem.num_heads, problem.head_dim
     if problem.num_kv_heads != 1 or problem.k_dtype != problem.dtype or problem.has_values:
         raise ValueError(f"problem: expected one key head of q's dtype and no values, got {problem.static_key()}")
@@ -73,11 +87,11 @@ def _prepare(make: Maker, problem: problems.PrepareIndexerProblem, lengths: Sequ
     }  # fmt: skip
     q_out = make.poisoned(tokens, heads, dim, dtype=problem.q_out_dtype)
     weights_out = make.poisoned(tokens, heads, dtype="float32") if problem.folds_weights else None
-    params = params_of(problems.PrepareIndexerParams, arguments, cache=flat, q_out=q_out, weights_out=weights_out, eps=1e-6)
+    params = params_of(PrepareIndexerParams, arguments, cache=flat, q_out=q_out, weights_out=weights_out, eps=1e-6)
     return Work("prepare_indexer", arguments, params, (q_out, weights_out), ("cache",))
 
 
-def _compress(make: Maker, problem: problems.CompressIndexerKeysProblem, lengths: Sequence[int]) -> Work:
+def _compress(make: Maker, problem: CompressIndexerKeysProblem, lengths: Sequence[int]) -> Work:
     """Prompts from their start; steps of a few tokens somewhere after it."""
     heads, dim, ratio = problem.num_kv_heads, problem.head_dim, problem.ratio
     starts = [0 if length > 2 * ratio else 1000 + n for n, length in enumerate(lengths)]
@@ -97,11 +111,11 @@ def _compress(make: Maker, problem: problems.CompressIndexerKeysProblem, lengths
         "slot_mapping": make.integers(cache_rows, problem.slot_dtype), "ratio": ratio, "rotary_dim": problem.rotary_dim,
         "zero_centred": problem.zero_centred,
     }  # fmt: skip
-    params = params_of(problems.CompressIndexerKeysParams, arguments, cache=flat, eps=1e-6, null_slot=-1)
+    params = params_of(CompressIndexerKeysParams, arguments, cache=flat, eps=1e-6, null_slot=-1)
     return Work("compress_indexer_keys", arguments, params, updated=("ring", "cache"))
 
 
-def _gather(make: Maker, problem: problems.GatherIndexerCacheProblem, lengths: Sequence[int]) -> Work:
+def _gather(make: Maker, problem: GatherIndexerCacheProblem, lengths: Sequence[int]) -> Work:
     rows, heads, dim = problem.num_rows, problem.num_kv_heads, problem.head_dim
     columns = -(-max(lengths) // _PAGE)
     cache, flat = _cache(make, problem, columns * _PAGE * len(lengths))
@@ -112,10 +126,10 @@ def _gather(make: Maker, problem: problems.GatherIndexerCacheProblem, lengths: S
     k = make.poisoned(rows, heads * dim, dtype="float8_e4m3fn" if problem.scaled else str(problem.cache_dtype))
     scale = make.poisoned(rows, heads, dtype="float32") if problem.scaled else None
     arguments = {"cache": cache, "block_tables": tables, "cu_seqlens": bounds, "num_rows": rows}
-    return Work("gather_indexer_cache", arguments, problems.GatherIndexerCacheParams(flat, tables, bounds, k, scale), (k, scale))
+    return Work("gather_indexer_cache", arguments, GatherIndexerCacheParams(flat, tables, bounds, k, scale), (k, scale))
 
 
-def _expand(make: Maker, problem: problems.ExpandTopkGroupsProblem, lengths: Sequence[int]) -> Work:
+def _expand(make: Maker, problem: ExpandTopkGroupsProblem, lengths: Sequence[int]) -> Work:
     tokens, k, ratio = problem.num_tokens, problem.k, problem.ratio
     groups = make.integers(torch.arange(k, device=make.device).expand(tokens, k), problem.group_dtype).contiguous()
     short = torch.randint(0, k + 1, (tokens,), device=make.device, generator=make.generator)
@@ -124,7 +138,7 @@ def _expand(make: Maker, problem: problems.ExpandTopkGroupsProblem, lengths: Seq
     positions = make.integers(range(ratio * k, ratio * k + tokens), problem.position_dtype)
     out = torch.full((tokens, k * ratio + ratio - 1), -2, dtype=torch.int32, device=make.device)
     arguments = {"group_indices": groups, "positions": positions, "ratio": ratio}
-    return Work("expand_topk_groups", arguments, problems.ExpandTopkGroupsParams(groups, positions, out), (out,))
+    return Work("expand_topk_groups", arguments, ExpandTopkGroupsParams(groups, positions, out), (out,))
 
 
 def _prepared(num_tokens: int, num_heads: int = 16, fp8: bool = True) -> Shape:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from autotune.cases.base import Maker, Shape, StepCase, Tensor, Tunable, Work, heads_of, packed, params_of, resized
-from gdn.problems import (
+from gdn.problems.replay import (
     AcceptDraftTreeParams,
     AcceptDraftTreeProblem,
     FoldStatesParams,

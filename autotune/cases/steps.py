@@ -12,10 +12,24 @@ from typing import Any
 import torch
 
 from autotune.cases import base
-from gdn import problems
+from gdn.problems.steps import (
+    AddRmsNormParams,
+    AddRmsNormProblem,
+    Conv1dParams,
+    Conv1dProblem,
+    Conv1dUpdateParams,
+    Conv1dUpdateProblem,
+    ConvolutionProblem,
+    GatingParams,
+    GatingProblem,
+    RmsNormGatedParams,
+    RmsNormGatedProblem,
+    SplitParams,
+    SplitProblem,
+)
 
 
-def _convolution(make: base.Maker, problem: problems.ConvolutionProblem) -> dict[str, Any]:
+def _convolution(make: base.Maker, problem: ConvolutionProblem) -> dict[str, Any]:
     """Arguments x (a slice of a projection), the filter and out."""
     if problem.state_dtype is None or problem.index_dtype is None or not problem.state_channels_contiguous:
         raise ValueError(f"problem: expected indices and a pool with channels together, got {problem.static_key()}")
@@ -28,13 +42,13 @@ def _convolution(make: base.Maker, problem: problems.ConvolutionProblem) -> dict
     }  # fmt: skip
 
 
-def _pool(make: base.Maker, problem: problems.ConvolutionProblem, slots: int, columns: int) -> base.Tensor:
+def _pool(make: base.Maker, problem: ConvolutionProblem, slots: int, columns: int) -> base.Tensor:
     """Windows with values that x can have: the reference in float64 then keeps the same bits."""
     values = make.normal(slots, columns, problem.dim, dtype=problem.dtype)
     return values.to(getattr(torch, str(problem.state_dtype))).mT
 
 
-def _conv1d(make: base.Maker, problem: problems.Conv1dProblem, lengths: Sequence[int]) -> base.Work:
+def _conv1d(make: base.Maker, problem: Conv1dProblem, lengths: Sequence[int]) -> base.Work:
     if not problem.has_mask or problem.checkpoint_dtype is not None:
         raise ValueError(f"problem: expected a mask and no checkpoints, got {problem.static_key()}")
     arguments, count = _convolution(make, problem), len(lengths)
@@ -45,11 +59,11 @@ def _conv1d(make: base.Maker, problem: problems.Conv1dProblem, lengths: Sequence
         "cache_indices": make.order(count, count + 3, problem.index_dtype),
     }  # fmt: skip
     own = {"cu_seqlens": arguments["query_start_loc"], "has_initial_state": mask.view(torch.uint8), "null_slot": -1}
-    params = base.params_of(problems.Conv1dParams, arguments, **own)
+    params = base.params_of(Conv1dParams, arguments, **own)
     return base.Work("causal_conv1d_fn", arguments, params, (params.out,), ("conv_states",))
 
 
-def _conv1d_update(make: base.Maker, problem: problems.Conv1dUpdateProblem, lengths: Sequence[int]) -> base.Work:
+def _conv1d_update(make: base.Maker, problem: Conv1dUpdateProblem, lengths: Sequence[int]) -> base.Work:
     if problem.has_accepted != problem.has_columns or (problem.cu_seqlens_dtype is None) != (max(lengths) == 1):
         raise ValueError(f"problem: expected offsets and accepted counts with drafts alone, got {problem.static_key()}")
     arguments = _convolution(make, problem)
@@ -66,11 +80,11 @@ def _conv1d_update(make: base.Maker, problem: problems.Conv1dUpdateProblem, leng
     if problem.has_parent:  # two children a node
         parents = [(i - 1) // 2 if i else -1 for length in lengths for i in range(length)]
         arguments["parent_token"] = make.integers(parents, "int32")
-    params = base.params_of(problems.Conv1dUpdateParams, arguments, cu_seqlens=arguments.get("query_start_loc"), null_slot=-1)
+    params = base.params_of(Conv1dUpdateParams, arguments, cu_seqlens=arguments.get("query_start_loc"), null_slot=-1)
     return base.Work("causal_conv1d_update", arguments, params, (params.out,), ("conv_state",))
 
 
-def _split(make: base.Maker, problem: problems.SplitProblem, lengths: Sequence[int]) -> base.Work:
+def _split(make: base.Maker, problem: SplitProblem, lengths: Sequence[int]) -> base.Work:
     rows, heads, values = problem.num_tokens, problem.num_v_heads, problem.num_v_heads * problem.head_v_dim
     mixed_qkvz = make.normal(rows, problem.row_elements, dtype=problem.dtype)
     mixed_ba = make.normal(rows, 2 * heads, dtype=problem.ba_dtype)
@@ -80,20 +94,20 @@ def _split(make: base.Maker, problem: problems.SplitProblem, lengths: Sequence[i
         "mixed_qkvz": mixed_qkvz, "mixed_ba": mixed_ba, "num_heads_qk": problem.num_k_heads, "num_heads_v": heads,
         "head_qk": problem.head_k_dim, "head_v": problem.head_v_dim,
     }  # fmt: skip
-    return base.Work("fused_qkvzba_split_reshape_cat", arguments, problems.SplitParams(mixed_qkvz, mixed_ba, *outputs), outputs)
+    return base.Work("fused_qkvzba_split_reshape_cat", arguments, SplitParams(mixed_qkvz, mixed_ba, *outputs), outputs)
 
 
-def _gating(make: base.Maker, problem: problems.GatingProblem, lengths: Sequence[int]) -> base.Work:
+def _gating(make: base.Maker, problem: GatingProblem, lengths: Sequence[int]) -> base.Work:
     rows, heads = problem.num_tokens, problem.num_heads
     A_log, dt_bias = make.normal(heads, dtype=problem.A_log_dtype), make.normal(heads, dtype=problem.dt_bias_dtype)
     b = make.normal(rows, 2 * heads, dtype=problem.b_dtype)[:, :heads]
     a = make.normal(rows, 2 * heads, dtype=problem.a_dtype)[:, heads:]
     outputs = make.poisoned(rows, heads, dtype="float32"), make.poisoned(rows, heads, dtype="float32")
     arguments = {"A_log": A_log, "a": a, "b": b, "dt_bias": dt_bias}
-    return base.Work("fused_gdn_gating", arguments, problems.GatingParams(A_log, a, b, dt_bias, *outputs, 1.0, 20.0), outputs)
+    return base.Work("fused_gdn_gating", arguments, GatingParams(A_log, a, b, dt_bias, *outputs, 1.0, 20.0), outputs)
 
 
-def _rms_norm_gated(make: base.Maker, problem: problems.RmsNormGatedProblem, lengths: Sequence[int]) -> base.Work:
+def _rms_norm_gated(make: base.Maker, problem: RmsNormGatedProblem, lengths: Sequence[int]) -> base.Work:
     rows, heads, dim = problem.num_tokens, problem.num_heads, problem.head_dim
     x = make.normal(rows, heads, dim, dtype=problem.dtype)
     gap = 0 if heads == 1 else 2 * heads * dim  # elements before z in a row of its projection
@@ -101,17 +115,17 @@ def _rms_norm_gated(make: base.Maker, problem: problems.RmsNormGatedProblem, len
     weight = make.normal(dim, dtype=problem.weight_dtype)
     out = make.poisoned(rows, heads, dim, dtype=problem.dtype)
     arguments = {"x": x, "z": z, "weight": weight, "activation": "sigmoid" if problem.sigmoid else "silu"}
-    return base.Work("rms_norm_gated", arguments, problems.RmsNormGatedParams(x, z, weight, out, 1e-6), (out,))
+    return base.Work("rms_norm_gated", arguments, RmsNormGatedParams(x, z, weight, out, 1e-6), (out,))
 
 
-def _add_rms_norm(make: base.Maker, problem: problems.AddRmsNormProblem, lengths: Sequence[int]) -> base.Work:
+def _add_rms_norm(make: base.Maker, problem: AddRmsNormProblem, lengths: Sequence[int]) -> base.Work:
     if not problem.has_residual or problem.layer_scale_dtype is not None:
         raise ValueError(f"problem: expected a residual and no layer_scale, got {problem.static_key()}")
     x, residual = [make.normal(problem.num_tokens, problem.dim, dtype=problem.dtype) for _ in range(2)]
     weight = make.normal(problem.dim, dtype=problem.weight_dtype)
     normed, total = [make.poisoned(problem.num_tokens, problem.dim, dtype=problem.dtype) for _ in range(2)]
     arguments = {"x": x, "residual": residual, "weight": weight, "zero_centred": problem.zero_centred}
-    params = problems.AddRmsNormParams(x, residual, weight, None, normed, total, 1e-6)
+    params = AddRmsNormParams(x, residual, weight, None, normed, total, 1e-6)
     return base.Work("add_rms_norm", arguments, params, (normed, total))
 
 

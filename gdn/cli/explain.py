@@ -19,7 +19,8 @@ from gdn.device import H100, H200, DeviceSpec
 from gdn.layers.named import NAMED
 from gdn.models import ModelShape
 from gdn.ops.indexer_topk import units_per_block
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem, Problem, TopkProblem
+from gdn.problems.base import Problem
+from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
 from gdn.runtime import Choice, devices, env, explain_problem, registry
 from gdn.runtime.replay_notes import replay_notes
 from gdn.served import shape_of

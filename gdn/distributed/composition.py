@@ -22,15 +22,15 @@ from gdn.ops._check import bad_value, dtype_name
 from gdn.ops._context import Kernel
 from gdn.ops._tensors import ALIGNMENT, constant, dtypes_of
 from gdn.ops.chunk_summary import serves
-from gdn.problems import (
+from gdn.problems.context import (
     ContextPartsParams,
     ContextPartsProblem,
     ContextStartParams,
     ContextStartProblem,
     ContextTotalParams,
     ContextTotalProblem,
+    message_numbers,
 )
-from gdn.problems.context import message_numbers
 
 LEAST_SEGMENT = 4096  # tokens; with fewer, composing costs more than it gains
 _MOST_SEGMENTS = 8

@@ -35,7 +35,7 @@ from gdn.ops._library import always as always
 from gdn.ops._memo import Created, Memo, Recorded
 from gdn.ops._overlap import overlaps_itself, shares_element
 from gdn.ops._tensors import contiguous_last
-from gdn.problems import Problem
+from gdn.problems.base import Problem
 from gdn.runtime import Choice, Prepared, env, is_explaining
 
 Function = TypeVar("Function", bound=Callable[..., Any])

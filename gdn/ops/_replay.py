@@ -14,7 +14,7 @@ from gdn.ops import _values
 from gdn.ops._check import INDEX_DTYPES, bad_value, is_less
 from gdn.ops._modes import address
 from gdn.ops._tensors import ALIGNMENT
-from gdn.problems import entry_width, most_tokens
+from gdn.problems.replay import entry_width, most_tokens
 
 MOST_COMMITTED = 2**31 - 1  # tokens of a sequence: kernels count in int32
 

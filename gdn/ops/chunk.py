@@ -10,7 +10,7 @@ from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, rea
 from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import as_int32, as_int64, common_dtype, constant, dtypes_of, given_of
-from gdn.problems import ChunkParams, ChunkProblem
+from gdn.problems.delta_rule import ChunkParams, ChunkProblem
 from gdn.runtime.registry import Backend
 
 

@@ -11,7 +11,7 @@ from gdn.ops._call import NEW, launch, new, operator, prepare, reads_values, val
 from gdn.ops._check import dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import dtypes_of
-from gdn.problems import ChunkSummaryParams, ChunkSummaryProblem
+from gdn.problems.delta_rule import ChunkSummaryParams, ChunkSummaryProblem
 from gdn.runtime.registry import Backend
 
 

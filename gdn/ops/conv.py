@@ -12,7 +12,7 @@ from gdn.ops._check import CONV_ACTIVATIONS, FLOAT_DTYPES, INDEX_DTYPES, bad_val
 from gdn.ops._constants import even_offsets
 from gdn.ops._modes import address, is_empty
 from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional, target
-from gdn.problems import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
+from gdn.problems.steps import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
 from gdn.runtime.registry import Backend
 
 

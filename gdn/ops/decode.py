@@ -12,7 +12,7 @@ from gdn.ops._modes import is_empty
 from gdn.ops._projections import Layer, check_layer, check_projections
 from gdn.ops._replay import Replay, Sequences, check_replay, check_replay_values
 from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional
-from gdn.problems import GdnDecodeParams, GdnDecodeProblem
+from gdn.problems.delta_rule import GdnDecodeParams, GdnDecodeProblem
 from gdn.runtime.registry import Backend
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.problems import Problem
+from gdn.problems.base import Problem
 from gdn.runtime import Choice, devices, explaining, registry
 from gdn.runtime.replay_notes import replay_notes
 

@@ -8,7 +8,7 @@ from gdn.ops._call import NEW, launch, operator, prepare
 from gdn.ops._check import FLOAT_DTYPES, bad_value
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import dtypes_of
-from gdn.problems import GatingParams, GatingProblem
+from gdn.problems.steps import GatingParams, GatingProblem
 from gdn.runtime.registry import Backend
 
 

@@ -8,13 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn import problems
 from gdn.ops import _check as check
 from gdn.ops import _indexer, _values
 from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
 from gdn.ops._check import FLOAT_DTYPES, FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import aligned, constant, dtypes_of, is_aligned, optional
+from gdn.problems.indexer import (
+    CompressIndexerKeysParams,
+    CompressIndexerKeysProblem,
+    PrepareIndexerParams,
+    PrepareIndexerProblem,
+    QuantizeFp8Params,
+    QuantizeFp8Problem,
+)
 from gdn.runtime import env
 from gdn.runtime.registry import Backend
 
@@ -68,12 +75,12 @@ def quantize_fp8(x: Tensor, group_size: int = 128, *, backend: Backend | None = 
         bad_value("x", f"a last dimension that is a multiple of group_size {group}", f"shape {list(x.shape)}")
     rows = x.new_empty(0, 1, group) if is_empty(*x.shape) else _grouped(x, group)
     dtype = dtype_name(x.dtype)
-    problem = problems.QuantizeFp8Problem(num_groups=rows.shape[1], group_dim=group, dtype=dtype, num_tokens=rows.shape[0])
+    problem = QuantizeFp8Problem(num_groups=rows.shape[1], group_dim=group, dtype=dtype, num_tokens=rows.shape[0])
     prepared = prepare(problem, x.device, backend)
     x_fp8 = new(FP8, x.device, *x.shape)
     scale = new(torch.float32, x.device, *x.shape[:-1], x.shape[-1] // group)
     if not is_empty(*x.shape):
-        params = problems.QuantizeFp8Params(aligned("x", rows), x_fp8.view(rows.shape), scale.view(rows.shape[:2]))
+        params = QuantizeFp8Params(aligned("x", rows), x_fp8.view(rows.shape), scale.view(rows.shape[:2]))
         launch(prepared, params, (x_fp8, scale), aligned=(x,))
     return x_fp8, scale
 
@@ -205,7 +212,7 @@ def prepare_indexer(
     folds, is_fp8 = _folds_weights(weights, cache, fp8), _is_fp8(cache, fp8)
     settle(fp8=is_fp8)
     shared: dict[str, Any] = {"head_dim": dim, "rotary_dim": rotary_dim, "zero_centred": zero_centred, "num_tokens": tokens}
-    problem = problems.PrepareIndexerProblem(
+    problem = PrepareIndexerProblem(
         **shared,
         num_kv_heads=0 if k is None else k.shape[1] if k.dim() == 3 else 1,
         dtype=dtype_name(q.dtype),
@@ -225,7 +232,7 @@ def prepare_indexer(
     if not is_empty(tokens):
         keys = None if k is None else aligned("k", _indexer.with_kv_heads(k))
         values = None if v is None else aligned("v", _indexer.with_kv_heads(v))
-        params = problems.PrepareIndexerParams(
+        params = PrepareIndexerParams(
             aligned("q", q), keys, weights if folds else None, positions, aligned("cos_sin", cos_sin), constant(q_norm),
             optional(constant, k_norm), optional(_indexer.flat_pages, cache), slot_mapping, q_out, weights_out, values,
             optional(_indexer.flat_pages, v_cache), eps,
@@ -331,7 +338,7 @@ def compress_indexer_keys(
     check.not_negative("eps", eps)
     ring_rows = ring.unsqueeze(2) if ring.dim() == 3 else ring
     shared: dict[str, Any] = {"head_dim": dim, "rotary_dim": rotary_dim, "zero_centred": zero_centred, "num_tokens": tokens}
-    problem = problems.CompressIndexerKeysProblem(
+    problem = CompressIndexerKeysProblem(
         **shared,
         num_kv_heads=kv_heads,
         dtype=dtype_name(raw_k.dtype),
@@ -345,7 +352,7 @@ def compress_indexer_keys(
     if not is_empty(tokens):
         keys, table = aligned("raw_k", _indexer.with_kv_heads(raw_k)), aligned("cos_sin", cos_sin)
         pages, gain = _indexer.flat_pages(cache), constant(k_norm)
-        params = problems.CompressIndexerKeysParams(
+        params = CompressIndexerKeysParams(
             keys, ring_rows, pages, positions, table, gain, ring_slots, slot_mapping, eps, null_slot
         )
         launch(prepared, params, (ring,), aligned=(raw_k, ring, cache, cos_sin, k_norm))

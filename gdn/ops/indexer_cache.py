@@ -11,7 +11,12 @@ from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_val
 from gdn.ops._check import FP8, INDEX_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty, last_value
 from gdn.ops._tensors import aligned, dtypes_of
-from gdn.problems import GatherIndexerCacheParams, GatherIndexerCacheProblem, WriteIndexerCacheParams, WriteIndexerCacheProblem
+from gdn.problems.indexer import (
+    GatherIndexerCacheParams,
+    GatherIndexerCacheProblem,
+    WriteIndexerCacheParams,
+    WriteIndexerCacheProblem,
+)
 from gdn.runtime.registry import Backend
 
 

@@ -12,7 +12,7 @@ from gdn.ops._check import FLOAT_DTYPES, FP8, INDEX_DTYPES, bad_type, bad_value,
 from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import contiguous, contiguous_int32
-from gdn.problems import MqaLogitsParams, MqaLogitsProblem
+from gdn.problems.logits import MqaLogitsParams, MqaLogitsProblem
 from gdn.runtime.registry import Backend
 
 

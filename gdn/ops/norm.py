@@ -10,7 +10,7 @@ from gdn.ops._call import NEW, launch, make, operator, prepare
 from gdn.ops._check import FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import ALIGNMENT, aligned, constant, contiguous_last, dtypes_of, given_of, optional
-from gdn.problems import AddRmsNormParams, AddRmsNormProblem, RmsNormGatedParams, RmsNormGatedProblem
+from gdn.problems.steps import AddRmsNormParams, AddRmsNormProblem, RmsNormGatedParams, RmsNormGatedProblem
 from gdn.runtime.registry import Backend
 
 

@@ -10,7 +10,7 @@ from gdn.ops._check import dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._projections import Layer, check_layer, check_projections
 from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, described, dtypes_of, is_aligned, optional, target
-from gdn.problems import GdnPrefillParams, GdnPrefillProblem
+from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
 from gdn.reference.prefill import largest_prefill_operand
 from gdn.runtime.registry import Backend
 

@@ -15,7 +15,7 @@ from gdn.ops._intermediate import check_intermediate, check_intermediate_values
 from gdn.ops._modes import is_empty
 from gdn.ops._replay import Replay, Sequences, check_replay, check_replay_values
 from gdn.ops._tensors import as_int32, common_dtype, constant, dtypes_of, given_of
-from gdn.problems import RecurrentParams, RecurrentProblem
+from gdn.problems.delta_rule import RecurrentParams, RecurrentProblem
 from gdn.runtime.registry import Backend
 
 

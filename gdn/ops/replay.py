@@ -11,7 +11,7 @@ from gdn.ops._kinds import kind_of
 from gdn.ops._modes import address, is_empty
 from gdn.ops._replay import MOST_COMMITTED, check_computed, check_ring, check_ring_layout
 from gdn.ops._tensors import ALIGNMENT, as_int32, common_dtype, dtypes_of, given_of, is_aligned
-from gdn.problems import (
+from gdn.problems.replay import (
     AcceptDraftTreeParams,
     AcceptDraftTreeProblem,
     FoldStatesParams,

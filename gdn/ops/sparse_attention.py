@@ -15,7 +15,7 @@ from gdn.ops._library import out_or_new
 from gdn.ops._modes import has_memory, is_empty, is_tracing
 from gdn.ops._overlap import overlaps_itself
 from gdn.ops._tensors import aligned, contiguous, contiguous_int32, dtypes_of, given_of, is_aligned
-from gdn.problems import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
+from gdn.problems.attention import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
 from gdn.runtime.registry import Backend
 
 MOST_DECODE_TOKENS = 8  # tokens of a sequence in one decode step: its token and its drafts

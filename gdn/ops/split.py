@@ -10,7 +10,7 @@ from gdn.ops._call import NEW, launch, operator, prepare
 from gdn.ops._check import FLOAT_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import ALIGNMENT, aligned
-from gdn.problems import SplitParams, SplitProblem
+from gdn.problems.steps import SplitParams, SplitProblem
 from gdn.runtime.registry import Backend
 
 

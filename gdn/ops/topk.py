@@ -11,7 +11,8 @@ from gdn.ops._call import always, choose, launch, new, operator, prepare, run_re
 from gdn.ops._check import FLOAT_DTYPES, INDEX_DTYPES, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import dtypes_of
-from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkParams, TopkProblem
+from gdn.problems.indexer import ExpandTopkGroupsParams, ExpandTopkGroupsProblem
+from gdn.problems.logits import TopkParams, TopkProblem
 from gdn.reference.topk import column_range, list_short_rows
 from gdn.runtime.registry import Backend
 

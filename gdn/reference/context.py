@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.problems import (
+from gdn.problems.context import (
     ContextPartsParams,
     ContextPartsProblem,
     ContextStartParams,
     ContextStartProblem,
     ContextTotalParams,
     ContextTotalProblem,
+    message_numbers,
 )
-from gdn.problems.context import message_numbers
 
 CHUNK = 64  # tokens that the chunk form takes at once: segments are whole chunks but for a sequence's last tokens
 

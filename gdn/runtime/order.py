@@ -8,7 +8,9 @@ numbers here.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from gdn.problems import Problem, RecurrentProblem, SparseDecodeProblem
+from gdn.problems.attention import SparseDecodeProblem
+from gdn.problems.base import Problem
+from gdn.problems.delta_rule import RecurrentProblem
 
 
 @dataclass(frozen=True)

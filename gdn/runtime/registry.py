@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from gdn.models import ModelShape
-from gdn.problems import Problem
+from gdn.problems.base import Problem
 
 Backend = Literal["tilelang", "cute", "reference"]  # of every public function's `backend`
 BACKENDS: tuple[Backend, ...] = get_args(Backend)

@@ -1,7 +1,9 @@
 """What `gdn explain` and `gdn.explain` say of a call with a ring (see gdn.problems.replay)."""
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import FoldStatesProblem, GdnDecodeProblem, Problem, RecurrentProblem, mean_live, most_tokens
+from gdn.problems.base import Problem
+from gdn.problems.delta_rule import GdnDecodeProblem, RecurrentProblem
+from gdn.problems.replay import FoldStatesProblem, mean_live, most_tokens
 
 
 def replay_notes(problem: Problem | None, device: DeviceSpec | None) -> tuple[str, ...]:

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gdn.problems import GdnDecodeProblem, GdnPrefillProblem, ring_choice
+from gdn.problems.delta_rule import GdnDecodeProblem
+from gdn.problems.prefill import GdnPrefillProblem
+from gdn.problems.replay import ring_choice
 from gdn.served import sizes
 from gdn.served.sizes import Group
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
-from gdn.problems import (
+from gdn.problems.delta_rule import (
     ChunkParams,
     ChunkProblem,
     ChunkSummaryParams,

@@ -10,12 +10,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64
 
-from gdn.problems import GdnDecodeParams
+from gdn.problems.delta_rule import GdnDecodeParams
 from kernels_cute.common import ptx
 from kernels_cute.common.delta_rule import log_decay
 from kernels_cute.common.memory import load, load_channels, pointer, sigmoid, store_channels, window_offset, words
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
 from kernels_cute.gdn_decode.spec import Block, Registers, Spec, column_in_head, place_of_gates
+
 
 @cute.jit
 def convolve(spec: Spec, p: Constexpr, registers: Registers):

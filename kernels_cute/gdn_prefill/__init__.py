@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.problems import DTYPE_BYTES, GdnPrefillParams, GdnPrefillProblem
+from gdn.problems.base import DTYPE_BYTES
+from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
 from kernels_cute import chunk
 from kernels_cute.chunk import kernel as chunk_kernel
 from kernels_cute.chunk.kernel import Config as ChunkConfig

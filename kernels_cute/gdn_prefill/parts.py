@@ -11,17 +11,10 @@ from typing import Any
 
 import torch
 
-from gdn.problems import (
-    DTYPE_BYTES,
-    ChunkParams,
-    ChunkProblem,
-    Conv1dParams,
-    Conv1dProblem,
-    GdnPrefillParams,
-    GdnPrefillProblem,
-    RmsNormGatedParams,
-    RmsNormGatedProblem,
-)
+from gdn.problems.base import DTYPE_BYTES
+from gdn.problems.delta_rule import ChunkParams, ChunkProblem
+from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
+from gdn.problems.steps import Conv1dParams, Conv1dProblem, RmsNormGatedParams, RmsNormGatedProblem
 
 ALIGNMENT = 256  # bytes, of the parts of the workspace
 

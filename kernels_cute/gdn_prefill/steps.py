@@ -4,7 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import Conv1dParams, GdnPrefillProblem, RmsNormGatedParams
+from gdn.problems.prefill import GdnPrefillProblem
+from gdn.problems.steps import Conv1dParams, RmsNormGatedParams
 from kernels_cute.common.memory import fake
 from kernels_cute.conv1d.prefill import Config as ConvConfig
 from kernels_cute.conv1d.prefill_kernel import Conv1d, fakes

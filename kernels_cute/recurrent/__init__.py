@@ -10,7 +10,7 @@ the one without (`single_token`), places of the state, choice of tiles: DESIGN.m
 """
 
 from gdn import recurrent_tiles
-from gdn.problems import RecurrentProblem
+from gdn.problems.delta_rule import RecurrentProblem
 from gdn.recurrent_tiles import TUNED_WITHIN, Config, configs, default_config, fits, refusal
 from kernels_cute.common import choice
 

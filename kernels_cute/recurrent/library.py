@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from gdn import recurrent_tiles
-from gdn.problems import RecurrentParams, RecurrentProblem
+from gdn.problems.delta_rule import RecurrentParams, RecurrentProblem
 from gdn.recurrent_tiles import Config
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake

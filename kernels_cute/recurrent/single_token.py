@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import RecurrentParams
+from gdn.problems.delta_rule import RecurrentParams
 from gdn.recurrent_tiles import counts_down
 from kernels_cute.common.delta_rule import HeadGate, Work, add_products, make_work, store_out
 from kernels_cute.common.ptx import opaque, run, unpack

@@ -24,7 +24,7 @@ from typing import Any
 
 from gdn import recurrent_tiles
 from gdn.device import DeviceSpec
-from gdn.problems import RecurrentParams, RecurrentProblem
+from gdn.problems.delta_rule import RecurrentParams, RecurrentProblem
 from gdn.recurrent_tiles import TUNED_WITHIN, refusal
 from gdn.recurrent_tiles import Tiles as Config
 from kernels_tl.common.launch import arguments

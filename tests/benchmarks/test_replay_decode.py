@@ -12,7 +12,7 @@ from autotune.cases import base
 from benchmarks import replay_decode, replay_peers
 from benchmarks.replay_decode import Form, form_of, period
 from gdn.device import H100
-from gdn.problems import state_position
+from gdn.problems.replay import state_position
 from gdn.testing import timing
 
 CPU = torch.device("cpu")

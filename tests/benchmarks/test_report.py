@@ -13,7 +13,7 @@ from autotune import shapes
 from autotune.shapes import Shape
 from benchmarks import ops, peers, plot, report
 from gdn import reference
-from gdn.problems import RecurrentProblem
+from gdn.problems.delta_rule import RecurrentProblem
 from gdn.runtime import tuned
 from gdn.testing import inputs
 

@@ -15,7 +15,7 @@ from gdn.cli.explain import shape_of
 from gdn.cli.explain_arguments import taken
 from gdn.layers.named import NAMED
 from gdn.models import MODELS
-from gdn.problems import ChunkProblem, RecurrentProblem
+from gdn.problems.delta_rule import ChunkProblem, RecurrentProblem
 from gdn.runtime import registry
 from gdn.testing import inputs
 

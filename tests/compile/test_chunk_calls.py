@@ -11,7 +11,7 @@ import torch
 import tvm_ffi
 
 from gdn.device import H100
-from gdn.problems import ChunkParams, ChunkProblem
+from gdn.problems.delta_rule import ChunkParams, ChunkProblem
 from gdn.runtime import compiled
 from gdn.testing.inputs import chunk_inputs, chunk_problem, chunk_tensors
 from tests.compile import fake_cuda

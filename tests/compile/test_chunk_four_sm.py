@@ -7,7 +7,7 @@ import pytest
 
 from gdn import runtime
 from gdn.device import H100
-from gdn.problems import ChunkProblem
+from gdn.problems.delta_rule import ChunkProblem
 from gdn.runtime import compiled, select
 from gdn.runtime.env import Switches
 from gdn.testing.inputs import chunk_problem

@@ -13,7 +13,7 @@ import torch
 import gdn
 from gdn.device import H100
 from gdn.ops import chunk as operator
-from gdn.problems import ChunkProblem, RecurrentParams, RecurrentProblem
+from gdn.problems.delta_rule import ChunkProblem, RecurrentParams, RecurrentProblem
 from gdn.runtime import Choice, Prepared, explain_problem
 from gdn.testing.compare import error, same_bits, token_error
 from gdn.testing.inputs import chunk_inputs, chunk_problem

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gdn.device import H100
-from gdn.problems import ChunkProblem
+from gdn.problems.delta_rule import ChunkProblem
 from gdn.runtime import compiled
 from gdn.testing.inputs import chunk_problem
 

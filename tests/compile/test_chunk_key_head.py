@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gdn.device import H100
-from gdn.problems import ChunkProblem
+from gdn.problems.delta_rule import ChunkProblem
 from gdn.testing.inputs import chunk_problem
 from tests.compile import checks, inspection, session
 from tests.compile.variants import delta_rule

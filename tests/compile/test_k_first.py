@@ -8,7 +8,7 @@ import pytest
 
 from gdn import recurrent_tiles
 from gdn.device import H100
-from gdn.problems import GdnDecodeProblem, RecurrentProblem
+from gdn.problems.delta_rule import GdnDecodeProblem, RecurrentProblem
 from gdn.recurrent_tiles import Config, Tiles
 from kernels_cute import gdn_decode
 from kernels_cute.common.state_sums import part_floats, parts_floats

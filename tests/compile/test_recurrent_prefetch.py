@@ -8,7 +8,7 @@ import pytest
 
 from gdn import recurrent_tiles, runtime
 from gdn.device import H100
-from gdn.problems import RecurrentProblem
+from gdn.problems.delta_rule import RecurrentProblem
 from gdn.recurrent_tiles import Config
 from gdn.runtime import tuned
 from tests.compile import checks, session

@@ -15,15 +15,9 @@ import torch
 import tvm_ffi
 
 from gdn.device import H100
-from gdn.problems import (
-    MqaLogitsParams,
-    MqaLogitsProblem,
-    PagedMqaLogitsParams,
-    PagedMqaLogitsProblem,
-    Problem,
-    SparseDecodeParams,
-    SparseDecodeProblem,
-)
+from gdn.problems.attention import SparseDecodeParams, SparseDecodeProblem
+from gdn.problems.base import Problem
+from gdn.problems.logits import MqaLogitsParams, MqaLogitsProblem, PagedMqaLogitsParams, PagedMqaLogitsProblem
 from gdn.runtime import compiled
 from gdn.testing.inputs import chunk_inputs, chunk_problem, chunk_tensors
 from tests.compile import fake_cuda

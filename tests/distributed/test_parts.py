@@ -12,7 +12,7 @@ from gdn.distributed import split_tokens, zigzag
 from gdn.distributed.composition import Ends, Part
 from gdn.layers import AttentionMetadataBuilder, GDNMetadataBuilder
 from gdn.ops import _delta_rule
-from gdn.problems import ContextTotalProblem
+from gdn.problems.context import ContextTotalProblem
 from gdn.reference.context import parts_of
 
 

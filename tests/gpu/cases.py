@@ -6,7 +6,7 @@ No CUDA here: the problems can be listed, and their kernels compiled, without a 
 from dataclasses import replace
 from typing import Any
 
-from gdn.problems import ChunkProblem, RecurrentProblem
+from gdn.problems.delta_rule import ChunkProblem, RecurrentProblem
 from gdn.testing.inputs import chunk_problem, recurrent_problem
 from tests.compile.pairwise import pairwise
 

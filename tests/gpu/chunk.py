@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import ChunkProblem
+from gdn.problems.delta_rule import ChunkProblem
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import chunk_inputs
 from tests.gpu.delta_rule import Arguments, Results, copied, judge, run

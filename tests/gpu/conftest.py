@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from gdn import runtime
-from gdn.problems import ChunkProblem
+from gdn.problems.delta_rule import ChunkProblem
 from gdn.runtime import devices, env
 
 Force = Callable[..., None]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gdn.problems import entry_width, state_position
+from gdn.problems.replay import entry_width, state_position
 
 Tensor = torch.Tensor
 NULL_SLOT = 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import ChunkProblem
+from gdn.problems.delta_rule import ChunkProblem
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import chunk_problem
 from tests.gpu.chunk import FUNCTION, arguments_of, by, check, check_repeats, check_replays, public

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from gdn.problems import ChunkProblem
+from gdn.problems.delta_rule import ChunkProblem
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import CASES, chunk_problem
 from tests.gpu import cases

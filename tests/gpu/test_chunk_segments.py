@@ -9,7 +9,7 @@ import torch
 
 from gdn import runtime
 from gdn.device import H100
-from gdn.problems import ChunkProblem
+from gdn.problems.delta_rule import ChunkProblem
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import CASES, chunk_problem, chunk_tensors
 from tests.gpu import cases

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gdn import runtime
-from gdn.problems import ChunkProblem
+from gdn.problems.delta_rule import ChunkProblem
 from gdn.runtime import env
 from gdn.testing.inputs import CASES
 from tests.gpu import cases

@@ -8,7 +8,7 @@ import torch
 import gdn
 from gdn import reference
 from gdn.models import QWEN3_NEXT_80B
-from gdn.problems import ChunkSummaryProblem
+from gdn.problems.delta_rule import ChunkSummaryProblem
 from gdn.runtime import registry
 from gdn.testing import compare
 from gdn.testing.inputs import CASES, summary_inputs

@@ -13,7 +13,7 @@ import torch
 
 import gdn
 from gdn import reference
-from gdn.problems import ChunkProblem, RecurrentProblem
+from gdn.problems.delta_rule import ChunkProblem, RecurrentProblem
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import chunk_problem, recurrent_problem
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs

@@ -8,7 +8,7 @@ import torch
 
 import gdn
 from gdn import reference
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.reference.topk import list_short_rows
 from gdn.runtime import registry
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gdn.integrations import Refused, deepgemm, fla, flashinfer
-from gdn.problems import MqaLogitsProblem
+from gdn.problems.logits import MqaLogitsProblem
 from gdn.testing.inputs_logits import make_mqa_inputs
 from gdn.testing.oracle import oracle_delta_rule
 from gdn.testing.oracle_logits import exact_mqa_logits, logits_error

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import PagedMqaLogitsProblem
+from gdn.problems.logits import PagedMqaLogitsProblem
 from gdn.runtime import registry
 from gdn.testing.inputs_logits import PagedInputs, make_paged_inputs
 from gdn.testing.oracle_logits import exact_paged_mqa_logits, logits_error

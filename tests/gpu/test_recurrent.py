@@ -10,7 +10,7 @@ import torch
 import gdn
 from gdn import runtime
 from gdn.device import H100
-from gdn.problems import RecurrentProblem
+from gdn.problems.delta_rule import RecurrentProblem
 from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import CASES, recurrent_inputs

@@ -9,7 +9,7 @@ import torch
 
 from gdn import runtime
 from gdn.device import H100
-from gdn.problems import RecurrentProblem
+from gdn.problems.delta_rule import RecurrentProblem
 from gdn.recurrent_tiles import Config, k_per_thread
 from gdn.runtime import env
 from gdn.testing.compare import same_bits

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import RecurrentProblem
+from gdn.problems.delta_rule import RecurrentProblem
 from gdn.testing.inputs import chunk_problem, recurrent_problem
 from tests.gpu import (
     cases,

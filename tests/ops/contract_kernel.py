@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from gdn import reference
-from gdn.problems import ChunkParams, ChunkProblem, Problem, RecurrentParams, RecurrentProblem
+from gdn.problems.base import Problem
+from gdn.problems.delta_rule import ChunkParams, ChunkProblem, RecurrentParams, RecurrentProblem
 from gdn.runtime import Choice, Prepared
 
 WORKSPACE_BYTES = 1024

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from gdn import reference, runtime
-from gdn.problems import Problem
+from gdn.problems.base import Problem
 
 FP8 = torch.float8_e4m3fn
 Tensor = torch.Tensor

@@ -9,7 +9,7 @@ import gdn
 from gdn import reference, runtime
 from gdn.ops._tensors import is_aligned
 from gdn.ops.sparse_attention import attend
-from gdn.problems import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
+from gdn.problems.attention import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs_attention import random_positions
 

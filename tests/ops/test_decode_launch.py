@@ -8,7 +8,7 @@ import torch
 
 import gdn
 from gdn import reference
-from gdn.problems import GdnDecodeParams, GdnDecodeProblem
+from gdn.problems.delta_rule import GdnDecodeParams, GdnDecodeProblem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import same_bits
 

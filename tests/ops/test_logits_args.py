@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs

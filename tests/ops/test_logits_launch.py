@@ -11,7 +11,14 @@ import torch
 
 import gdn
 from gdn import reference, runtime
-from gdn.problems import MqaLogitsParams, MqaLogitsProblem, PagedMqaLogitsParams, PagedMqaLogitsProblem, TopkParams, TopkProblem
+from gdn.problems.logits import (
+    MqaLogitsParams,
+    MqaLogitsProblem,
+    PagedMqaLogitsParams,
+    PagedMqaLogitsProblem,
+    TopkParams,
+    TopkProblem,
+)
 from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs

@@ -11,7 +11,7 @@ import torch
 import gdn
 from gdn import runtime
 from gdn.ops import _memo, chunk, recurrent
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.runtime import env, guards
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem

@@ -8,7 +8,7 @@ import torch
 
 import gdn
 from gdn import reference, runtime
-from gdn.problems import Problem
+from gdn.problems.base import Problem
 from gdn.runtime import Choice, Prepared
 from gdn.testing.compare import same_bits
 

@@ -9,7 +9,7 @@ import torch
 
 import gdn
 from gdn import reference
-from gdn.problems import AddRmsNormParams, AddRmsNormProblem
+from gdn.problems.steps import AddRmsNormParams, AddRmsNormProblem
 from gdn.runtime import Choice, Prepared, env
 
 BF16 = torch.bfloat16

@@ -9,7 +9,7 @@ import torch
 
 import gdn
 from gdn import reference
-from gdn.problems import GdnPrefillParams, GdnPrefillProblem
+from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import error, same_bits
 from tests.ops.bad_calls import Bad

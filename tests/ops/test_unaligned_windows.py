@@ -10,7 +10,7 @@ import torch
 
 import gdn
 from gdn import reference
-from gdn.problems import Problem
+from gdn.problems.base import Problem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import same_bits
 from tests.ops.test_decode_launch import arguments_of

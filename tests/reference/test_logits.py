@@ -7,7 +7,7 @@ import torch
 
 import gdn
 from gdn import reference
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.reference import logits as reference_logits
 from gdn.testing.inputs_logits import key_ranges, make_mqa_inputs, make_paged_inputs
 from gdn.testing.oracle_logits import calc_diff, exact_mqa_logits, exact_paged_mqa_logits, logits_error

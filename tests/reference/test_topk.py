@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gdn import reference
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.reference import topk as reference_topk
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
 

@@ -18,7 +18,7 @@ import gdn as gdn_package
 from gdn import examples
 from gdn.cli import app, doctor, explain_arguments
 from gdn.models import MODELS
-from gdn.problems import ChunkProblem
+from gdn.problems.delta_rule import ChunkProblem
 from gdn.runtime import cache_folder, compiled, env, registry, toolchain, tuned
 
 KERNELS = [op for op in registry.OPERATORS.values() if op.modules and op.functions]

@@ -10,9 +10,12 @@ import pytest
 
 from gdn.device import H100, H200, DeviceSpec
 from gdn.models import QWEN3_NEXT_80B
-from gdn.problems import Problem, size
+from gdn.problems.base import Problem, size
+from gdn.problems.delta_rule import ChunkProblem
+from gdn.problems.logits import TopkProblem
 from gdn.runtime import env, order, registry, select
 from gdn.runtime.select import Choice, MissingTunedEntry, Tuned, choose
+from tests.problems import KINDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,11 +355,8 @@ def test_batch_invariance_hides_the_sizes_from_every_choice_of_tiles():
 
 
 def test_invariant_sizes_name_every_size_there_is():
-    from gdn import problems
-
-    kinds = [kind for kind in vars(problems).values() if isinstance(kind, type) and "op" in vars(kind)]
-    assert len(kinds) >= 10 and problems.ChunkProblem in kinds and problems.TopkProblem in kinds
-    names = {f.name for kind in kinds for f in dataclasses.fields(kind) if f.metadata.get("size")}
+    assert len(KINDS) >= 10 and ChunkProblem in KINDS and TopkProblem in KINDS
+    names = {f.name for kind in KINDS for f in dataclasses.fields(kind) if f.metadata.get("size")}
     assert names <= set(select.INVARIANT_SIZES)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.runtime import env
 from gdn.testing import inputs, inputs_logits
 

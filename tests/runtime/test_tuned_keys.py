@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from gdn import problems
-from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem
-
-KINDS: list[Any] = [kind for kind in vars(problems).values() if isinstance(kind, type) and "op" in vars(kind)]
+from gdn.problems.base import Problem
+from gdn.problems.delta_rule import ChunkProblem, RecurrentProblem
+from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem
+from tests.problems import KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

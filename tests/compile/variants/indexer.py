@@ -3,12 +3,12 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gdn.problems import (
+from gdn.problems.base import Problem
+from gdn.problems.indexer import (
     CompressIndexerKeysProblem,
     ExpandTopkGroupsProblem,
     GatherIndexerCacheProblem,
     PrepareIndexerProblem,
-    Problem,
     QuantizeFp8Problem,
     WriteIndexerCacheProblem,
 )

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection
 
-from gdn.problems import Problem, TopkProblem
+from gdn.problems.base import Problem
+from gdn.problems.logits import TopkProblem
 from tests.compile.expectations import TENSOR_CORES, Expectation
 from tests.compile.variants.base import Row, Variants, example
 
