@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 import gdn
-from gdn import reference
 from gdn.models import QWEN3_NEXT_80B
+from gdn.ops._call import operator_named
 from gdn.problems.base import Problem
 from gdn.runtime import Prepared, registry
 from gdn.testing import compare
@@ -231,7 +231,7 @@ class StepCase(SeededCase):
                 arguments[name] = None  # the reference allocates it, in float64
             elif isinstance(value, Tensor) and value.is_floating_point() and name not in work.updated:
                 arguments[name] = value.double()
-        found = getattr(reference, work.function)(**arguments)
+        found = operator_named(work.function).reference(**arguments)
         returned = found if isinstance(found, tuple) else () if found is None else (found,)
         expected = [made for made, output in zip(returned, work.outputs, strict=False) if output is not None]
         return expected + [arguments[name] for name in work.updated]

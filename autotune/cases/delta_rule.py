@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autotune.cases import base
-from gdn import reference
+from gdn.reference import delta_rule as reference
 from gdn.runtime import Prepared
 from gdn.testing import compare, inputs, oracle
 

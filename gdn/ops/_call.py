@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from gdn import reference, runtime
+from gdn import runtime
 from gdn.ops import _library, _modes
 from gdn.ops._check import bad_value
 from gdn.ops._kinds import Kind, kind_of
@@ -57,6 +57,7 @@ class Call:
 
 
 _current: ContextVar[Call] = ContextVar("gdn_call")
+_BY_NAME: "dict[str, Operator]" = {}  # every operator, by its name under torch.ops.gdn
 _MOST_BOUND = 256  # sets of options of an operator: bounds the memory where a number of them is new in every call
 
 
@@ -65,6 +66,7 @@ class Operator:
 
     def __init__(
         self,
+        reference: Callable[..., Any],
         *,
         name: str | None = None,
         writes: Mapping[str, Condition] | None = None,
@@ -73,8 +75,9 @@ class Operator:
         varies: Sequence[str] = (),
         contiguous: Sequence[str] = (),
     ) -> None:
-        """Options of an operator. Its reference is the function of the same name, without `backend`, in gdn.reference.
+        """Options of an operator.
 
+        reference: the operator in plain torch, with the same arguments but `backend` and hints.
         name: name under `torch.ops.gdn`; default: the function's.
         writes: arguments that a call may write, each with the condition for it.
         in_place: written argument -> the argument that it may be identical to.
@@ -83,7 +86,8 @@ class Operator:
         varies: the two tensors whose shapes change most between calls. Where given, repeated calls skip the ordinary path.
         contiguous: arguments whose last dimension must be contiguous; where it is not, the call gets a copy, logged once.
         """
-        self.name, self.returns = name, returns
+        self.reference, self.name, self.returns = reference, name, returns
+        self.reference_names = tuple(inspect.signature(reference).parameters)
         self.writes, self.in_place = dict(writes or {}), dict(in_place or {})
         self.memo = Memo() if varies else None
         self.varies, self.contiguous = tuple(varies), tuple(contiguous)
@@ -99,8 +103,7 @@ class Operator:
         self.flags_source = f"({''.join(f'{source}, ' for source in flags.values())})"  # source of the memo's key
         self._flags_key: Callable[..., tuple[Any, ...]] = eval(f"lambda {', '.join(flags)}: {self.flags_source}")
         self.flags = list(flags)
-        self.reference: Callable[..., Any] = getattr(reference, self.name)
-        self.reference_names = tuple(inspect.signature(self.reference).parameters)
+        _BY_NAME[self.name] = self
         self.library = _library.Registered(self.name, self.signature, self.writes, self.returns, self.run)
         return self._public()  # type: ignore[return-value]
 
@@ -271,6 +274,11 @@ def operator_of(function: Callable[..., Any]) -> Operator:
     """The operator that a public function calls."""
     found: Operator = getattr(function, "operator")  # noqa: B009  # the attribute is unknown to type checkers
     return found
+
+
+def operator_named(name: str) -> Operator:
+    """The operator of this name under `torch.ops.gdn`."""
+    return _BY_NAME[name]
 
 
 def inference(values: Iterable[Any]) -> AbstractContextManager[Any]:

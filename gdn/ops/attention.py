@@ -21,6 +21,7 @@ from gdn.ops._library import out_or_new
 from gdn.ops._modes import has_memory, is_tracing
 from gdn.ops._ordered import ordered
 from gdn.ops.sparse_attention import MOST_DECODE_TOKENS, attend, check_call, check_values, split_pair
+from gdn.reference import attention as reference
 from gdn.runtime import Choice, env, registry
 from gdn.runtime.registry import Backend
 
@@ -102,6 +103,7 @@ def attention(
 
 
 @operator(
+    reference.attention,
     name="attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), contiguous=("q", "block_tables", "gate")
 )  # fmt: skip
 def _dense(

@@ -11,6 +11,7 @@ from gdn.ops._check import bad_value
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import as_int32, as_int64, common_dtype, constant, dtypes_of, given_of
 from gdn.problems.delta_rule import ChunkParams, ChunkProblem
+from gdn.reference import delta_rule as reference
 from gdn.runtime.registry import Backend
 
 
@@ -24,6 +25,7 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 @operator(
+    reference.chunk_gated_delta_rule,
     writes={"out": always, "initial_state": _is_pooled, "checkpoint_states": always},
     returns=_returns,
     varies=("q", "cu_seqlens"),

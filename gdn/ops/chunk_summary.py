@@ -12,10 +12,11 @@ from gdn.ops._check import dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import dtypes_of
 from gdn.problems.delta_rule import ChunkSummaryParams, ChunkSummaryProblem
+from gdn.reference import delta_rule as reference
 from gdn.runtime.registry import Backend
 
 
-@operator(returns=lambda _: (NEW, NEW), varies=("k", "cu_seqlens"), contiguous=("q", "k", "v"))
+@operator(reference.chunk_summary, returns=lambda _: (NEW, NEW), varies=("k", "cu_seqlens"), contiguous=("q", "k", "v"))
 def chunk_summary(
     q: Tensor,
     k: Tensor,

@@ -13,10 +13,16 @@ from gdn.ops._constants import even_offsets
 from gdn.ops._modes import address, is_empty
 from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional, target
 from gdn.problems.steps import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
+from gdn.reference import conv as reference
 from gdn.runtime.registry import Backend
 
 
-@operator(writes={"out": always, "conv_states": always, "checkpoint_windows": always}, in_place={"out": "x"}, contiguous=("x",))
+@operator(
+    reference.causal_conv1d_fn,
+    writes={"out": always, "conv_states": always, "checkpoint_windows": always},
+    in_place={"out": "x"},
+    contiguous=("x",),
+)
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -146,7 +152,7 @@ def causal_conv1d_fn(
     return y if written is y else y.copy_(written)
 
 
-@operator(writes={"out": always, "conv_state": always}, in_place={"out": "x"})
+@operator(reference.causal_conv1d_update, writes={"out": always, "conv_state": always}, in_place={"out": "x"})
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,

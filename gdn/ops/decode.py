@@ -13,10 +13,12 @@ from gdn.ops._projections import Layer, check_layer, check_projections
 from gdn.ops._replay import Replay, Sequences, check_replay, check_replay_values
 from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional
 from gdn.problems.delta_rule import GdnDecodeParams, GdnDecodeProblem
+from gdn.reference import steps as reference
 from gdn.runtime.registry import Backend
 
 
 @operator(
+    reference.fused_gdn_decode,
     writes={"out": always, "conv_state": always, "ssm_state": always, "intermediate_states": always, "ring": always},
     varies=("mixed_qkv", "query_start_loc"),
     contiguous=("mixed_qkv", "z"),

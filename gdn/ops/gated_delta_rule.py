@@ -23,6 +23,7 @@ from gdn.ops._modes import has_memory, is_tracing
 from gdn.ops._ordered import ordered
 from gdn.ops.chunk import chunk_gated_delta_rule
 from gdn.ops.recurrent import fused_recurrent_gated_delta_rule
+from gdn.reference import gated_delta_rule as reference
 from gdn.runtime import env
 from gdn.runtime.registry import Backend
 
@@ -43,7 +44,9 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     return o, (None if arguments["disable_state_update"] else NEW)
 
 
-@operator(writes={"out": always, "initial_state": _in_place}, returns=_returns, contiguous=("q", "k", "v"))
+@operator(
+    reference.gated_delta_rule, writes={"out": always, "initial_state": _in_place}, returns=_returns, contiguous=("q", "k", "v")
+)
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,

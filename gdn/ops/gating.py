@@ -9,10 +9,11 @@ from gdn.ops._check import FLOAT_DTYPES, bad_value
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import dtypes_of
 from gdn.problems.steps import GatingParams, GatingProblem
+from gdn.reference import steps as reference
 from gdn.runtime.registry import Backend
 
 
-@operator(returns=lambda _: (NEW, NEW))
+@operator(reference.fused_gdn_gating, returns=lambda _: (NEW, NEW))
 def fused_gdn_gating(
     A_log: Tensor,
     a: Tensor,

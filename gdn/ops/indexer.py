@@ -22,6 +22,7 @@ from gdn.problems.indexer import (
     QuantizeFp8Params,
     QuantizeFp8Problem,
 )
+from gdn.reference import indexer as reference
 from gdn.runtime import env
 from gdn.runtime.registry import Backend
 
@@ -35,7 +36,7 @@ def _grouped(x: Tensor, group: int) -> Tensor:
     return x if x.dim() == 3 and x.shape[2] == group else x.contiguous().view(-1, 1, group)
 
 
-@operator(returns=lambda _: (NEW, NEW), varies=("x",), contiguous=("x",))
+@operator(reference.quantize_fp8, returns=lambda _: (NEW, NEW), varies=("x",), contiguous=("x",))
 def quantize_fp8(x: Tensor, group_size: int = 128, *, backend: Backend | None = None) -> tuple[Tensor, Tensor]:
     """Quantise to e4m3 with one float32 scale per group along the last dimension.
 
@@ -104,7 +105,13 @@ def _prepared(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     return NEW, (NEW if folds else None if arguments["weights"] is None else "weights")
 
 
-@operator(writes={"cache": always, "v_cache": always}, returns=_prepared, varies=("q", "cache"), contiguous=("q", "k", "v"))
+@operator(
+    reference.prepare_indexer,
+    writes={"cache": always, "v_cache": always},
+    returns=_prepared,
+    varies=("q", "cache"),
+    contiguous=("q", "k", "v"),
+)
 def prepare_indexer(
     q: Tensor,
     k: Tensor | None,
@@ -251,7 +258,13 @@ def _check_values(v: Tensor, v_cache: Tensor, k: Tensor, kv_heads: int, cache: T
     return v_cache.shape[0] * page_size
 
 
-@operator(writes={"ring": always, "cache": always}, returns=lambda _: (), varies=("raw_k", "ring"), contiguous=("raw_k",))
+@operator(
+    reference.compress_indexer_keys,
+    writes={"ring": always, "cache": always},
+    returns=lambda _: (),
+    varies=("raw_k", "ring"),
+    contiguous=("raw_k",),
+)
 def compress_indexer_keys(
     raw_k: Tensor,
     ring: Tensor,

@@ -17,10 +17,11 @@ from gdn.problems.indexer import (
     WriteIndexerCacheParams,
     WriteIndexerCacheProblem,
 )
+from gdn.reference import indexer as reference
 from gdn.runtime.registry import Backend
 
 
-@operator(writes={"cache": always}, returns=lambda _: (), varies=("k", "cache"), contiguous=("k",))
+@operator(reference.write_indexer_cache, writes={"cache": always}, returns=lambda _: (), varies=("k", "cache"), contiguous=("k",))
 def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backend: Backend | None = None) -> None:
     """Write key rows into the indexer cache, in the form that the cache's dtype gives.
 
@@ -64,7 +65,7 @@ def _gathered(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     return NEW, (NEW if arguments["cache"].dtype == torch.uint8 else None)
 
 
-@operator(returns=_gathered, varies=("block_tables", "cu_seqlens"))
+@operator(reference.gather_indexer_cache, returns=_gathered, varies=("block_tables", "cu_seqlens"))
 def gather_indexer_cache(
     cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, *, num_rows: int | None = None, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor | None]:

@@ -21,11 +21,12 @@ from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.ops.mqa_logits import check_operands, mqa_logits
 from gdn.ops.paged_mqa_logits import check_paged_operands, check_values, paged_mqa_logits
 from gdn.ops.topk import Rows, select_rows
+from gdn.reference import topk as reference
 from gdn.runtime import Choice, env
 from gdn.runtime.registry import Backend
 
 
-@operator(writes={"out": always}, contiguous=("q", "k", "weights"))
+@operator(reference.indexer_topk, writes={"out": always}, contiguous=("q", "k", "weights"))
 def indexer_topk(
     q: Tensor,
     k: Tensor,
@@ -128,7 +129,7 @@ def indexer_topk(
         return _in_blocks(logits, select, out, num_rows, step, width, topk)
 
 
-@operator(writes={"out": always}, contiguous=("q", "weights", "block_tables"))
+@operator(reference.paged_indexer_topk, writes={"out": always}, contiguous=("q", "weights", "block_tables"))
 def paged_indexer_topk(
     q: Tensor,
     cache: Tensor,

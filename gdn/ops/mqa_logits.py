@@ -13,10 +13,11 @@ from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.problems.logits import MqaLogitsParams, MqaLogitsProblem
+from gdn.reference import logits as reference
 from gdn.runtime.registry import Backend
 
 
-@operator(writes={"out": always}, varies=("q", "k"), contiguous=("q", "k", "weights"))
+@operator(reference.mqa_logits, writes={"out": always}, varies=("q", "k"), contiguous=("q", "k", "weights"))
 def mqa_logits(
     q: Tensor,
     k: Tensor,

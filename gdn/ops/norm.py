@@ -11,10 +11,11 @@ from gdn.ops._check import FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import ALIGNMENT, aligned, constant, contiguous_last, dtypes_of, given_of, optional
 from gdn.problems.steps import AddRmsNormParams, AddRmsNormProblem, RmsNormGatedParams, RmsNormGatedProblem
+from gdn.reference import steps as reference
 from gdn.runtime.registry import Backend
 
 
-@operator(contiguous=("x", "z"))
+@operator(reference.rms_norm_gated, contiguous=("x", "z"))
 def rms_norm_gated(
     x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu", *, backend: Backend | None = None
 ) -> Tensor:
@@ -77,7 +78,9 @@ def _sums(arguments: dict[str, Any]) -> tuple[str, ...]:
     return NEW, "x" if arguments["residual"] is None else NEW
 
 
-@operator(returns=_sums, varies=("x", "residual"), contiguous=("residual",))  # x may be a result: the body copies what it reads
+@operator(
+    reference.add_rms_norm, returns=_sums, varies=("x", "residual"), contiguous=("residual",)
+)  # x may be a result: the body copies what it reads
 def add_rms_norm(
     x: Tensor,
     residual: Tensor | None,

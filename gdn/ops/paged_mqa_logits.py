@@ -13,10 +13,13 @@ from gdn.ops._kinds import Kind
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import contiguous, contiguous_int32
 from gdn.problems.logits import PagedMqaLogitsParams, PagedMqaLogitsProblem
+from gdn.reference import logits as reference
 from gdn.runtime.registry import Backend
 
 
-@operator(writes={"out": always}, varies=("q", "block_tables"), contiguous=("q", "weights", "block_tables"))
+@operator(
+    reference.paged_mqa_logits, writes={"out": always}, varies=("q", "block_tables"), contiguous=("q", "weights", "block_tables")
+)
 def paged_mqa_logits(
     q: Tensor,
     cache: Tensor,

@@ -11,11 +11,13 @@ from gdn.ops._modes import is_empty
 from gdn.ops._projections import Layer, check_layer, check_projections
 from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, described, dtypes_of, is_aligned, optional, target
 from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
+from gdn.reference import prefill as reference
 from gdn.reference.prefill import largest_prefill_operand
 from gdn.runtime.registry import Backend
 
 
 @operator(
+    reference.fused_gdn_prefill,
     writes={
         "out": always,
         "conv_states": always,

@@ -16,6 +16,7 @@ from gdn.ops._modes import is_empty
 from gdn.ops._replay import Replay, Sequences, check_replay, check_replay_values
 from gdn.ops._tensors import as_int32, common_dtype, constant, dtypes_of, given_of
 from gdn.problems.delta_rule import RecurrentParams, RecurrentProblem
+from gdn.reference import delta_rule as reference
 from gdn.runtime.registry import Backend
 
 
@@ -33,6 +34,7 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 @operator(
+    reference.fused_recurrent_gated_delta_rule,
     writes={"out": always, "initial_state": _in_place, "intermediate_states": always, "ring": always},
     returns=_returns,
     varies=("q", "cu_seqlens"),

@@ -20,11 +20,15 @@ from gdn.problems.replay import (
     most_tokens,
     ring_choice,
 )
+from gdn.reference import replay as reference
 from gdn.runtime.registry import Backend
 
 
 @operator(
-    writes={"ssm_state": always, "state_tokens": always}, returns=lambda _: (), varies=("state_indices", "num_computed_tokens")
+    reference.fold_states,
+    writes={"ssm_state": always, "state_tokens": always},
+    returns=lambda _: (),
+    varies=("state_indices", "num_computed_tokens"),
 )
 def fold_states(
     ssm_state: Tensor,
@@ -174,6 +178,7 @@ def _check_pools(states: Tensor) -> None:
 
 
 @operator(
+    reference.accept_draft_tree,
     writes={"ring": always, "conv_state": always, "num_accepted_tokens": always},
     returns=lambda _: (),
     varies=("parent_token", "query_start_loc"),

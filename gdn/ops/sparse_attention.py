@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn import reference
 from gdn.ops import _check as check
 from gdn.ops import _values
 from gdn.ops._call import NEW, always, choose, launch, make, new, operator, reads_values
@@ -16,6 +15,7 @@ from gdn.ops._modes import has_memory, is_empty, is_tracing
 from gdn.ops._overlap import overlaps_itself
 from gdn.ops._tensors import aligned, contiguous, contiguous_int32, dtypes_of, given_of, is_aligned
 from gdn.problems.attention import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
+from gdn.reference import attention as reference
 from gdn.runtime.registry import Backend
 
 MOST_DECODE_TOKENS = 8  # tokens of a sequence in one decode step: its token and its drafts
@@ -106,6 +106,7 @@ def sparse_attention(
 
 
 @operator(
+    reference.sparse_attention,
     name="sparse_attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), varies=("q", "topk_indices"),
     contiguous=("q", "topk_indices", "block_tables", "gate"),
 )  # fmt: skip

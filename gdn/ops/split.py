@@ -11,10 +11,11 @@ from gdn.ops._check import FLOAT_DTYPES, bad_value, dtype_name
 from gdn.ops._modes import is_empty
 from gdn.ops._tensors import ALIGNMENT, aligned
 from gdn.problems.steps import SplitParams, SplitProblem
+from gdn.reference import steps as reference
 from gdn.runtime.registry import Backend
 
 
-@operator(returns=lambda _: (NEW, NEW, NEW, NEW), contiguous=("mixed_qkvz", "mixed_ba"))
+@operator(reference.fused_qkvzba_split_reshape_cat, returns=lambda _: (NEW, NEW, NEW, NEW), contiguous=("mixed_qkvz", "mixed_ba"))
 def fused_qkvzba_split_reshape_cat(
     mixed_qkvz: Tensor,
     mixed_ba: Tensor,

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gdn import reference
 from gdn.ops import _check as check
 from gdn.ops._call import always, choose, launch, new, operator, prepare, run_reference
 from gdn.ops._check import FLOAT_DTYPES, INDEX_DTYPES, dtype_name
@@ -13,11 +12,12 @@ from gdn.ops._modes import is_empty
 from gdn.ops._tensors import dtypes_of
 from gdn.problems.indexer import ExpandTopkGroupsParams, ExpandTopkGroupsProblem
 from gdn.problems.logits import TopkParams, TopkProblem
+from gdn.reference import topk as reference
 from gdn.reference.topk import column_range, list_short_rows
 from gdn.runtime.registry import Backend
 
 
-@operator(writes={"out": always}, contiguous=("logits",))
+@operator(reference.topk_indices, writes={"out": always}, contiguous=("logits",))
 def topk_indices(
     logits: Tensor,
     k: int,
@@ -126,7 +126,7 @@ def _own_bounds(starts: Tensor | None, ends: Tensor | None, num_keys: int | None
     return starts, ends
 
 
-@operator(writes={"out": always}, varies=("group_indices", "positions"))
+@operator(reference.expand_topk_groups, writes={"out": always}, varies=("group_indices", "positions"))
 def expand_topk_groups(
     group_indices: Tensor, positions: Tensor, *, ratio: int = 4, out: Tensor | None = None, backend: Backend | None = None
 ) -> Tensor:

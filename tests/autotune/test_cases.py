@@ -11,11 +11,11 @@ import torch
 import gdn
 from autotune import cases, shapes
 from autotune.cases.base import resized
-from gdn import reference
 from gdn.device import H100
 from gdn.runtime import Prepared, explaining, registry
 from gdn.testing import timing
 from tests.ops import indexer_kernels
+from tests.references import reference
 
 CPU = torch.device("cpu")
 

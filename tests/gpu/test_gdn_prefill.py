@@ -18,12 +18,13 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
+from gdn import runtime
 from gdn.device import H100
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
 from tests.gpu.test_gdn_decode import copy_of, framed, on_cpu, states, whole, windows
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
 from gdn.problems.delta_rule import ChunkProblem, RecurrentProblem
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs import chunk_problem, recurrent_problem
@@ -32,6 +31,7 @@ from tests.gpu import (
 )
 from tests.gpu.conftest import Force
 from tests.gpu.delta_rule import Arguments, backends, copied, judge, run
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 

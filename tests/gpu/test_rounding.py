@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
+from gdn import runtime
 from gdn.device import H100
 from gdn.reference.rounding import stochastic_bfloat16
 from gdn.runtime import env, registry
@@ -26,6 +26,7 @@ from gdn.testing.inputs import recurrent_inputs, recurrent_problem
 from tests.gpu import cases, test_gdn_decode
 from tests.gpu.delta_rule import backends
 from tests.gpu.test_gdn_decode import BF16, F32, NULL, Case, copy_of
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 

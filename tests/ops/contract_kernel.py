@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from gdn import reference
 from gdn.problems.base import Problem
 from gdn.problems.delta_rule import ChunkParams, ChunkProblem, RecurrentParams, RecurrentProblem
 from gdn.runtime import Choice, Prepared
+from tests.references import reference
 
 WORKSPACE_BYTES = 1024
 

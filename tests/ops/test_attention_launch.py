@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
+from gdn import runtime
 from gdn.ops._tensors import is_aligned
 from gdn.ops.sparse_attention import attend
 from gdn.problems.attention import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
 from gdn.testing.compare import same_bits
 from gdn.testing.inputs_attention import random_positions
+from tests.references import reference
 
 INT32, INT64 = torch.int32, torch.int64
 WORKSPACE = 48

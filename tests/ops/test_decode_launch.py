@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
 from gdn.problems.delta_rule import GdnDecodeParams, GdnDecodeProblem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import same_bits
+from tests.references import reference
 
 H, HV, K, V, W = 2, 4, 32, 32, 4
 DIM = 2 * H * K + HV * V

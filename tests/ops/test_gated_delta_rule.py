@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
 from gdn.crossing import RECURRENT_TOKENS, recurrent_rows
 from gdn.runtime import env
 from gdn.testing.oracle import oracle_delta_rule
+from tests.references import reference
 
 Arguments = dict[str, Any]
 H, HV, K, V, SLOTS = 2, 4, 16, 16, 40

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
+from gdn import runtime
 from gdn.testing.compare import same_bits
 from tests.ops.indexer_kernels import FP8, StandIn
+from tests.references import reference
 
 Arguments = dict[str, Any]
 D = 64

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
+from gdn import runtime
 from gdn.problems.logits import (
     MqaLogitsParams,
     MqaLogitsProblem,
@@ -23,6 +23,7 @@ from gdn.reference.logits import key_range
 from gdn.reference.topk import list_short_rows
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
 from gdn.testing.oracle_logits import exact_mqa_logits, exact_paged_mqa_logits, logits_error
+from tests.references import reference
 
 FP8 = torch.float8_e4m3fn
 FORMS = [("float8_e4m3fn", True), ("float8_e4m3fn", False), ("bfloat16", False)]

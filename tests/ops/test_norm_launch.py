@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
 from gdn.problems.steps import AddRmsNormParams, AddRmsNormProblem
 from gdn.runtime import Choice, Prepared, env
+from tests.references import reference
 
 BF16 = torch.bfloat16
 Arguments = dict[str, Any]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
 from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import error, same_bits
 from tests.ops.bad_calls import Bad
+from tests.references import reference
 
 H, HV, K, V, W = 2, 4, 16, 16, 4
 DIM = 2 * H * K + HV * V

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
 from gdn.problems.base import Problem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import same_bits
 from tests.ops.test_decode_launch import arguments_of
 from tests.ops.test_prefill_launch import prefill_arguments
+from tests.references import reference
 
 DIM, WIDTH = 64, 4
 Arguments = dict[str, Any]

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from gdn import reference
+from tests.references import reference
 
 reference_attention = importlib.import_module("gdn.reference.attention")  # the package has a function of this name
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from gdn import reference
 from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.reference import topk as reference_topk
 from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
+from tests.references import reference
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,6 @@ import torch
 from typer.testing import CliRunner
 
 import gdn
-from gdn import reference
 from gdn.cli import app, demo_calls, demo_expected, demo_run
 from gdn.cli import demo as demo_command
 from gdn.cli.demo_floors import floor_us
@@ -23,9 +23,11 @@ from gdn.layers import HybridConfig, HybridModel, RMSNorm
 from gdn.layers.loading import to_transformers
 from gdn.layers.named import NAMED, first_layers
 from gdn.models import QWEN3_NEXT_80B
+from gdn.ops._call import operator_named
 from gdn.runtime import env, is_explaining, registry
 from gdn.testing.inputs import summary_inputs
 from gdn.testing.timing import Limits
+from tests.references import reference
 
 TINY = dataclasses.replace(first_layers(NAMED["tiny"], 2), layer_types=("linear_attention", "full_attention"))
 COMPRESSED = dataclasses.replace(TINY, index_ratio=4, residual="hyper", hc_count=2, hc_lowrank=8)
@@ -178,9 +180,9 @@ def test_every_call_is_compared_with_something_that_is_not_the_reference(monkeyp
     def pairs(call: demo_expected.Call) -> demo_expected.Pairs:
         compared.append(call.operator)
         with monkeypatch.context() as patch:
-            for name in reference.__dict__:
-                if callable(getattr(reference, name)):
-                    patch.setattr(reference, name, forbidden)
+            for name, function in vars(reference).items():
+                patch.setattr(sys.modules[function.__module__], function.__name__, forbidden)
+                patch.setattr(operator_named(name), "reference", forbidden)
             for operator in OPERATORS:
                 patch.setattr(gdn, operator, forbidden)
             found = true_pairs(call)
