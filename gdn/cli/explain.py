@@ -18,11 +18,11 @@ from gdn.cli.plain import print_json, wrapped
 from gdn.device import H100, H200, DeviceSpec
 from gdn.layers.named import NAMED
 from gdn.models import ModelShape
+from gdn.ops.explain import notes_of
 from gdn.ops.indexer_topk import units_per_block
 from gdn.problems.base import Problem
 from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
 from gdn.runtime import Choice, devices, env, explain_problem, registry
-from gdn.runtime.replay_notes import replay_notes
 from gdn.served import shape_of
 
 _SPECS = {"h100": H100, "h200": H200}
@@ -97,7 +97,7 @@ class Part:
     spec: DeviceSpec | None = None  # of the device
 
     def __str__(self) -> str:
-        notes = [f"  note: {note}" for note in (*self.notes, *replay_notes(self.problem, self.spec))]
+        notes = [f"  note: {note}" for note in (*self.notes, *notes_of(self.problem, self.spec))]
         return "\n".join([str(self.choice), *notes, f"  problem: {self.problem}"])
 
     def as_data(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Part:
             "op": self.choice.op, "backend": self.choice.backend, "config": self.choice.config,
             "config_source": self.choice.config_source, "decided_by": self.choice.decided_by, "switches": self.choice.switches,
             "refusals": dict(self.choice.refusals), "lost": dict(self.choice.lost),
-            "notes": (*self.choice.notes, *self.notes, *replay_notes(one, self.spec)), "problem": problem,
+            "notes": (*self.choice.notes, *self.notes, *notes_of(one, self.spec)), "problem": problem,
         }  # fmt: skip
 
 

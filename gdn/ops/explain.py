@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from gdn.device import DeviceSpec
+from gdn.device import H100, DeviceSpec
 from gdn.problems.base import Problem
 from gdn.runtime import Choice, devices, explaining, registry
-from gdn.runtime.replay_notes import replay_notes
 
 
 @dataclass(frozen=True)
@@ -105,5 +104,10 @@ def _spec(values: Iterable[Any]) -> DeviceSpec | None:
 def _explanation(function: str, choice: Choice, problem: Problem | None, spec: DeviceSpec | None) -> Explanation:
     shared = {field.name for field in fields(Explanation)} & vars(choice).keys()
     found = {name: getattr(choice, name) for name in shared}
-    found["notes"] = (*choice.notes, *replay_notes(problem, spec))
+    found["notes"] = (*choice.notes, *notes_of(problem, spec))
     return Explanation(function=function, problem=problem, **found)
+
+
+def notes_of(problem: Problem | None, device: DeviceSpec | None) -> tuple[str, ...]:
+    """What the problem of a call says of it. Without a device: of an H100."""
+    return () if problem is None else problem.notes(device or H100)

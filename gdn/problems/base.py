@@ -11,12 +11,14 @@ Every field says of which keys it is a part:
 Everything is plain Python, so problems pickle, hash, compare and print; dtypes are torch's names without the `torch.` prefix
 ("bfloat16", "float8_e4m3fn").
 
-Leaf package: imports nothing of this project.
+Imports nothing of this project but the description of a device.
 """
 
 import functools
 from dataclasses import field, fields
 from typing import Any, ClassVar
+
+from gdn.device import DeviceSpec
 
 Tensor = Any  # in Params a torch.Tensor, or in a kernel its DSL's tensor: this leaf imports neither
 DTYPE_BYTES: dict[str, int] = {
@@ -88,6 +90,15 @@ class Problem:
     def bytes_moved(self) -> int:
         """Fewest bytes through device memory: every input read once, every output written once."""
         raise NotImplementedError
+
+    def notes(self, device: DeviceSpec) -> tuple[str, ...]:
+        """What `gdn explain` and `gdn.explain` say of a call, beyond which kernel runs."""
+        return ()
+
+    def traffic(self, device: DeviceSpec) -> str:
+        """Bytes that a call moves, and the time that copying as many takes, in words."""
+        moved = self.bytes_moved()
+        return f"{moved / 1e6:.4g} MB, floor {moved / device.copy_gbps / 1e3:.4g} us on {device.key}"
 
 
 def dtype_bytes(dtype: str | None) -> int:

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from gdn.device import DeviceSpec
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
-from gdn.problems.replay import replay_bytes
+from gdn.problems.replay import replay_bytes, ring_notes
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,9 @@ class RecurrentProblem(DeltaRuleProblem, op="recurrent"):
         intermediate = self.num_tokens * state * dtype_bytes(self.intermediate_dtype)
         return self.num_tokens * self._token_bytes() + self._state_bytes(self.num_sequences, written) + intermediate
 
+    def notes(self, device: DeviceSpec) -> tuple[str, ...]:
+        return ring_notes(self, device, has_windows=False)
+
 
 class RecurrentParams(NamedTuple):
     """Arguments of a launch of the recurrent kernel, on packed tokens: L tokens in N sequences, HS state heads."""
@@ -334,6 +338,9 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
         filters = self.dim * (self.width * DTYPE_BYTES[self.weight_dtype] + dtype_bytes(self.bias_dtype))
         windows = columns * self.dim * DTYPE_BYTES[self.conv_dtype]
         return replayed + intermediate + windows + self.num_tokens * row + filters
+
+    def notes(self, device: DeviceSpec) -> tuple[str, ...]:
+        return ring_notes(self, device, has_windows=True)
 
 
 class GdnDecodeParams(NamedTuple):

@@ -17,8 +17,9 @@ width + 2 as well. A sequence without tokens is untouched.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from gdn.device import DeviceSpec
 from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
 
 
@@ -62,6 +63,20 @@ def replay_bytes(state: int, entry: int, fold_every: int, num_tokens: int, num_s
     return round(num_sequences * per_sequence)
 
 
+def ring_notes(problem: Any, device: DeviceSpec, *, has_windows: bool) -> tuple[str, ...]:
+    """Notes of a problem that may have a ring: tokens of a call, live entries, bytes and floor. has_windows: of a convolution."""
+    if problem.ring_rows is None or problem.fold_every is None:
+        return ()
+    most = most_tokens(problem.ring_rows, problem.fold_every) if problem.has_accepted else 1
+    windows = ", fewer where a window has no room for them" if has_windows and most > 1 else ""
+    each = problem.num_tokens / max(problem.num_sequences, 1)
+    return (
+        f"replay: at most {most} token{'s' if most > 1 else ''} of a sequence in a call{windows}",
+        f"replay: a mean of {mean_live(problem.fold_every, each):.3g} live entries a sequence, a fold every "
+        f"{problem.fold_every} tokens; {problem.traffic(device)}",
+    )
+
+
 @dataclass(frozen=True)
 class FoldStatesProblem(Problem, op="fold_states"):
     """`gdn.fold_states`: the live entries of each sequence go into its state; launched with FoldStatesParams.
@@ -91,6 +106,10 @@ class FoldStatesProblem(Problem, op="fold_states"):
         state = self.num_state_heads * self.head_k_dim * self.head_v_dim * DTYPE_BYTES[self.state_dtype]
         entry = 4 * entry_width(self.num_k_heads, self.num_state_heads, self.head_k_dim, self.head_v_dim)
         return round(self.num_layers * self.num_sequences * (2 * state + mean_live(self.fold_every, 1) * entry))
+
+    def notes(self, device: DeviceSpec) -> tuple[str, ...]:
+        live = mean_live(self.fold_every, 1)
+        return (f"replay: {self.traffic(device)}, where every sequence has {live:.3g} entries",)
 
 
 class FoldStatesParams(NamedTuple):
