@@ -6,10 +6,10 @@ into the arguments of a kernel's launch.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -22,6 +22,7 @@ from gdn.problems.delta_rule import (
     RecurrentParams,
     RecurrentProblem,
 )
+from gdn.testing.params import params_of
 
 Case = Literal[
     "random",
@@ -35,7 +36,6 @@ Case = Literal[
     "zero_norm",  # every other token has q = k = 0
 ]
 CASES: tuple[Case, ...] = get_args(Case)
-Kind = TypeVar("Kind")  # of Params
 
 _DEFAULT_FIELDS: dict[str, Any] = {
     "num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 16, "head_v_dim": 16, "dtype": "float32",
@@ -155,11 +155,6 @@ def recurrent_inputs(
     if problem.has_rounding:
         arguments["rounding_seed"] = torch.tensor([0x1234_5678_9ABC + seed], dtype=torch.int64, device=gen.device)
     return arguments
-
-
-def params_of(kind: Callable[..., Kind], arguments: Mapping[str, Any], **own: Any) -> Kind:
-    """Params of a launch: `own`, and from the operator's arguments the fields of the same name; None where neither has one."""
-    return kind(**{name: own.get(name, arguments.get(name)) for name in kind._fields})  # type: ignore[attr-defined]
 
 
 def chunk_tensors(problem: ChunkProblem, arguments: Mapping[str, Any], workspace: torch.Tensor | None = None) -> ChunkParams:
