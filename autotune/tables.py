@@ -14,7 +14,7 @@ from autotune.tuning import Kernel, Winner
 from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
 from gdn.models import QWEN3_NEXT_80B
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.runtime import compiled, registry, tuned
 from gdn.testing import inputs, machine_code
 

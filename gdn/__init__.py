@@ -4,13 +4,13 @@
 first kernel.
 """
 
+from gdn.core.explain import explain as explain
 from gdn.ops.attention import attention as attention
 from gdn.ops.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule
 from gdn.ops.chunk_summary import chunk_summary as chunk_summary
 from gdn.ops.conv import causal_conv1d_fn as causal_conv1d_fn
 from gdn.ops.conv import causal_conv1d_update as causal_conv1d_update
 from gdn.ops.decode import fused_gdn_decode as fused_gdn_decode
-from gdn.ops.explain import explain as explain
 from gdn.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from gdn.ops.gating import fused_gdn_gating as fused_gdn_gating
 from gdn.ops.indexer import compress_indexer_keys as compress_indexer_keys

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.delta_rule import RecurrentProblem, unserved_dtypes
 from gdn.problems.replay import most_tokens
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from autotune import tables, tuning, workers
 from gdn.device import H100
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.runtime import registry, tuned
 from gdn.testing import machine_code
 from tests.compile import session, variants

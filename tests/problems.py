@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import gdn
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 
 assert gdn.__all__  # loads the operators, and with them their problems
 

@@ -3,7 +3,7 @@
 import types
 
 import gdn
-from gdn.ops._call import operator_named
+from gdn.core.call import operator_named
 
 COMPOSED = ("fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "ring_shape", "explain", "warmup")
 NAMES = [name for name in gdn.__all__ if not name.startswith("_") and name not in COMPOSED]

@@ -1,6 +1,6 @@
 """A shape as work on a device: inputs, the exact answer, a verdict on a kernel's result, and calls to time.
 
-One module per family of operators, which holds an `autotune.cases.base.Tunable` per operator under the operator's name.
+One module per family of operators, which holds an `gdn.core.tunable.Tunable` per operator under the operator's name.
 
 Inputs rotate: there are enough sets of them that none is found in the L2 cache. The set that is checked is never timed, so
 that timing, which updates states in place, cannot change what is checked.
@@ -8,7 +8,7 @@ that timing, which updates states in place, cannot change what is checked.
 
 import torch
 
-from autotune.cases.base import Call, Case, Shape, Tunable, WrongResult, launch_of
+from gdn.core.tunable import Call, Case, Shape, Tunable, WrongResult, launch_of
 from gdn.device import DeviceSpec
 from gdn.runtime import registry
 from gdn.testing import timing

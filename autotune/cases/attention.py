@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from autotune.cases.base import Maker, Shape, StepCase, Tunable, Work, example, params_of, resized
+from gdn.core.tunable import Maker, Shape, StepCase, Tunable, Work, example, params_of, resized
 from gdn.problems.attention import (
     AttentionProblem,
     SparseDecodeParams,

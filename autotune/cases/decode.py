@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autotune.cases import base
+from gdn.core import tunable as base
 from gdn.problems.delta_rule import GdnDecodeParams, GdnDecodeProblem
 from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
 

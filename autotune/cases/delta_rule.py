@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autotune.cases import base
+from gdn.core import tunable as base
 from gdn.reference import delta_rule as reference
 from gdn.runtime import Prepared
 from gdn.testing import compare, inputs, oracle

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autotune.cases.base import Maker, Shape, StepCase, Tensor, Tunable, Work, example, packed, params_of, resized
+from gdn.core.tunable import Maker, Shape, StepCase, Tensor, Tunable, Work, example, packed, params_of, resized
 from gdn.problems.indexer import (
     CompressIndexerKeysParams,
     CompressIndexerKeysProblem,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autotune.cases.base import SeededCase, Shape, Tunable, Work, WrongResult, example, params_of, resized
+from gdn.core.tunable import SeededCase, Shape, Tunable, Work, WrongResult, example, params_of, resized
 from gdn.problems.logits import MqaLogitsParams, PagedMqaLogitsParams
 from gdn.runtime import Prepared
 from gdn.testing import inputs_logits, oracle_logits

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from autotune.cases.base import Maker, Shape, StepCase, Tensor, Tunable, Work, heads_of, packed, params_of, resized
+from gdn.core.tunable import Maker, Shape, StepCase, Tensor, Tunable, Work, heads_of, packed, params_of, resized
 from gdn.problems.replay import (
     AcceptDraftTreeParams,
     AcceptDraftTreeProblem,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autotune.cases import base
+from gdn.core import tunable as base
 from gdn.problems.steps import (
     AddRmsNormParams,
     AddRmsNormProblem,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autotune.cases.base import Maker, Shape, StepCase, Tunable, Work, example, resized
+from gdn.core.tunable import Maker, Shape, StepCase, Tunable, Work, example, resized
 from gdn.problems.logits import TopkParams, TopkProblem
 
 

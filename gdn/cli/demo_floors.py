@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gdn.cli.demo_expected import Call
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.testing.timing import Limits
 
 Tensor = torch.Tensor

@@ -15,12 +15,12 @@ from rich.console import Console
 from gdn import examples
 from gdn.cli.explain_arguments import taken
 from gdn.cli.plain import print_json, wrapped
+from gdn.core.explain import notes_of
 from gdn.device import H100, H200, DeviceSpec
 from gdn.layers.named import NAMED
 from gdn.models import ModelShape
-from gdn.ops.explain import notes_of
 from gdn.ops.indexer_topk import units_per_block
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
 from gdn.runtime import Choice, devices, env, explain_problem, registry
 from gdn.served import shape_of

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 import gdn
+from gdn.core.call import operator_of, reads_values, validates
+from gdn.core.check import bad_value
 from gdn.distributed import composition
 from gdn.distributed.composition import Ends, Part, compute
 from gdn.distributed.group import Ranks, without_modes
 from gdn.distributed.known import Known
 from gdn.distributed.slots import live
 from gdn.ops import _delta_rule
-from gdn.ops._call import operator_of, reads_values, validates
-from gdn.ops._check import bad_value
 from gdn.runtime.registry import Backend
 
 # Flags of every pass of the chunk operator that are this rank's as they are.

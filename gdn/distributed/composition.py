@@ -15,12 +15,12 @@ from torch import Tensor
 
 import gdn
 from gdn import runtime
+from gdn.core.check import bad_value, dtype_name
+from gdn.core.tensors import ALIGNMENT, constant, dtypes_of
 from gdn.device import H100
 from gdn.distributed.group import Ranks
 from gdn.ops import _delta_rule, chunk, chunk_summary
-from gdn.ops._check import bad_value, dtype_name
 from gdn.ops._context import Kernel
-from gdn.ops._tensors import ALIGNMENT, constant, dtypes_of
 from gdn.ops.chunk_summary import serves
 from gdn.problems.context import (
     ContextPartsParams,

@@ -1,6 +1,6 @@
 """Number of tokens of a sequence that each rank should hold, and its query rows."""
 
-from gdn.ops._check import bad_value
+from gdn.core.check import bad_value
 from gdn.reference.context import CHUNK
 
 

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _values
-from gdn.ops._call import make, new
-from gdn.ops._check import FLOAT_DTYPES, bad_type, bad_value, dtype_name
-from gdn.ops._constants import even_offsets, zeros
-from gdn.ops._modes import address
-from gdn.ops._tensors import ALIGNMENT, as_int64, copied, described, dtypes_of, log_copy
+from gdn.core import check, values
+from gdn.core.call import make, new
+from gdn.core.check import FLOAT_DTYPES, bad_type, bad_value, dtype_name
+from gdn.core.constants import even_offsets, zeros
+from gdn.core.modes import address
+from gdn.core.tensors import ALIGNMENT, as_int64, copied, described, dtypes_of, log_copy
 from gdn.reference.delta_rule import largest_chunk_operand
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -153,27 +152,27 @@ def check_states(
 
 def check_state_values(states: States, tokens: Tokens, sizes: Sizes, indices_name: str = "state_indices") -> None:
     """Checks the values of the offsets, decays, slots and checkpoints of prefill."""
-    bounds = _values.token_bounds("cu_seqlens", tokens.cu_seqlens, sizes.batch, sizes.length, tokens.q.device)
+    bounds = values.token_bounds("cu_seqlens", tokens.cu_seqlens, sizes.batch, sizes.length, tokens.q.device)
     offsets, slots, kept = states.checkpoint_offsets, states.checkpoint_slots, (states.checkpoint_states,)
     if states.state_indices is None or states.initial_state is None:
         check_decays(tokens, bounds)
-        _values.check_checkpoints(offsets, slots, kept, bounds, bounds.diff() > 0, states.null_slot)
+        values.check_checkpoints(offsets, slots, kept, bounds, bounds.diff() > 0, states.null_slot)
         return
     in_pool = states.checkpoint_states is None
-    touched = _values.prefill_slots(
+    touched = values.prefill_slots(
         indices_name, bounds, states.state_indices, states.null_slot, has_initial_state=states.has_initial_state,
         final_indices=states.final_state_indices, checkpoint_offsets=offsets if in_pool else None,
         checkpoint_slots=slots if in_pool else None,
     )  # fmt: skip
     check_decays(tokens, bounds, touched.is_live)
-    _values.check_checkpoints(offsets, slots, kept, bounds, touched.is_live, states.null_slot)
-    _values.check_touched(touched, states.initial_state, states.null_slot)
+    values.check_checkpoints(offsets, slots, kept, bounds, touched.is_live, states.null_slot)
+    values.check_touched(touched, states.initial_state, states.null_slot)
 
 
 def check_decays(tokens: Tokens, bounds: Tensor, is_live: Tensor | None = None) -> None:
     """Checks that no log decay is positive, where g is one. is_live [N]: False = padding, whose g may be anything."""
     if tokens.g is not None and not tokens.use_gate:
-        _values.check_log_decays("g", tokens.g, bounds, is_live)
+        values.check_log_decays("g", tokens.g, bounds, is_live)
 
 
 def check_float16_range(states: States, tokens: Tokens, scale: float | None, use_qk_l2norm: bool, names: str = "q, k, v") -> None:

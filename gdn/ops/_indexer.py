@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops._check import FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
-from gdn.ops._modes import address, is_empty
-from gdn.ops._tensors import ALIGNMENT
+from gdn.core import check
+from gdn.core.check import FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
+from gdn.core.modes import address, is_empty
+from gdn.core.tensors import ALIGNMENT
 
 QUERY_DTYPES = (FP8, *INPUT_DTYPES)
 OUT_DTYPES = (torch.float32, torch.bfloat16)

@@ -5,12 +5,11 @@ It is written in place, so nothing of it may be copied: its strides must be thos
 
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _values
-from gdn.ops._check import INDEX_DTYPES, bad_value
+from gdn.core import check, values
+from gdn.core.check import INDEX_DTYPES, bad_value
+from gdn.core.modes import address
+from gdn.core.tensors import ALIGNMENT
 from gdn.ops._delta_rule import Sizes, check_inner, state_dtypes_of
-from gdn.ops._modes import address
-from gdn.ops._tensors import ALIGNMENT
 
 
 def check_intermediate(
@@ -49,4 +48,4 @@ def check_intermediate(
 def check_intermediate_values(states: Tensor | None, rows: Tensor | None, is_live: Tensor, null_slot: int) -> None:
     """Checks that the rows of live sequences exist and belong to one sequence each."""
     if states is not None and rows is not None:
-        _values.check_touched(_values.own_rows("intermediate_indices", rows, is_live, null_slot), states, null_slot)
+        values.check_touched(values.own_rows("intermediate_indices", rows, is_live, null_slot), states, null_slot)

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops._check import CONV_ACTIVATIONS, FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value
+from gdn.core import check
+from gdn.core.check import CONV_ACTIVATIONS, FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value
 from gdn.ops._delta_rule import TOKEN_DTYPES
 
 

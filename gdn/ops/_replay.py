@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _values
-from gdn.ops._check import INDEX_DTYPES, bad_value, is_less
-from gdn.ops._modes import address
-from gdn.ops._tensors import ALIGNMENT
+from gdn.core import check, values
+from gdn.core.check import INDEX_DTYPES, bad_value, is_less
+from gdn.core.modes import address
+from gdn.core.tensors import ALIGNMENT
 from gdn.problems.replay import entry_width, most_tokens
 
 MOST_COMMITTED = 2**31 - 1  # tokens of a sequence: kernels count in int32
@@ -120,7 +119,7 @@ def check_ring_layout(ring: Tensor) -> None:
 
 
 def check_replay_values(
-    replay: Replay, touched: _values.TouchedSlots, slots: tuple[str, Tensor], bounds: Tensor, accepted: Tensor | None,
+    replay: Replay, touched: values.TouchedSlots, slots: tuple[str, Tensor], bounds: Tensor, accepted: Tensor | None,
     most: int | None = None,
 ) -> None:  # fmt: skip
     """Checks that live sequences have a ring, and lengths and counts that it holds. most: tokens that the windows allow."""
@@ -133,12 +132,12 @@ def check_replay_values(
     name, indices = slots
     count, is_live = bounds.numel() - 1, touched.is_live
     own = indices[:count].long()
-    _values.require(name, own, (is_live & (own >= ring.shape[0]), f"slots with a ring, below {ring.shape[0]}"))
+    values.require(name, own, (is_live & (own >= ring.shape[0]), f"slots with a ring, below {ring.shape[0]}"))
     lengths = bounds.diff()
     if accepted is not None:
         a = accepted[:count].long()
-        _values.require("num_accepted_tokens", a, (is_live & ((a < 1) | (a > allowed)), f"1 to {allowed}"))
-    _values.require("ring", lengths, (is_live & (lengths > allowed), f"at most {allowed} tokens a sequence"))
+        values.require("num_accepted_tokens", a, (is_live & ((a < 1) | (a > allowed)), f"1 to {allowed}"))
+    values.require("ring", lengths, (is_live & (lengths > allowed), f"at most {allowed} tokens a sequence"))
     check_computed(tokens, computed[:count], own, is_live)
 
 
@@ -149,8 +148,8 @@ def check_computed(tokens: Tensor, computed: Tensor, slots: Tensor, is_live: Ten
     """
     p = computed.long()
     p0 = tokens.long()[torch.where(is_live, slots, 0)] if tokens.numel() else torch.zeros_like(p)
-    _values.require("state_tokens", p0, (is_live & (p0 < 0), "counts >= 0"))
+    values.require("state_tokens", p0, (is_live & (p0 < 0), "counts >= 0"))
     bad = [(is_live & (p < p0), "at least state_tokens of the slot"), (is_live & (p > MOST_COMMITTED), "at most 2**31 - 1")]
     if num_rings is not None:
         bad.append((is_live & (slots >= num_rings) & (p > p0), "state_tokens of a slot without a ring"))
-    _values.require("num_computed_tokens", p, *bad)
+    values.require("num_computed_tokens", p, *bad)

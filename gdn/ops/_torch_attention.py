@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gdn.ops._tensors import aligned
+from gdn.core.tensors import aligned
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _MOST_FLASH_DIM = 256

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from gdn import runtime
-from gdn.ops import _check as check
+from gdn.core import check
+from gdn.core.call import NEW, always, check_memory, operator, reads_values
+from gdn.core.check import bad_value
+from gdn.core.kinds import Kind
+from gdn.core.library import out_or_new
+from gdn.core.modes import has_memory, is_tracing
+from gdn.core.ordered import ordered
 from gdn.ops import _torch_attention
-from gdn.ops._call import NEW, always, check_memory, operator, reads_values
-from gdn.ops._check import bad_value
-from gdn.ops._kinds import Kind
-from gdn.ops._library import out_or_new
-from gdn.ops._modes import has_memory, is_tracing
-from gdn.ops._ordered import ordered
 from gdn.ops.sparse_attention import MOST_DECODE_TOKENS, attend, check_call, check_values, split_pair
 from gdn.reference import attention as reference
 from gdn.runtime import Choice, env, registry

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn.core.call import NEW, always, launch, make, new, operator, prepare, reads_values, validates
+from gdn.core.check import bad_value
+from gdn.core.modes import is_empty
+from gdn.core.tensors import as_int32, as_int64, common_dtype, constant, dtypes_of, given_of
 from gdn.ops import _delta_rule
-from gdn.ops._call import NEW, always, launch, make, new, operator, prepare, reads_values, validates
-from gdn.ops._check import bad_value
-from gdn.ops._modes import is_empty
-from gdn.ops._tensors import as_int32, as_int64, common_dtype, constant, dtypes_of, given_of
 from gdn.problems.delta_rule import ChunkParams, ChunkProblem
 from gdn.reference import delta_rule as reference
 from gdn.runtime.registry import Backend

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from gdn import runtime
-from gdn.ops import _delta_rule, _values
-from gdn.ops._call import NEW, launch, new, operator, prepare, reads_values, validates
-from gdn.ops._check import dtype_name
-from gdn.ops._modes import is_empty
-from gdn.ops._tensors import dtypes_of
+from gdn.core import values
+from gdn.core.call import NEW, launch, new, operator, prepare, reads_values, validates
+from gdn.core.check import dtype_name
+from gdn.core.modes import is_empty
+from gdn.core.tensors import dtypes_of
+from gdn.ops import _delta_rule
 from gdn.problems.delta_rule import ChunkSummaryParams, ChunkSummaryProblem
 from gdn.reference import delta_rule as reference
 from gdn.runtime.registry import Backend
@@ -82,7 +83,7 @@ def chunk_summary(
     given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
     sizes = _delta_rule.check_tokens(given, -1, None)
     if reads_values(q.device):
-        bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, q.device)
+        bounds = values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, q.device)
         _delta_rule.check_decays(given, bounds)
         if q.dtype == torch.float16 and validates(q.device):
             _check_float16_range(sizes, given, use_qk_l2norm_in_kernel)

@@ -5,13 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _values
-from gdn.ops._call import always, launch, operator, prepare, reads_values, take_contiguous, validates
-from gdn.ops._check import CONV_ACTIVATIONS, FLOAT_DTYPES, INDEX_DTYPES, bad_value, dtype_name, is_less
-from gdn.ops._constants import even_offsets
-from gdn.ops._modes import address, is_empty
-from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional, target
+from gdn.core import check, values
+from gdn.core.call import always, launch, operator, prepare, reads_values, take_contiguous, validates
+from gdn.core.check import CONV_ACTIVATIONS, FLOAT_DTYPES, INDEX_DTYPES, bad_value, dtype_name, is_less
+from gdn.core.constants import even_offsets
+from gdn.core.modes import address, is_empty
+from gdn.core.tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional, target
 from gdn.problems.steps import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
 from gdn.reference import conv as reference
 from gdn.runtime.registry import Backend
@@ -114,16 +113,16 @@ def causal_conv1d_fn(
     check.needs_checkpoints("checkpoint_windows", checkpoint_windows, checkpoint_offsets)
     check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
-        bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, x.shape[0], device)
+        bounds = values.token_bounds("query_start_loc", query_start_loc, 1, x.shape[0], device)
         in_pool = checkpoint_windows is None
-        touched = _values.prefill_slots(
+        touched = values.prefill_slots(
             "cache_indices", bounds, cache_indices, null_slot, checkpoint_offsets=checkpoint_offsets if in_pool else None,
             checkpoint_slots=checkpoint_slots if in_pool else None, checkpoint_multiple=1,
         )  # fmt: skip
         kept, is_live = (checkpoint_windows,), touched.is_live
-        _values.check_checkpoints(checkpoint_offsets, checkpoint_slots, kept, bounds, is_live, null_slot, multiple=1)
+        values.check_checkpoints(checkpoint_offsets, checkpoint_slots, kept, bounds, is_live, null_slot, multiple=1)
         if conv_states is not None:
-            _values.check_touched(touched, conv_states, null_slot)
+            values.check_touched(touched, conv_states, null_slot)
 
     slot_dtype = common_dtype(cache_indices, checkpoint_slots)
     if conv_states is None:
@@ -247,7 +246,7 @@ def causal_conv1d_update(
     check.optional("out", out, shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=x.dim() == 2)
     if reads_values(device):
         packed = (1, num_tokens) if query_start_loc is not None else (count, num_tokens // max(count, 1))
-        bounds = _values.token_bounds("query_start_loc", query_start_loc, *packed, device)
+        bounds = values.token_bounds("query_start_loc", query_start_loc, *packed, device)
         num_windows = conv_state.shape[2] - window + 1
         if conv_state_indices is not None and conv_state_indices.dim() == 2:
             num_columns = conv_state_indices.shape[1]
@@ -257,16 +256,16 @@ def causal_conv1d_update(
             null, slots = -1, torch.arange(bounds.numel() - 1, device=device)
         use = ("conv_state_indices", bounds, slots, null)
         if parent_token is not None and slots.dim() == 2:  # one slot per node of a draft tree
-            touched = _values.decode_slots(*use, num_accepted_tokens=num_accepted_tokens)
-            _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
+            touched = values.decode_slots(*use, num_accepted_tokens=num_accepted_tokens)
+            values.check_parents("parent_token", parent_token, bounds, touched.is_live)
         else:
-            touched = _values.window_slots(*use, num_accepted_tokens=num_accepted_tokens, num_windows=num_windows)
+            touched = values.window_slots(*use, num_accepted_tokens=num_accepted_tokens, num_windows=num_windows)
             if parent_token is not None:
-                _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
+                values.check_parents("parent_token", parent_token, bounds, touched.is_live)
         if num_accepted_tokens is not None and validates(device):
             first = slots if parent_token is not None or slots.dim() == 1 else slots[:, 0]
-            _values.check_accepted(num_accepted_tokens, num_windows, bounds, first, null)
-        _values.check_touched(touched, conv_state, null)
+            values.check_accepted(num_accepted_tokens, num_windows, bounds, first, null)
+        values.check_touched(touched, conv_state, null)
 
     cu_seqlens_dtype = dtype_name(query_start_loc.dtype) if query_start_loc is not None else "int32" if x.dim() == 3 else None
     index_dtype = None if conv_state_indices is None else conv_state_indices.dtype

@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _delta_rule, _values
-from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, validates
-from gdn.ops._check import INDEX_DTYPES, bad_value, dtype_name
+from gdn.core import check, values
+from gdn.core.call import always, launch, make, new, operator, prepare, reads_values, validates
+from gdn.core.check import INDEX_DTYPES, bad_value, dtype_name
+from gdn.core.modes import is_empty
+from gdn.core.tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional
+from gdn.ops import _delta_rule
 from gdn.ops._intermediate import check_intermediate, check_intermediate_values
-from gdn.ops._modes import is_empty
 from gdn.ops._projections import Layer, check_layer, check_projections
 from gdn.ops._replay import Replay, Sequences, check_replay, check_replay_values
-from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional
 from gdn.problems.delta_rule import GdnDecodeParams, GdnDecodeProblem
 from gdn.reference import steps as reference
 from gdn.runtime.registry import Backend
@@ -202,19 +202,19 @@ def fused_gdn_decode(
         bad_value("parent_token", "None (the operators of the single steps take draft trees)", "a tensor")
     check.out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
     if reads_values(device):
-        bounds = _values.token_bounds("query_start_loc", query_start_loc, length, 1, device)
+        bounds = values.token_bounds("query_start_loc", query_start_loc, length, 1, device)
         slots = ("state_indices", bounds, state_indices, null_slot)
-        states = _values.decode_slots(
+        states = values.decode_slots(
             *slots,
             num_accepted_tokens=None if has_ring else num_accepted_tokens,
             first_column_decides=True,
             is_updated=not is_kept,
         )
-        windows = _values.window_slots(*slots, is_live=states.is_live, is_updated=not is_kept)
+        windows = values.window_slots(*slots, is_live=states.is_live, is_updated=not is_kept)
         if num_accepted_tokens is not None and not has_ring and validates(device):
-            _values.check_accepted(num_accepted_tokens, num_columns, bounds, state_indices, null_slot)
-        _values.check_touched(states, ssm_state, null_slot)
-        _values.check_touched(windows, conv_state, null_slot)
+            values.check_accepted(num_accepted_tokens, num_columns, bounds, state_indices, null_slot)
+        values.check_touched(states, ssm_state, null_slot)
+        values.check_touched(windows, conv_state, null_slot)
         check_intermediate_values(intermediate_states, intermediate_indices, states.is_live, null_slot)
         most = conv_state.shape[2] - conv_weight.shape[1] + 2
         check_replay_values(replay, states, ("state_indices", state_indices), bounds, num_accepted_tokens, most)

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from gdn import runtime
+from gdn.core import check, values
+from gdn.core.call import NEW, always, check_memory, operator, reads_values
+from gdn.core.check import bad_value
+from gdn.core.constants import row_indices
+from gdn.core.modes import has_memory, is_tracing
+from gdn.core.ordered import ordered
 from gdn.crossing import recurrent_rows
-from gdn.ops import _check as check
-from gdn.ops import _delta_rule, _values
-from gdn.ops._call import NEW, always, check_memory, operator, reads_values
-from gdn.ops._check import bad_value
-from gdn.ops._constants import row_indices
+from gdn.ops import _delta_rule
 from gdn.ops._delta_rule import Sizes, States, Tokens
-from gdn.ops._modes import has_memory, is_tracing
-from gdn.ops._ordered import ordered
 from gdn.ops.chunk import chunk_gated_delta_rule
 from gdn.ops.recurrent import fused_recurrent_gated_delta_rule
 from gdn.reference import gated_delta_rule as reference
@@ -241,7 +241,7 @@ def _check_lengths(lengths: Sequence[int] | None, cu_seqlens: Tensor, sizes: Siz
         bad_value("lengths_host", f"numbers >= 0 that sum to at most the {sizes.num_tokens} tokens", tuple(lengths))
     if not reads_values(cu_seqlens.device):
         return
-    bounds = _values.token_bounds("cu_seqlens", cu_seqlens, 1, sizes.length, cu_seqlens.device)
+    bounds = values.token_bounds("cu_seqlens", cu_seqlens, 1, sizes.length, cu_seqlens.device)
     if bounds.diff().tolist() != list(lengths):
         bad_value("lengths_host", f"the differences of cu_seqlens {cu_seqlens.tolist()}", tuple(lengths))
 

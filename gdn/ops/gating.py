@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops._call import NEW, launch, operator, prepare
-from gdn.ops._check import FLOAT_DTYPES, bad_value
-from gdn.ops._modes import is_empty
-from gdn.ops._tensors import dtypes_of
+from gdn.core import check
+from gdn.core.call import NEW, launch, operator, prepare
+from gdn.core.check import FLOAT_DTYPES, bad_value
+from gdn.core.modes import is_empty
+from gdn.core.tensors import dtypes_of
 from gdn.problems.steps import GatingParams, GatingProblem
 from gdn.reference import steps as reference
 from gdn.runtime.registry import Backend

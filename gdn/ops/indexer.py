@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _indexer, _values
-from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
-from gdn.ops._check import FLOAT_DTYPES, FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
-from gdn.ops._modes import is_empty
-from gdn.ops._tensors import aligned, constant, dtypes_of, is_aligned, optional
+from gdn.core import check
+from gdn.core import values as _values
+from gdn.core.call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
+from gdn.core.check import FLOAT_DTYPES, FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
+from gdn.core.modes import is_empty
+from gdn.core.tensors import aligned, constant, dtypes_of, is_aligned, optional
+from gdn.ops import _indexer
 from gdn.problems.indexer import (
     CompressIndexerKeysParams,
     CompressIndexerKeysProblem,

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _indexer, _values
-from gdn.ops._call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
-from gdn.ops._check import FP8, INDEX_DTYPES, bad_value, dtype_name
-from gdn.ops._modes import is_empty, last_value
-from gdn.ops._tensors import aligned, dtypes_of
+from gdn.core import check, values
+from gdn.core.call import NEW, always, launch, new, operator, prepare, reads_values, run_reference, settle
+from gdn.core.check import FP8, INDEX_DTYPES, bad_value, dtype_name
+from gdn.core.modes import is_empty, last_value
+from gdn.core.tensors import aligned, dtypes_of
+from gdn.ops import _indexer
 from gdn.problems.indexer import (
     GatherIndexerCacheParams,
     GatherIndexerCacheProblem,
@@ -52,7 +52,7 @@ def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backe
     kv_heads = _indexer.check_keys("k", k, None, k.device)
     num_rows = _indexer.check_written("k", k, kv_heads, cache, slot_mapping)
     if reads_values(k.device):
-        _values.check_slot_mapping("slot_mapping", slot_mapping, num_rows)
+        values.check_slot_mapping("slot_mapping", slot_mapping, num_rows)
     dtypes: dict[str, Any] = {"dtype": dtype_name(k.dtype), **dtypes_of(cache=cache, slot=slot_mapping)}
     problem = WriteIndexerCacheProblem(num_kv_heads=kv_heads, head_dim=k.shape[-1], **dtypes, num_tokens=k.shape[0])
     prepared = prepare(problem, k.device, backend)
@@ -114,10 +114,10 @@ def gather_indexer_cache(
     check.tensor("block_tables", block_tables, shape=[sequences, "max_pages"], dtypes=(torch.int32,), device=device)
     check.at_least("num_rows", num_rows)
     if reads_values(device):
-        _values.check_offsets("cu_seqlens", cu_seqlens)
+        values.check_offsets("cu_seqlens", cu_seqlens)
         lengths = cu_seqlens.diff()
-        _values.check_table_lengths("cu_seqlens", lengths, block_tables, page_size)
-        _values.check_pages("block_tables", block_tables, lengths, page_size, cache.shape[0])
+        values.check_table_lengths("cu_seqlens", lengths, block_tables, page_size)
+        values.check_pages("block_tables", block_tables, lengths, page_size, cache.shape[0])
         if num_rows is not None and num_rows < int(cu_seqlens[-1]):
             bad_value("num_rows", f"at least {int(cu_seqlens[-1])}, the last of cu_seqlens", num_rows)
     rows = _last_offset(cu_seqlens) if num_rows is None else num_rows

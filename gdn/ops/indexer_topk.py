@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from gdn import runtime
-from gdn.ops import _check as check
-from gdn.ops import _values
-from gdn.ops._call import always, check_memory, operator, validates
-from gdn.ops._check import bad_value
-from gdn.ops._modes import is_empty, is_tracing
-from gdn.ops._ordered import ordered
-from gdn.ops._tensors import contiguous, contiguous_int32
+from gdn.core import check, values
+from gdn.core.call import always, check_memory, operator, validates
+from gdn.core.check import bad_value
+from gdn.core.modes import is_empty, is_tracing
+from gdn.core.ordered import ordered
+from gdn.core.tensors import contiguous, contiguous_int32
 from gdn.ops.mqa_logits import check_operands, mqa_logits
 from gdn.ops.paged_mqa_logits import check_paged_operands, check_values, paged_mqa_logits
 from gdn.ops.topk import Rows, select_rows
@@ -105,7 +104,7 @@ def indexer_topk(
     if is_tracing():
         return out
     if validates(device):  # all rows, before the first step writes
-        _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
+        values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
     if _selects_nothing(columns):
         return out
     step = units_per_block(workspace_bytes, 4 * width, num_rows)

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _indexer, _values
-from gdn.ops._call import always, launch, make, new, operator, prepare, validates
-from gdn.ops._check import FLOAT_DTYPES, FP8, INDEX_DTYPES, bad_type, bad_value, dtype_name
-from gdn.ops._kinds import Kind
-from gdn.ops._modes import is_empty
-from gdn.ops._tensors import contiguous, contiguous_int32
+from gdn.core import check, values
+from gdn.core.call import always, launch, make, new, operator, prepare, validates
+from gdn.core.check import FLOAT_DTYPES, FP8, INDEX_DTYPES, bad_type, bad_value, dtype_name
+from gdn.core.kinds import Kind
+from gdn.core.modes import is_empty
+from gdn.core.tensors import contiguous, contiguous_int32
+from gdn.ops import _indexer
 from gdn.problems.logits import MqaLogitsParams, MqaLogitsProblem
 from gdn.reference import logits as reference
 from gdn.runtime.registry import Backend
@@ -106,7 +106,7 @@ def mqa_logits(
     num_columns = num_keys if max_seqlen_k is None else max_seqlen_k
     _indexer.check_logits_out(out, [num_queries, num_columns], out_dtype, device)
     if validates(device):
-        _values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
+        values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
 
     shared = _indexer.shared_fields(q, k.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype)
     sizes: dict[str, Any] = {"num_queries": num_queries, "num_keys": num_keys, "num_columns": num_columns}

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops._call import NEW, launch, make, operator, prepare
-from gdn.ops._check import FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value, dtype_name
-from gdn.ops._modes import is_empty
-from gdn.ops._tensors import ALIGNMENT, aligned, constant, contiguous_last, dtypes_of, given_of, optional
+from gdn.core import check
+from gdn.core.call import NEW, launch, make, operator, prepare
+from gdn.core.check import FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value, dtype_name
+from gdn.core.modes import is_empty
+from gdn.core.tensors import ALIGNMENT, aligned, constant, contiguous_last, dtypes_of, given_of, optional
 from gdn.problems.steps import AddRmsNormParams, AddRmsNormProblem, RmsNormGatedParams, RmsNormGatedProblem
 from gdn.reference import steps as reference
 from gdn.runtime.registry import Backend

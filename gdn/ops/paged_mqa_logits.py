@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _indexer, _values
-from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values
-from gdn.ops._check import FLOAT_DTYPES, INDEX_DTYPES, bad_value
-from gdn.ops._kinds import Kind
-from gdn.ops._modes import is_empty
-from gdn.ops._tensors import contiguous, contiguous_int32
+from gdn.core import check, values
+from gdn.core.call import always, launch, make, new, operator, prepare, reads_values
+from gdn.core.check import FLOAT_DTYPES, INDEX_DTYPES, bad_value
+from gdn.core.kinds import Kind
+from gdn.core.modes import is_empty
+from gdn.core.tensors import contiguous, contiguous_int32
+from gdn.ops import _indexer
 from gdn.problems.logits import PagedMqaLogitsParams, PagedMqaLogitsProblem
 from gdn.reference import logits as reference
 from gdn.runtime.registry import Backend
@@ -136,8 +136,8 @@ def check_paged_operands(
 def check_values(block_tables: Tensor, context_lens: Tensor, page_size: int, num_pages: int, max_context_len: int) -> None:
     """Checks that no sequence is longer than its row of block_tables and that pages of visible keys are in the cache."""
     if reads_values(block_tables.device) and num_pages:
-        _values.check_pages("block_tables", block_tables, context_lens, page_size, num_pages, max_context_len)
-        _values.check_table_lengths("context_lens", context_lens, block_tables, page_size)
+        values.check_pages("block_tables", block_tables, context_lens, page_size, num_pages, max_context_len)
+        values.check_table_lengths("context_lens", context_lens, block_tables, page_size)
 
 
 def fp8_paged_mqa_logits(

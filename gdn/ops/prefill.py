@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _delta_rule, _values
-from gdn.ops._call import always, launch, make, new, operator, prepare, reads_values, validates
-from gdn.ops._check import dtype_name
-from gdn.ops._modes import is_empty
+from gdn.core import check, values
+from gdn.core.call import always, launch, make, new, operator, prepare, reads_values, validates
+from gdn.core.check import dtype_name
+from gdn.core.modes import is_empty
+from gdn.core.tensors import aligned, as_int32, common_dtype, constant, described, dtypes_of, is_aligned, optional, target
+from gdn.ops import _delta_rule
 from gdn.ops._projections import Layer, check_layer, check_projections
-from gdn.ops._tensors import aligned, as_int32, common_dtype, constant, described, dtypes_of, is_aligned, optional, target
 from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
 from gdn.reference import prefill as reference
 from gdn.reference.prefill import largest_prefill_operand
@@ -171,16 +171,16 @@ def fused_gdn_prefill(
         check.windows("checkpoint_windows", checkpoint_windows, channels, conv_weight.shape[1] - 1, device, slots="rows")
     check.out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
     if reads_values(device):
-        bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, length, device)
+        bounds = values.token_bounds("query_start_loc", query_start_loc, 1, length, device)
         kept = (checkpoint_states, checkpoint_windows)
         in_pools = checkpoint_states is None and checkpoint_windows is None
-        touched = _values.prefill_slots(
+        touched = values.prefill_slots(
             "state_indices", bounds, state_indices, null_slot, has_initial_state=has_initial_state,
             checkpoint_offsets=checkpoint_offsets if in_pools else None, checkpoint_slots=checkpoint_slots if in_pools else None,
         )  # fmt: skip
-        _values.check_checkpoints(checkpoint_offsets, checkpoint_slots, kept, bounds, touched.is_live, null_slot)
-        _values.check_touched(touched, ssm_state, null_slot)
-        _values.check_touched(touched, conv_states, null_slot)
+        values.check_checkpoints(checkpoint_offsets, checkpoint_slots, kept, bounds, touched.is_live, null_slot)
+        values.check_touched(touched, ssm_state, null_slot)
+        values.check_touched(touched, conv_states, null_slot)
         if mixed_qkv.dtype == torch.float16 and validates(device):
             largest = largest_prefill_operand(
                 mixed_qkv, b, a, scale, conv_states, conv_weight, A_log, dt_bias, ssm_state, state_indices,

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _delta_rule, _values
-from gdn.ops._call import NEW, always, launch, make, operator, prepare, reads_values, validates
-from gdn.ops._check import INDEX_DTYPES, bad_value
-from gdn.ops._constants import row_indices
+from gdn.core import check, values
+from gdn.core.call import NEW, always, launch, make, operator, prepare, reads_values, validates
+from gdn.core.check import INDEX_DTYPES, bad_value
+from gdn.core.constants import row_indices
+from gdn.core.modes import is_empty
+from gdn.core.tensors import as_int32, common_dtype, constant, dtypes_of, given_of
+from gdn.ops import _delta_rule
 from gdn.ops._intermediate import check_intermediate, check_intermediate_values
-from gdn.ops._modes import is_empty
 from gdn.ops._replay import Replay, Sequences, check_replay, check_replay_values
-from gdn.ops._tensors import as_int32, common_dtype, constant, dtypes_of, given_of
 from gdn.problems.delta_rule import RecurrentParams, RecurrentProblem
 from gdn.reference import delta_rule as reference
 from gdn.runtime.registry import Backend
@@ -212,19 +212,19 @@ def fused_recurrent_gated_delta_rule(
     )
     check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     if reads_values(device):
-        bounds = _values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, device)
+        bounds = values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, device)
         is_live = None
         if ssm_state_indices is not None and initial_state is not None:
-            touched = _values.decode_slots(
+            touched = values.decode_slots(
                 "ssm_state_indices", bounds, ssm_state_indices, null_slot,
                 num_accepted_tokens=None if has_ring else num_accepted_tokens,
                 final_indices=final_state_indices, is_updated=not (disable_state_update or is_kept),
             )  # fmt: skip
             if num_accepted_tokens is not None and not has_ring and validates(device):
-                _values.check_accepted(num_accepted_tokens, ssm_state_indices.shape[1], bounds, ssm_state_indices, null_slot)
+                values.check_accepted(num_accepted_tokens, ssm_state_indices.shape[1], bounds, ssm_state_indices, null_slot)
             if parent_token is not None:
-                _values.check_parents("parent_token", parent_token, bounds, touched.is_live)
-            _values.check_touched(touched, initial_state, null_slot)
+                values.check_parents("parent_token", parent_token, bounds, touched.is_live)
+            values.check_touched(touched, initial_state, null_slot)
             check_replay_values(replay, touched, ("ssm_state_indices", ssm_state_indices), bounds, num_accepted_tokens)
             is_live = touched.is_live
             check_intermediate_values(intermediate_states, intermediate_indices, is_live, null_slot)

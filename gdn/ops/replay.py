@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _delta_rule, _values
-from gdn.ops._call import always, launch, make, operator, prepare, reads_values
-from gdn.ops._check import FLOAT_DTYPES, INDEX_DTYPES, bad_type, bad_value, is_less
-from gdn.ops._kinds import kind_of
-from gdn.ops._modes import address, is_empty
+from gdn.core import check, values
+from gdn.core.call import always, launch, make, operator, prepare, reads_values
+from gdn.core.check import FLOAT_DTYPES, INDEX_DTYPES, bad_type, bad_value, is_less
+from gdn.core.kinds import kind_of
+from gdn.core.modes import address, is_empty
+from gdn.core.tensors import ALIGNMENT, as_int32, common_dtype, dtypes_of, given_of, is_aligned
+from gdn.ops import _delta_rule
 from gdn.ops._replay import MOST_COMMITTED, check_computed, check_ring, check_ring_layout
-from gdn.ops._tensors import ALIGNMENT, as_int32, common_dtype, dtypes_of, given_of, is_aligned
 from gdn.problems.replay import (
     AcceptDraftTreeParams,
     AcceptDraftTreeProblem,
@@ -121,12 +121,12 @@ def fold_states(
     check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     if reads_values(device):
         bounds = torch.arange(count + 1, device=device)
-        touched = _values.decode_slots("state_indices", bounds, state_indices, null_slot, final_indices=final_state_indices)
+        touched = values.decode_slots("state_indices", bounds, state_indices, null_slot, final_indices=final_state_indices)
         _check_slots(touched, ssm_state.shape[-4], null_slot)
         slots = state_indices.long()
         if num_accepted_tokens is not None:
             a, most = num_accepted_tokens.long(), most_tokens(ring.shape[-2], fold_every)
-            _values.require("num_accepted_tokens", a, (touched.is_live & ((a < 1) | (a > most)), f"1 to {most}"))
+            values.require("num_accepted_tokens", a, (touched.is_live & ((a < 1) | (a > most)), f"1 to {most}"))
         check_computed(state_tokens, num_computed_tokens, slots, touched.is_live, num_rings=ring.shape[-3])
 
     index_dtype = common_dtype(state_indices, final_state_indices)
@@ -158,9 +158,9 @@ def fold_states(
     launch(prepared, params, (ssm_state,), aligned=(ssm_state, ring))
 
 
-def _check_slots(touched: _values.TouchedSlots, num_slots: int, null_slot: int) -> None:
-    _values.check_slots(touched, num_slots, null_slot)
-    _values.check_unshared(touched, num_slots)
+def _check_slots(touched: values.TouchedSlots, num_slots: int, null_slot: int) -> None:
+    values.check_slots(touched, num_slots, null_slot)
+    values.check_unshared(touched, num_slots)
 
 
 def _check_pools(states: Tensor) -> None:
@@ -268,17 +268,17 @@ def accept_draft_tree(
         check.per_sequence(name, x, count, device, dtypes)
     num_tokens = parent_token.shape[0]
     if reads_values(device):
-        bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, num_tokens, device)
-        touched = _values.decode_slots("state_indices", bounds, state_indices, null_slot)
+        bounds = values.token_bounds("query_start_loc", query_start_loc, 1, num_tokens, device)
+        touched = values.decode_slots("state_indices", bounds, state_indices, null_slot)
         _check_slots(touched, ring.shape[-3], null_slot)
         is_live, lengths, nodes = touched.is_live, bounds.diff(), accepted_nodes[:count].long()
-        _values.check_parents("parent_token", parent_token, bounds, is_live)
+        values.check_parents("parent_token", parent_token, bounds, is_live)
         is_missing = is_live & ((nodes < 0) | (nodes >= lengths))
-        _values.require("accepted_nodes", nodes, (is_missing, "a node of the sequence, counted from 0"))
+        values.require("accepted_nodes", nodes, (is_missing, "a node of the sequence, counted from 0"))
         p = num_computed_tokens[:count].long()
-        _values.require("num_computed_tokens", p, (is_live & ((p < 0) | (p > MOST_COMMITTED)), "0 to 2**31 - 1"))
+        values.require("num_computed_tokens", p, (is_live & ((p < 0) | (p > MOST_COMMITTED)), "0 to 2**31 - 1"))
         most = ring.shape[-2] if conv_state is None else min(ring.shape[-2], conv_state.shape[-1] - conv_width + 2)
-        _values.require("query_start_loc", lengths, (is_live & (lengths > most), f"at most {most} tokens a sequence"))
+        values.require("query_start_loc", lengths, (is_live & (lengths > most), f"at most {most} tokens a sequence"))
 
     windows = None if conv_state is None else conv_state if has_layers else conv_state[None]
     problem = AcceptDraftTreeProblem(

@@ -5,15 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops import _values
-from gdn.ops._call import NEW, always, choose, launch, make, new, operator, reads_values
-from gdn.ops._check import INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
-from gdn.ops._kinds import Kind
-from gdn.ops._library import out_or_new
-from gdn.ops._modes import has_memory, is_empty, is_tracing
-from gdn.ops._overlap import overlaps_itself
-from gdn.ops._tensors import aligned, contiguous, contiguous_int32, dtypes_of, given_of, is_aligned
+from gdn.core import check
+from gdn.core import values as _values
+from gdn.core.call import NEW, always, choose, launch, make, new, operator, reads_values
+from gdn.core.check import INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
+from gdn.core.kinds import Kind
+from gdn.core.library import out_or_new
+from gdn.core.modes import has_memory, is_empty, is_tracing
+from gdn.core.overlap import overlaps_itself
+from gdn.core.tensors import aligned, contiguous, contiguous_int32, dtypes_of, given_of, is_aligned
 from gdn.problems.attention import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
 from gdn.reference import attention as reference
 from gdn.runtime.registry import Backend

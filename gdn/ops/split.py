@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops._call import NEW, launch, operator, prepare
-from gdn.ops._check import FLOAT_DTYPES, bad_value, dtype_name
-from gdn.ops._modes import is_empty
-from gdn.ops._tensors import ALIGNMENT, aligned
+from gdn.core import check
+from gdn.core.call import NEW, launch, operator, prepare
+from gdn.core.check import FLOAT_DTYPES, bad_value, dtype_name
+from gdn.core.modes import is_empty
+from gdn.core.tensors import ALIGNMENT, aligned
 from gdn.problems.steps import SplitParams, SplitProblem
 from gdn.reference import steps as reference
 from gdn.runtime.registry import Backend

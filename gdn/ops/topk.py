@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gdn.ops import _check as check
-from gdn.ops._call import always, choose, launch, new, operator, prepare, run_reference
-from gdn.ops._check import FLOAT_DTYPES, INDEX_DTYPES, dtype_name
-from gdn.ops._modes import is_empty
-from gdn.ops._tensors import dtypes_of
+from gdn.core import check
+from gdn.core.call import always, choose, launch, new, operator, prepare, run_reference
+from gdn.core.check import FLOAT_DTYPES, INDEX_DTYPES, dtype_name
+from gdn.core.modes import is_empty
+from gdn.core.tensors import dtypes_of
 from gdn.problems.indexer import ExpandTopkGroupsParams, ExpandTopkGroupsProblem
 from gdn.problems.logits import TopkParams, TopkProblem
 from gdn.reference import topk as reference

@@ -10,7 +10,7 @@ has tokens of it and else 0, then padding. h is the state after the first rank's
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, size
+from gdn.problem import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, size
 
 
 @dataclass(frozen=True)

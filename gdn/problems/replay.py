@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gdn.device import DeviceSpec
-from gdn.problems.base import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
+from gdn.problem import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
 
 
 def state_position(written: int, committed: int, fold_every: int, fold_phase: int) -> int:

@@ -11,7 +11,7 @@ o, rounded to the dtype of q, is multiplied by sigmoid(gate).
 import torch
 from torch import Tensor
 
-from gdn.reference.modes import compute_dtype, inference_only
+from gdn.reference_modes import compute_dtype, inference_only
 
 BLOCK_BYTES = 256 * 1024 * 1024  # gathered keys and values at a time
 

@@ -9,7 +9,7 @@ as Python ints, so that no integer width can change their meaning. `out` may be 
 import torch
 from torch import Tensor
 
-from gdn.reference.modes import compute_dtype, inference_only, listed, ranges
+from gdn.reference_modes import compute_dtype, inference_only, listed, ranges
 
 
 @inference_only

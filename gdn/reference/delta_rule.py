@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gdn.reference.modes import inference_only, listed
 from gdn.reference.replay import Pool, Ring, replay_decode
 from gdn.reference.tokens import Tokens, columns_of, load_state, sequences_of, store_state
+from gdn.reference_modes import inference_only, listed
 
 CHUNK_SIZE = 64  # tokens
 _INVERSE_SCALE = 32.0  # by which a kernel multiplies the inverse in float16 with normalised keys

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gdn.crossing import recurrent_rows
 from gdn.reference.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from gdn.reference.modes import inference_only, listed, ranges
+from gdn.reference_modes import inference_only, listed, ranges
 
 
 @inference_only

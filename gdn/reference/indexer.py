@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gdn.reference.logits import page_views
-from gdn.reference.modes import inference_only
+from gdn.reference_modes import inference_only
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

@@ -12,7 +12,7 @@ these functions can be captured in a CUDA graph.
 import torch
 from torch import Tensor
 
-from gdn.reference.modes import compute_dtype, inference_only
+from gdn.reference_modes import compute_dtype, inference_only
 
 # Largest [rows, heads, keys] intermediate. Rows, then keys, are cut into blocks that stay below it.
 BLOCK_BYTES = 256 * 1024 * 1024

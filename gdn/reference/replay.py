@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from gdn.problems.replay import entry_width, most_tokens, state_position
-from gdn.reference.modes import inference_only, listed, ranges
 from gdn.reference.tokens import Tokens, load_state, sequences_of, store_state
+from gdn.reference_modes import inference_only, listed, ranges
 
 
 @dataclass

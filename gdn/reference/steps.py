@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gdn.reference.conv import causal_conv1d_update
 from gdn.reference.delta_rule import fused_recurrent_gated_delta_rule
-from gdn.reference.modes import compute_dtype, inference_only, ranges
 from gdn.reference.replay import Ring
+from gdn.reference_modes import compute_dtype, inference_only, ranges
 
 
 @inference_only

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdn.reference.modes import compute_dtype, ranges
 from gdn.reference.rounding import stochastic_bfloat16
+from gdn.reference_modes import compute_dtype, ranges
 
 L2_NORM_EPS = 1e-6  # added to the sum of squares
 

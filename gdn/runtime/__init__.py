@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.runtime import compiled, devices, env, log, packages, registry, select, toolchain, tuned
 from gdn.runtime.select import Choice
 from gdn.runtime.tuned import Entry, Found

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 
 
 @dataclass(frozen=True)

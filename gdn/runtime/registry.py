@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from gdn.models import ModelShape
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 
 Backend = Literal["tilelang", "cute", "reference"]  # of every public function's `backend`
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -30,7 +30,7 @@ class Preference:
 class Family:
     """Modules that describe a family's operators. Each has one attribute per operator, under the operator's name."""
 
-    cases: str  # autotune.cases.base.Tunable: shapes to tune and measure, inputs, the verdict on a result
+    cases: str  # gdn.core.tunable.Tunable: shapes to tune and measure, inputs, the verdict on a result
     variants: str  # tests.compile.variants.Variants: axes of dtypes and flags to compile for, expected instructions
     examples: str = "gdn.examples"  # function of a model's shapes and `fp8`: the problem of a serving engine's call
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gdn.device import DeviceSpec
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.runtime import order, registry
 from gdn.runtime.env import Switches
 from gdn.runtime.order import Statement

@@ -20,7 +20,7 @@ from typing import Any
 
 from gdn.crossing import replay_forms
 from gdn.models import ModelShape
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.problems.delta_rule import ChunkProblem
 from gdn.problems.prefill import GdnPrefillProblem
 from gdn.problems.steps import Conv1dProblem

@@ -4,7 +4,7 @@ The choice of a form depends on the sizes. What each barrier protects: fused.py.
 
 from typing import NamedTuple
 
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from kernels_cute.chunk.deal import RECORD_BYTES, RECORDS, SORTED
 from kernels_cute.chunk.shape import AUX_BYTES, BUFFERS, CHUNK, SCRATCH_BYTES, START_BUFFERS, SUM_BUFFERS, VECTOR_BYTES, Z_BUFFERS
 from kernels_cute.chunk.spec import ChunkSpec

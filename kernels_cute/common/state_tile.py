@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.delta_rule import GdnDecodeProblem, RecurrentProblem
 from gdn.recurrent_tiles import Tiles, k_vector, k_warps
 from kernels_cute.common.memory import load, pointer

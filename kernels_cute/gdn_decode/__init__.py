@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import product
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.delta_rule import GdnDecodeProblem
 from gdn.recurrent_tiles import k_vector, reads_lines, v_per_thread_k_first
 from kernels_cute.common import choice

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
 from kernels_cute import chunk
 from kernels_cute.chunk import kernel as chunk_kernel

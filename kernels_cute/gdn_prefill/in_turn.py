@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64, Uint8
 
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
 from gdn.problems.steps import RmsNormGatedParams
 from kernels_cute.chunk import kernel as chunk

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.delta_rule import ChunkParams, ChunkProblem
 from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
 from gdn.problems.steps import Conv1dParams, Conv1dProblem, RmsNormGatedParams, RmsNormGatedProblem

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.logits import LogitsProblem
 
 MAX_HEADS = 64  # four queries of them are one instruction's 256 columns, of one key head

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.delta_rule import ChunkParams, ChunkProblem, unserved_dtypes
 from kernels_tl.chunk import cost_model
 from kernels_tl.chunk.constants import CHUNK, NUM_VECTORS, TRANSITION_DTYPE

@@ -5,7 +5,7 @@ from math import gcd
 from typing import Any
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.logits import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
 
 WARPGROUP = 128

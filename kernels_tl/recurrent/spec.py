@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.delta_rule import RecurrentProblem
 from gdn.recurrent_tiles import Tiles, has_pool, k_per_thread, k_vector, k_warps, writes_new_state
 

@@ -10,7 +10,7 @@ import torch
 
 import gdn
 from autotune import cases, shapes
-from autotune.cases.base import resized
+from gdn.core.tunable import resized
 from gdn.device import H100
 from gdn.runtime import Prepared, explaining, registry
 from gdn.testing import timing

@@ -14,7 +14,7 @@ import tvm_ffi
 
 from autotune.cases import Shape, decode
 from gdn.device import H100
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.runtime import compiled
 from gdn.testing.inputs import recurrent_inputs, recurrent_problem, recurrent_tensors
 from tests.compile import fake_cuda

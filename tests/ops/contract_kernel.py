@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.problems.delta_rule import ChunkParams, ChunkProblem, RecurrentParams, RecurrentProblem
 from gdn.runtime import Choice, Prepared
 from tests.references import reference

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from gdn import runtime
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from tests.references import reference
 
 FP8 = torch.float8_e4m3fn

@@ -7,7 +7,7 @@ import torch
 
 import gdn
 from gdn import runtime
-from gdn.ops._tensors import is_aligned
+from gdn.core.tensors import is_aligned
 from gdn.ops.sparse_attention import attend
 from gdn.problems.attention import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
 from gdn.testing.compare import same_bits

@@ -10,7 +10,8 @@ import torch
 
 import gdn
 from gdn import runtime
-from gdn.ops import _memo, chunk, recurrent
+from gdn.core import memo
+from gdn.ops import chunk, recurrent
 from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.runtime import env, guards
 from gdn.testing.compare import same_bits
@@ -201,13 +202,13 @@ def test_one_tensor_in_two_places_teaches_nothing(kernel: Counting) -> None:
 
 
 def test_sizes_are_told_apart_and_the_memory_is_bounded(kernel: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_memo, "_LIMIT", 4)
+    monkeypatch.setattr(memo, "_LIMIT", 4)
     for length in (1, 2, 3, 4, 5, 6, 6, 5):
         q, k, v = (torch.randn(1, length, 2, 16).bfloat16() for _ in range(3))
         o, _ = gdn.chunk_gated_delta_rule(q, k, v)
         assert o.shape == q.shape
     assert kernel.prepared == 6 and len(gdn.chunk_gated_delta_rule.operator.memo._plans) == 4
-    monkeypatch.setattr(_memo, "_PLANS_PER_KEY", 2)
+    monkeypatch.setattr(memo, "_PLANS_PER_KEY", 2)
     wide = torch.randn(1, 6, 64, 16).bfloat16()
     for step in (1, 2, 4, 8):  # strides alone differ
         gdn.chunk_gated_delta_rule(wide[:, :, : 2 * step : step], wide[:, :, 1 : 1 + 2 * step : step], wide[:, :, 2:4])

@@ -8,7 +8,7 @@ import torch
 
 import gdn
 from gdn import runtime
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.runtime import Choice, Prepared
 from gdn.testing.compare import same_bits
 from tests.references import reference

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import same_bits
 from tests.ops.test_decode_launch import arguments_of

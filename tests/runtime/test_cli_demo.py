@@ -19,11 +19,11 @@ import gdn
 from gdn.cli import app, demo_calls, demo_expected, demo_run
 from gdn.cli import demo as demo_command
 from gdn.cli.demo_floors import floor_us
+from gdn.core.call import operator_named
 from gdn.layers import HybridConfig, HybridModel, RMSNorm
 from gdn.layers.loading import to_transformers
 from gdn.layers.named import NAMED, first_layers
 from gdn.models import QWEN3_NEXT_80B
-from gdn.ops._call import operator_named
 from gdn.runtime import env, is_explaining, registry
 from gdn.testing.inputs import summary_inputs
 from gdn.testing.timing import Limits

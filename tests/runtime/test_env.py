@@ -174,7 +174,7 @@ def test_names_of_others_pass_in_silence(monkeypatch: pytest.MonkeyPatch, name: 
 ROOT = Path(env.__file__).parents[2]
 SERVING = [name for name in env.DECLARATIONS if name.startswith("VLLM_")]
 # The serving stack's switches must act on what runs; a command that only prints them is no reader of those.
-OPERATORS_AND_LAYERS = ("gdn/ops", "gdn/runtime", "gdn/layers", "gdn/distributed", "gdn/integrations")
+OPERATORS_AND_LAYERS = ("gdn/ops", "gdn/core", "gdn/runtime", "gdn/layers", "gdn/distributed", "gdn/integrations")
 
 
 def test_the_serving_stacks_names():

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gdn
+from gdn.core.call import operator_named
 from gdn.device import H100
-from gdn.ops._call import operator_named
 from gdn.runtime import compiled, devices, env, registry
 from tests.references import reference
 

@@ -21,7 +21,7 @@ from gdn.integrations._vllm_replay_step import step_of
 from gdn.integrations._vllm_rows import Counter
 from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.named import NAMED
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.runtime import env, explaining, reach
 from gdn.served import GdnLayer, gdn_layer, vllm_replay
 from tests.integrations import sglang_engine

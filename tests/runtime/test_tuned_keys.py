@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.problems.delta_rule import ChunkProblem, RecurrentProblem
 from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem
 from tests.problems import KINDS

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.attention import SparseDecodeProblem
-from gdn.problems.base import DTYPE_BYTES
 
 TILE = 16  # positions of a product, and of a stage
 COLUMNS = 8  # query heads of one product

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.delta_rule import ChunkParams, ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
 from kernels_cute import recurrent
 from kernels_cute.chunk import kernel as chunk

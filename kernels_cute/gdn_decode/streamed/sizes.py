@@ -1,6 +1,6 @@
 """Sizes of the streamed form that its choice of a configuration needs, and which problems it serves."""
 
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.delta_rule import GdnDecodeProblem
 from gdn.problems.replay import most_tokens
 from kernels_cute.gdn_decode.shape import CHANNELS

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems.base import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.delta_rule import GdnDecodeProblem
 from gdn.recurrent_tiles import Tiles
 from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from gdn.problem import DTYPE_BYTES
 from gdn.problems.attention import SparseDecodeProblem
-from gdn.problems.base import DTYPE_BYTES
 
 THREADS = 128
 TILE = 64  # positions of a tile

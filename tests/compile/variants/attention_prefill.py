@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
+from gdn.problem import Problem
 from gdn.problems.attention import SparsePrefillProblem
-from gdn.problems.base import Problem
 from tests.compile.expectations import Expectation
 from tests.compile.variants.base import Axes, Row, Variants, example
 

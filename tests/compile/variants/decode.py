@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 from gdn.device import H100
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.problems.delta_rule import GdnDecodeProblem
 from gdn.problems.prefill import GdnPrefillProblem
 from tests.compile.expectations import TENSOR_CORES, Expectation

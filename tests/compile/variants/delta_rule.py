@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from gdn.device import H100
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.problems.delta_rule import ChunkProblem, ChunkSummaryProblem, RecurrentProblem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants import least

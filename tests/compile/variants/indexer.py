@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.problems.indexer import (
     CompressIndexerKeysProblem,
     ExpandTopkGroupsProblem,

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.problems.replay import AcceptDraftTreeProblem, FoldStatesProblem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants.base import CONVOLUTION_POOLS, Axes, Row, Variants, example

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.problems.logits import TopkProblem
 from tests.compile.expectations import TENSOR_CORES, Expectation
 from tests.compile.variants.base import Row, Variants, example

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops._check import dtype_name
-from gdn.ops._modes import address, has_memory
+from gdn.core.check import dtype_name
+from gdn.core.modes import address, has_memory
 from gdn.runtime import log
 
 ALIGNMENT = 16  # bytes: the widest load or store of a thread, and the unit of bulk copies

@@ -10,7 +10,7 @@ one. Therefore
     in an argument of the name `out`
     a result that is an argument (`out`, a pool) or None comes back as an empty tensor, and the public function replaces it by
     the argument or None: `Returns` says which
-    views among the written arguments are prepared for compilers first (gdn.ops._written)
+    views among the written arguments are prepared for compilers first (gdn.core.written)
 
 Shapes come from the operator itself: it runs unchanged on FakeTensors, checks included, and launches nothing.
 """
@@ -23,9 +23,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from gdn.ops import _modes
-from gdn.ops._kinds import without_words
-from gdn.ops._written import place_written
+from gdn.core import modes
+from gdn.core.kinds import without_words
+from gdn.core.written import place_written
 
 Arguments = dict[str, Any]
 Condition = Callable[[Arguments], bool]
@@ -108,7 +108,7 @@ class Registered:
 
     def _execute(self, *values: Any, **named: Any) -> Any:
         arguments = self._bind(values, named)
-        if self.public is None or torch.compiler.is_compiling() or _modes.is_tracing():
+        if self.public is None or torch.compiler.is_compiling() or modes.is_tracing():
             results = self._run(*arguments.values())
         else:
             results = self.public(**arguments)
@@ -128,7 +128,7 @@ class Registered:
             return self._op(*values, **named)
 
     def _fake(self, *values: Any, **named: Any) -> Any:
-        with _modes.tracing():
+        with modes.tracing():
             return self._execute(*values, **named)
 
     def _bind(self, values: tuple[Any, ...], named: Arguments) -> Arguments:

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from gdn.core.call import operator_named
 from gdn.models import QWEN3_NEXT_80B
-from gdn.ops._call import operator_named
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.runtime import Prepared, registry
 from gdn.testing import compare
 from gdn.testing.params import params_of as params_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops._modes import has_memory
+from gdn.core.modes import has_memory
 from gdn.runtime.streams import raw_stream
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdn.ops._check import bad_value
+from gdn.core.check import bad_value
 
 
 def _is_clean(*bad: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems.base import Problem
+from gdn.problem import Problem
 from gdn.runtime import Choice, devices, explaining, registry
 
 

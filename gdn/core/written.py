@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from gdn.ops._check import bad_value
+from gdn.core.check import bad_value
 
 _library = torch.library.Library("gdn", "FRAGMENT")
 _library.define("write_nothing(Tensor(a!) x) -> ()", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))

@@ -4,8 +4,8 @@ The decorated function is the ordinary path. It runs the checks, calls `prepare`
 with `make`, and ends in `launch`; where no kernel serves the problem, `prepare` leaves it for the reference. The decorator
 handles before it, from the function's signature alone:
 
-    a compiler is tracing          the operator of torch.library (gdn.ops._library)
-    the call matches a plan        the memo (gdn.ops._memo) launches: no check, no choice
+    a compiler is tracing          the operator of torch.library (gdn.core.library)
+    the call matches a plan        the memo (gdn.core.memo) launches: no check, no choice
     any other call                 argument types are checked against the annotations (TypeError by name), gradients and
                                    autocast are off, and the reference gets the same arguments if it runs
 
@@ -26,16 +26,16 @@ import torch
 from torch import Tensor
 
 from gdn import runtime
-from gdn.ops import _library, _modes
-from gdn.ops._check import bad_value
-from gdn.ops._kinds import Kind, kind_of
-from gdn.ops._library import NEW as NEW
-from gdn.ops._library import Arguments, Condition
-from gdn.ops._library import always as always
-from gdn.ops._memo import Created, Memo, Recorded
-from gdn.ops._overlap import overlaps_itself, shares_element
-from gdn.ops._tensors import contiguous_last
-from gdn.problems.base import Problem
+from gdn.core import library, modes
+from gdn.core.check import bad_value
+from gdn.core.kinds import Kind, kind_of
+from gdn.core.library import NEW as NEW
+from gdn.core.library import Arguments, Condition
+from gdn.core.library import always as always
+from gdn.core.memo import Created, Memo, Recorded
+from gdn.core.overlap import overlaps_itself, shares_element
+from gdn.core.tensors import contiguous_last
+from gdn.problem import Problem
 from gdn.runtime import Choice, Prepared, env, is_explaining
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -71,7 +71,7 @@ class Operator:
         name: str | None = None,
         writes: Mapping[str, Condition] | None = None,
         in_place: Mapping[str, str] | None = None,
-        returns: _library.Returns = _library.out_or_new,
+        returns: library.Returns = library.out_or_new,
         varies: Sequence[str] = (),
         contiguous: Sequence[str] = (),
     ) -> None:
@@ -104,7 +104,7 @@ class Operator:
         self._flags_key: Callable[..., tuple[Any, ...]] = eval(f"lambda {', '.join(flags)}: {self.flags_source}")
         self.flags = list(flags)
         _BY_NAME[self.name] = self
-        self.library = _library.Registered(self.name, self.signature, self.writes, self.returns, self.run)
+        self.library = library.Registered(self.name, self.signature, self.writes, self.returns, self.run)
         return self._public()  # type: ignore[return-value]
 
     def trace(self, *values: Any) -> Any:
@@ -120,7 +120,7 @@ class Operator:
     def run(self, *values: Any, key: object = None) -> Any:
         """Runs the ordinary path of a call. key: what stands for the flags in the memo; None = the flags themselves."""
         arguments = dict(zip(self.kinds, values, strict=True))
-        if _modes.has_memory() and _modes.lack_memory(values):
+        if modes.has_memory() and modes.lack_memory(values):
             return self.trace(*values)
         given = dict(arguments)
         arguments = self.check_types(arguments)
@@ -140,7 +140,7 @@ class Operator:
                     result = self.reference(**{name: call.arguments[name] for name in self.reference_names})
         finally:
             _current.reset(token)
-        if call.recorded is not None and self.memo is not None and _modes.has_memory():
+        if call.recorded is not None and self.memo is not None and modes.has_memory():
             tensors = tuple(given[name] for name in self.tensors)
             flags = self._flags_key(*[given[name] for name in self.flags])
             self.memo.record(tensors, flags, switches, call.recorded, list(self.written(arguments).values()), key)
@@ -148,7 +148,7 @@ class Operator:
 
     def _explain(self, arguments: Arguments) -> Any:
         """Runs everything but launches, on tensors without memory: `prepare` records the choice."""
-        fakes, mode = _modes.faked(arguments)
+        fakes, mode = modes.faked(arguments)
         token = _current.set(Call(self, fakes, dict(fakes)))
         try:
             with mode, torch.no_grad(), without_autocast(), contextlib.suppress(_RunReference):
@@ -172,7 +172,7 @@ class Operator:
         given: the caller's; arguments: those that the operator goes on with, copies where it had to make some.
         """
         tensors = {name: given[name] for name in self.tensors if given[name] is not None}
-        places = {name: place for name, tensor in tensors.items() if (place := _modes.place(tensor)) is not None}
+        places = {name: place for name, tensor in tensors.items() if (place := modes.place(tensor)) is not None}
         for name, written in self.written(given).items():
             if overlaps_itself(written):
                 shape = f"shape {list(written.shape)}, strides {written.stride()}"
@@ -302,7 +302,7 @@ class without_autocast:
 
 def reads_values(device: torch.device) -> bool:
     """Whether to check values in tensors: always on the CPU; on a GPU with GDN_VALIDATE=1, unless it is capturing a graph."""
-    if not _modes.has_memory():
+    if not modes.has_memory():
         return False
     if device.type != "cuda":
         return device.type == "cpu"
@@ -347,7 +347,7 @@ def _is_same(first: Tensor, second: Tensor) -> bool:
 def choose(problem: Problem, device: torch.device, backend: str | None) -> Prepared:
     """The choice for a problem. Ends the checks: nothing is written before. `launch` is None where the reference runs."""
     check_memory()
-    if _modes.is_tracing():
+    if modes.is_tracing():
         return Prepared("traced", None, 0, lambda *_: None, Choice(problem.op, "traced"))
     return runtime.prepare(problem, device, backend)
 

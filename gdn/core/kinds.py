@@ -13,8 +13,8 @@ from typing import Any, Literal, Union
 
 import torch
 
-from gdn.ops import _check as check
-from gdn.ops._check import bad_type, bad_value
+from gdn.core import check
+from gdn.core.check import bad_type, bad_value
 
 
 @dataclass(frozen=True)

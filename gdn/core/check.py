@@ -1,7 +1,7 @@
 """Checks of arguments that every operator needs, imported as `check`: `check.tensor("q", q, ...)`.
 
 A check reads metadata only: no launch, no wait for the device, no allocation, so that an error leaves everything unchanged.
-Its message names the argument, what was expected and what came: "name: expected X, got Y". `gdn.ops._values` checks the
+Its message names the argument, what was expected and what came: "name: expected X, got Y". `gdn.core.values` checks the
 values in tensors.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gdn.ops._modes import is_empty
+from gdn.core.modes import is_empty
 
 FP8 = torch.float8_e4m3fn
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gdn.ops._overlap import shares_element, span_bytes
-from gdn.ops._tensors import ALIGNMENT
+from gdn.core.overlap import shares_element, span_bytes
+from gdn.core.tensors import ALIGNMENT
 from gdn.runtime import env, guards, is_explaining
 
 Created = tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]  # a tensor that is not an argument, its maker, its sources
