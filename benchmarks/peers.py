@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks import dense_attention
+from gdn.ops.attention.problem import SparsePrefillProblem
 from gdn.problem import Problem
-from gdn.problems.attention import SparsePrefillProblem
 from gdn.problems.delta_rule import ChunkProblem, RecurrentProblem
 from gdn.testing import timing
 

@@ -5,7 +5,8 @@ first kernel.
 """
 
 from gdn.core.explain import explain as explain
-from gdn.ops.attention import attention as attention
+from gdn.ops.attention.attention import attention as attention
+from gdn.ops.attention.sparse_attention import sparse_attention as sparse_attention
 from gdn.ops.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule
 from gdn.ops.chunk_summary import chunk_summary as chunk_summary
 from gdn.ops.conv import causal_conv1d_fn as causal_conv1d_fn
@@ -32,7 +33,6 @@ from gdn.ops.recurrent import fused_recurrent_gated_delta_rule as fused_recurren
 from gdn.ops.replay import accept_draft_tree as accept_draft_tree
 from gdn.ops.replay import fold_states as fold_states
 from gdn.ops.replay import ring_shape as ring_shape
-from gdn.ops.sparse_attention import sparse_attention as sparse_attention
 from gdn.ops.split import fused_qkvzba_split_reshape_cat as fused_qkvzba_split_reshape_cat
 from gdn.ops.topk import expand_topk_groups as expand_topk_groups
 from gdn.ops.topk import topk_indices as topk_indices

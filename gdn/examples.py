@@ -12,7 +12,7 @@ Leaf module: imports gdn.problems and gdn.models alone.
 from typing import Any
 
 from gdn.models import ModelShape
-from gdn.problems.attention import SparseDecodeProblem, SparsePrefillProblem
+from gdn.ops.attention.problem import SparseDecodeProblem, SparsePrefillProblem
 from gdn.problems.context import ContextPartsProblem, ContextStartProblem, ContextTotalProblem
 from gdn.problems.delta_rule import ChunkProblem, ChunkSummaryProblem, GdnDecodeProblem, RecurrentProblem
 from gdn.problems.indexer import (

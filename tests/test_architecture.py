@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from gdn.runtime import registry
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL_PACKAGES = ("kernels_tl", "kernels_cute")
 MODULES = sorted({module for op in registry.every() for module in op.modules.values()})
-LEAVES = ("gdn.problem", "gdn.problems", "gdn.device", "gdn.recurrent_tiles")
+LEAVES = ("gdn.problem", "gdn.problems", "gdn.device", "gdn.recurrent_tiles", "gdn.ops.*.problem", "gdn.ops.*.tiles")
 
 
 def _sources(*packages: str) -> list[Path]:
@@ -39,7 +40,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def _within(module: str, allowed: tuple[str, ...]) -> bool:
-    return any(module == name or module.startswith(name + ".") for name in allowed)
+    return any(fnmatchcase(module, name) or fnmatchcase(module, name + ".*") for name in allowed)
 
 
 @pytest.mark.parametrize("package", KERNEL_PACKAGES)
@@ -50,37 +51,63 @@ def test_kernels_import_the_leaves_of_gdn_alone(package: str) -> None:
                 assert _within(module, (*LEAVES, package)), f"{path}: {module}"
 
 
+GROUND = (
+    "gdn.problem",
+    "gdn.device",
+    "gdn.models",
+    "gdn.reference_modes",
+    "gdn.problems",
+    "gdn.ops.*.problem",
+    "gdn.ops.*.problem_*",
+)
+
+
+def _files(*patterns: str) -> list[Path]:
+    return [path for pattern in patterns for path in sorted((ROOT / "gdn").glob(pattern))]
+
+
 @pytest.mark.parametrize(
-    ("name", "allowed"),
+    ("file", "allowed"),
     [
-        ("problem", ("gdn.device",)),
-        ("problems", ("gdn.problem", "gdn.problems", "gdn.device")),
-        ("device", ()),
-        ("models", ()),
-        ("examples", ("gdn.problem", "gdn.problems", "gdn.models")),
+        ("problem.py", ("gdn.device",)),
+        ("device.py", ()),
+        ("models.py", ()),
+        ("examples.py", GROUND),
+        ("problems/*.py", GROUND),
+        ("ops/*/problem*.py", GROUND),
+        ("recurrent_tiles.py", GROUND),
+        ("ops/*/tiles.py", GROUND),
     ],
 )
-def test_leaves_import_the_standard_library_and_leaves_below_them(name: str, allowed: tuple[str, ...]) -> None:
-    place = ROOT / "gdn" / name
-    for path in sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]:
+def test_leaves_import_the_standard_library_and_leaves_below_them(file: str, allowed: tuple[str, ...]) -> None:
+    for path in _files(file):
         for module in _imports(path):
             assert _within(module, allowed) or module.split(".")[0] in sys.stdlib_module_names, f"{path}: {module}"
 
 
-def test_the_tiles_know_the_other_leaves_alone() -> None:
-    for module in _imports(ROOT / "gdn" / "recurrent_tiles.py"):
-        is_leaf = _within(module, ("gdn.problem", "gdn.problems", "gdn.device"))
-        assert is_leaf or module.split(".")[0] in sys.stdlib_module_names, module
-
-
-@pytest.mark.parametrize("package", ["reference", "testing"])
-def test_reference_and_testing_lean_on_the_leaves(package: str) -> None:
-    for path in _sources(f"gdn/{package}"):
+def test_references_lean_on_the_ground_and_on_other_references() -> None:
+    references = (
+        "gdn.reference",
+        "gdn.ops.*.reference",
+        "gdn.ops.*.reference_*",
+        "gdn.ops.delta_rule.tokens",
+        "gdn.ops.delta_rule.crossing",
+    )
+    files = _files("reference/*.py", "ops/*/reference*.py", "ops/delta_rule/tokens.py")
+    assert len(files) > 4
+    for path in files:
         for module in _imports(path):
             if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune", "benchmarks")):
-                assert _within(
-                    module, ("gdn.problem", "gdn.problems", "gdn.device", "gdn.crossing", "gdn.reference_modes", f"gdn.{package}")
-                ), f"{path}: {module}"
+                assert _within(module, (*GROUND, *references, "gdn.crossing")), f"{path}: {module}"
+
+
+def test_testing_and_oracles_lean_on_the_ground() -> None:
+    for path in _files("testing/*.py", "ops/*/oracle*.py", "ops/*/inputs.py"):
+        for module in _imports(path):
+            if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune", "benchmarks")):
+                family = ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
+                own = (f"{family}.inputs", f"{family}.oracle", f"{family}.oracle_replay")
+                assert _within(module, (*GROUND, *own, "gdn.testing")), f"{path}: {module}"
 
 
 def test_adapters_import_public_names_alone() -> None:

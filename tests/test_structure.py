@@ -5,6 +5,7 @@ A limit that something exceeds for a reason has its name in EXCEPTIONS, with the
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,8 @@ EXCEPTIONS: dict[str, str] = {
     "gdn.layers.caches.HybridCaches.__init__": "the options of its three caches, spelled out for type checkers",
 }
 ORACLES = ("gdn.testing.oracle.oracle_delta_rule",)  # take the arguments of public operators, as the references do
+
+_REFERENCE = re.compile(r"gdn\.(reference\.\w+|ops\.\w+\.(\w+_)?reference(_\w+)?)\.[a-z]\w*$")  # a public function of one
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -121,7 +124,7 @@ def test_functions_take_few_parameters() -> None:
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         short = name.rpartition(".")[2]
         is_operator = "operator" in _decorators(node) or (name.startswith("gdn.ops.") and short in gdn.__all__)
-        is_reference = name in ORACLES or (name.startswith("gdn.reference.") and not short.startswith("_"))
+        is_reference = name in ORACLES or _REFERENCE.match(name) is not None
         is_adapter = name.startswith("gdn.integrations.") and "._" not in name.rpartition(".")[0]  # its host's arguments
         if is_operator or is_reference or is_adapter:
             continue

@@ -79,12 +79,13 @@ _ANY_BACKEND: dict[str, str] = {backend: backend for backend in BACKENDS}
 _BLADNN = Preference("VLLM_GDN_USE_BLADNN", {"true": "cute", "false": "tilelang"})
 
 
-def _family(name: str) -> Family:
-    return Family(f"autotune.cases.{name}", f"tests.compile.variants.{name}")
+def _family(name: str, cases: str = "") -> Family:
+    return Family(cases or f"autotune.cases.{name}", f"tests.compile.variants.{name}")
 
 
 _DELTA_RULE, _DECODE, _STEPS = _family("delta_rule"), _family("decode"), _family("steps")
-_LOGITS, _TOPK, _INDEXER, _ATTENTION = _family("logits"), _family("topk"), _family("indexer"), _family("attention")
+_LOGITS, _TOPK, _INDEXER = _family("logits"), _family("topk"), _family("indexer")
+_ATTENTION = _family("attention", "gdn.ops.attention.cases")
 _REPLAY = _family("replay")
 
 _OPERATORS = (

@@ -9,7 +9,7 @@ from gdn.models import ModelShape
 from gdn.served import sizes
 from gdn.served.sizes import LENGTHS, PROMPTS, ROWS, SEQUENCES, Group
 
-_MOST_DECODE_TOKENS = 8  # of a sequence whose rows read pages (gdn.ops.sparse_attention)
+_MOST_DECODE_TOKENS = 8  # of a sequence whose rows read pages (gdn.ops.attention.sparse_attention)
 
 
 def attention(model: ModelShape, rotary_dim: int, *, block_size: int, has_gate: bool, ratio: int) -> Iterator[Group]:

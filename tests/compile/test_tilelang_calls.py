@@ -15,8 +15,8 @@ import torch
 import tvm_ffi
 
 from gdn.device import H100
+from gdn.ops.attention.problem import SparseDecodeParams, SparseDecodeProblem
 from gdn.problem import Problem
-from gdn.problems.attention import SparseDecodeParams, SparseDecodeProblem
 from gdn.problems.logits import MqaLogitsParams, MqaLogitsProblem, PagedMqaLogitsParams, PagedMqaLogitsProblem
 from gdn.runtime import compiled
 from gdn.testing.inputs import chunk_inputs, chunk_problem, chunk_tensors

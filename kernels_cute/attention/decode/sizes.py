@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from gdn.ops.attention.problem import SparseDecodeProblem
 from gdn.problem import DTYPE_BYTES
-from gdn.problems.attention import SparseDecodeProblem
 
 TILE = 16  # positions of a product, and of a stage
 COLUMNS = 8  # query heads of one product

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
+from gdn.ops.attention.problem import SparseDecodeParams, SparseDecodeProblem
 from gdn.problem import DTYPE_BYTES
-from gdn.problems.attention import SparseDecodeParams, SparseDecodeProblem
 from kernels_tl.attention.decode.sizes import ROWS, TILE, Spec
 from kernels_tl.common.launch import arguments
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from gdn.ops.attention.problem import SparseDecodeProblem
 from gdn.problem import DTYPE_BYTES
-from gdn.problems.attention import SparseDecodeProblem
 
 THREADS = 128
 TILE = 64  # positions of a tile

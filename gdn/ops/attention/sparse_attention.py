@@ -14,8 +14,8 @@ from gdn.core.library import out_or_new
 from gdn.core.modes import has_memory, is_empty, is_tracing
 from gdn.core.overlap import overlaps_itself
 from gdn.core.tensors import aligned, contiguous, contiguous_int32, dtypes_of, given_of, is_aligned
-from gdn.problems.attention import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
-from gdn.reference import attention as reference
+from gdn.ops.attention import reference
+from gdn.ops.attention.problem import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
 from gdn.runtime.registry import Backend
 
 MOST_DECODE_TOKENS = 8  # tokens of a sequence in one decode step: its token and its drafts

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 
 from gdn.core.tunable import Maker, Shape, StepCase, Tunable, Work, example, params_of, resized
-from gdn.problems.attention import (
+from gdn.ops.attention import inputs
+from gdn.ops.attention.problem import (
     AttentionProblem,
     SparseDecodeParams,
     SparseDecodeProblem,
     SparsePrefillParams,
     SparsePrefillProblem,
 )
-from gdn.testing import inputs_attention as inputs
 
 _POSITIONS_PER_INDEX = 16  # of a context: 2048 of 32768
 

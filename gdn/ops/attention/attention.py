@@ -19,9 +19,8 @@ from gdn.core.kinds import Kind
 from gdn.core.library import out_or_new
 from gdn.core.modes import has_memory, is_tracing
 from gdn.core.ordered import ordered
-from gdn.ops import _torch_attention
-from gdn.ops.sparse_attention import MOST_DECODE_TOKENS, attend, check_call, check_values, split_pair
-from gdn.reference import attention as reference
+from gdn.ops.attention import reference, torch_attention
+from gdn.ops.attention.sparse_attention import MOST_DECODE_TOKENS, attend, check_call, check_values, split_pair
 from gdn.runtime import Choice, env, registry
 from gdn.runtime.registry import Backend
 
@@ -159,7 +158,7 @@ def _dense(
                 scale, None, None if gate is None else gate[:first], o[:first], backend,
             )[1]  # fmt: skip
     factor = q.shape[2] ** -0.5 if scale is None else scale
-    reason = _torch_attention.refusal(q, factor)
+    reason = torch_attention.refusal(q, factor)
     form = "torch's flash kernel" if reason is None else f"matrix products in torch, since its flash kernel {reason}"
     runtime.record(Choice("attention", "torch", decided_by=f"prefill rows: {form}"))
     if has_memory():
@@ -253,7 +252,7 @@ def _prefill(
         cache.index_select(0, pages.flatten()).unflatten(0, pages.shape).flatten(1, 2)[:, :seq_len] for cache in caches
     )  # [sequences, seq_len, kv_heads, D]
     rows, shape = slice(token, token + count * query_len), (count, query_len)
-    found, found_lse = _torch_attention.attend(q[rows].unflatten(0, shape), keys, values, scale)
+    found, found_lse = torch_attention.attend(q[rows].unflatten(0, shape), keys, values, scale)
     target = o[rows].unflatten(0, shape)
     if gate is None:
         target.copy_(found)

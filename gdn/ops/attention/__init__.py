@@ -1,0 +1,1 @@
+"""Attention over a paged cache: selected positions, or all of them."""
