@@ -13,6 +13,15 @@ from typing import Any
 
 from gdn.models import ModelShape
 from gdn.ops.attention.problem import SparseDecodeProblem, SparsePrefillProblem
+from gdn.ops.layer_step.problem import (
+    AddRmsNormProblem,
+    Conv1dProblem,
+    Conv1dUpdateProblem,
+    GatingProblem,
+    RmsNormGatedProblem,
+    SplitProblem,
+)
+from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
 from gdn.problems.context import ContextPartsProblem, ContextStartProblem, ContextTotalProblem
 from gdn.problems.delta_rule import ChunkProblem, ChunkSummaryProblem, GdnDecodeProblem, RecurrentProblem
 from gdn.problems.indexer import (
@@ -24,16 +33,7 @@ from gdn.problems.indexer import (
     WriteIndexerCacheProblem,
 )
 from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
-from gdn.problems.prefill import GdnPrefillProblem
 from gdn.problems.replay import AcceptDraftTreeProblem, FoldStatesProblem, entry_width, ring_choice
-from gdn.problems.steps import (
-    AddRmsNormProblem,
-    Conv1dProblem,
-    Conv1dUpdateProblem,
-    GatingProblem,
-    RmsNormGatedProblem,
-    SplitProblem,
-)
 
 _BF16, _FP8 = "bfloat16", "float8_e4m3fn"
 _TOKENS = 8192

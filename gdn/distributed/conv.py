@@ -14,7 +14,7 @@ from gdn.core.constants import even_offsets
 from gdn.core.tensors import contiguous_last
 from gdn.distributed.group import Ranks, without_modes
 from gdn.distributed.slots import Slots
-from gdn.ops.conv import check_filter, problem_of
+from gdn.ops.layer_step.conv import check_filter, problem_of
 from gdn.runtime.registry import Backend
 
 

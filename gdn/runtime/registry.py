@@ -83,7 +83,9 @@ def _family(name: str, cases: str = "") -> Family:
     return Family(cases or f"autotune.cases.{name}", f"tests.compile.variants.{name}")
 
 
-_DELTA_RULE, _DECODE, _STEPS = _family("delta_rule"), _family("decode"), _family("steps")
+_DELTA_RULE = _family("delta_rule")
+_DECODE = _family("decode", "gdn.ops.layer_step.cases_decode")
+_STEPS = _family("steps", "gdn.ops.layer_step.cases")
 _LOGITS, _TOPK, _INDEXER = _family("logits"), _family("topk"), _family("indexer")
 _ATTENTION = _family("attention", "gdn.ops.attention.cases")
 _REPLAY = _family("replay")

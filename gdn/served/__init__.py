@@ -20,10 +20,10 @@ from typing import Any
 
 from gdn.crossing import replay_forms
 from gdn.models import ModelShape
+from gdn.ops.layer_step.problem import Conv1dProblem
+from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
 from gdn.problem import Problem
 from gdn.problems.delta_rule import ChunkProblem
-from gdn.problems.prefill import GdnPrefillProblem
-from gdn.problems.steps import Conv1dProblem
 from gdn.runtime import env, explaining
 from gdn.served import attention, gdn_layer, rule, sizes, steps, vllm_replay
 from gdn.served.gdn_layer import GdnLayer as GdnLayer

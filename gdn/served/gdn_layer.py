@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
 from gdn.problems.delta_rule import GdnDecodeProblem
-from gdn.problems.prefill import GdnPrefillProblem
 from gdn.problems.replay import ring_choice
 from gdn.served import sizes
 from gdn.served.sizes import Group

@@ -8,7 +8,7 @@ DESIGN.md. Blocks whose number falls between sequences are idle.
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems.steps import Conv1dProblem
+from gdn.ops.layer_step.problem import Conv1dProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import space
 from kernels_cute.conv1d.shape import THREADS, refusal, slices, threads_fit

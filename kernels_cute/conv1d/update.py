@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import compress
 
 from gdn.device import DeviceSpec
-from gdn.problems.steps import Conv1dUpdateProblem
+from gdn.ops.layer_step.problem import Conv1dUpdateProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import space
 from kernels_cute.conv1d import shape

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
+from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
 from gdn.problem import DTYPE_BYTES
-from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
 from kernels_cute import chunk
 from kernels_cute.chunk import kernel as chunk_kernel
 from kernels_cute.chunk.kernel import Config as ChunkConfig

@@ -13,9 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64, Uint8
 
+from gdn.ops.layer_step.problem import RmsNormGatedParams
+from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
 from gdn.problem import DTYPE_BYTES
-from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
-from gdn.problems.steps import RmsNormGatedParams
 from kernels_cute.chunk import kernel as chunk
 from kernels_cute.chunk import library as chunk_library
 from kernels_cute.gdn_prefill import parts

@@ -9,7 +9,7 @@ is summed; the sums cross a warp by shuffles and the block through shared memory
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems.steps import AddRmsNormProblem
+from gdn.ops.layer_step.problem import AddRmsNormProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, space, unserved
 from kernels_cute.gdn_steps.accesses import VECTOR, row_chunks

@@ -11,7 +11,7 @@ strides are free and neighbours share sectors), the outputs are written at once.
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems.steps import GatingProblem
+from gdn.ops.layer_step.problem import GatingProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, space, unserved
 

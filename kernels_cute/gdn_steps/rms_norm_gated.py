@@ -8,7 +8,7 @@ and z is loaded before anything is summed, and the sums cross the group by shuff
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems.steps import RmsNormGatedProblem
+from gdn.ops.layer_step.problem import RmsNormGatedProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, by_load, space, unserved
 from kernels_cute.gdn_steps.accesses import row_parts

@@ -11,7 +11,7 @@ loads together. The last slice of blocks of every row tile moves b and a, elemen
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems.steps import SplitProblem
+from gdn.ops.layer_step.problem import SplitProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, space, unserved
 from kernels_cute.gdn_steps.accesses import row_pieces

@@ -12,8 +12,9 @@ import pytest
 import torch
 import tvm_ffi
 
-from autotune.cases import Shape, decode
+from autotune.cases import Shape
 from gdn.device import H100
+from gdn.ops.layer_step import cases_decode as decode
 from gdn.problem import Problem
 from gdn.runtime import compiled
 from gdn.testing.inputs import recurrent_inputs, recurrent_problem, recurrent_tensors

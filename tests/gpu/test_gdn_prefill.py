@@ -218,7 +218,7 @@ def force_form(patch: pytest.MonkeyPatch, form: str, **changes: int) -> None:
         assert module.fits(problem, config, H100)
         return runtime.prepare(problem, device, backend, config=config)
 
-    patch.setattr(importlib.import_module("gdn.ops.prefill"), "prepare", prepare)
+    patch.setattr(importlib.import_module("gdn.ops.layer_step.prefill"), "prepare", prepare)
     env.reload()  # forgets calls seen before
 
 

@@ -81,7 +81,7 @@ def layout_of(problem: GdnDecodeProblem) -> str:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    operator, made = importlib.import_module("gdn.ops.decode"), Kernel()
+    operator, made = importlib.import_module("gdn.ops.layer_step.decode"), Kernel()
     monkeypatch.setattr(operator, "prepare", made.prepare)
     env.reload()  # forgets calls seen before
     return made

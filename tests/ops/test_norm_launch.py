@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems.steps import AddRmsNormParams, AddRmsNormProblem
+from gdn.ops.layer_step.problem import AddRmsNormParams, AddRmsNormProblem
 from gdn.runtime import Choice, Prepared, env
 from tests.references import reference
 
@@ -51,7 +51,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    operator, made = importlib.import_module("gdn.ops.norm"), Kernel()
+    operator, made = importlib.import_module("gdn.ops.layer_step.norm"), Kernel()
     monkeypatch.setattr(operator, "prepare", made.prepare)
     env.reload()  # forgets calls seen before
     return made

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import error, same_bits
 from tests.ops.bad_calls import Bad
@@ -77,7 +77,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    operator, made = importlib.import_module("gdn.ops.prefill"), Kernel()
+    operator, made = importlib.import_module("gdn.ops.layer_step.prefill"), Kernel()
     monkeypatch.setattr(operator, "prepare", made.prepare)
     env.reload()  # forgets calls seen before
     return made

@@ -234,7 +234,7 @@ def test_kernels_serve_a_ring(backend: str) -> None:
 def test_a_repeated_call_launches_with_the_new_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of an earlier call: same results as the ordinary path, with other positions and another ring."""
     kernel = DecodeKernel()
-    monkeypatch.setattr(importlib.import_module("gdn.ops.decode"), "prepare", kernel.prepare)
+    monkeypatch.setattr(importlib.import_module("gdn.ops.layer_step.decode"), "prepare", kernel.prepare)
     env.reload()
     for dtype in (torch.int32, torch.int64):
         outputs = []

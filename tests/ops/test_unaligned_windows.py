@@ -51,7 +51,7 @@ def test_kernels_take_the_view(operator: str, monkeypatch: pytest.MonkeyPatch, c
     def prepare(problem: Problem, device: torch.device, backend: str | None) -> Prepared:
         return Prepared("cute", None, 512, lambda params: launched.append((problem, params)), Choice(problem.op, "cute"))
 
-    monkeypatch.setattr(importlib.import_module(f"gdn.ops.{name}"), "prepare", prepare)
+    monkeypatch.setattr(importlib.import_module(f"gdn.ops.layer_step.{name}"), "prepare", prepare)
     env.reload()
     with caplog.at_level(logging.WARNING, "gdn"):
         getattr(gdn, operator)(**arguments | {pool: view})

@@ -10,10 +10,10 @@ from gdn.core.modes import is_empty
 from gdn.core.tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional
 from gdn.ops import _delta_rule
 from gdn.ops._intermediate import check_intermediate, check_intermediate_values
-from gdn.ops._projections import Layer, check_layer, check_projections
 from gdn.ops._replay import Replay, Sequences, check_replay, check_replay_values
+from gdn.ops.layer_step import reference
+from gdn.ops.layer_step.checks import Layer, check_layer, check_projections
 from gdn.problems.delta_rule import GdnDecodeParams, GdnDecodeProblem
-from gdn.reference import steps as reference
 from gdn.runtime.registry import Backend
 
 

@@ -10,8 +10,8 @@ from gdn.core.call import NEW, launch, make, operator, prepare
 from gdn.core.check import FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value, dtype_name
 from gdn.core.modes import is_empty
 from gdn.core.tensors import ALIGNMENT, aligned, constant, contiguous_last, dtypes_of, given_of, optional
-from gdn.problems.steps import AddRmsNormParams, AddRmsNormProblem, RmsNormGatedParams, RmsNormGatedProblem
-from gdn.reference import steps as reference
+from gdn.ops.layer_step import reference
+from gdn.ops.layer_step.problem import AddRmsNormParams, AddRmsNormProblem, RmsNormGatedParams, RmsNormGatedProblem
 from gdn.runtime.registry import Backend
 
 

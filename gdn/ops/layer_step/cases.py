@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gdn.core import tunable as base
-from gdn.problems.steps import (
+from gdn.ops.layer_step.problem import (
     AddRmsNormParams,
     AddRmsNormProblem,
     Conv1dParams,

@@ -8,8 +8,8 @@ from gdn.core.call import NEW, launch, operator, prepare
 from gdn.core.check import FLOAT_DTYPES, bad_value
 from gdn.core.modes import is_empty
 from gdn.core.tensors import dtypes_of
-from gdn.problems.steps import GatingParams, GatingProblem
-from gdn.reference import steps as reference
+from gdn.ops.layer_step import reference
+from gdn.ops.layer_step.problem import GatingParams, GatingProblem
 from gdn.runtime.registry import Backend
 
 

@@ -10,8 +10,8 @@ from gdn.core.call import NEW, launch, operator, prepare
 from gdn.core.check import FLOAT_DTYPES, bad_value, dtype_name
 from gdn.core.modes import is_empty
 from gdn.core.tensors import ALIGNMENT, aligned
-from gdn.problems.steps import SplitParams, SplitProblem
-from gdn.reference import steps as reference
+from gdn.ops.layer_step import reference
+from gdn.ops.layer_step.problem import SplitParams, SplitProblem
 from gdn.runtime.registry import Backend
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from gdn.core import tunable as base
+from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
 from gdn.problems.delta_rule import GdnDecodeParams, GdnDecodeProblem
-from gdn.problems.prefill import GdnPrefillParams, GdnPrefillProblem
 
 
 def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -> base.Work:
@@ -81,7 +81,7 @@ gdn_decode = base.Tunable(
 )
 
 
-# Largest accepted relative error: that of the chunk form (autotune.cases.delta_rule), and of q, k and v in 16 bits before it. The
+# Largest accepted relative error: that of the chunk form, and of q, k and v in 16 bits before it. The
 # norm makes both larger where an output is next to nothing: such a row is judged by the reference with the same roundings.
 _PREFILL_LIMIT = 1e-2
 
