@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.reference import logits
-from gdn.reference import topk as selection
-from gdn.reference.indexer import rms_norm, rope
+from gdn.ops.indexer import reference_logits as logits
+from gdn.ops.indexer import reference_topk as selection
+from gdn.ops.indexer.reference import rms_norm, rope
 
 Tensor = torch.Tensor
 

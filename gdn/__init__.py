@@ -10,13 +10,20 @@ from gdn.ops.attention.sparse_attention import sparse_attention as sparse_attent
 from gdn.ops.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule
 from gdn.ops.chunk_summary import chunk_summary as chunk_summary
 from gdn.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
-from gdn.ops.indexer import compress_indexer_keys as compress_indexer_keys
-from gdn.ops.indexer import prepare_indexer as prepare_indexer
-from gdn.ops.indexer import quantize_fp8 as quantize_fp8
-from gdn.ops.indexer_cache import gather_indexer_cache as gather_indexer_cache
-from gdn.ops.indexer_cache import write_indexer_cache as write_indexer_cache
-from gdn.ops.indexer_topk import indexer_topk as indexer_topk
-from gdn.ops.indexer_topk import paged_indexer_topk as paged_indexer_topk
+from gdn.ops.indexer.cache import gather_indexer_cache as gather_indexer_cache
+from gdn.ops.indexer.cache import write_indexer_cache as write_indexer_cache
+from gdn.ops.indexer.indexer_topk import indexer_topk as indexer_topk
+from gdn.ops.indexer.indexer_topk import paged_indexer_topk as paged_indexer_topk
+from gdn.ops.indexer.mqa_logits import fp8_mqa_logits as fp8_mqa_logits
+from gdn.ops.indexer.mqa_logits import mqa_logits as mqa_logits
+from gdn.ops.indexer.paged_mqa_logits import fp8_paged_mqa_logits as fp8_paged_mqa_logits
+from gdn.ops.indexer.paged_mqa_logits import get_paged_mqa_logits_metadata as get_paged_mqa_logits_metadata
+from gdn.ops.indexer.paged_mqa_logits import paged_mqa_logits as paged_mqa_logits
+from gdn.ops.indexer.prepare import compress_indexer_keys as compress_indexer_keys
+from gdn.ops.indexer.prepare import prepare_indexer as prepare_indexer
+from gdn.ops.indexer.prepare import quantize_fp8 as quantize_fp8
+from gdn.ops.indexer.topk import expand_topk_groups as expand_topk_groups
+from gdn.ops.indexer.topk import topk_indices as topk_indices
 from gdn.ops.layer_step.conv import causal_conv1d_fn as causal_conv1d_fn
 from gdn.ops.layer_step.conv import causal_conv1d_update as causal_conv1d_update
 from gdn.ops.layer_step.decode import fused_gdn_decode as fused_gdn_decode
@@ -25,17 +32,10 @@ from gdn.ops.layer_step.norm import add_rms_norm as add_rms_norm
 from gdn.ops.layer_step.norm import rms_norm_gated as rms_norm_gated
 from gdn.ops.layer_step.prefill import fused_gdn_prefill as fused_gdn_prefill
 from gdn.ops.layer_step.split import fused_qkvzba_split_reshape_cat as fused_qkvzba_split_reshape_cat
-from gdn.ops.mqa_logits import fp8_mqa_logits as fp8_mqa_logits
-from gdn.ops.mqa_logits import mqa_logits as mqa_logits
-from gdn.ops.paged_mqa_logits import fp8_paged_mqa_logits as fp8_paged_mqa_logits
-from gdn.ops.paged_mqa_logits import get_paged_mqa_logits_metadata as get_paged_mqa_logits_metadata
-from gdn.ops.paged_mqa_logits import paged_mqa_logits as paged_mqa_logits
 from gdn.ops.recurrent import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
 from gdn.ops.replay import accept_draft_tree as accept_draft_tree
 from gdn.ops.replay import fold_states as fold_states
 from gdn.ops.replay import ring_shape as ring_shape
-from gdn.ops.topk import expand_topk_groups as expand_topk_groups
-from gdn.ops.topk import topk_indices as topk_indices
 from gdn.warmup import warmup as warmup
 
 __version__ = "0.2.0"

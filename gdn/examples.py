@@ -13,6 +13,15 @@ from typing import Any
 
 from gdn.models import ModelShape
 from gdn.ops.attention.problem import SparseDecodeProblem, SparsePrefillProblem
+from gdn.ops.indexer.problem import (
+    CompressIndexerKeysProblem,
+    ExpandTopkGroupsProblem,
+    GatherIndexerCacheProblem,
+    PrepareIndexerProblem,
+    QuantizeFp8Problem,
+    WriteIndexerCacheProblem,
+)
+from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
 from gdn.ops.layer_step.problem import (
     AddRmsNormProblem,
     Conv1dProblem,
@@ -24,15 +33,6 @@ from gdn.ops.layer_step.problem import (
 from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
 from gdn.problems.context import ContextPartsProblem, ContextStartProblem, ContextTotalProblem
 from gdn.problems.delta_rule import ChunkProblem, ChunkSummaryProblem, GdnDecodeProblem, RecurrentProblem
-from gdn.problems.indexer import (
-    CompressIndexerKeysProblem,
-    ExpandTopkGroupsProblem,
-    GatherIndexerCacheProblem,
-    PrepareIndexerProblem,
-    QuantizeFp8Problem,
-    WriteIndexerCacheProblem,
-)
-from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
 from gdn.problems.replay import AcceptDraftTreeProblem, FoldStatesProblem, entry_width, ring_choice
 
 _BF16, _FP8 = "bfloat16", "float8_e4m3fn"

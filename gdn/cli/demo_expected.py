@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from gdn.ops.indexer.inputs import MqaInputs, PagedInputs
+from gdn.ops.indexer.oracle import ExactLogits, exact_mqa_logits, exact_paged_mqa_logits
 from gdn.testing.compare import after_summary
-from gdn.testing.inputs_logits import MqaInputs, PagedInputs
 from gdn.testing.oracle import oracle_delta_rule
-from gdn.testing.oracle_logits import ExactLogits, exact_mqa_logits, exact_paged_mqa_logits
 from gdn.testing.oracle_replay import brought_up_to_date, live_places, without_new
 
 Tensor = torch.Tensor

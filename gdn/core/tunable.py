@@ -36,7 +36,7 @@ class Shape:
     name: str
     problem: Problem
     lengths: tuple[int, ...] = ()  # tokens of each sequence, for operators on packed sequences
-    ranges: str = "causal"  # ranges of keys, as gdn.testing.inputs_logits names them (mqa_logits)
+    ranges: str = "causal"  # ranges of keys, as gdn.ops.indexer.inputs names them (mqa_logits)
     positions: str = "random"  # selected positions (sparse attention): random, runs of 4, or 90 % kept from query to query
 
     @property

@@ -86,7 +86,9 @@ def _family(name: str, cases: str = "") -> Family:
 _DELTA_RULE = _family("delta_rule")
 _DECODE = _family("decode", "gdn.ops.layer_step.cases_decode")
 _STEPS = _family("steps", "gdn.ops.layer_step.cases")
-_LOGITS, _TOPK, _INDEXER = _family("logits"), _family("topk"), _family("indexer")
+_LOGITS = _family("logits", "gdn.ops.indexer.cases_logits")
+_TOPK = _family("topk", "gdn.ops.indexer.cases_topk")
+_INDEXER = _family("indexer", "gdn.ops.indexer.cases")
 _ATTENTION = _family("attention", "gdn.ops.attention.cases")
 _REPLAY = _family("replay")
 

@@ -16,7 +16,7 @@ reads are written only by the warp that read them. Their last owner leaves them 
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems.indexer import CompressIndexerKeysProblem
+from gdn.ops.indexer.problem import CompressIndexerKeysProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import space
 from kernels_cute.indexer import forms

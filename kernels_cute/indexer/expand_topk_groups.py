@@ -11,7 +11,7 @@ neighbouring words. A row is k * ratio + ratio - 1 words long and may start at a
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems.indexer import ExpandTopkGroupsProblem
+from gdn.ops.indexer.problem import ExpandTopkGroupsProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import INDEX_DTYPES, space, unserved
 

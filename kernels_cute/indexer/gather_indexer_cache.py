@@ -10,7 +10,7 @@ its offset there; then all lanes copy the rows in 16-byte pieces, all loads befo
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems.indexer import GatherIndexerCacheProblem
+from gdn.ops.indexer.problem import GatherIndexerCacheProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import ACCESS_BYTES, INDEX_DTYPES, space, unserved
 from kernels_cute.indexer.forms import CACHE_DTYPES, row_bytes

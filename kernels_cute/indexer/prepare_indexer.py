@@ -17,7 +17,7 @@ the groups of a warp load neighbouring ones.
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems.indexer import PrepareIndexerProblem
+from gdn.ops.indexer.problem import PrepareIndexerProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import by_load, space
 from kernels_cute.indexer import forms

@@ -8,7 +8,7 @@ Tensors: x [L, G, group] bfloat16 | float16 -> x_fp8 [L, G, group] float8_e4m3fn
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems.indexer import QuantizeFp8Problem
+from gdn.ops.indexer.problem import QuantizeFp8Problem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import by_load, space
 from kernels_cute.indexer import forms

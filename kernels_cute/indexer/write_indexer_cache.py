@@ -8,7 +8,7 @@ in a page. The results are bit for bit the reference's.
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems.indexer import WriteIndexerCacheProblem
+from gdn.ops.indexer.problem import WriteIndexerCacheProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import space
 from kernels_cute.indexer import forms

@@ -5,8 +5,8 @@ from math import gcd
 from typing import Any
 
 from gdn.device import H100, DeviceSpec
+from gdn.ops.indexer.problem_logits import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.problem import DTYPE_BYTES
-from gdn.problems.logits import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
 
 WARPGROUP = 128
 MAX_COLUMNS = 256  # of one wgmma

@@ -297,7 +297,7 @@ def test_any_other_bit_of_a_convolutions_pool_fails(shape: shapes.Shape) -> None
         case.check(_prepared(shape, spoil))
 
 
-_FAMILIES = ("gdn.ops.layer_step.cases", "autotune.cases.indexer")
+_FAMILIES = ("gdn.ops.layer_step.cases", "gdn.ops.indexer.cases")
 _STEPS = [one.name for one in registry.with_kernels() if one.family is not None and one.family.cases in _FAMILIES]
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem
-from gdn.reference.topk import list_short_rows
+from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.reference_topk import list_short_rows
 from gdn.runtime import registry
-from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gdn.integrations import Refused, deepgemm, fla, flashinfer
-from gdn.problems.logits import MqaLogitsProblem
-from gdn.testing.inputs_logits import make_mqa_inputs
+from gdn.ops.indexer.inputs import make_mqa_inputs
+from gdn.ops.indexer.oracle import exact_mqa_logits, logits_error
+from gdn.ops.indexer.problem_logits import MqaLogitsProblem
 from gdn.testing.oracle import oracle_delta_rule
-from gdn.testing.oracle_logits import exact_mqa_logits, logits_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 

@@ -185,7 +185,7 @@ def test_any_tiles(kind: str, backend: str, number: int, device: torch.device, m
     """The noise belongs to the element, not to the thread that rounds it."""
     op = MAKERS[kind][0]
     module = importlib.import_module(registry.operator(REGISTERED[op]).modules[backend])
-    host = importlib.import_module(f"gdn.ops.delta_rule.{op}")
+    host = importlib.import_module(f"gdn.ops.{'delta_rule' if op == 'recurrent' else 'layer_step'}.{op}")
 
     def prepare(problem: Any, device: torch.device, backend: str) -> runtime.Prepared:
         space = module.configs(problem, H100)

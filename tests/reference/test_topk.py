@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from gdn.problems.logits import MqaLogitsProblem, PagedMqaLogitsProblem
-from gdn.reference import topk as reference_topk
-from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer import reference_topk
+from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem
 from tests.references import reference
 
 

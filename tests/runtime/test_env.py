@@ -220,7 +220,7 @@ def test_a_switch_has_a_reader_or_says_that_it_has_none(name: str):
 
 def test_readers_are_found_where_they_are():
     """The test above would otherwise pass for the wrong reason."""
-    assert "gdn/ops/indexer_topk.py" in READERS["sparse_indexer_max_logits_mb"]
+    assert "gdn/ops/indexer/indexer_topk.py" in READERS["sparse_indexer_max_logits_mb"]
     assert "gdn/runtime/compiled.py" in READERS["cache_dir"] and "gdn/runtime/env.py" in READERS["log"]
     assert set(READERS) <= set(env._FIELD_BY_SWITCH.values()) | {"backend_of", "given", "value"}
 

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gdn.problem import Problem
-from gdn.problems.indexer import (
+from gdn.ops.indexer.problem import (
     CompressIndexerKeysProblem,
     ExpandTopkGroupsProblem,
     GatherIndexerCacheProblem,
@@ -12,6 +11,7 @@ from gdn.problems.indexer import (
     QuantizeFp8Problem,
     WriteIndexerCacheProblem,
 )
+from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants.base import Row, Variants, example
 

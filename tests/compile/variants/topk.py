@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
+from gdn.ops.indexer.problem_logits import TopkProblem
 from gdn.problem import Problem
-from gdn.problems.logits import TopkProblem
 from tests.compile.expectations import TENSOR_CORES, Expectation
 from tests.compile.variants.base import Row, Variants, example
 

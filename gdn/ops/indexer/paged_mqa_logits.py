@@ -11,9 +11,9 @@ from gdn.core.check import FLOAT_DTYPES, INDEX_DTYPES, bad_value
 from gdn.core.kinds import Kind
 from gdn.core.modes import is_empty
 from gdn.core.tensors import contiguous, contiguous_int32
-from gdn.ops import _indexer
-from gdn.problems.logits import PagedMqaLogitsParams, PagedMqaLogitsProblem
-from gdn.reference import logits as reference
+from gdn.ops.indexer import checks
+from gdn.ops.indexer import reference_logits as reference
+from gdn.ops.indexer.problem_logits import PagedMqaLogitsParams, PagedMqaLogitsProblem
 from gdn.runtime.registry import Backend
 
 
@@ -92,11 +92,11 @@ def paged_mqa_logits(
     page_size, num_kv_heads = check_paged_operands(q, cache, weights, context_lens, block_tables)
     (batch, next_n), device = q.shape[:2], q.device
     check.at_least("max_context_len", max_context_len)
-    _indexer.check_skipping(skip_rows_up_to, clean_logits)
-    _indexer.check_logits_out(out, [batch * next_n, max_context_len], out_dtype, device)
+    checks.check_skipping(skip_rows_up_to, clean_logits)
+    checks.check_logits_out(out, [batch * next_n, max_context_len], out_dtype, device)
     check_values(block_tables, context_lens, page_size, cache.shape[0], max_context_len)
 
-    shared = _indexer.shared_fields(q, cache.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype)
+    shared = checks.shared_fields(q, cache.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype)
     sizes: dict[str, Any] = {"page_size": page_size, "next_n": next_n, "batch": batch, "max_context_len": max_context_len}
     is_scaled, per_draft = cache.dtype == torch.uint8, context_lens.dim() == 2
     problem = PagedMqaLogitsProblem(**shared, has_k_scale=is_scaled, per_draft_lengths=per_draft, **sizes)
@@ -108,8 +108,8 @@ def paged_mqa_logits(
         out.fill_(-torch.inf)
     if nothing_cached or is_empty(batch, max_context_len):
         return out
-    row_weights = None if weights is None else make(_indexer.kernel_weights, weights)
-    rows, pages, lengths = contiguous("q", q), _indexer.flat_pages(cache), make(contiguous_int32, context_lens)
+    row_weights = None if weights is None else make(checks.kernel_weights, weights)
+    rows, pages, lengths = contiguous("q", q), checks.flat_pages(cache), make(contiguous_int32, context_lens)
     params = PagedMqaLogitsParams(rows, pages, row_weights, lengths, block_tables, out, scale, skip_rows_up_to)
     launch(prepared, params, (out,), aligned=(q, cache))
     return out
@@ -119,12 +119,12 @@ def check_paged_operands(
     q: Tensor, cache: Tensor, weights: Tensor | None, context_lens: Tensor, block_tables: Tensor
 ) -> tuple[int, int]:
     """Checks the operands that `paged_mqa_logits` and `paged_indexer_topk` share; returns page_size and kv_heads."""
-    check.tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=_indexer.QUERY_DTYPES)
+    check.tensor("q", q, shape=["B", "next_n", "H", "D"], dtypes=checks.QUERY_DTYPES)
     (batch, next_n, num_heads, head_dim), device = q.shape, q.device
     if next_n < 1:
         bad_value("q", "shape [B, next_n, H, D] with next_n >= 1", f"shape {list(q.shape)}")
-    page_size, num_kv_heads = _indexer.check_cache(cache, head_dim, device, q.dtype)
-    _indexer.check_heads(num_heads, num_kv_heads)
+    page_size, num_kv_heads = checks.check_cache(cache, head_dim, device, q.dtype)
+    checks.check_heads(num_heads, num_kv_heads)
     check.optional("weights", weights, shape=[batch * next_n, num_heads], dtypes=FLOAT_DTYPES, device=device)
     per_draft = isinstance(context_lens, Tensor) and context_lens.dim() == 2
     lengths = [batch, next_n] if per_draft else [batch]

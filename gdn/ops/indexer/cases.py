@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gdn.core.tunable import Maker, Shape, StepCase, Tensor, Tunable, Work, example, packed, params_of, resized
-from gdn.problems.indexer import (
+from gdn.ops.indexer.problem import (
     CompressIndexerKeysParams,
     CompressIndexerKeysProblem,
     ExpandTopkGroupsParams,

@@ -10,14 +10,13 @@ from gdn.core.call import NEW, always, launch, new, operator, prepare, reads_val
 from gdn.core.check import FP8, INDEX_DTYPES, bad_value, dtype_name
 from gdn.core.modes import is_empty, last_value
 from gdn.core.tensors import aligned, dtypes_of
-from gdn.ops import _indexer
-from gdn.problems.indexer import (
+from gdn.ops.indexer import checks, reference
+from gdn.ops.indexer.problem import (
     GatherIndexerCacheParams,
     GatherIndexerCacheProblem,
     WriteIndexerCacheParams,
     WriteIndexerCacheProblem,
 )
-from gdn.reference import indexer as reference
 from gdn.runtime.registry import Backend
 
 
@@ -49,15 +48,15 @@ def write_indexer_cache(k: Tensor, cache: Tensor, slot_mapping: Tensor, *, backe
     .. [1] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM; the slot mapping is vLLM's.
     """
     check.tensor("k", k)
-    kv_heads = _indexer.check_keys("k", k, None, k.device)
-    num_rows = _indexer.check_written("k", k, kv_heads, cache, slot_mapping)
+    kv_heads = checks.check_keys("k", k, None, k.device)
+    num_rows = checks.check_written("k", k, kv_heads, cache, slot_mapping)
     if reads_values(k.device):
         values.check_slot_mapping("slot_mapping", slot_mapping, num_rows)
     dtypes: dict[str, Any] = {"dtype": dtype_name(k.dtype), **dtypes_of(cache=cache, slot=slot_mapping)}
     problem = WriteIndexerCacheProblem(num_kv_heads=kv_heads, head_dim=k.shape[-1], **dtypes, num_tokens=k.shape[0])
     prepared = prepare(problem, k.device, backend)
     if not is_empty(k.shape[0], cache.shape[0]):
-        params = WriteIndexerCacheParams(aligned("k", _indexer.with_kv_heads(k)), _indexer.flat_pages(cache), slot_mapping)
+        params = WriteIndexerCacheParams(aligned("k", checks.with_kv_heads(k)), checks.flat_pages(cache), slot_mapping)
         launch(prepared, params, (cache,), aligned=(k, cache))
 
 
@@ -106,7 +105,7 @@ def gather_indexer_cache(
     check.tensor("cache", cache)
     device = cache.device
     head_dim = cache.shape[-1] - (4 if cache.dtype == torch.uint8 else 0) if cache.dim() else 0
-    page_size, kv_heads = _indexer.check_cache(cache, max(1, head_dim), device, None)
+    page_size, kv_heads = checks.check_cache(cache, max(1, head_dim), device, None)
     check.tensor("cu_seqlens", cu_seqlens, shape=["N + 1"], dtypes=INDEX_DTYPES, device=device)
     if cu_seqlens.shape[0] < 1:
         bad_value("cu_seqlens", "shape [N + 1]", f"shape {list(cu_seqlens.shape)}")
@@ -130,7 +129,7 @@ def gather_indexer_cache(
         run_reference("nothing to gather")
     k = new(FP8 if scaled else cache.dtype, device, rows, kv_heads * head_dim)
     k_scale = new(torch.float32, device, rows, kv_heads) if scaled else None
-    params = GatherIndexerCacheParams(_indexer.flat_pages(cache), block_tables, cu_seqlens, k, k_scale)
+    params = GatherIndexerCacheParams(checks.flat_pages(cache), block_tables, cu_seqlens, k, k_scale)
     results = (k.view(rows, kv_heads, head_dim), k_scale)
     if cache.dim() == 3:
         results = (k, None if k_scale is None else k_scale[:, 0])

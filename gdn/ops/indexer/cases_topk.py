@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gdn.core.tunable import Maker, Shape, StepCase, Tunable, Work, example, resized
-from gdn.problems.logits import TopkParams, TopkProblem
+from gdn.ops.indexer.problem_logits import TopkParams, TopkProblem
 
 
 def _topk(make: Maker, problem: TopkProblem, lengths: Sequence[int]) -> Work:

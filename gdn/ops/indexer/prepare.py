@@ -1,6 +1,6 @@
 """Public operators `quantize_fp8`, `prepare_indexer` and `compress_indexer_keys`: the steps before the indexer's logits.
 
-Formulas: gdn/reference/indexer.py.
+Formulas: gdn/ops/indexer/reference.py.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from gdn.core.call import NEW, always, launch, new, operator, prepare, reads_val
 from gdn.core.check import FLOAT_DTYPES, FP8, INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.core.modes import is_empty
 from gdn.core.tensors import aligned, constant, dtypes_of, is_aligned, optional
-from gdn.ops import _indexer
-from gdn.problems.indexer import (
+from gdn.ops.indexer import checks, reference
+from gdn.ops.indexer.problem import (
     CompressIndexerKeysParams,
     CompressIndexerKeysProblem,
     PrepareIndexerParams,
@@ -23,7 +23,6 @@ from gdn.problems.indexer import (
     QuantizeFp8Params,
     QuantizeFp8Problem,
 )
-from gdn.reference import indexer as reference
 from gdn.runtime import env
 from gdn.runtime.registry import Backend
 
@@ -192,7 +191,7 @@ def prepare_indexer(
     tokens, heads, dim = q.shape
     device = q.device
     check.optional("weights", weights, shape=[tokens, heads], dtypes=FLOAT_DTYPES, device=device)
-    _indexer.check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
+    checks.check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
     check.tensor("q_norm", q_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
     check.not_negative("eps", eps)
     given = {"k": k, "k_norm": k_norm, "cache": cache, "slot_mapping": slot_mapping}
@@ -204,11 +203,11 @@ def prepare_indexer(
     if v is not None and k is None:
         bad_value("v", "None without k", "a tensor")
     if k is not None and k_norm is not None and cache is not None:
-        kv_heads = _indexer.check_keys("k", k, tokens, device)
+        kv_heads = checks.check_keys("k", k, tokens, device)
         check.tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
         if k.shape[-1] != dim:
             bad_value("k", f"a last dimension of {dim}, as q", f"shape {list(k.shape)}")
-        num_rows = _indexer.check_written("k", k, kv_heads, cache, slot_mapping)
+        num_rows = checks.check_written("k", k, kv_heads, cache, slot_mapping)
         if v is not None and v_cache is not None:
             num_rows = min(num_rows, _check_values(v, v_cache, k, kv_heads, cache))
         if slot_mapping is not None and reads_values(device):
@@ -238,12 +237,12 @@ def prepare_indexer(
     weights_out = new(torch.float32, device, tokens, heads) if folds else None
     results = (q_out, weights_out if folds else weights)
     if not is_empty(tokens):
-        keys = None if k is None else aligned("k", _indexer.with_kv_heads(k))
-        values = None if v is None else aligned("v", _indexer.with_kv_heads(v))
+        keys = None if k is None else aligned("k", checks.with_kv_heads(k))
+        values = None if v is None else aligned("v", checks.with_kv_heads(v))
         params = PrepareIndexerParams(
             aligned("q", q), keys, weights if folds else None, positions, aligned("cos_sin", cos_sin), constant(q_norm),
-            optional(constant, k_norm), optional(_indexer.flat_pages, cache), slot_mapping, q_out, weights_out, values,
-            optional(_indexer.flat_pages, v_cache), eps,
+            optional(constant, k_norm), optional(checks.flat_pages, cache), slot_mapping, q_out, weights_out, values,
+            optional(checks.flat_pages, v_cache), eps,
         )  # fmt: skip
         launch(prepared, params, results, aligned=(q, k, cos_sin, q_norm, k_norm, cache, v, v_cache))
     return results
@@ -253,7 +252,7 @@ def _check_values(v: Tensor, v_cache: Tensor, k: Tensor, kv_heads: int, cache: T
     """Checks values against checked keys, and their pages; returns the number of rows of the pages."""
     check.tensor("v", v, shape=list(k.shape), dtypes=(k.dtype,), device=k.device)
     check.tensor("v_cache", v_cache, dtypes=(cache.dtype,), device=k.device)
-    page_size, cache_heads = _indexer.check_cache(v_cache, k.shape[-1], k.device, None, name="v_cache")
+    page_size, cache_heads = checks.check_cache(v_cache, k.shape[-1], k.device, None, name="v_cache")
     if cache_heads != kv_heads:
         bad_value("v_cache", f"{kv_heads} key heads, as the cache", f"{cache_heads}")
     return v_cache.shape[0] * page_size
@@ -328,7 +327,7 @@ def compress_indexer_keys(
     """
     check.tensor("raw_k", raw_k)
     device = raw_k.device
-    kv_heads = _indexer.check_keys("raw_k", raw_k, None, device)
+    kv_heads = checks.check_keys("raw_k", raw_k, None, device)
     tokens, dim = raw_k.shape[0], raw_k.shape[-1]
     check.at_least("ratio", ratio, 1)
     check.tensor("ring", ring, dtypes=(raw_k.dtype,), device=device, last_contiguous=True)
@@ -338,8 +337,8 @@ def compress_indexer_keys(
         bad_value("ring", f"a size that is a positive multiple of ratio {ratio}", ring.shape[1])
     if tokens and ring.shape[0] == 0:
         bad_value("ring", "at least one sequence", f"shape {list(ring.shape)}")
-    num_rows = _indexer.check_written("raw_k", raw_k, kv_heads, cache, slot_mapping)
-    _indexer.check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
+    num_rows = checks.check_written("raw_k", raw_k, kv_heads, cache, slot_mapping)
+    checks.check_rope(positions, cos_sin, rotary_dim, tokens, dim, device)
     check.tensor("k_norm", k_norm, shape=[dim], dtypes=INPUT_DTYPES, device=device)
     check.tensor("ring_slots", ring_slots, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     check.null_slot(null_slot)
@@ -364,8 +363,8 @@ def compress_indexer_keys(
     if is_empty(cache.shape[0]):
         run_reference("a cache without pages")
     if not is_empty(tokens):
-        keys, table = aligned("raw_k", _indexer.with_kv_heads(raw_k)), aligned("cos_sin", cos_sin)
-        pages, gain = _indexer.flat_pages(cache), constant(k_norm)
+        keys, table = aligned("raw_k", checks.with_kv_heads(raw_k)), aligned("cos_sin", cos_sin)
+        pages, gain = checks.flat_pages(cache), constant(k_norm)
         params = CompressIndexerKeysParams(
             keys, ring_rows, pages, positions, table, gain, ring_slots, slot_mapping, eps, null_slot
         )

@@ -11,7 +11,7 @@ depends on it.
 import torch
 from torch import Tensor
 
-from gdn.reference.logits import page_views
+from gdn.ops.indexer.reference_logits import page_views
 from gdn.reference_modes import inference_only
 
 FP8 = torch.float8_e4m3fn

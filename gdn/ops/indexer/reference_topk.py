@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gdn.reference.logits import key_range, mqa_logits, paged_mqa_logits, visible_lengths
+from gdn.ops.indexer.reference_logits import key_range, mqa_logits, paged_mqa_logits, visible_lengths
 from gdn.reference_modes import inference_only
 
 BLOCK_BYTES = 64 * 1024 * 1024  # logits per step of the selection

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from gdn.core.tunable import SeededCase, Shape, Tunable, Work, WrongResult, example, params_of, resized
-from gdn.problems.logits import MqaLogitsParams, PagedMqaLogitsParams
+from gdn.ops.indexer import inputs as inputs_logits
+from gdn.ops.indexer import oracle as oracle_logits
+from gdn.ops.indexer.problem_logits import MqaLogitsParams, PagedMqaLogitsParams
 from gdn.runtime import Prepared
-from gdn.testing import inputs_logits, oracle_logits
 
 
 class _LogitsCase(SeededCase):

@@ -11,9 +11,9 @@ from gdn.core.check import FLOAT_DTYPES, FP8, INDEX_DTYPES, bad_type, bad_value,
 from gdn.core.kinds import Kind
 from gdn.core.modes import is_empty
 from gdn.core.tensors import contiguous, contiguous_int32
-from gdn.ops import _indexer
-from gdn.problems.logits import MqaLogitsParams, MqaLogitsProblem
-from gdn.reference import logits as reference
+from gdn.ops.indexer import checks
+from gdn.ops.indexer import reference_logits as reference
+from gdn.ops.indexer.problem_logits import MqaLogitsParams, MqaLogitsProblem
 from gdn.runtime.registry import Backend
 
 
@@ -101,14 +101,14 @@ def mqa_logits(
     check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
     device = q.device
     num_queries, num_keys, num_kv_heads = q.shape[0], k.shape[0], (1 if k.dim() == 2 else k.shape[1])
-    _indexer.check_skipping(skip_rows_up_to, clean_logits)
+    checks.check_skipping(skip_rows_up_to, clean_logits)
     check.at_least("max_seqlen_k", max_seqlen_k)
     num_columns = num_keys if max_seqlen_k is None else max_seqlen_k
-    _indexer.check_logits_out(out, [num_queries, num_columns], out_dtype, device)
+    checks.check_logits_out(out, [num_queries, num_columns], out_dtype, device)
     if validates(device):
         values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
 
-    shared = _indexer.shared_fields(q, k.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype)
+    shared = checks.shared_fields(q, k.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype)
     sizes: dict[str, Any] = {"num_queries": num_queries, "num_keys": num_keys, "num_columns": num_columns}
     problem = MqaLogitsProblem(**shared, has_k_scale=k_scale is not None, packed=max_seqlen_k is not None, **sizes)
     prepared = prepare(problem, device, backend)
@@ -121,9 +121,9 @@ def mqa_logits(
     scales = None
     if k_scale is not None:
         scales = contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)
-    row_weights = None if weights is None else make(_indexer.kernel_weights, weights)
+    row_weights = None if weights is None else make(checks.kernel_weights, weights)
     ranges = make(contiguous_int32, cu_seqlen_ks), make(contiguous_int32, cu_seqlen_ke)
-    rows, keys = contiguous("q", q), contiguous("k", _indexer.with_kv_heads(k))
+    rows, keys = contiguous("q", q), contiguous("k", checks.with_kv_heads(k))
     params = MqaLogitsParams(rows, keys, scales, row_weights, *ranges, out, scale, skip_rows_up_to)
     launch(prepared, params, (out,), aligned=(q, k, k_scale))
     return out
@@ -133,7 +133,7 @@ def check_operands(
     q: Tensor, k: Tensor, weights: Tensor | None, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor, k_scale: Tensor | None
 ) -> None:
     """Checks the operands that `mqa_logits` and `indexer_topk` share."""
-    check.tensor("q", q, shape=["M", "H", "D"], dtypes=_indexer.QUERY_DTYPES)
+    check.tensor("q", q, shape=["M", "H", "D"], dtypes=checks.QUERY_DTYPES)
     device = q.device
     num_queries, num_heads, head_dim = q.shape
     if not isinstance(k, Tensor) or k.dim() != 2:
@@ -141,7 +141,7 @@ def check_operands(
     dtypes = (FP8,) if q.dtype == FP8 else tuple({torch.bfloat16: None, q.dtype: None})  # the cache's dtype, or that of q
     check.tensor("k", k, shape=["Nk", head_dim] if k.dim() == 2 else None, dtypes=dtypes, device=device)
     num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
-    _indexer.check_heads(num_heads, num_kv_heads)
+    checks.check_heads(num_heads, num_kv_heads)
     if k_scale is not None:
         if q.dtype != FP8:
             bad_value("k_scale", f"None for {dtype_name(k.dtype)} keys", "a tensor")

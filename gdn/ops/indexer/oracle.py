@@ -1,14 +1,14 @@
 """Exact indexer logits in float64, and bounds for the error of a float32 or bfloat16 result.
 
-Independent of `gdn.reference.logits`: every key is dequantised first, heads are processed one by one, and each row's own range
-is cut out. It takes the same FP8 or bf16 values as the kernel, so that only the kernel's own rounding is measured.
+Independent of the reference: every key is dequantised first, heads are processed one by one, and each row's own range is cut
+out. It takes the same FP8 or bf16 values as the kernel, so that only the kernel's own rounding is measured.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from gdn.testing.inputs_logits import MqaInputs, PagedInputs
+from gdn.ops.indexer.inputs import MqaInputs, PagedInputs
 
 # Limits of calc_diff. FP8 tensor-core sums on Hopper keep about 14 bits; a bf16 output keeps 8.
 CALC_DIFF_FLOAT32 = 5e-6
