@@ -13,8 +13,8 @@ from typing import Any
 from autotune.shapes import Shape
 from gdn import examples
 from gdn.models import QWEN3_NEXT_80B
+from gdn.ops.delta_rule.problem import ChunkProblem, DeltaRuleProblem, RecurrentProblem
 from gdn.ops.indexer.problem_logits import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
-from gdn.problems.delta_rule import ChunkProblem, DeltaRuleProblem, RecurrentProblem
 
 OPERATORS = ("chunk", "recurrent", "mqa_logits", "paged_mqa_logits")
 

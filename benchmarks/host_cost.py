@@ -28,9 +28,9 @@ import gdn
 from autotune import shapes
 from gdn.cli.plain import run_alone
 from gdn.device import H100
+from gdn.ops.delta_rule import inputs
 from gdn.ops.indexer import inputs as inputs_logits
 from gdn.runtime import compiled, devices, env, prepare, registry, toolchain
-from gdn.testing import inputs
 
 Call = Callable[[], object]
 

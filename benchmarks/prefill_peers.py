@@ -24,8 +24,8 @@ from torch.nn import functional
 import gdn
 from benchmarks import peers
 from benchmarks.peers import Outputs, Peer
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
-from gdn.problems.delta_rule import ChunkProblem
 
 OP = "gdn_prefill"
 OURS = "gdn"  # as a library: the separate operators

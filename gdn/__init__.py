@@ -7,9 +7,13 @@ first kernel.
 from gdn.core.explain import explain as explain
 from gdn.ops.attention.attention import attention as attention
 from gdn.ops.attention.sparse_attention import sparse_attention as sparse_attention
-from gdn.ops.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule
-from gdn.ops.chunk_summary import chunk_summary as chunk_summary
-from gdn.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
+from gdn.ops.delta_rule.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule
+from gdn.ops.delta_rule.chunk_summary import chunk_summary as chunk_summary
+from gdn.ops.delta_rule.gated_delta_rule import gated_delta_rule as gated_delta_rule
+from gdn.ops.delta_rule.recurrent import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
+from gdn.ops.delta_rule.replay import accept_draft_tree as accept_draft_tree
+from gdn.ops.delta_rule.replay import fold_states as fold_states
+from gdn.ops.delta_rule.replay import ring_shape as ring_shape
 from gdn.ops.indexer.cache import gather_indexer_cache as gather_indexer_cache
 from gdn.ops.indexer.cache import write_indexer_cache as write_indexer_cache
 from gdn.ops.indexer.indexer_topk import indexer_topk as indexer_topk
@@ -32,10 +36,6 @@ from gdn.ops.layer_step.norm import add_rms_norm as add_rms_norm
 from gdn.ops.layer_step.norm import rms_norm_gated as rms_norm_gated
 from gdn.ops.layer_step.prefill import fused_gdn_prefill as fused_gdn_prefill
 from gdn.ops.layer_step.split import fused_qkvzba_split_reshape_cat as fused_qkvzba_split_reshape_cat
-from gdn.ops.recurrent import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
-from gdn.ops.replay import accept_draft_tree as accept_draft_tree
-from gdn.ops.replay import fold_states as fold_states
-from gdn.ops.replay import ring_shape as ring_shape
 from gdn.warmup import warmup as warmup
 
 __version__ = "0.2.0"

@@ -6,13 +6,16 @@ Prompts have 8192 tokens; decode steps have 128 sequences of one token.
 
 fp8: whether the indexer's cache and logits are in FP8 (else bfloat16); the other operators ignore it.
 
-Leaf module: imports gdn.problems and gdn.models alone.
+Imports problems and gdn.models alone.
 """
 
 from typing import Any
 
 from gdn.models import ModelShape
 from gdn.ops.attention.problem import SparseDecodeProblem, SparsePrefillProblem
+from gdn.ops.context.problem import ContextPartsProblem, ContextStartProblem, ContextTotalProblem
+from gdn.ops.delta_rule.problem import ChunkProblem, ChunkSummaryProblem, GdnDecodeProblem, RecurrentProblem
+from gdn.ops.delta_rule.problem_replay import AcceptDraftTreeProblem, FoldStatesProblem, entry_width, ring_choice
 from gdn.ops.indexer.problem import (
     CompressIndexerKeysProblem,
     ExpandTopkGroupsProblem,
@@ -31,9 +34,6 @@ from gdn.ops.layer_step.problem import (
     SplitProblem,
 )
 from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
-from gdn.problems.context import ContextPartsProblem, ContextStartProblem, ContextTotalProblem
-from gdn.problems.delta_rule import ChunkProblem, ChunkSummaryProblem, GdnDecodeProblem, RecurrentProblem
-from gdn.problems.replay import AcceptDraftTreeProblem, FoldStatesProblem, entry_width, ring_choice
 
 _BF16, _FP8 = "bfloat16", "float8_e4m3fn"
 _TOKENS = 8192

@@ -14,10 +14,10 @@ from gdn.cli import demo_ranks
 from gdn.cli.demo_report import device_name, print_report, versions
 from gdn.cli.demo_run import VERIFIED, Plan, Report, run
 from gdn.cli.plain import print_json, warn, wrapped
-from gdn.crossing import replay_rule, replays
 from gdn.layers import HybridModel
 from gdn.layers.loading import SafetensorsFolder, from_transformers, read_config
 from gdn.layers.named import NAMED, first_layers
+from gdn.ops.delta_rule.crossing import replay_rule, replays
 from gdn.runtime import env
 from gdn.testing.timing import Limits, measure_limits
 

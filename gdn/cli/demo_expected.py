@@ -1,4 +1,4 @@
-"""Expected results of the operators' calls, in float64 and independent of gdn.reference.
+"""Expected results of the operators' calls, in float64 and independent of the references.
 
 The reference computes in float32; this module decodes rows, loops over sequences, or uses torch's own functions. Each function
 takes a call that has run, with its arguments from before, and returns pairs: a tensor that the call returned or updated, and its
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from gdn.ops.delta_rule.oracle import oracle_delta_rule
+from gdn.ops.delta_rule.oracle_replay import brought_up_to_date, live_places, without_new
 from gdn.ops.indexer.inputs import MqaInputs, PagedInputs
 from gdn.ops.indexer.oracle import ExactLogits, exact_mqa_logits, exact_paged_mqa_logits
 from gdn.testing.compare import after_summary
-from gdn.testing.oracle import oracle_delta_rule
-from gdn.testing.oracle_replay import brought_up_to_date, live_places, without_new
 
 Tensor = torch.Tensor
 Arguments = dict[str, Any]

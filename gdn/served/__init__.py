@@ -18,12 +18,12 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from gdn.crossing import replay_forms
 from gdn.models import ModelShape
+from gdn.ops.delta_rule.crossing import replay_forms
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.ops.layer_step.problem import Conv1dProblem
 from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
 from gdn.problem import Problem
-from gdn.problems.delta_rule import ChunkProblem
 from gdn.runtime import env, explaining
 from gdn.served import attention, gdn_layer, rule, sizes, steps, vllm_replay
 from gdn.served.gdn_layer import GdnLayer as GdnLayer

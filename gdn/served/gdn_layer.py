@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gdn.ops.delta_rule.problem import GdnDecodeProblem
+from gdn.ops.delta_rule.problem_replay import ring_choice
 from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
-from gdn.problems.delta_rule import GdnDecodeProblem
-from gdn.problems.replay import ring_choice
 from gdn.served import sizes
 from gdn.served.sizes import Group
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.problems.delta_rule import ChunkParams, ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
 from kernels_cute.chunk import head_dims, kernel
 from kernels_cute.chunk.kernel import Config as Config
 

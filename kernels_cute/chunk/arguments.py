@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from gdn.problems.delta_rule import ChunkParams
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.chunk.spec import ChunkSpec

@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.problems.delta_rule import ChunkParams, ChunkProblem, unserved_dtypes
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem, unserved_dtypes
 from kernels_cute.chunk.barriers import block_fields, shared_bytes
 from kernels_cute.chunk.deal import max_scheduled_clusters
 from kernels_cute.chunk.four_sm.shape import DIM, SCALED_PARTS, chain_bytes, maker_bytes, ring_bytes

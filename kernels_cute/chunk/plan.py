@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gdn.device import DeviceSpec
-from gdn.problems.delta_rule import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_cute.chunk.deal import max_scheduled_clusters
 from kernels_cute.chunk.four_sm.shape import BLOCKS, DIM
 from kernels_cute.chunk.shape import CHUNK

@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from gdn.problems.delta_rule import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_cute.chunk.shape import CHUNK, KEY_STAGES, STAGES, WARPGROUP
 
 

@@ -6,7 +6,7 @@ The kernel: split/parts.py. `gdn.problems.ChunkSummaryParams` is the contract of
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems.delta_rule import ChunkProblem, ChunkSummaryProblem, unserved_dtypes
+from gdn.ops.delta_rule.problem import ChunkProblem, ChunkSummaryProblem, unserved_dtypes
 from kernels_cute.chunk.barriers import shared_bytes
 from kernels_cute.chunk.shape import STAGES
 from kernels_cute.chunk.spec import ChunkSpec

@@ -6,7 +6,7 @@ Tensors: cu_seqlens [N + 1], state_indices [>= N] -> offsets [N S + 1], rows [N 
 """
 
 from gdn.device import DeviceSpec
-from gdn.problems.context import ContextPartsProblem
+from gdn.ops.context.problem import ContextPartsProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import INDEX_DTYPES, space, unserved
 from kernels_cute.context.served import Config

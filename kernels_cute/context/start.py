@@ -7,7 +7,7 @@ columns of a head's states.
 """
 
 from gdn.device import DeviceSpec
-from gdn.problems.context import ContextStartProblem
+from gdn.ops.context.problem import ContextStartProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import space
 from kernels_cute.context.served import Config, refusal

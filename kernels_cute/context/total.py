@@ -6,7 +6,7 @@ float32 but the pool. `gdn.problems.ContextTotalParams` is the contract. A block
 """
 
 from gdn.device import DeviceSpec
-from gdn.problems.context import ContextTotalProblem
+from gdn.ops.context.problem import ContextTotalProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import space
 from kernels_cute.context.served import Config, refusal

@@ -19,9 +19,9 @@ from dataclasses import replace
 from itertools import product
 
 from gdn.device import H100, DeviceSpec
+from gdn.ops.delta_rule.problem import GdnDecodeProblem
+from gdn.ops.delta_rule.tiles import k_vector, reads_lines, v_per_thread_k_first
 from gdn.problem import DTYPE_BYTES
-from gdn.problems.delta_rule import GdnDecodeProblem
-from gdn.recurrent_tiles import k_vector, reads_lines, v_per_thread_k_first
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, unserved
 from kernels_cute.gdn_decode.config import Config as Config

@@ -12,8 +12,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
+from gdn.ops.delta_rule.problem import ChunkParams
 from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
-from gdn.problems.delta_rule import ChunkParams
 from kernels_cute.chunk import fused
 from kernels_cute.chunk.arguments import TokenCopies, token_copies, z_copy
 from kernels_cute.chunk.roles.norm import NormTerms

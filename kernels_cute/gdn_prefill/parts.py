@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
 from gdn.ops.layer_step.problem import Conv1dParams, Conv1dProblem, RmsNormGatedParams, RmsNormGatedProblem
 from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
 from gdn.problem import DTYPE_BYTES
-from gdn.problems.delta_rule import ChunkParams, ChunkProblem
 
 ALIGNMENT = 256  # bytes, of the parts of the workspace
 

@@ -9,9 +9,9 @@ A block owns (sequence, state head, block_v columns of V). Data flow of the form
 the one without (`single_token`), places of the state, choice of tiles: DESIGN.md.
 """
 
-from gdn import recurrent_tiles
-from gdn.problems.delta_rule import RecurrentProblem
-from gdn.recurrent_tiles import TUNED_WITHIN, Config, configs, default_config, fits, refusal
+from gdn.ops.delta_rule import tiles as recurrent_tiles
+from gdn.ops.delta_rule.problem import RecurrentProblem
+from gdn.ops.delta_rule.tiles import TUNED_WITHIN, Config, configs, default_config, fits, refusal
 from kernels_cute.common import choice
 
 __all__ = [

@@ -38,8 +38,8 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem, unserved_dtypes
 from gdn.problem import DTYPE_BYTES
-from gdn.problems.delta_rule import ChunkParams, ChunkProblem, unserved_dtypes
 from kernels_tl.chunk import cost_model
 from kernels_tl.chunk.constants import CHUNK, NUM_VECTORS, TRANSITION_DTYPE
 from kernels_tl.chunk.sizes import (

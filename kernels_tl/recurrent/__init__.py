@@ -22,11 +22,11 @@ the state's slot is even known.
 from dataclasses import astuple
 from typing import Any
 
-from gdn import recurrent_tiles
 from gdn.device import DeviceSpec
-from gdn.problems.delta_rule import RecurrentParams, RecurrentProblem
-from gdn.recurrent_tiles import TUNED_WITHIN, refusal
-from gdn.recurrent_tiles import Tiles as Config
+from gdn.ops.delta_rule import tiles as recurrent_tiles
+from gdn.ops.delta_rule.problem import RecurrentParams, RecurrentProblem
+from gdn.ops.delta_rule.tiles import TUNED_WITHIN, refusal
+from gdn.ops.delta_rule.tiles import Tiles as Config
 from kernels_tl.common.launch import arguments
 
 __all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]

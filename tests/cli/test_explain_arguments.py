@@ -15,9 +15,9 @@ from gdn.cli.explain import shape_of
 from gdn.cli.explain_arguments import taken
 from gdn.layers.named import NAMED
 from gdn.models import MODELS
-from gdn.problems.delta_rule import ChunkProblem, RecurrentProblem
+from gdn.ops.delta_rule import inputs
+from gdn.ops.delta_rule.problem import ChunkProblem, RecurrentProblem
 from gdn.runtime import registry
-from gdn.testing import inputs
 
 VALUES = ("float16", "int64", "none", "given", "true", "false", "7", "silu", "sigmoid", "flat", "interleaved", "score", "uint8")
 # Arguments of which neither presence nor dtype decides what runs: values, outputs, what every kernel takes alike.

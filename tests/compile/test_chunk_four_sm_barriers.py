@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gdn.testing.inputs import chunk_problem
+from gdn.ops.delta_rule.inputs import chunk_problem
 from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
 
 barriers = pytest.importorskip("kernels_cute.chunk.four_sm.barriers", reason="needs the CuTe DSL")

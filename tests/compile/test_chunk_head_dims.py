@@ -12,12 +12,12 @@ import torch
 
 import gdn
 from gdn.device import H100
-from gdn.ops import chunk as operator
-from gdn.problems.delta_rule import ChunkProblem, RecurrentParams, RecurrentProblem
+from gdn.ops.delta_rule import chunk as operator
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem
+from gdn.ops.delta_rule.oracle import oracle_of
+from gdn.ops.delta_rule.problem import ChunkProblem, RecurrentParams, RecurrentProblem
 from gdn.runtime import Choice, Prepared, explain_problem
 from gdn.testing.compare import error, same_bits, token_error
-from gdn.testing.inputs import chunk_inputs, chunk_problem
-from gdn.testing.oracle import oracle_of
 from kernels_cute import chunk
 from kernels_cute.chunk import head_dims
 from kernels_cute.chunk.head_dims import copies as padding

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gdn.device import H100
-from gdn.problems.delta_rule import GdnDecodeProblem
+from gdn.ops.delta_rule.problem import GdnDecodeProblem
 from kernels_cute import gdn_decode
 
 MAIN = GdnDecodeProblem(

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import gdn
+from gdn.ops.delta_rule.inputs import chunk_problem, recurrent_problem
+from gdn.ops.delta_rule.problem import ChunkProblem, RecurrentProblem
 from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
-from gdn.problems.delta_rule import ChunkProblem, RecurrentProblem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_problem, recurrent_problem
 from tests.gpu import (
     cases,
     chunk,

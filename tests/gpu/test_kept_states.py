@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import gdn
+from gdn.ops.delta_rule.inputs import chunk_problem, recurrent_inputs, recurrent_problem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_problem, recurrent_inputs, recurrent_problem
 from tests.gpu import cases, test_gdn_decode, test_gdn_prefill, test_steps
 from tests.gpu.chunk import FUNCTION, arguments_of
 from tests.gpu.conftest import Force

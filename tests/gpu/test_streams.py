@@ -13,9 +13,9 @@ import torch
 
 import gdn
 from gdn.core import constants
+from gdn.ops.delta_rule.inputs import recurrent_inputs
 from gdn.runtime import registry
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import recurrent_inputs
 from tests.gpu import calls, cases, chunk, replay_slots, test_gated_delta_rule, test_indexer_steps, test_indexer_topk, test_steps
 from tests.gpu.delta_rule import Arguments, backends
 from tests.gpu.twins import twin, whole

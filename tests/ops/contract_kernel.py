@@ -1,4 +1,4 @@
-"""Stand-ins for compiled kernels on the CPU: they hold the launch contract of gdn.problems to its word, then compute.
+"""Stand-ins for compiled kernels on the CPU: they hold the launch contract of the family's Params to its word, then compute.
 
 `ContractKernel` takes the place of gdn.runtime.prepare in an operator module, so the whole host path of a kernel runs:
 packing, constants, allocation, argument order.
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem, RecurrentParams, RecurrentProblem
 from gdn.problem import Problem
-from gdn.problems.delta_rule import ChunkParams, ChunkProblem, RecurrentParams, RecurrentProblem
 from gdn.runtime import Choice, Prepared
 from tests.references import reference
 

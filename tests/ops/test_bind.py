@@ -8,10 +8,10 @@ import torch
 import gdn
 from gdn.core import call
 from gdn.core.call import operator_of
-from gdn.ops import recurrent
+from gdn.ops.delta_rule import recurrent
+from gdn.ops.delta_rule.inputs import recurrent_inputs, recurrent_problem
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import recurrent_inputs, recurrent_problem
 from tests.ops.contract_kernel import ContractKernel
 
 RULE = gdn.fused_recurrent_gated_delta_rule

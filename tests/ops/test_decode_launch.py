@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems.delta_rule import GdnDecodeParams, GdnDecodeProblem
+from gdn.ops.delta_rule.problem import GdnDecodeParams, GdnDecodeProblem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import same_bits
 from tests.references import reference
@@ -20,7 +20,7 @@ Arguments = dict[str, Any]
 
 
 class Kernel:
-    """Takes the place of gdn.runtime.prepare; holds the launch to the contract of gdn.problems, then computes."""
+    """Takes the place of gdn.runtime.prepare; holds the launch to the contract of the family's Params, then computes."""
 
     def __init__(self) -> None:
         self.launches = self.prepared = 0

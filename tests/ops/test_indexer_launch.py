@@ -1,4 +1,4 @@
-"""Arguments that the indexer's steps hand to a kernel, held against gdn/problems by stand-in kernels on the CPU. A call like an
+"""Arguments that the indexer's steps hand to a kernel, held against their Params by stand-in kernels on the CPU. A call like an
 earlier one takes the short way to the same result."""
 
 from collections.abc import Callable

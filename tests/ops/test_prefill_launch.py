@@ -23,7 +23,7 @@ Arguments = dict[str, Any]
 
 
 class Kernel:
-    """Takes the place of gdn.runtime.prepare; holds the launch to the contract of gdn.problems, then computes."""
+    """Takes the place of gdn.runtime.prepare; holds the launch to the contract of the family's Params, then computes."""
 
     def __init__(self) -> None:
         self.launches = self.prepared = 0

@@ -216,7 +216,7 @@ def test_bad_accepted_trees() -> None:
 @pytest.mark.parametrize("backend", ["cute", "tilelang"])
 def test_kernels_serve_a_ring(backend: str) -> None:
     from gdn.device import H100
-    from gdn.problems.delta_rule import GdnDecodeProblem, RecurrentProblem
+    from gdn.ops.delta_rule.problem import GdnDecodeProblem, RecurrentProblem
     from gdn.runtime import candidates
     from tests.compile.variants.base import example
 

@@ -24,8 +24,8 @@ from gdn.layers import HybridConfig, HybridModel, RMSNorm
 from gdn.layers.loading import to_transformers
 from gdn.layers.named import NAMED, first_layers
 from gdn.models import QWEN3_NEXT_80B
+from gdn.ops.delta_rule.inputs import summary_inputs
 from gdn.runtime import env, is_explaining, registry
-from gdn.testing.inputs import summary_inputs
 from gdn.testing.timing import Limits
 from tests.references import reference
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import gdn
+from gdn.ops.delta_rule import inputs
 from gdn.ops.indexer import inputs as inputs_logits
 from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.runtime import env
-from gdn.testing import inputs
 
 Switch = Callable[..., env.Switches]
 

@@ -171,7 +171,7 @@ def test_which_forms_the_layers_may_take(monkeypatch: pytest.MonkeyPatch) -> Non
         assert rings(num_spec, replay="0") == {False} and rings(num_spec, replay="1") == {True}
     with pytest.raises(ValueError, match="replay: expected auto, 0, 1, got 'maybe'"):
         served.groups(config, replay="maybe")
-    monkeypatch.setattr("gdn.crossing.REPLAY_DIMS", (64, 96))
+    monkeypatch.setattr("gdn.ops.delta_rule.crossing.REPLAY_DIMS", (64, 96))
     assert rings(0) == rings(2) == {False}
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from gdn.ops.delta_rule.problem import ChunkProblem, RecurrentProblem
 from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.problem import Problem
-from gdn.problems.delta_rule import ChunkProblem, RecurrentProblem
 from tests.problems import KINDS
 
 

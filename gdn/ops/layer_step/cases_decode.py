@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from gdn.core import tunable as base
+from gdn.ops.delta_rule.problem import GdnDecodeParams, GdnDecodeProblem
 from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
-from gdn.problems.delta_rule import GdnDecodeParams, GdnDecodeProblem
 
 
 def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -> base.Work:

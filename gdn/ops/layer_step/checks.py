@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gdn.core import check
 from gdn.core.check import CONV_ACTIVATIONS, FLOAT_DTYPES, GATE_ACTIVATIONS, bad_value
-from gdn.ops._delta_rule import TOKEN_DTYPES
+from gdn.ops.delta_rule.checks import TOKEN_DTYPES
 
 
 class Layer(NamedTuple):

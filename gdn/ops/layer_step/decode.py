@@ -8,12 +8,12 @@ from gdn.core.call import always, launch, make, new, operator, prepare, reads_va
 from gdn.core.check import INDEX_DTYPES, bad_value, dtype_name
 from gdn.core.modes import is_empty
 from gdn.core.tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional
-from gdn.ops import _delta_rule
-from gdn.ops._intermediate import check_intermediate, check_intermediate_values
-from gdn.ops._replay import Replay, Sequences, check_replay, check_replay_values
+from gdn.ops.delta_rule import checks
+from gdn.ops.delta_rule.checks_intermediate import check_intermediate, check_intermediate_values
+from gdn.ops.delta_rule.checks_replay import Replay, Sequences, check_replay, check_replay_values
+from gdn.ops.delta_rule.problem import GdnDecodeParams, GdnDecodeProblem
 from gdn.ops.layer_step import reference
 from gdn.ops.layer_step.checks import Layer, check_layer, check_projections
-from gdn.problems.delta_rule import GdnDecodeParams, GdnDecodeProblem
 from gdn.runtime.registry import Backend
 
 
@@ -180,8 +180,8 @@ def fused_gdn_decode(
     check.indices("state_indices", state_indices, count, device, ranks=(1, 2), has_offsets=has_offsets)
     num_columns = state_indices.shape[1] if state_indices.dim() == 2 else 1
     check.windows("conv_state", conv_state, channels, conv_weight.shape[1] - 2 + num_columns, device)
-    sizes = _delta_rule.Sizes(1, length, count, num_k_heads, num_k_heads, heads, head_k_dim, head_v_dim)
-    _delta_rule.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
+    sizes = checks.Sizes(1, length, count, num_k_heads, num_k_heads, heads, head_k_dim, head_v_dim)
+    checks.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
     if num_accepted_tokens is not None:
         check.per_sequence("num_accepted_tokens", num_accepted_tokens, count, device, INDEX_DTYPES, has_offsets=has_offsets)
         if state_indices.dim() != 2 and ring is None:
@@ -246,7 +246,7 @@ def fused_gdn_decode(
         return o.zero_()
     rows, weight, bias = aligned("mixed_qkv", mixed_qkv), constant(conv_weight), optional(constant, conv_bias)
     accepted, computed = (None if x is None else make(as_int32, x) for x in (num_accepted_tokens, num_computed_tokens))
-    indices, kept_rows = (_delta_rule.widened(x, index_dtype) for x in (state_indices, intermediate_indices))
+    indices, kept_rows = (checks.widened(x, index_dtype) for x in (state_indices, intermediate_indices))
     cu_seqlens = optional(Tensor.contiguous, query_start_loc)
     scale = head_k_dim**-0.5 if scale is None else scale
     params = GdnDecodeParams(

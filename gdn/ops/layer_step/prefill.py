@@ -8,7 +8,7 @@ from gdn.core.call import always, launch, make, new, operator, prepare, reads_va
 from gdn.core.check import dtype_name
 from gdn.core.modes import is_empty
 from gdn.core.tensors import aligned, as_int32, common_dtype, constant, described, dtypes_of, is_aligned, optional, target
-from gdn.ops import _delta_rule
+from gdn.ops.delta_rule import checks
 from gdn.ops.layer_step import reference_prefill as reference
 from gdn.ops.layer_step.checks import Layer, check_layer, check_projections
 from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
@@ -158,15 +158,15 @@ def fused_gdn_prefill(
 
     count = check.offsets("query_start_loc", query_start_loc, device, otherwise=1)
     check.windows("conv_states", conv_states, channels, conv_weight.shape[1] - 1, device)
-    sizes = _delta_rule.Sizes(1, length, count, num_k_heads, num_k_heads, heads, head_k_dim, head_v_dim)
+    sizes = checks.Sizes(1, length, count, num_k_heads, num_k_heads, heads, head_k_dim, head_v_dim)
     check.indices("state_indices", state_indices, count, device, ranks=(1,))
-    _delta_rule.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
+    checks.check_pool("ssm_state", ssm_state, sizes, state_v_first, mixed_qkv)
     check.per_sequence("has_initial_state", has_initial_state, count, device, (torch.bool,))
     check.checkpoints(checkpoint_offsets, checkpoint_slots, ("state_indices", state_indices), count)
     check.needs_checkpoints("checkpoint_states", checkpoint_states, checkpoint_offsets)
     check.needs_checkpoints("checkpoint_windows", checkpoint_windows, checkpoint_offsets)
     if checkpoint_states is not None:
-        _delta_rule.check_pool("checkpoint_states", checkpoint_states, sizes, state_v_first, mixed_qkv, num_slots="rows")
+        checks.check_pool("checkpoint_states", checkpoint_states, sizes, state_v_first, mixed_qkv, num_slots="rows")
     if checkpoint_windows is not None:
         check.windows("checkpoint_windows", checkpoint_windows, channels, conv_weight.shape[1] - 1, device, slots="rows")
     check.out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
@@ -187,7 +187,7 @@ def fused_gdn_prefill(
                 query_start_loc=query_start_loc, has_initial_state=has_initial_state, conv_bias=conv_bias, dims=dims,
                 activation=activation, projection_layout=projection_layout, state_v_first=state_v_first, null_slot=null_slot,
             )  # fmt: skip
-            _delta_rule.refuse_beyond_float16("mixed_qkv", largest)
+            checks.refuse_beyond_float16("mixed_qkv", largest)
 
     index_dtype = common_dtype(state_indices, checkpoint_slots)
     problem = GdnPrefillProblem(
@@ -212,7 +212,7 @@ def fused_gdn_prefill(
     if is_empty(length, count):
         return o.zero_()
     written = target(o)
-    slots, checkpoint_slots = (_delta_rule.widened(x, index_dtype) for x in (state_indices, checkpoint_slots))
+    slots, checkpoint_slots = (checks.widened(x, index_dtype) for x in (state_indices, checkpoint_slots))
     if checkpoint_offsets is not None and checkpoint_slots is not None:
         checkpoint_offsets, checkpoint_slots = make(as_int32, checkpoint_offsets).contiguous(), checkpoint_slots.contiguous()
     rows = aligned("mixed_qkv", mixed_qkv)

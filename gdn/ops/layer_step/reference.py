@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn.ops.delta_rule.reference import fused_recurrent_gated_delta_rule
+from gdn.ops.delta_rule.reference_replay import Ring
 from gdn.ops.layer_step.reference_conv import causal_conv1d_update
-from gdn.reference.delta_rule import fused_recurrent_gated_delta_rule
-from gdn.reference.replay import Ring
 from gdn.reference_modes import compute_dtype, inference_only, ranges
 
 

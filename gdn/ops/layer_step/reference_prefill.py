@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn.ops.delta_rule.reference import chunk_gated_delta_rule, largest_chunk_operand
 from gdn.ops.layer_step.reference import fused_gdn_gating, fused_qkvzba_split_reshape_cat, rms_norm_gated, split_merged
 from gdn.ops.layer_step.reference_conv import causal_conv1d_fn
-from gdn.reference.delta_rule import chunk_gated_delta_rule, largest_chunk_operand
 from gdn.reference_modes import inference_only, ranges
 
 

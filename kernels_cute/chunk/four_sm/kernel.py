@@ -39,7 +39,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from gdn.problems.delta_rule import ChunkParams
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk.arguments import TokenCopies, is_selected_launch, packed_params, token_copies
 from kernels_cute.chunk.four_sm import shape
 from kernels_cute.chunk.four_sm.barriers import chain_barriers, chain_fields, maker_barriers, maker_fields

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
 from gdn.problem import DTYPE_BYTES
-from gdn.problems.delta_rule import ChunkParams, ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
 from kernels_cute import recurrent
 from kernels_cute.chunk import kernel as chunk
 from kernels_cute.chunk.head_dims import copies

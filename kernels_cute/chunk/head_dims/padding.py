@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from gdn.problems.delta_rule import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_cute.chunk.head_dims.copies import PAD, CopyParams, has_state_copies, needed, values
 from kernels_cute.chunk.library import fake_params
 from kernels_cute.chunk.shape import CHUNK

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from gdn.problems.delta_rule import ChunkParams
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import scheduler
 from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies
 from kernels_cute.chunk.fused import launch_shape

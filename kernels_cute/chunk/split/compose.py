@@ -9,7 +9,7 @@ the smallest is left out.
 import cutlass.cute as cute
 from cutlass import Int32
 
-from gdn.problems.delta_rule import ChunkParams
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk.arguments import TokenCopies, is_selected_launch, packed_params, token_copies
 from kernels_cute.chunk.fused import launch_shape, run_block
 from kernels_cute.chunk.spec import ChunkSpec

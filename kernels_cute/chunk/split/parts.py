@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from gdn.problems.delta_rule import ChunkSummaryParams
+from gdn.ops.delta_rule.problem import ChunkSummaryParams
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.arguments import TokenCopies, token_tensor
 from kernels_cute.chunk.fused import launch_shape

@@ -1,8 +1,8 @@
 """Sizes of the streamed form that its choice of a configuration needs, and which problems it serves."""
 
+from gdn.ops.delta_rule.problem import GdnDecodeProblem
+from gdn.ops.delta_rule.problem_replay import most_tokens
 from gdn.problem import DTYPE_BYTES
-from gdn.problems.delta_rule import GdnDecodeProblem
-from gdn.problems.replay import most_tokens
 from kernels_cute.gdn_decode.shape import CHANNELS
 
 DIM = 128  # K and V

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from gdn.ops.delta_rule.problem import GdnDecodeProblem
+from gdn.ops.delta_rule.tiles import Tiles
 from gdn.problem import DTYPE_BYTES
-from gdn.problems.delta_rule import GdnDecodeProblem
-from gdn.recurrent_tiles import Tiles
 from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 from kernels_cute.common.memory import CUTE_DTYPES
 from kernels_cute.common.ring import Entries, RingTile

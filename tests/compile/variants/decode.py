@@ -5,9 +5,9 @@ from collections.abc import Collection
 from typing import Any
 
 from gdn.device import H100
+from gdn.ops.delta_rule.problem import GdnDecodeProblem
 from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
 from gdn.problem import Problem
-from gdn.problems.delta_rule import GdnDecodeProblem
 from tests.compile.expectations import TENSOR_CORES, Expectation
 from tests.compile.variants import least
 from tests.compile.variants.base import CONVOLUTION_POOLS, Axes, Row, Variant, Variants, example

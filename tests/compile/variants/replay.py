@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
+from gdn.ops.delta_rule.problem_replay import AcceptDraftTreeProblem, FoldStatesProblem
 from gdn.problem import Problem
-from gdn.problems.replay import AcceptDraftTreeProblem, FoldStatesProblem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants.base import CONVOLUTION_POOLS, Axes, Row, Variants, example
 

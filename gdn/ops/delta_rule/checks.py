@@ -13,7 +13,7 @@ from gdn.core.check import FLOAT_DTYPES, bad_type, bad_value, dtype_name
 from gdn.core.constants import even_offsets, zeros
 from gdn.core.modes import address
 from gdn.core.tensors import ALIGNMENT, as_int64, copied, described, dtypes_of, log_copy
-from gdn.reference.delta_rule import largest_chunk_operand
+from gdn.ops.delta_rule.reference import largest_chunk_operand
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Packed = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from gdn.core import tunable as base
-from gdn.reference import delta_rule as reference
+from gdn.ops.delta_rule import inputs, oracle, reference
 from gdn.runtime import Prepared
-from gdn.testing import compare, inputs, oracle
+from gdn.testing import compare
 
 # Largest accepted relative error of a head: of outputs by their dtype, of states by the dtype they are stored in. bf16
 # tensor-core operands reach an error of 5e-3 in the chunk form.
@@ -23,7 +23,7 @@ _STATE_LIMIT = {"chunk": {"float32": 1e-2, "bfloat16": 1e-2}, "recurrent": {"flo
 
 
 class DeltaRuleCase(base.SeededCase):
-    """Prompts or decode steps on a pool that is updated. make, params: functions of gdn.testing.inputs."""
+    """Prompts or decode steps on a pool that is updated. make, params: functions of gdn.ops.delta_rule.inputs."""
 
     def __init__(
         self, function: str, make: Callable[..., dict[str, Any]], params: Callable[..., Any], shape: base.Shape,

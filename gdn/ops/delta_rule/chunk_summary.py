@@ -11,9 +11,8 @@ from gdn.core.call import NEW, launch, new, operator, prepare, reads_values, val
 from gdn.core.check import dtype_name
 from gdn.core.modes import is_empty
 from gdn.core.tensors import dtypes_of
-from gdn.ops import _delta_rule
-from gdn.problems.delta_rule import ChunkSummaryParams, ChunkSummaryProblem
-from gdn.reference import delta_rule as reference
+from gdn.ops.delta_rule import checks, reference
+from gdn.ops.delta_rule.problem import ChunkSummaryParams, ChunkSummaryProblem
 from gdn.runtime.registry import Backend
 
 
@@ -80,38 +79,36 @@ def chunk_summary(
     >>> h.shape, P.shape
     (torch.Size([1, 4, 64, 64]), torch.Size([1, 4, 64, 64]))
     """
-    given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
-    sizes = _delta_rule.check_tokens(given, -1, None)
+    given = checks.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
+    sizes = checks.check_tokens(given, -1, None)
     if reads_values(q.device):
         bounds = values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, q.device)
-        _delta_rule.check_decays(given, bounds)
+        checks.check_decays(given, bounds)
         if q.dtype == torch.float16 and validates(q.device):
             _check_float16_range(sizes, given, use_qk_l2norm_in_kernel)
     prepared = prepare(problem_of(sizes, given, use_qk_l2norm_in_kernel, state_v_first), q.device, backend)
-    h = _delta_rule.new_state(sizes, q, state_v_first)
+    h = checks.new_state(sizes, q, state_v_first)
     P = new(h.dtype, q.device, sizes.num_sequences, sizes.num_heads, sizes.head_k_dim, sizes.head_k_dim)
     if is_empty(sizes.num_tokens, sizes.num_sequences):
         h.zero_()
         P.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
         return h, P
-    packed, offsets = _delta_rule.pack(sizes, given, by_descriptor=True)
+    packed, offsets = checks.pack(sizes, given, by_descriptor=True)
     launch(prepared, ChunkSummaryParams(*packed[1:], offsets, h, P), (h, P), aligned=(k, v))
     return h, P
 
 
-def _check_float16_range(sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, use_k_l2norm: bool) -> None:
+def _check_float16_range(sizes: checks.Sizes, given: checks.Tokens, use_k_l2norm: bool) -> None:
     """Checks both runs: from zeros, and from the identity without values. Queries do not count."""
-    from_zeros = _delta_rule.States(None, None, None, None, None, None, False, -1)
+    from_zeros = checks.States(None, None, None, None, None, None, False, -1)
     identity = torch.eye(sizes.head_k_dim, device=given.q.device).expand(sizes.num_sequences, sizes.num_heads, -1, -1)
     no_queries = given._replace(q=torch.zeros_like(given.q))
     no_values = no_queries._replace(v=given.v.new_zeros(*given.v.shape[:3], sizes.head_k_dim))
     for states, tokens in ((from_zeros, no_queries), (from_zeros._replace(initial_state=identity), no_values)):
-        _delta_rule.check_float16_range(states, tokens, None, use_k_l2norm, "k, v")
+        checks.check_float16_range(states, tokens, None, use_k_l2norm, "k, v")
 
 
-def problem_of(
-    sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, use_k_l2norm: bool, state_v_first: bool
-) -> ChunkSummaryProblem:
+def problem_of(sizes: checks.Sizes, given: checks.Tokens, use_k_l2norm: bool, state_v_first: bool) -> ChunkSummaryProblem:
     """The problem of a call."""
     cu_seqlens = given.cu_seqlens
     return ChunkSummaryProblem(
@@ -122,7 +119,7 @@ def problem_of(
     )  # fmt: skip
 
 
-def serves(sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, use_k_l2norm: bool, backend: Backend | None) -> bool:
+def serves(sizes: checks.Sizes, given: checks.Tokens, use_k_l2norm: bool, backend: Backend | None) -> bool:
     """Whether a call of this backend is worth it: by a kernel, or where all runs on the reference. The layout of the states does
     not matter."""
     device = given.q.device

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.problems.context import (
+from gdn.ops.context.problem import (
     ContextPartsParams,
     ContextPartsProblem,
     ContextStartParams,

@@ -1,7 +1,7 @@
-"""What a ring holds, by the token recurrence: for expected results of calls by replay (see gdn.problems.replay).
+"""What a ring holds, by the token recurrence: for expected results of calls by replay (see gdn.ops.delta_rule.problem_replay).
 
 A state and the entries of its ring stand for the state after all of these tokens: `brought_up_to_date` runs the token recurrence
-over the entries, one by one in float64, which `gdn.reference` does not.
+over the entries, one by one in float64, which the reference does not.
 """
 
 from collections.abc import Sequence

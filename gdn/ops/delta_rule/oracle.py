@@ -1,4 +1,4 @@
-"""Oracle of the delta rule: the token recurrence in float64, independent of gdn.reference.
+"""Oracle of the delta rule: the token recurrence in float64, independent of the references.
 
 Takes a call of either delta-rule operator and returns the exact content of every tensor afterwards; no argument is modified.
 """
@@ -133,5 +133,5 @@ def oracle_delta_rule(
 
 
 def oracle_of(arguments: Mapping[str, Any]) -> DeltaRuleResult:
-    """oracle_delta_rule on arguments from gdn.testing.inputs."""
+    """oracle_delta_rule on arguments from gdn.ops.delta_rule.inputs."""
     return oracle_delta_rule(**arguments)

@@ -9,9 +9,8 @@ from gdn.core.call import NEW, always, launch, make, new, operator, prepare, rea
 from gdn.core.check import bad_value
 from gdn.core.modes import is_empty
 from gdn.core.tensors import as_int32, as_int64, common_dtype, constant, dtypes_of, given_of
-from gdn.ops import _delta_rule
-from gdn.problems.delta_rule import ChunkParams, ChunkProblem
-from gdn.reference import delta_rule as reference
+from gdn.ops.delta_rule import checks, reference
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
 from gdn.runtime.registry import Backend
 
 
@@ -167,36 +166,36 @@ def chunk_gated_delta_rule(
     """
     if head_first:
         bad_value("head_first", "False (tokens before heads: [B, T, H, D])", head_first)
-    given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
-    sizes = _delta_rule.check_tokens(given, null_slot, out)
+    given = checks.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
+    sizes = checks.check_tokens(given, null_slot, out)
     count, device, is_pooled = sizes.num_sequences, q.device, state_indices is not None
-    states = _delta_rule.States(
+    states = checks.States(
         initial_state, state_indices, has_initial_state, final_state_indices, checkpoint_offsets, checkpoint_slots, state_v_first,
         null_slot, checkpoint_states,
     )  # fmt: skip
-    _delta_rule.check_states(states, sizes, q, has_offsets=cu_seqlens is not None)
+    checks.check_states(states, sizes, q, has_offsets=cu_seqlens is not None)
     if reads_values(device):
-        _delta_rule.check_state_values(states, given, sizes)
+        checks.check_state_values(states, given, sizes)
         if q.dtype == torch.float16 and validates(device):
-            _delta_rule.check_float16_range(states, given, scale, use_qk_l2norm_in_kernel)
+            checks.check_float16_range(states, given, scale, use_qk_l2norm_in_kernel)
     if initial_state is None:
         has_initial_state = None  # every sequence starts from zero anyway
 
     index_dtype = common_dtype(state_indices, final_state_indices, checkpoint_slots)
     problem = problem_of(sizes, given, states, use_qk_l2norm_in_kernel, is_pooled or output_final_state)
     prepared = prepare(problem, device, backend)
-    final_state = initial_state if is_pooled else _delta_rule.new_state(sizes, q, state_v_first) if output_final_state else None
+    final_state = initial_state if is_pooled else checks.new_state(sizes, q, state_v_first) if output_final_state else None
     returned = final_state if output_final_state else None
-    o, written = _delta_rule.output(sizes, v, out)
+    o, written = checks.output(sizes, v, out)
     if is_empty(sizes.num_tokens, count):
         o.zero_()
         if not is_pooled:
-            _delta_rule.pass_through(initial_state, has_initial_state, final_state)
+            checks.pass_through(initial_state, has_initial_state, final_state)
         return o, returned
 
-    tokens, cu_seqlens = _delta_rule.pack(sizes, given, by_descriptor=True)
+    tokens, cu_seqlens = checks.pack(sizes, given, by_descriptor=True)
     if is_pooled:
-        state_indices, final_state_indices = (_delta_rule.widened(x, index_dtype) for x in (state_indices, final_state_indices))
+        state_indices, final_state_indices = (checks.widened(x, index_dtype) for x in (state_indices, final_state_indices))
     elif initial_state is not None:
         initial_state = constant(initial_state)
     if checkpoint_offsets is not None and checkpoint_slots is not None:
@@ -213,18 +212,18 @@ def chunk_gated_delta_rule(
         checkpoint_offsets, checkpoint_slots, checkpoint_states, written, workspace, scale, null_slot,
     )  # fmt: skip
     launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, checkpoint_states, out))
-    return _delta_rule.finish(o, written), returned
+    return checks.finish(o, written), returned
 
 
 def problem_of(
-    sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, states: _delta_rule.States, use_qk_l2norm: bool, has_final_state: bool
+    sizes: checks.Sizes, given: checks.Tokens, states: checks.States, use_qk_l2norm: bool, has_final_state: bool
 ) -> ChunkProblem:
     """The problem of a call."""
     index_dtype = common_dtype(states.state_indices, states.final_state_indices, states.checkpoint_slots)
     is_pooled, initial_state = states.state_indices is not None, states.initial_state
     mask = None if initial_state is None else states.has_initial_state
     return ChunkProblem(
-        **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_pooled else None, states.state_v_first),
+        **checks.static_fields(sizes, given, initial_state, index_dtype if is_pooled else None, states.state_v_first),
         use_qk_l2norm=use_qk_l2norm,
         has_final_state=has_final_state,
         **dtypes_of(checkpoint_state=states.checkpoint_states),

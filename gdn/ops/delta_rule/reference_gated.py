@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.crossing import recurrent_rows
-from gdn.reference.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from gdn.ops.delta_rule.crossing import recurrent_rows
+from gdn.ops.delta_rule.reference import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from gdn.reference_modes import inference_only, listed, ranges
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gdn.device import DeviceSpec
+from gdn.ops.delta_rule.problem_replay import replay_bytes, ring_notes
 from gdn.problem import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
-from gdn.problems.replay import replay_bytes, ring_notes
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class ChunkSummaryParams(NamedTuple):
 class RecurrentProblem(DeltaRuleProblem, op="recurrent"):
     """`gdn.fused_recurrent_gated_delta_rule` on packed ragged tokens; launched with RecurrentParams.
 
-    With ring_rows: replay decode (see gdn.problems.replay), index_dtype is set and write_every_token False. Else, without
+    With ring_rows: replay decode (rule of positions above), index_dtype is set and write_every_token False. Else, without
     write_every_token only the state after the last token is stored. With it (2-D indices) the state is read from
     column num_accepted_tokens - 1 (column 0 without), and the state after token i goes to column i (tokens beyond the last
     column are not stored). A sequence of a pool without tokens touches nothing; without a pool its state passes on. Every row of
@@ -262,8 +262,8 @@ class GdnDecodeProblem(Problem, op="gdn_decode"):
 
     Rules of slots and windows as in RecurrentProblem and Conv1dUpdateProblem; a sequence one of whose two slots to read
     is null is padding: nothing of it is read or written. Every row of out is written. A launch has at least one token and one
-    sequence. With ring_rows: replay decode (see gdn.problems.replay); has_columns is False, and with has_accepted the windows are
-    those of speculative rows, in the one slot of the sequence.
+    sequence. With ring_rows: replay decode (gdn.ops.delta_rule.problem); has_columns is False, and with has_accepted the
+    windows are those of speculative rows, in the one slot of the sequence.
     """
 
     num_k_heads: int = field(metadata=TUNES)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from gdn.core.tunable import Maker, Shape, StepCase, Tensor, Tunable, Work, heads_of, packed, params_of, resized
-from gdn.problems.replay import (
+from gdn.ops.delta_rule.problem_replay import (
     AcceptDraftTreeParams,
     AcceptDraftTreeProblem,
     FoldStatesParams,

@@ -18,12 +18,12 @@ from gdn.core.check import bad_value
 from gdn.core.constants import row_indices
 from gdn.core.modes import has_memory, is_tracing
 from gdn.core.ordered import ordered
-from gdn.crossing import recurrent_rows
-from gdn.ops import _delta_rule
-from gdn.ops._delta_rule import Sizes, States, Tokens
-from gdn.ops.chunk import chunk_gated_delta_rule
-from gdn.ops.recurrent import fused_recurrent_gated_delta_rule
-from gdn.reference import gated_delta_rule as reference
+from gdn.ops.delta_rule import checks
+from gdn.ops.delta_rule import reference_gated as reference
+from gdn.ops.delta_rule.checks import Sizes, States, Tokens
+from gdn.ops.delta_rule.chunk import chunk_gated_delta_rule
+from gdn.ops.delta_rule.crossing import recurrent_rows
+from gdn.ops.delta_rule.recurrent import fused_recurrent_gated_delta_rule
 from gdn.runtime import env
 from gdn.runtime.registry import Backend
 
@@ -82,8 +82,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule for a whole step: prefill and decode rows, packed, on one state pool.
 
-    The leading sequences of at most `gdn.crossing.RECURRENT_TOKENS` tokens take the recurrent form (decode), all from the first
-    longer one on the chunk form. So decode rows come first, as engines order them; any other order gives the same results, with
+    The leading sequences of at most 8 tokens (`RECURRENT_TOKENS`) take the recurrent form (decode), all from the first longer
+    one on the chunk form. So decode rows come first, as engines order them; any other order gives the same results, with
     short rows after a long one in the chunk form, which is slower for them. Nothing is copied but where `has_initial_state` says
     so, and no value is read back to the host. With ``GDN_BATCH_INVARIANT=1`` all rows take the chunk form, whose range of float16
     is that of `chunk_gated_delta_rule`.
@@ -159,7 +159,7 @@ def gated_delta_rule(
         bad_value("ssm_state_indices", "None with state_indices (two names of one argument)", "a tensor")
     indices = state_indices if ssm_state_indices is None else ssm_state_indices
     tokens = Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
-    sizes = _delta_rule.check_tokens(tokens, null_slot, out)
+    sizes = checks.check_tokens(tokens, null_slot, out)
     device, count = q.device, sizes.num_sequences
     if indices is not None:
         check.indices(indices_name, indices, count, device, ranks=(1, 2))
@@ -187,7 +187,7 @@ def gated_delta_rule(
         bad_value("inplace_final_state", f"None or True with {indices_name}", False)
     is_in_place = indices is not None or inplace_final_state is True
     if indices is None and inplace_final_state:
-        _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q, num_slots=count)
+        checks.check_pool("initial_state", initial_state, sizes, state_v_first, q, num_slots=count)
         indices, null_slot = row_indices(count, device), -1
         if final_state_indices is not None:
             bad_value("final_state_indices", "None without state_indices", "a tensor")
@@ -197,17 +197,17 @@ def gated_delta_rule(
         initial_state, indices, has_initial_state, final_state_indices, checkpoint_offsets, checkpoint_slots, state_v_first,
         null_slot,
     )  # fmt: skip
-    _delta_rule.check_states(states, sizes, q, indices_name)
+    checks.check_states(states, sizes, q, indices_name)
     if disable_state_update and indices is not None:
         states = states._replace(final_state_indices=torch.full((count,), null_slot, dtype=indices.dtype, device=device))
     if reads_values(device):
-        _delta_rule.check_state_values(states, tokens, sizes, indices_name)
+        checks.check_state_values(states, tokens, sizes, indices_name)
     check_memory()
 
     o = out if out is not None else torch.empty(1, sizes.length, sizes.num_heads, sizes.head_v_dim, dtype=v.dtype, device=device)
     keeps_state = output_final_state and not (disable_state_update and not is_in_place)
     if is_tracing():
-        new = _delta_rule.new_state(sizes, q, state_v_first) if keeps_state and not is_in_place else None
+        new = checks.new_state(sizes, q, state_v_first) if keeps_state and not is_in_place else None
         return o, (initial_state if keeps_state and is_in_place else new)
     with ordered(backend, "gated_delta_rule") as backend:
         step = _Step(tokens, sizes, options | {"backend": backend}, rounding_seed, o)
@@ -248,8 +248,8 @@ def _check_lengths(lengths: Sequence[int] | None, cu_seqlens: Tensor, sizes: Siz
 
 def _own_pool(states: States, sizes: Sizes, q: Tensor) -> States:
     """States without a pool as a new one, with slot n for sequence n: both forms update it in place."""
-    pool = _delta_rule.new_state(sizes, q, states.state_v_first)
-    _delta_rule.pass_through(states.initial_state, states.has_initial_state, pool)
+    pool = checks.new_state(sizes, q, states.state_v_first)
+    checks.pass_through(states.initial_state, states.has_initial_state, pool)
     indices = row_indices(sizes.num_sequences, q.device)
     return States(pool, indices, None, None, None, None, states.state_v_first, -1)
 

@@ -9,9 +9,10 @@ from gdn.core.check import FLOAT_DTYPES, INDEX_DTYPES, bad_type, bad_value, is_l
 from gdn.core.kinds import kind_of
 from gdn.core.modes import address, is_empty
 from gdn.core.tensors import ALIGNMENT, as_int32, common_dtype, dtypes_of, given_of, is_aligned
-from gdn.ops import _delta_rule
-from gdn.ops._replay import MOST_COMMITTED, check_computed, check_ring, check_ring_layout
-from gdn.problems.replay import (
+from gdn.ops.delta_rule import checks
+from gdn.ops.delta_rule import reference_replay as reference
+from gdn.ops.delta_rule.checks_replay import MOST_COMMITTED, check_computed, check_ring, check_ring_layout
+from gdn.ops.delta_rule.problem_replay import (
     AcceptDraftTreeParams,
     AcceptDraftTreeProblem,
     FoldStatesParams,
@@ -20,7 +21,6 @@ from gdn.problems.replay import (
     most_tokens,
     ring_choice,
 )
-from gdn.reference import replay as reference
 from gdn.runtime.registry import Backend
 
 
@@ -96,7 +96,7 @@ def fold_states(
     ----------
     .. [1] ReplaySSM, https://dao-lab.ai/blog/2026/replayssm/ (the idea of a ring of entries next to an older state).
     """
-    check.tensor("ssm_state", ssm_state, dtypes=(*_delta_rule.STATE_DTYPES, torch.float64))
+    check.tensor("ssm_state", ssm_state, dtypes=(*checks.STATE_DTYPES, torch.float64))
     if ssm_state.dim() not in (4, 5):
         expected = "shape [slots, HS, K, V] or [layers, slots, HS, K, V]"
         bad_value("ssm_state", expected, f"shape {list(ssm_state.shape)}")
@@ -149,7 +149,7 @@ def fold_states(
     prepared = prepare(problem, device, backend)
     if is_empty(count, pools.shape[0]):
         return
-    indices, final = (_delta_rule.widened(x, index_dtype) for x in (state_indices, final_state_indices))
+    indices, final = (checks.widened(x, index_dtype) for x in (state_indices, final_state_indices))
     accepted = None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens)
     computed = make(as_int32, num_computed_tokens)
     params = FoldStatesParams(
@@ -166,7 +166,7 @@ def _check_slots(touched: values.TouchedSlots, num_slots: int, null_slot: int) -
 def _check_pools(states: Tensor) -> None:
     """Checks the strides of pools [slots, HS, K, V] or [layers, slots, HS, K, V]."""
     shape = (states.shape[-3], states.shape[-2], states.shape[-1])
-    _delta_rule.check_inner("ssm_state", states, shape)
+    checks.check_inner("ssm_state", states, shape)
     outer = [
         states.stride(dim)
         for dim in range(states.dim() - 3)
@@ -356,7 +356,7 @@ def ring_shape(
     if num_heads % num_key_heads:
         bad_value("num_heads", f"a multiple of {num_key_heads} key heads", num_heads)
     kind_of(torch.dtype).check_type("state_dtype", state_dtype)
-    if state_dtype not in (*_delta_rule.STATE_DTYPES, torch.float64):
+    if state_dtype not in (*checks.STATE_DTYPES, torch.float64):
         bad_type("state_dtype", "torch.float32 or torch.bfloat16", state_dtype)
     rows, fold_every = ring_choice(1 + num_spec, check.dtype_name(state_dtype))
     width = -(-entry_width(num_key_heads, num_heads, head_k_dim, head_v_dim) // 4) * 4

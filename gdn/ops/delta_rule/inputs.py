@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from gdn.problems.delta_rule import (
+from gdn.ops.delta_rule.problem import (
     ChunkParams,
     ChunkProblem,
     ChunkSummaryParams,

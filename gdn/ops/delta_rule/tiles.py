@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
 
 from gdn.device import H100, DeviceSpec
+from gdn.ops.delta_rule.problem import RecurrentProblem, unserved_dtypes
+from gdn.ops.delta_rule.problem_replay import most_tokens
 from gdn.problem import DTYPE_BYTES
-from gdn.problems.delta_rule import RecurrentProblem, unserved_dtypes
-from gdn.problems.replay import most_tokens
 
 _COLUMNS_OF_WARP = 64  # of V, K first; a line of the L2 cache is 128 bytes
 _MAX_STATE_REGISTERS = 64  # state values a thread may hold

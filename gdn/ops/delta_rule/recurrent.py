@@ -12,11 +12,10 @@ from gdn.core.check import INDEX_DTYPES, bad_value
 from gdn.core.constants import row_indices
 from gdn.core.modes import is_empty
 from gdn.core.tensors import as_int32, common_dtype, constant, dtypes_of, given_of
-from gdn.ops import _delta_rule
-from gdn.ops._intermediate import check_intermediate, check_intermediate_values
-from gdn.ops._replay import Replay, Sequences, check_replay, check_replay_values
-from gdn.problems.delta_rule import RecurrentParams, RecurrentProblem
-from gdn.reference import delta_rule as reference
+from gdn.ops.delta_rule import checks, reference
+from gdn.ops.delta_rule.checks_intermediate import check_intermediate, check_intermediate_values
+from gdn.ops.delta_rule.checks_replay import Replay, Sequences, check_replay, check_replay_values
+from gdn.ops.delta_rule.problem import RecurrentParams, RecurrentProblem
 from gdn.runtime.registry import Backend
 
 
@@ -124,7 +123,7 @@ def fused_recurrent_gated_delta_rule(
         parent_token[i] of the same sequence (less than i), or the starting state where it is -1.
     rounding_seed : Tensor [1] of int64, optional
         Seed on the device: states stored in a bfloat16 pool are rounded stochastically, with the noise that
-        `gdn.reference.rounding` defines. None = rounded to nearest. No effect on float32 states.
+        `gdn.ops.delta_rule.rounding` defines. None = rounded to nearest. No effect on float32 states.
     intermediate_states, intermediate_indices : Tensor [rows, T_max, HS, K, V] and Tensor [>= N], optional
         A verification that is committed later: the state after token i of sequence n goes to
         intermediate_states[intermediate_indices[n], i], and nothing to the pool. Both together, with 1-D `ssm_state_indices`, the
@@ -179,20 +178,20 @@ def fused_recurrent_gated_delta_rule(
     (torch.Size([1, 3, 4, 64]), True)
     """
     is_inplace = ssm_state_indices is not None or inplace_final_state is True
-    given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
-    sizes = _delta_rule.check_tokens(given, null_slot, out)
+    given = checks.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
+    sizes = checks.check_tokens(given, null_slot, out)
     count, device = sizes.num_sequences, q.device
     if ssm_state_indices is not None:
         has_offsets = cu_seqlens is not None
         check.indices("ssm_state_indices", ssm_state_indices, count, device, ranks=(1, 2), has_offsets=has_offsets)
-        _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q)
+        checks.check_pool("initial_state", initial_state, sizes, state_v_first, q)
         if inplace_final_state is False:
             expected = "None or True with ssm_state_indices (in place always; disable_state_update=True leaves the pool as it is)"
             bad_value("inplace_final_state", expected, False)
     elif inplace_final_state:
-        _delta_rule.check_pool("initial_state", initial_state, sizes, state_v_first, q, num_slots=count)
+        checks.check_pool("initial_state", initial_state, sizes, state_v_first, q, num_slots=count)
     elif initial_state is not None:
-        _delta_rule.check_state("initial_state", initial_state, sizes, state_v_first, q)
+        checks.check_state("initial_state", initial_state, sizes, state_v_first, q)
     check_intermediate(
         intermediate_states, intermediate_indices, sizes, state_v_first, q, starts=("ssm_state_indices", ssm_state_indices),
         unused={"final_state_indices": final_state_indices, "rounding_seed": rounding_seed}, has_offsets=cu_seqlens is not None,
@@ -228,7 +227,7 @@ def fused_recurrent_gated_delta_rule(
             check_replay_values(replay, touched, ("ssm_state_indices", ssm_state_indices), bounds, num_accepted_tokens)
             is_live = touched.is_live
             check_intermediate_values(intermediate_states, intermediate_indices, is_live, null_slot)
-        _delta_rule.check_decays(given, bounds, is_live)
+        checks.check_decays(given, bounds, is_live)
 
     # In place without indices: initial_state is a pool with one slot per sequence.
     index_dtype = common_dtype(ssm_state_indices, final_state_indices, intermediate_indices)
@@ -239,7 +238,7 @@ def fused_recurrent_gated_delta_rule(
     if not (writes and is_inplace and is_bfloat16):
         rounding_seed = None
     problem = RecurrentProblem(
-        **_delta_rule.static_fields(sizes, given, initial_state, index_dtype if is_inplace else None, state_v_first),
+        **checks.static_fields(sizes, given, initial_state, index_dtype if is_inplace else None, state_v_first),
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         has_final_state=writes,
         write_every_token=ssm_state_indices is not None and ssm_state_indices.dim() == 2,
@@ -249,18 +248,18 @@ def fused_recurrent_gated_delta_rule(
         **given_of(final_indices=final_state_indices, accepted=num_accepted_tokens, parent=parent_token, rounding=rounding_seed),
     )
     prepared = prepare(problem, device, backend)
-    final_state = _delta_rule.new_state(sizes, q, state_v_first) if writes and not is_inplace else None
+    final_state = checks.new_state(sizes, q, state_v_first) if writes and not is_inplace else None
     returned = (initial_state if is_inplace else final_state) if output_final_state else None
-    o, written = _delta_rule.output(sizes, v, out)
+    o, written = checks.output(sizes, v, out)
     if is_empty(sizes.num_tokens, count):
         o.zero_()
         if not is_inplace:
-            _delta_rule.pass_through(initial_state, None, final_state)
+            checks.pass_through(initial_state, None, final_state)
         return o, returned
 
-    tokens, cu_seqlens = _delta_rule.pack(sizes, given, by_descriptor=False)
+    tokens, cu_seqlens = checks.pack(sizes, given, by_descriptor=False)
     indices, final_state_indices, intermediate_indices = (
-        _delta_rule.widened(x, index_dtype) for x in (ssm_state_indices, final_state_indices, intermediate_indices)
+        checks.widened(x, index_dtype) for x in (ssm_state_indices, final_state_indices, intermediate_indices)
     )
     if is_inplace and indices is None:
         indices, null_slot = make(functools.partial(row_indices, count, device)), -1
@@ -275,11 +274,11 @@ def fused_recurrent_gated_delta_rule(
         None if ring is None else fold_phase,
     )  # fmt: skip
     launch(prepared, params, (o, returned), aligned=(q, k, v, initial_state, intermediate_states, ring, out))
-    return _delta_rule.finish(o, written), returned
+    return checks.finish(o, written), returned
 
 
 def _check_optional(
-    sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, slots: Tensor | None, last: Tensor | None, accepted: Tensor | None,
+    sizes: checks.Sizes, given: checks.Tokens, slots: Tensor | None, last: Tensor | None, accepted: Tensor | None,
     parent: Tensor | None, keeps_nodes: bool, has_ring: bool,
 ) -> None:  # fmt: skip
     """Checks the arguments that need indices: final_state_indices, num_accepted_tokens and parent_token.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gdn import runtime
-from gdn.reference import context as reference
+from gdn.ops.context import reference
 
 
 class Kernel:

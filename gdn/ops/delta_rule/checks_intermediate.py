@@ -9,7 +9,7 @@ from gdn.core import check, values
 from gdn.core.check import INDEX_DTYPES, bad_value
 from gdn.core.modes import address
 from gdn.core.tensors import ALIGNMENT
-from gdn.ops._delta_rule import Sizes, check_inner, state_dtypes_of
+from gdn.ops.delta_rule.checks import Sizes, check_inner, state_dtypes_of
 
 
 def check_intermediate(

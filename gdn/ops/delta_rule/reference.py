@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gdn.reference.replay import Pool, Ring, replay_decode
-from gdn.reference.tokens import Tokens, columns_of, load_state, sequences_of, store_state
+from gdn.ops.delta_rule.reference_replay import Pool, Ring, replay_decode
+from gdn.ops.delta_rule.tokens import Tokens, columns_of, load_state, sequences_of, store_state
 from gdn.reference_modes import inference_only, listed
 
 CHUNK_SIZE = 64  # tokens

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdn.reference.rounding import stochastic_bfloat16
+from gdn.ops.delta_rule.rounding import stochastic_bfloat16
 from gdn.reference_modes import compute_dtype, ranges
 
 L2_NORM_EPS = 1e-6  # added to the sum of squares

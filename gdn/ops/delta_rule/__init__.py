@@ -1,0 +1,1 @@
+"""The gated delta rule: its chunk and its recurrent form, both in one call, and replay decode."""
