@@ -14,7 +14,7 @@ from autotune.shapes import Shape
 from gdn import examples
 from gdn.models import QWEN3_NEXT_80B
 from gdn.ops.delta_rule.problem import ChunkProblem, DeltaRuleProblem, RecurrentProblem
-from gdn.ops.indexer.problem_logits import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
 
 OPERATORS = ("chunk", "recurrent", "mqa_logits", "paged_mqa_logits")
 

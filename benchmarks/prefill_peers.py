@@ -25,7 +25,7 @@ import gdn
 from benchmarks import peers
 from benchmarks.peers import Outputs, Peer
 from gdn.ops.delta_rule.problem import ChunkProblem
-from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillProblem
 
 OP = "gdn_prefill"
 OURS = "gdn"  # as a library: the separate operators

@@ -32,7 +32,7 @@ from benchmarks import replay_peers
 from gdn.cli.plain import run_alone
 from gdn.core import tunable as base
 from gdn.device import DeviceSpec
-from gdn.ops.delta_rule.problem_replay import mean_accepted, ring_choice
+from gdn.ops.delta_rule.problem import mean_accepted, ring_choice
 from gdn.runtime import devices, registry
 from gdn.testing import timing
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.ops.indexer import reference_logits as logits
-from gdn.ops.indexer import reference_topk as selection
+from gdn.ops.indexer import reference
 from gdn.ops.indexer.reference import rms_norm, rope
 
 Tensor = torch.Tensor
@@ -52,8 +51,8 @@ def measure(keys: int, rows: int, topk: int, device: torch.device, backend: str 
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # products of float32 matrices in float32, not in TF32
     try:
-        exact = logits.mqa_logits(*maker.exact(), *ranges, scale=_DIM**-0.5)
-        expected = selection.topk_indices(exact, topk, *ranges)
+        exact = reference.mqa_logits(*maker.exact(), *ranges, scale=_DIM**-0.5)
+        expected = reference.topk_indices(exact, topk, *ranges)
         q, k, weights, scale = maker.prepared(torch.bfloat16)
         options: dict[str, Any] = {"scale": _DIM**-0.5, "backend": backend}
         found = {
@@ -63,7 +62,7 @@ def measure(keys: int, rows: int, topk: int, device: torch.device, backend: str 
         q, k, weights, scale = maker.prepared(torch.uint8)
         options = {"backend": backend}
         found[FP8] = selected(gdn.mqa_logits(q, k, weights, *ranges, k_scale=scale, **options))
-        found[FP8_EXACT] = selected(logits.mqa_logits(q, k, weights, *ranges, k_scale=scale))
+        found[FP8_EXACT] = selected(reference.mqa_logits(q, k, weights, *ranges, k_scale=scale))
     finally:
         torch.set_float32_matmul_precision(precision)
     return Agreement(keys, {kind: share(indices, expected, keys) for kind, indices in found.items()})

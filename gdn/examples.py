@@ -14,26 +14,36 @@ from typing import Any
 from gdn.models import ModelShape
 from gdn.ops.attention.problem import SparseDecodeProblem, SparsePrefillProblem
 from gdn.ops.context.problem import ContextPartsProblem, ContextStartProblem, ContextTotalProblem
-from gdn.ops.delta_rule.problem import ChunkProblem, ChunkSummaryProblem, GdnDecodeProblem, RecurrentProblem
-from gdn.ops.delta_rule.problem_replay import AcceptDraftTreeProblem, FoldStatesProblem, entry_width, ring_choice
+from gdn.ops.delta_rule.problem import (
+    AcceptDraftTreeProblem,
+    ChunkProblem,
+    ChunkSummaryProblem,
+    FoldStatesProblem,
+    RecurrentProblem,
+    entry_width,
+    ring_choice,
+)
 from gdn.ops.indexer.problem import (
     CompressIndexerKeysProblem,
     ExpandTopkGroupsProblem,
     GatherIndexerCacheProblem,
+    MqaLogitsProblem,
+    PagedMqaLogitsProblem,
     PrepareIndexerProblem,
     QuantizeFp8Problem,
+    TopkProblem,
     WriteIndexerCacheProblem,
 )
-from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
 from gdn.ops.layer_step.problem import (
     AddRmsNormProblem,
     Conv1dProblem,
     Conv1dUpdateProblem,
     GatingProblem,
+    GdnDecodeProblem,
+    GdnPrefillProblem,
     RmsNormGatedProblem,
     SplitProblem,
 )
-from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
 
 _BF16, _FP8 = "bfloat16", "float8_e4m3fn"
 _TOKENS = 8192

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.ops.delta_rule.problem_replay import entry_width
+from gdn.ops.delta_rule.problem import entry_width
 from gdn.ops.delta_rule.tokens import Tokens
 
 Tensor = torch.Tensor

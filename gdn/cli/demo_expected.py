@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from gdn.ops.delta_rule.oracle import oracle_delta_rule
-from gdn.ops.delta_rule.oracle_replay import brought_up_to_date, live_places, without_new
+from gdn.ops.delta_rule.oracle import brought_up_to_date, live_places, oracle_delta_rule, without_new
 from gdn.ops.indexer.inputs import MqaInputs, PagedInputs
 from gdn.ops.indexer.oracle import ExactLogits, exact_mqa_logits, exact_paged_mqa_logits
 from gdn.testing.compare import after_summary

@@ -20,7 +20,7 @@ from gdn.device import H100, H200, DeviceSpec
 from gdn.layers.named import NAMED
 from gdn.models import ModelShape
 from gdn.ops.indexer.indexer_topk import units_per_block
-from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
 from gdn.problem import Problem
 from gdn.runtime import Choice, devices, env, explain_problem, registry
 from gdn.served import shape_of

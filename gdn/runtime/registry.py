@@ -79,18 +79,14 @@ _ANY_BACKEND: dict[str, str] = {backend: backend for backend in BACKENDS}
 _BLADNN = Preference("VLLM_GDN_USE_BLADNN", {"true": "cute", "false": "tilelang"})
 
 
-def _family(name: str, cases: str) -> Family:
-    return Family(cases, f"tests.compile.variants.{name}")
+def _family(name: str, variants: str) -> Family:
+    return Family(f"gdn.ops.{name}.cases", f"tests.compile.variants.{variants}")
 
 
-_DELTA_RULE = _family("delta_rule", "gdn.ops.delta_rule.cases")
-_DECODE = _family("decode", "gdn.ops.layer_step.cases_decode")
-_STEPS = _family("steps", "gdn.ops.layer_step.cases")
-_LOGITS = _family("logits", "gdn.ops.indexer.cases_logits")
-_TOPK = _family("topk", "gdn.ops.indexer.cases_topk")
-_INDEXER = _family("indexer", "gdn.ops.indexer.cases")
-_ATTENTION = _family("attention", "gdn.ops.attention.cases")
-_REPLAY = _family("replay", "gdn.ops.delta_rule.cases_replay")
+_DELTA_RULE, _REPLAY = _family("delta_rule", "delta_rule"), _family("delta_rule", "replay")
+_DECODE, _STEPS = _family("layer_step", "decode"), _family("layer_step", "steps")
+_LOGITS, _TOPK, _INDEXER = _family("indexer", "logits"), _family("indexer", "topk"), _family("indexer", "indexer")
+_ATTENTION = _family("attention", "attention")
 
 _OPERATORS = (
     Operator("chunk", _DELTA_RULE, ("chunk_gated_delta_rule",), _modules("chunk", "cute", "tilelang"), (_BLADNN,)),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 # Patterns of the modules outside of the kernel's package that decide what it compiles to. gdn.device does not: its limits and
 # peaks choose a configuration, and the configuration is part of every key.
-LEAVES = ("gdn.problem", "gdn.ops.*.problem", "gdn.ops.*.problem_*", "gdn.ops.*.tiles")
+LEAVES = ("gdn.problem", "gdn.ops.*.problem", "gdn.ops.*.tiles")
 ROOT = Path(__file__).resolve().parents[2]  # root of the leaves: the folder with gdn/
 
 _EVERYTHING = "*"  # name for a leaf that is imported as a module

@@ -21,8 +21,7 @@ from typing import Any
 from gdn.models import ModelShape
 from gdn.ops.delta_rule.crossing import replay_forms
 from gdn.ops.delta_rule.problem import ChunkProblem
-from gdn.ops.layer_step.problem import Conv1dProblem
-from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
+from gdn.ops.layer_step.problem import Conv1dProblem, GdnPrefillProblem
 from gdn.problem import Problem
 from gdn.runtime import env, explaining
 from gdn.served import attention, gdn_layer, rule, sizes, steps, vllm_replay

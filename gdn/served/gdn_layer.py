@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gdn.ops.delta_rule.problem import GdnDecodeProblem
-from gdn.ops.delta_rule.problem_replay import ring_choice
-from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
+from gdn.ops.delta_rule.problem import ring_choice
+from gdn.ops.layer_step.problem import GdnDecodeProblem, GdnPrefillProblem
 from gdn.served import sizes
 from gdn.served.sizes import Group
 

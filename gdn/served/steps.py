@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from gdn.ops.delta_rule.problem import ChunkProblem, RecurrentProblem
-from gdn.ops.delta_rule.problem_replay import AcceptDraftTreeProblem, FoldStatesProblem, entry_width
+from gdn.ops.delta_rule.problem import AcceptDraftTreeProblem, ChunkProblem, FoldStatesProblem, RecurrentProblem, entry_width
 from gdn.ops.layer_step.problem import Conv1dProblem, Conv1dUpdateProblem, RmsNormGatedProblem
 from gdn.served import sizes
 from gdn.served.gdn_layer import GdnLayer

@@ -19,8 +19,8 @@ from dataclasses import replace
 from itertools import product
 
 from gdn.device import H100, DeviceSpec
-from gdn.ops.delta_rule.problem import GdnDecodeProblem
 from gdn.ops.delta_rule.tiles import k_vector, reads_lines, v_per_thread_k_first
+from gdn.ops.layer_step.problem import GdnDecodeProblem
 from gdn.problem import DTYPE_BYTES
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, unserved

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
 from gdn.problem import DTYPE_BYTES
 from kernels_cute import chunk
 from kernels_cute.chunk import kernel as chunk_kernel

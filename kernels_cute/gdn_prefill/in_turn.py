@@ -13,8 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64, Uint8
 
-from gdn.ops.layer_step.problem import RmsNormGatedParams
-from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem, RmsNormGatedParams
 from gdn.problem import DTYPE_BYTES
 from kernels_cute.chunk import kernel as chunk
 from kernels_cute.chunk import library as chunk_library

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 
 from gdn.ops.delta_rule.problem import ChunkParams
-from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.chunk import fused
 from kernels_cute.chunk.arguments import TokenCopies, token_copies, z_copy
 from kernels_cute.chunk.roles.norm import NormTerms

@@ -12,8 +12,14 @@ from typing import Any
 import torch
 
 from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
-from gdn.ops.layer_step.problem import Conv1dParams, Conv1dProblem, RmsNormGatedParams, RmsNormGatedProblem
-from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.layer_step.problem import (
+    Conv1dParams,
+    Conv1dProblem,
+    GdnPrefillParams,
+    GdnPrefillProblem,
+    RmsNormGatedParams,
+    RmsNormGatedProblem,
+)
 from gdn.problem import DTYPE_BYTES
 
 ALIGNMENT = 256  # bytes, of the parts of the workspace

@@ -5,8 +5,7 @@ from typing import Any
 import cutlass.cute as cute
 
 from gdn.ops.delta_rule.problem import ChunkParams
-from gdn.ops.layer_step.problem import Conv1dParams
-from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.layer_step.problem import Conv1dParams, GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.common.memory import CUTE_DTYPES, columns, heads_of
 from kernels_cute.gdn_prefill.parts import kept_states, kept_windows
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gdn.device import H100, DeviceSpec
-from gdn.ops.indexer.problem_logits import LogitsProblem
+from gdn.ops.indexer.problem import LogitsProblem
 from gdn.problem import DTYPE_BYTES
 
 MAX_HEADS = 64  # four queries of them are one instruction's 256 columns, of one key head

@@ -9,7 +9,7 @@ overwrites what a later one reads.
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.ops.delta_rule.problem_replay import AcceptDraftTreeProblem
+from gdn.ops.delta_rule.problem import AcceptDraftTreeProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, space, unserved
 from kernels_cute.replay.shape import MOST_NODES

@@ -10,7 +10,7 @@ layers costs nothing where rings are empty.
 """
 
 from gdn.device import H100, DeviceSpec
-from gdn.ops.delta_rule.problem_replay import FoldStatesProblem
+from gdn.ops.delta_rule.problem import FoldStatesProblem
 from gdn.ops.delta_rule.tiles import TUNED_WITHIN, Tiles, k_vector
 from kernels_cute.common import choice
 from kernels_cute.common.choice import unserved

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from gdn.ops.delta_rule.problem_replay import FoldStatesParams, FoldStatesProblem
+from gdn.ops.delta_rule.problem import FoldStatesParams, FoldStatesProblem
 from gdn.ops.delta_rule.tiles import Tiles
 from kernels_cute.common import build, ptx, ring
 from kernels_cute.common.memory import fake, narrowed

@@ -5,7 +5,7 @@ from math import gcd
 from typing import Any
 
 from gdn.device import H100, DeviceSpec
-from gdn.ops.indexer.problem_logits import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.problem import DTYPE_BYTES
 
 WARPGROUP = 128

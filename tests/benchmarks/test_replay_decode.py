@@ -12,7 +12,7 @@ from benchmarks import replay_decode, replay_peers
 from benchmarks.replay_decode import Form, form_of, period
 from gdn.core import tunable as base
 from gdn.device import H100
-from gdn.ops.delta_rule.problem_replay import state_position
+from gdn.ops.delta_rule.problem import state_position
 from gdn.testing import timing
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import tvm_ffi
 from autotune.cases import Shape
 from gdn.device import H100
 from gdn.ops.delta_rule.inputs import recurrent_inputs, recurrent_problem, recurrent_tensors
-from gdn.ops.layer_step import cases_decode as decode
+from gdn.ops.layer_step import cases as decode
 from gdn.problem import Problem
 from gdn.runtime import compiled
 from tests.compile import fake_cuda

@@ -17,7 +17,7 @@ import tvm_ffi
 from gdn.device import H100
 from gdn.ops.attention.problem import SparseDecodeParams, SparseDecodeProblem
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, chunk_tensors
-from gdn.ops.indexer.problem_logits import MqaLogitsParams, MqaLogitsProblem, PagedMqaLogitsParams, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem, PagedMqaLogitsParams, PagedMqaLogitsProblem
 from gdn.problem import Problem
 from gdn.runtime import compiled
 from tests.compile import fake_cuda

@@ -8,8 +8,8 @@ import torch
 
 import gdn
 from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
-from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem
-from gdn.ops.indexer.reference_topk import list_short_rows
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.reference import list_short_rows
 from gdn.runtime import registry
 from tests.references import reference
 

@@ -9,7 +9,7 @@ from gdn.integrations import Refused, deepgemm, fla, flashinfer
 from gdn.ops.delta_rule.oracle import oracle_delta_rule
 from gdn.ops.indexer.inputs import make_mqa_inputs
 from gdn.ops.indexer.oracle import exact_mqa_logits, logits_error
-from gdn.ops.indexer.problem_logits import MqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 

@@ -5,7 +5,7 @@ import torch
 
 import gdn
 from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
-from gdn.ops.indexer.reference_logits import page_views
+from gdn.ops.indexer.reference import page_views
 from tests.gpu import test_mqa_logits, test_paged_mqa_logits
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from gdn import runtime
 from gdn.device import H100
 from gdn.ops.indexer.inputs import MqaInputs, make_mqa_inputs
 from gdn.ops.indexer.oracle import exact_mqa_logits, logits_error
-from gdn.ops.indexer.problem_logits import MqaLogitsParams, MqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem
 from gdn.runtime import registry
 
 pytestmark = pytest.mark.gpu

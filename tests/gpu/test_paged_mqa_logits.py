@@ -13,7 +13,7 @@ import torch
 import gdn
 from gdn.ops.indexer.inputs import PagedInputs, make_paged_inputs
 from gdn.ops.indexer.oracle import exact_paged_mqa_logits, logits_error
-from gdn.ops.indexer.problem_logits import PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import PagedMqaLogitsProblem
 from gdn.runtime import registry
 
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Stochastic rounding of a bfloat16 pool on the GPU: the noise of `gdn.ops.delta_rule.rounding`, bit for bit.
+"""Stochastic rounding of a bfloat16 pool on the GPU: the noise of `gdn.ops.delta_rule.tokens`, bit for bit.
 
 Where the keys are zero a token only decays the state: one product an element, whose bits do not depend on the layout, the
 dtype of the pool or the order of sums. Then a bfloat16 pool must hold the float32 pool of the same inputs, rounded, bit for
@@ -20,7 +20,7 @@ import gdn
 from gdn import runtime
 from gdn.device import H100
 from gdn.ops.delta_rule.inputs import recurrent_inputs, recurrent_problem
-from gdn.ops.delta_rule.rounding import stochastic_bfloat16
+from gdn.ops.delta_rule.tokens import stochastic_bfloat16
 from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
 from tests.gpu import cases, test_gdn_decode

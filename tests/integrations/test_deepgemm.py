@@ -10,7 +10,7 @@ import gdn
 from gdn.integrations import Refused, _hosts, _signatures, deepgemm
 from gdn.ops.indexer.inputs import MqaInputs, PagedInputs, make_mqa_inputs, make_paged_inputs
 from gdn.ops.indexer.oracle import exact_mqa_logits, exact_paged_mqa_logits, logits_error
-from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 from tests.integrations import stand_in
 
 NAMES = [name.rpartition(".")[2] for name in _hosts.DEEPGEMM.functions]

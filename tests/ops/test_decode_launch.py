@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.ops.delta_rule.problem import GdnDecodeParams, GdnDecodeProblem
+from gdn.ops.layer_step.problem import GdnDecodeParams, GdnDecodeProblem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import same_bits
 from tests.references import reference

@@ -10,7 +10,7 @@ import torch
 import gdn
 from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
 from gdn.ops.indexer.oracle import exact_mqa_logits, exact_paged_mqa_logits, logits_error
-from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 

@@ -13,7 +13,7 @@ import gdn
 from gdn import runtime
 from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
 from gdn.ops.indexer.oracle import exact_mqa_logits, exact_paged_mqa_logits, logits_error
-from gdn.ops.indexer.problem_logits import (
+from gdn.ops.indexer.problem import (
     MqaLogitsParams,
     MqaLogitsProblem,
     PagedMqaLogitsParams,
@@ -21,8 +21,7 @@ from gdn.ops.indexer.problem_logits import (
     TopkParams,
     TopkProblem,
 )
-from gdn.ops.indexer.reference_logits import key_range
-from gdn.ops.indexer.reference_topk import list_short_rows
+from gdn.ops.indexer.reference import key_range, list_short_rows
 from tests.references import reference
 
 FP8 = torch.float8_e4m3fn

@@ -14,7 +14,7 @@ from gdn.core import memo
 from gdn.ops.delta_rule import chunk, recurrent
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
-from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.runtime import env, guards
 from gdn.testing.compare import same_bits
 from tests.ops.bad_calls import CHUNK, RECURRENT, Arguments, Bad, check, good_chunk, good_recurrent

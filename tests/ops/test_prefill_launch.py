@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import error, same_bits
 from tests.ops.bad_calls import Bad

@@ -216,7 +216,8 @@ def test_bad_accepted_trees() -> None:
 @pytest.mark.parametrize("backend", ["cute", "tilelang"])
 def test_kernels_serve_a_ring(backend: str) -> None:
     from gdn.device import H100
-    from gdn.ops.delta_rule.problem import GdnDecodeProblem, RecurrentProblem
+    from gdn.ops.delta_rule.problem import RecurrentProblem
+    from gdn.ops.layer_step.problem import GdnDecodeProblem
     from gdn.runtime import candidates
     from tests.compile.variants.base import example
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import gdn
-from gdn.ops.indexer import reference_logits
+from gdn.ops.indexer import reference as reference_logits
 from gdn.ops.indexer.inputs import key_ranges, make_mqa_inputs, make_paged_inputs
 from gdn.ops.indexer.oracle import calc_diff, exact_mqa_logits, exact_paged_mqa_logits, logits_error
-from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 from tests.references import reference
 
 FORMS = [("float8_e4m3fn", True), ("float8_e4m3fn", False), ("bfloat16", False)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.ops.delta_rule.rounding import stochastic_bfloat16
+from gdn.ops.delta_rule.tokens import stochastic_bfloat16
 from gdn.testing.compare import same_bits
 from tests.replay_walk import CASES, Sequence, Shape, Walk, error_of, state_error, worst_head
 

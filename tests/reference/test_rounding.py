@@ -5,7 +5,7 @@ import math
 import torch
 
 from gdn.ops.delta_rule.inputs import recurrent_inputs, recurrent_problem
-from gdn.ops.delta_rule.rounding import mix, noise, stochastic_bfloat16
+from gdn.ops.delta_rule.tokens import mix, noise, stochastic_bfloat16
 from gdn.testing.compare import same_bits
 from tests.references import reference
 

@@ -11,7 +11,7 @@ import pytest
 from gdn.device import H100, H200, DeviceSpec
 from gdn.models import QWEN3_NEXT_80B
 from gdn.ops.delta_rule.problem import ChunkProblem
-from gdn.ops.indexer.problem_logits import TopkProblem
+from gdn.ops.indexer.problem import TopkProblem
 from gdn.problem import Problem, size
 from gdn.runtime import env, order, registry, select
 from gdn.runtime.select import Choice, MissingTunedEntry, Tuned, choose

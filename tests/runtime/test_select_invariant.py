@@ -12,7 +12,7 @@ import torch
 import gdn
 from gdn.ops.delta_rule import inputs
 from gdn.ops.indexer import inputs as inputs_logits
-from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.runtime import env
 
 Switch = Callable[..., env.Switches]

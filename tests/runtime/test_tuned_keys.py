@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gdn.ops.delta_rule.problem import ChunkProblem, RecurrentProblem
-from gdn.ops.indexer.problem_logits import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.problem import Problem
 from tests.problems import KINDS
 

@@ -1,4 +1,4 @@
-"""Checks of a ring and of the integers that say which of its entries are live (see gdn.ops.delta_rule.problem_replay).
+"""Checks of a ring and of the integers that say which of its entries are live (see gdn.ops.delta_rule.problem).
 
 Ring and counts are written in place or read where they lie, so nothing of the ring may be copied: its strides must be those that
 kernels take.
@@ -13,7 +13,7 @@ from gdn.core import check, values
 from gdn.core.check import INDEX_DTYPES, bad_value, is_less
 from gdn.core.modes import address
 from gdn.core.tensors import ALIGNMENT
-from gdn.ops.delta_rule.problem_replay import entry_width, most_tokens
+from gdn.ops.delta_rule.problem import entry_width, most_tokens
 
 MOST_COMMITTED = 2**31 - 1  # tokens of a sequence: kernels count in int32
 

@@ -18,8 +18,7 @@ from gdn.core.check import bad_value
 from gdn.core.constants import row_indices
 from gdn.core.modes import has_memory, is_tracing
 from gdn.core.ordered import ordered
-from gdn.ops.delta_rule import checks
-from gdn.ops.delta_rule import reference_gated as reference
+from gdn.ops.delta_rule import checks, reference
 from gdn.ops.delta_rule.checks import Sizes, States, Tokens
 from gdn.ops.delta_rule.chunk import chunk_gated_delta_rule
 from gdn.ops.delta_rule.crossing import recurrent_rows

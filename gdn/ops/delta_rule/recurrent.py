@@ -13,7 +13,7 @@ from gdn.core.constants import row_indices
 from gdn.core.modes import is_empty
 from gdn.core.tensors import as_int32, common_dtype, constant, dtypes_of, given_of
 from gdn.ops.delta_rule import checks, reference
-from gdn.ops.delta_rule.checks_intermediate import check_intermediate, check_intermediate_values
+from gdn.ops.delta_rule.checks import check_intermediate, check_intermediate_values
 from gdn.ops.delta_rule.checks_replay import Replay, Sequences, check_replay, check_replay_values
 from gdn.ops.delta_rule.problem import RecurrentParams, RecurrentProblem
 from gdn.runtime.registry import Backend
@@ -123,7 +123,7 @@ def fused_recurrent_gated_delta_rule(
         parent_token[i] of the same sequence (less than i), or the starting state where it is -1.
     rounding_seed : Tensor [1] of int64, optional
         Seed on the device: states stored in a bfloat16 pool are rounded stochastically, with the noise that
-        `gdn.ops.delta_rule.rounding` defines. None = rounded to nearest. No effect on float32 states.
+        `gdn.ops.delta_rule.tokens` defines. None = rounded to nearest. No effect on float32 states.
     intermediate_states, intermediate_indices : Tensor [rows, T_max, HS, K, V] and Tensor [>= N], optional
         A verification that is committed later: the state after token i of sequence n goes to
         intermediate_states[intermediate_indices[n], i], and nothing to the pool. Both together, with 1-D `ssm_state_indices`, the

@@ -11,7 +11,7 @@ tokens c <= j < p, and new token i has the position p + i:
     fold   S = exp(sum of g over [c, c')) S + sum_(c <= j < c') exp(sum of g over j < m < c') k_j u_j^T
 
 In a draft tree "new j < i" are the ancestors of i. Logarithms are added from the newest token back; sums are never subtracted.
-Rows of the ring that are not live are not read. Places (p, c, rows, padding) are those of `gdn.ops.delta_rule.problem_replay`.
+Rows of the ring that are not live are not read. Places (p, c, rows, padding) are those of `gdn.ops.delta_rule.problem`.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gdn.ops.delta_rule.problem_replay import entry_width, most_tokens, state_position
+from gdn.ops.delta_rule.problem import entry_width, most_tokens, state_position
 from gdn.ops.delta_rule.tokens import Tokens, load_state, sequences_of, store_state
 from gdn.reference_modes import inference_only, listed, ranges
 

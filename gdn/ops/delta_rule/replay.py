@@ -12,7 +12,7 @@ from gdn.core.tensors import ALIGNMENT, as_int32, common_dtype, dtypes_of, given
 from gdn.ops.delta_rule import checks
 from gdn.ops.delta_rule import reference_replay as reference
 from gdn.ops.delta_rule.checks_replay import MOST_COMMITTED, check_computed, check_ring, check_ring_layout
-from gdn.ops.delta_rule.problem_replay import (
+from gdn.ops.delta_rule.problem import (
     AcceptDraftTreeParams,
     AcceptDraftTreeProblem,
     FoldStatesParams,

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
 
 from gdn.device import H100, DeviceSpec
-from gdn.ops.delta_rule.problem import RecurrentProblem, unserved_dtypes
-from gdn.ops.delta_rule.problem_replay import most_tokens
+from gdn.ops.delta_rule.problem import RecurrentProblem, most_tokens, unserved_dtypes
 from gdn.problem import DTYPE_BYTES
 
 _COLUMNS_OF_WARP = 64  # of V, K first; a line of the L2 cache is 128 bytes

@@ -2,16 +2,36 @@
 
 Inputs have a layer's layout: q, k and w are slices of one projection, raw keys too; cache rows are taken in random order.
 Operators that neither normalise nor rotate are exact.
+
+Indexer logits as cases: ragged prefill, and decode from cache pages.
+
+Top-k as a case: rows of sums over heads of rectified products, like the indexer's logits.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from gdn.core.tunable import Maker, Shape, StepCase, Tensor, Tunable, Work, example, packed, params_of, resized
+from gdn.core.tunable import (
+    Maker,
+    SeededCase,
+    Shape,
+    StepCase,
+    Tensor,
+    Tunable,
+    Work,
+    WrongResult,
+    example,
+    packed,
+    params_of,
+    resized,
+)
+from gdn.ops.indexer import inputs as inputs_logits
+from gdn.ops.indexer import oracle
 from gdn.ops.indexer.problem import (
     CompressIndexerKeysParams,
     CompressIndexerKeysProblem,
@@ -20,13 +40,168 @@ from gdn.ops.indexer.problem import (
     GatherIndexerCacheParams,
     GatherIndexerCacheProblem,
     IndexerCacheProblem,
+    MqaLogitsParams,
+    PagedMqaLogitsParams,
     PrepareIndexerParams,
     PrepareIndexerProblem,
     QuantizeFp8Params,
     QuantizeFp8Problem,
+    TopkParams,
+    TopkProblem,
     WriteIndexerCacheParams,
     WriteIndexerCacheProblem,
 )
+from gdn.runtime import Prepared
+
+
+class _LogitsCase(SeededCase):
+    """Base of both forms: a NaN-filled out, and the verdict on it."""
+
+    def _arguments(self, rows: int, columns: int, **own: Any) -> tuple[dict[str, Any], torch.Tensor]:
+        """Arguments of a call, and the out of a launch."""
+        problem, dtype = self._problem, getattr(torch, self._problem.out_dtype)
+        out = torch.full((rows, columns), torch.nan, dtype=dtype, device=self._device)
+        return own | {"relu": problem.relu, "clean_logits": problem.clean, "out_dtype": dtype}, out
+
+    @cached_property
+    def _expected(self) -> oracle.ExactLogits:
+        raise NotImplementedError
+
+    def check(self, prepared: Prepared) -> float:
+        problem, expected, work = self._problem, self._expected, self._work(seed=0)
+        work.launch(prepared)()
+        out = work.params.out
+        wrong = oracle.logits_error(out, expected, fp8=problem.dtype == "float8_e4m3fn", clean=problem.clean)
+        if wrong is not None:
+            raise WrongResult(wrong)
+        return oracle.calc_diff(torch.where(expected.visible, out.double(), expected.values), expected.values)
+
+
+class RaggedCase(_LogitsCase):
+    """Prefill: a range of keys per query."""
+
+    def _inputs(self, seed: int) -> inputs_logits.MqaInputs:
+        return inputs_logits.make_mqa_inputs(self._problem, self._device, seed, ranges=self._shape.ranges)
+
+    @cached_property
+    def _expected(self) -> oracle.ExactLogits:
+        return oracle.exact_mqa_logits(self._inputs(seed=0), relu=self._problem.relu)
+
+    def _work(self, seed: int) -> Work:
+        arguments, out = self._arguments(self._problem.num_queries, self._problem.num_columns, **vars(self._inputs(seed)))
+        if self._problem.packed:
+            arguments["max_seqlen_k"] = self._problem.num_columns
+        params = params_of(MqaLogitsParams, arguments, out=out, scale=1.0, skip_rows_up_to=0)
+        return Work("mqa_logits", arguments, params)
+
+
+class PagedCase(_LogitsCase):
+    """Decode: the keys are in cache pages."""
+
+    def _inputs(self, seed: int) -> inputs_logits.PagedInputs:
+        return inputs_logits.make_paged_inputs(self._problem, self._device, seed)
+
+    @cached_property
+    def _expected(self) -> oracle.ExactLogits:
+        return oracle.exact_paged_mqa_logits(self._inputs(seed=0), relu=self._problem.relu)
+
+    def _work(self, seed: int) -> Work:
+        # Not the rows that the pages were made from, which serve the exact answer alone.
+        made, problem = self._inputs(seed), self._problem
+        arguments, out = self._arguments(problem.batch * problem.next_n, problem.max_context_len, **made.arguments())
+        cache = made.cache.flatten(1)  # a view: only the pages may be apart in memory
+        params = params_of(PagedMqaLogitsParams, arguments, cache=cache, out=out, scale=1.0, skip_rows_up_to=0)
+        return Work("paged_mqa_logits", arguments, params)
+
+
+def _ragged(
+    num_queries: int, num_keys: int, num_heads: int, ranges: str = "causal", bf16: bool = False, weights: bool = True,
+    clean: bool = True,
+) -> Shape:  # fmt: skip
+    """weights=False: no key scales either, as against the keys of groups. clean=False: the call of indexer_topk."""
+    sizes = {"num_queries": num_queries, "num_keys": num_keys, "num_columns": num_keys}
+    problem = example("mqa_logits", {"index_num_heads": num_heads}, fp8=not bf16, clean=clean, **sizes)
+    if not weights:
+        problem = replace(problem, has_k_scale=False, weights_dtype=None)
+    kind = ("bf16" if bf16 else "fp8") + ("" if weights else ", no weights") + ("" if clean else ", not clean")
+    return Shape(f"{num_queries} x {num_keys}, {num_heads} heads, {kind}, {ranges}", problem, ranges=ranges)
+
+
+def _useful_flops(shape: Shape) -> int:
+    """Operations of the pairs that are asked for: a causal prefill scores fewer than every (query, key)."""
+    problem: Any = shape.problem
+    if shape.ranges != "causal":
+        return int(problem.flops())
+    queries, keys = problem.num_queries, problem.num_keys
+    pairs = sum(min(max(keys - queries + row + 1, 0), keys) for row in range(queries))
+    return int(2 * pairs * problem.num_heads * problem.head_dim)
+
+
+def _paged(batch: int, context: int, num_heads: int, next_n: int = 1, bf16: bool = False) -> Shape:
+    sizes = {"next_n": next_n, "batch": batch, "max_context_len": context}
+    problem = example("paged_mqa_logits", {"index_num_heads": num_heads}, fp8=not bf16, **sizes)
+    kind = "bf16" if bf16 else "fp8"
+    return Shape(f"batch {batch}, context {context}, {num_heads} heads, next_n {next_n}, {kind}", problem)
+
+
+mqa_logits = Tunable(
+    RaggedCase,
+    shapes=(
+        _ragged(2048, 8192, 64, "full"), *(_ragged(4096, 32768, heads) for heads in (64, 32, 16)), _ragged(8192, 8192, 64),
+        _ragged(1024, 131072, 64), _ragged(8192, 8192, 16, bf16=True), _ragged(4096, 32768, 16, bf16=True),
+        _ragged(4096, 8192, 4, weights=False),
+    ),
+    tuned_only=(
+        _ragged(4096, 32768, 8),
+        *(_ragged(queries, 32768, heads, clean=False) for heads in (16, 64) for queries in (2048, 4096)),
+    ),
+    useful_flops=_useful_flops,
+    small=lambda shape: resized(shape, num_queries=70, num_keys=130, num_columns=130),
+)  # fmt: skip
+
+paged_mqa_logits = Tunable(
+    PagedCase,
+    shapes=(
+        _paged(32, 8192, 64), _paged(64, 32768, 64), _paged(64, 65536, 64), _paged(64, 32768, 32),
+        _paged(128, 8192, 64, next_n=2), _paged(1, 131072, 64), _paged(64, 32768, 16), _paged(64, 32768, 16, bf16=True),
+    ),
+    measured_only=(_paged(64, 65536, 16),),  # a cache as large as that of 64 heads
+    small=lambda shape: resized(shape, batch=3, max_context_len=150),
+)  # fmt: skip
+
+
+def _topk(make: Maker, problem: TopkProblem, lengths: Sequence[int]) -> Work:
+    """The range of every row is the whole row."""
+    shape = (problem.num_rows, problem.num_columns)
+    logits = torch.zeros(shape, dtype=torch.float32, device=make.device)
+    for _ in range(4):
+        logits += torch.randn(shape, dtype=torch.float32, device=make.device, generator=make.generator).relu_()
+    ends = torch.full((problem.num_rows,), problem.num_columns, dtype=torch.int32, device=make.device)
+    starts = None if problem.starts_dtype is None else torch.zeros_like(ends)
+    arguments: dict[str, Any] = {"logits": logits.to(getattr(torch, problem.dtype)), "row_starts": starts, "row_ends": ends}
+    out = torch.full((problem.num_rows, problem.k), -2, dtype=torch.int32, device=make.device)
+    params = TopkParams(**arguments, positions=None, out=out)
+    return Work("topk_indices", arguments | {"k": problem.k, "sorted_by": problem.sorted_by}, params, (out,))
+
+
+def _rows(num_rows: int, num_columns: int, k: int = 2048, dtype: str = "float32", starts: bool = True) -> Shape:
+    """starts=False: rows begin at column 0, like those of paged logits."""
+    fields: dict[str, Any] = {"dtype": dtype, "starts_dtype": "int32" if starts else None, "k": k}
+    kind = {"float32": "f32", "bfloat16": "bf16"}[dtype] + ("" if starts else ", no starts")
+    problem = example("topk", **fields, num_rows=num_rows, num_columns=num_columns)
+    return Shape(f"{num_rows} x {num_columns}, k {k}, {kind}", problem)
+
+
+topk = Tunable(
+    partial(StepCase, _topk, verdict="bits"),
+    shapes=(
+        _rows(4096, 8192), _rows(4096, 8192, 512), _rows(4096, 32768), _rows(64, 65536), _rows(64, 131072), _rows(1024, 131072),
+        _rows(4096, 32768, dtype="bfloat16"),
+    ),
+    tuned_only=(_rows(64, 65536, starts=False), _rows(64, 131072, starts=False)),
+    small=lambda shape: resized(shape, num_rows=5, num_columns=70, k=9),
+)  # fmt: skip
+
 
 _PAGE = 64
 

@@ -17,7 +17,7 @@ from gdn.core.check import bad_value
 from gdn.core.modes import is_empty, is_tracing
 from gdn.core.ordered import ordered
 from gdn.core.tensors import contiguous, contiguous_int32
-from gdn.ops.indexer import reference_topk as reference
+from gdn.ops.indexer import reference
 from gdn.ops.indexer.mqa_logits import check_operands, mqa_logits
 from gdn.ops.indexer.paged_mqa_logits import check_paged_operands, check_values, paged_mqa_logits
 from gdn.ops.indexer.topk import Rows, select_rows

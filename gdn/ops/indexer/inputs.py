@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gdn.ops.indexer.problem_logits import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
 
 FP8 = torch.float8_e4m3fn
 

@@ -11,9 +11,8 @@ from gdn.core.check import FLOAT_DTYPES, FP8, INDEX_DTYPES, bad_type, bad_value,
 from gdn.core.kinds import Kind
 from gdn.core.modes import is_empty
 from gdn.core.tensors import contiguous, contiguous_int32
-from gdn.ops.indexer import checks
-from gdn.ops.indexer import reference_logits as reference
-from gdn.ops.indexer.problem_logits import MqaLogitsParams, MqaLogitsProblem
+from gdn.ops.indexer import checks, reference
+from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem
 from gdn.runtime.registry import Backend
 
 

@@ -10,10 +10,9 @@ from gdn.core.call import always, choose, launch, new, operator, prepare, run_re
 from gdn.core.check import FLOAT_DTYPES, INDEX_DTYPES, dtype_name
 from gdn.core.modes import is_empty
 from gdn.core.tensors import dtypes_of
-from gdn.ops.indexer import reference_topk as reference
-from gdn.ops.indexer.problem import ExpandTopkGroupsParams, ExpandTopkGroupsProblem
-from gdn.ops.indexer.problem_logits import TopkParams, TopkProblem
-from gdn.ops.indexer.reference_topk import column_range, list_short_rows
+from gdn.ops.indexer import reference
+from gdn.ops.indexer.problem import ExpandTopkGroupsParams, ExpandTopkGroupsProblem, TopkParams, TopkProblem
+from gdn.ops.indexer.reference import column_range, list_short_rows
 from gdn.runtime.registry import Backend
 
 

@@ -11,7 +11,7 @@ from gdn.core.check import CONV_ACTIVATIONS, FLOAT_DTYPES, INDEX_DTYPES, bad_val
 from gdn.core.constants import even_offsets
 from gdn.core.modes import address, is_empty
 from gdn.core.tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional, target
-from gdn.ops.layer_step import reference_conv as reference
+from gdn.ops.layer_step import reference
 from gdn.ops.layer_step.problem import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
 from gdn.runtime.registry import Backend
 

@@ -9,11 +9,11 @@ from gdn.core.check import INDEX_DTYPES, bad_value, dtype_name
 from gdn.core.modes import is_empty
 from gdn.core.tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional
 from gdn.ops.delta_rule import checks
-from gdn.ops.delta_rule.checks_intermediate import check_intermediate, check_intermediate_values
+from gdn.ops.delta_rule.checks import check_intermediate, check_intermediate_values
 from gdn.ops.delta_rule.checks_replay import Replay, Sequences, check_replay, check_replay_values
-from gdn.ops.delta_rule.problem import GdnDecodeParams, GdnDecodeProblem
 from gdn.ops.layer_step import reference
 from gdn.ops.layer_step.checks import Layer, check_layer, check_projections
+from gdn.ops.layer_step.problem import GdnDecodeParams, GdnDecodeProblem
 from gdn.runtime.registry import Backend
 
 

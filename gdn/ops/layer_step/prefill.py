@@ -9,10 +9,10 @@ from gdn.core.check import dtype_name
 from gdn.core.modes import is_empty
 from gdn.core.tensors import aligned, as_int32, common_dtype, constant, described, dtypes_of, is_aligned, optional, target
 from gdn.ops.delta_rule import checks
-from gdn.ops.layer_step import reference_prefill as reference
+from gdn.ops.layer_step import reference
 from gdn.ops.layer_step.checks import Layer, check_layer, check_projections
-from gdn.ops.layer_step.problem_prefill import GdnPrefillParams, GdnPrefillProblem
-from gdn.ops.layer_step.reference_prefill import largest_prefill_operand
+from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.layer_step.reference import largest_prefill_operand
 from gdn.runtime.registry import Backend
 
 

@@ -1,7 +1,7 @@
 """Sizes of the streamed form that its choice of a configuration needs, and which problems it serves."""
 
-from gdn.ops.delta_rule.problem import GdnDecodeProblem
-from gdn.ops.delta_rule.problem_replay import most_tokens
+from gdn.ops.delta_rule.problem import most_tokens
+from gdn.ops.layer_step.problem import GdnDecodeProblem
 from gdn.problem import DTYPE_BYTES
 from kernels_cute.gdn_decode.shape import CHANNELS
 

@@ -5,8 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 from gdn.device import H100
-from gdn.ops.delta_rule.problem import GdnDecodeProblem
-from gdn.ops.layer_step.problem_prefill import GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnDecodeProblem, GdnPrefillProblem
 from gdn.problem import Problem
 from tests.compile.expectations import TENSOR_CORES, Expectation
 from tests.compile.variants import least

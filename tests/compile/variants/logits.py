@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gdn.ops.indexer.problem_logits import LogitsProblem
+from gdn.ops.indexer.problem import LogitsProblem
 from gdn.problem import Problem
 from tests.compile.expectations import Expectation
 from tests.compile.variants.base import Row, Variants, example

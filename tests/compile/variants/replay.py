@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from gdn.ops.delta_rule.problem_replay import AcceptDraftTreeProblem, FoldStatesProblem
+from gdn.ops.delta_rule.problem import AcceptDraftTreeProblem, FoldStatesProblem
 from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants.base import CONVOLUTION_POOLS, Axes, Row, Variants, example
