@@ -70,7 +70,7 @@ def _files(*patterns: str) -> list[Path]:
         ("problem.py", ("gdn.device",)),
         ("device.py", ()),
         ("models.py", ()),
-        ("examples.py", GROUND),
+        ("ops/*/examples.py", (*GROUND, "gdn.core.example")),
         ("ops/*/problem.py", GROUND),
         ("ops/*/tiles.py", GROUND),
     ],

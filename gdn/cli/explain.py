@@ -12,13 +12,13 @@ import torch
 import typer
 from rich.console import Console
 
-from gdn import examples
 from gdn.cli.explain_arguments import taken
 from gdn.cli.plain import print_json, wrapped
 from gdn.core.explain import notes_of
 from gdn.device import H100, H200, DeviceSpec
 from gdn.layers.named import NAMED
 from gdn.models import ModelShape
+from gdn.ops.attention import examples
 from gdn.ops.indexer.indexer_topk import units_per_block
 from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
 from gdn.problem import Problem

@@ -32,7 +32,7 @@ class Family:
 
     cases: str  # gdn.core.tunable.Tunable: shapes to tune and measure, inputs, the verdict on a result
     variants: str  # tests.compile.variants.Variants: axes of dtypes and flags to compile for, expected instructions
-    examples: str = "gdn.examples"  # function of a model's shapes and `fp8`: the problem of a serving engine's call
+    examples: str  # function of a model's shapes and `fp8`: the problem of a serving engine's call
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ _BLADNN = Preference("VLLM_GDN_USE_BLADNN", {"true": "cute", "false": "tilelang"
 
 
 def _family(name: str, variants: str) -> Family:
-    return Family(f"gdn.ops.{name}.cases", f"tests.compile.variants.{variants}")
+    return Family(f"gdn.ops.{name}.cases", f"tests.compile.variants.{variants}", f"gdn.ops.{name}.examples")
 
 
 _DELTA_RULE, _REPLAY = _family("delta_rule", "delta_rule"), _family("delta_rule", "replay")
@@ -137,7 +137,7 @@ _OPERATORS = (
 OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _OPERATORS}
 
 # Operators that other parts of gdn run and nobody calls. No switch orders their backend, and nothing tunes them.
-_CONTEXT = Family("", "tests.compile.variants.context")
+_CONTEXT = Family("", "tests.compile.variants.context", "gdn.ops.context.examples")
 _INTERNAL = (
     Operator("context_parts", _CONTEXT, (), _modules("context.parts", "cute")),
     Operator("context_total", _CONTEXT, (), _modules("context.total", "cute")),

@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 import gdn as gdn_package
-from gdn import examples
 from gdn.cli import app, doctor, explain_arguments
 from gdn.models import MODELS
+from gdn.ops.delta_rule import examples
 from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import cache_folder, compiled, env, registry, toolchain, tuned
 
