@@ -32,7 +32,7 @@ _SERVED_BY = {("layer_step", "delta_rule")}
 EXCEPTIONS: dict[str, str] = {
     "autotune.cli.tune": "typer makes the options of a command of its function's parameters, one each",
     "gdn.cli.compile.compile_command": "typer makes the options of a command of its function's parameters, one each",
-    "gdn.cli.demo.demo": "typer makes the options of a command of its function's parameters, one each",
+    "gdn.cli.demo.command.demo": "typer makes the options of a command of its function's parameters, one each",
     "gdn.distributed.chunk.chunk_gated_delta_rule": "the arguments of the operator, and the group",
     "gdn.distributed.conv.causal_conv1d_fn": "the arguments of the operator, and the group",
     "gdn.layers.caches.HybridCaches.__init__": "the options of its three caches, spelled out for type checkers",

@@ -14,7 +14,7 @@ import torch
 
 import gdn
 from autotune import cases, shapes
-from gdn.cli import demo_run
+from gdn.cli.demo import run as demo_run
 from gdn.device import H100
 from gdn.layers.named import NAMED, first_layers
 from gdn.ops.delta_rule import inputs

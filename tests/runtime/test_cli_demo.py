@@ -16,9 +16,12 @@ import torch
 from typer.testing import CliRunner
 
 import gdn
-from gdn.cli import app, demo_calls, demo_expected, demo_run
-from gdn.cli import demo as demo_command
-from gdn.cli.demo_floors import floor_us
+from gdn.cli import app
+from gdn.cli.demo import calls as demo_calls
+from gdn.cli.demo import command as demo_command
+from gdn.cli.demo import expected as demo_expected
+from gdn.cli.demo import run as demo_run
+from gdn.cli.demo.floors import floor_us
 from gdn.core.call import operator_named
 from gdn.layers import HybridConfig, HybridModel, RMSNorm
 from gdn.layers.loading import to_transformers

@@ -13,7 +13,7 @@ import torch
 
 import gdn
 from gdn import served
-from gdn.cli.demo_engine import Engine, EngineSizes
+from gdn.cli.demo.engine import Engine, EngineSizes
 from gdn.device import H100
 from gdn.integrations import _sglang_warm_up as sglang_warm_up
 from gdn.integrations._vllm_pages import page_of

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gdn.cli.demo_calls import Row
-from gdn.cli.demo_run import PHASES, Report
+from gdn.cli.demo.calls import Row
+from gdn.cli.demo.run import PHASES, Report
 from gdn.cli.plain import section, table
 from gdn.runtime import devices, packages
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gdn.cli.demo_expected import Call
+from gdn.cli.demo.expected import Call
 from gdn.problem import Problem
 from gdn.testing.timing import Limits
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.cli.demo_expected import Call, Pair, pairs
-from gdn.cli.demo_floors import floor_us
+from gdn.cli.demo.expected import Call, Pair, pairs
+from gdn.cli.demo.floors import floor_us
 from gdn.device import H100
 from gdn.runtime import Choice, explaining, registry
 from gdn.testing.compare import error as compare

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gdn.cli.demo_drafts import accept_greedily
-from gdn.cli.demo_graphs import FixedStep, FixedSteps
-from gdn.cli.demo_streams import EngineSizes as EngineSizes
-from gdn.cli.demo_streams import Generated as Generated
-from gdn.cli.demo_streams import Stream as Stream
-from gdn.cli.demo_streams import StreamLostError as StreamLostError
-from gdn.cli.demo_streams import Work
+from gdn.cli.demo.drafts import accept_greedily
+from gdn.cli.demo.graphs import FixedStep, FixedSteps
+from gdn.cli.demo.streams import EngineSizes as EngineSizes
+from gdn.cli.demo.streams import Generated as Generated
+from gdn.cli.demo.streams import Stream as Stream
+from gdn.cli.demo.streams import StreamLostError as StreamLostError
+from gdn.cli.demo.streams import Work
 from gdn.layers import (
     AttentionMetadataBuilder,
     CacheAllocator,

@@ -9,13 +9,13 @@ from typing import TypedDict
 import torch
 import torch.distributed as dist
 
-from gdn.cli.demo_calls import Checker, Row, intercepting
-from gdn.cli.demo_drafts import ngram_drafts, random_drafts
-from gdn.cli.demo_engine import Engine, EngineSizes, Generated
-from gdn.cli.demo_ranks import divided, told_by_all
-from gdn.cli.demo_reference import Deviation, Trace, deviations
-from gdn.cli.demo_replay import SequenceBytes, StepTimes, sequence_bytes, step_times
-from gdn.cli.demo_routes import Routes
+from gdn.cli.demo.calls import Checker, Row, intercepting
+from gdn.cli.demo.drafts import ngram_drafts, random_drafts
+from gdn.cli.demo.engine import Engine, EngineSizes, Generated
+from gdn.cli.demo.ranks import divided, told_by_all
+from gdn.cli.demo.reference import Deviation, Trace, deviations
+from gdn.cli.demo.replay import SequenceBytes, StepTimes, sequence_bytes, step_times
+from gdn.cli.demo.routes import Routes
 from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.loading import SafetensorsFolder, load
 from gdn.layers.random_weights import RandomTensors

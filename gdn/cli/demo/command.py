@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from gdn.cli import demo_ranks
-from gdn.cli.demo_report import device_name, print_report, versions
-from gdn.cli.demo_run import VERIFIED, Plan, Report, run
+from gdn.cli.demo import ranks
+from gdn.cli.demo.report import device_name, print_report, versions
+from gdn.cli.demo.run import VERIFIED, Plan, Report, run
 from gdn.cli.plain import print_json, warn, wrapped
 from gdn.layers import HybridModel
 from gdn.layers.loading import SafetensorsFolder, from_transformers, read_config
@@ -68,7 +68,7 @@ def demo(
 
     The operators' calls are checked in prefill, two speculative and two decode steps (on a CPU in all), the logits in every step.
     """
-    if cp > 1 and not demo_ranks.are_launched():
+    if cp > 1 and not ranks.are_launched():
         raise typer.BadParameter(f"expected 1 without torchrun, got {cp}", param_hint="--cp")
     if replay not in (None, "auto", "0", "1"):
         raise typer.BadParameter(f"expected auto, 0 or 1, got {replay!r}", param_hint="--replay")
@@ -77,7 +77,7 @@ def demo(
     plan = replace(plan, replay=has_replay, batch=(BATCH if plan.device.type == "cuda" else 0) if batch is None else batch)
     if plan.device.type == "cpu" and plan.name == "tiny":
         torch.set_num_threads(1)  # threads that wait for each other take longer than the tiny model's products
-    with demo_ranks.joined(tp * cp, plan.device) as group:
+    with ranks.joined(tp * cp, plan.device) as group:
         is_first = group is None or group.rank() == 0
         console = Console(quiet=as_json or not is_first)
         if is_first and plan.device.type == "cpu" and (weights := weight_bytes(plan)) > MANY_BYTES:
@@ -133,7 +133,7 @@ def _plan(
     is_long = on_gpu and max(LONG_LENGTHS) < config.max_position_embeddings
     plan = Plan(
         name, config, LONG_LENGTHS if is_long else SHORT_LENGTHS, steps or (GPU_STEPS if on_gpu else CPU_STEPS), drafts,
-        demo_ranks.own_device(torch.device("cuda" if on_gpu else "cpu")), tp, seed, checkpoint,
+        ranks.own_device(torch.device("cuda" if on_gpu else "cpu")), tp, seed, checkpoint,
     )  # fmt: skip
     if plan.sizes.max_seq_len > config.max_position_embeddings:
         most = config.max_position_embeddings - plan.sizes.max_seq_len + plan.steps

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from gdn.cli.demo_drafts import random_drafts
-from gdn.cli.demo_engine import Engine, EngineSizes
+from gdn.cli.demo.drafts import random_drafts
+from gdn.cli.demo.engine import Engine, EngineSizes
 from gdn.layers import GDNStateCache, HybridModel
 
 _PROMPT = 40  # tokens of a prompt

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from gdn.cli.demo_calls import on_reference
-from gdn.cli.demo_engine import Engine, Stream
-from gdn.cli.demo_routes import Routes, recording, reroutings
+from gdn.cli.demo.calls import on_reference
+from gdn.cli.demo.engine import Engine, Stream
+from gdn.cli.demo.routes import Routes, recording, reroutings
 from gdn.layers import HybridModel, MoE
 
 RATIO = 2.0  # largest accepted error, as a multiple of the error of the same model in the same dtype on the reference

@@ -1,7 +1,7 @@
 """Which experts a model selects for each row of a step.
 
 Scores of two experts may be nearly equal. A rounding then selects the other one, and the row is several times as far off as rows
-with the same experts: two kinds of rows, which are judged apart (`demo_reference`).
+with the same experts: two kinds of rows, which are judged apart (`reference.py`).
 """
 
 from collections.abc import Iterator, Sequence
