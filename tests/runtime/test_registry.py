@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import gdn
 from autotune.cases import Tunable
 from gdn import runtime
 from gdn.device import H100
@@ -50,9 +51,11 @@ def test_an_incomplete_record_names_what_it_lacks() -> None:
 
 
 def test_every_record_is_one_entry_of_the_registry() -> None:
-    """The names are distinct."""
-    source = Path(registry.__file__).read_text(encoding="utf-8")
-    assert source.count("    Operator(") == len(registry.every())
+    """All records of all families are handed in, and their names are distinct."""
+    folders = Path(gdn.__file__).parent.glob("ops/*/__init__.py")
+    assert sum(path.read_text(encoding="utf-8").count("    Operator(") for path in folders) == len(registry.every())
+    with pytest.raises(ValueError, match="chunk: expected one record of this name, got two"):
+        registry.add([registry.OPERATORS["chunk"]])
 
 
 def test_internal_operators_are_no_switches() -> None:
