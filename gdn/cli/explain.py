@@ -26,7 +26,7 @@ from gdn.runtime import Choice, devices, env, explain_problem, registry
 from gdn.served import shape_of
 
 _SPECS = {"h100": H100, "h200": H200}
-_OF_INDEXERS = ("indexer", "logits", "topk")  # families whose operators only models with an indexer run
+_OF_INDEXERS = "gdn.ops.indexer.cases"  # of operators that only models with an indexer run
 _PREFILL_BY_TORCH = "sequences of more than 8 new tokens run on torch where the host knows all lengths"
 
 
@@ -77,7 +77,7 @@ def _is_of_indexers(operator: registry.Operator) -> bool:
     if operator.name == "attention":
         return False
     return any(
-        part.name.startswith("sparse_attention") or (part.family is not None and part.family.cases.split(".")[-1] in _OF_INDEXERS)
+        part.name.startswith("sparse_attention") or (part.family is not None and part.family.cases == _OF_INDEXERS)
         for part in parts
     )
 

@@ -297,8 +297,8 @@ def test_any_other_bit_of_a_convolutions_pool_fails(shape: shapes.Shape) -> None
         case.check(_prepared(shape, spoil))
 
 
-_FAMILIES = ("gdn.ops.layer_step.cases", "gdn.ops.indexer.cases")
-_STEPS = [one.name for one in registry.with_kernels() if one.family is not None and one.family.cases in _FAMILIES]
+_VARIANTS = ("tests.compile.variants.steps", "tests.compile.variants.indexer")
+_STEPS = [one.name for one in registry.with_kernels() if one.family is not None and one.family.variants in _VARIANTS]
 
 
 @pytest.mark.parametrize("op", _STEPS)
