@@ -13,12 +13,13 @@ import gdn
 from gdn.cli import app
 from gdn.cli.demo import run as demo_run
 from gdn.cli.demo.calls import Checker, _private, intercepting, worst
-from gdn.cli.demo.expected import Call, pairs
+from gdn.cli.demo.expected import pairs
 from gdn.cli.demo.replay import sequence_bytes, step_times
 from gdn.layers import HybridModel
 from gdn.layers.named import NAMED, first_layers
 from gdn.layers.random_weights import fill_randomly
 from gdn.runtime import env
+from gdn.testing.expected import Call
 from tests.cli.test_demo_engine import make_engine, make_model, make_prompts
 from tests.gpu.replay_slots import Fold
 from tests.layers.small import small_config

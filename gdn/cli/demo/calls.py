@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.cli.demo.expected import Call, Pair, pairs
+from gdn.cli.demo.expected import pairs
 from gdn.cli.demo.floors import floor_us
 from gdn.device import H100
 from gdn.runtime import Choice, explaining, registry
 from gdn.testing.compare import error as compare
+from gdn.testing.expected import Call, Pair
 from gdn.testing.timing import Limits, copies_beyond_l2, time_us
 
 Handler = Callable[[str, Callable[..., Any], dict[str, Any]], Any]

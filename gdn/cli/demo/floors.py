@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gdn.cli.demo.expected import Call
 from gdn.problem import Problem
+from gdn.testing.expected import Call
 from gdn.testing.timing import Limits
 
 Tensor = torch.Tensor

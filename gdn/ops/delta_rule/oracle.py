@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gdn.testing.compare import after_summary
+from gdn.testing.expected import Arguments, Call, Expected, Pair, Pairs, often, once
+
 
 @dataclass
 class DeltaRuleResult:
@@ -192,3 +195,44 @@ def without_new(ring: Tensor, places: Sequence[Place], lengths: Sequence[int]) -
         for position in range(end - length, end):
             kept[slot, position % ring.shape[1]] = 0
     return kept
+
+
+def _delta_rule(call: Call, before: Arguments) -> Pairs:
+    """The token recurrence."""
+    exact = oracle_delta_rule(**before)
+    assert exact.state is not None
+    # o [1, tokens, heads, V] is compared head by head.
+    output = Pair(call.result[0][0].transpose(0, 1), exact.o[0].transpose(0, 1), often(before["q"]))
+    return [output, Pair(call.after["initial_state"], exact.state, often(before["q"]))]
+
+
+def _summary(call: Call, before: Arguments) -> Pairs:
+    """The token recurrence from zeros, and from the identity without values; judged by what they make of a random state."""
+    h, P = call.result
+    identity = torch.eye(P.shape[-1], device=P.device, dtype=torch.float64).expand(P.shape).contiguous()
+    zeros = torch.zeros(*before["v"].shape[:-1], P.shape[-1], dtype=torch.float32, device=P.device)
+    runs = (oracle_delta_rule(**before), oracle_delta_rule(**before | {"v": zeros, "initial_state": identity}))
+    exact = [one.state for one in runs]
+    assert exact[0] is not None and exact[1] is not None
+    v_first = before["state_v_first"]
+    return [Pair(after_summary(h, P, v_first), after_summary(exact[0], exact[1], v_first), often(before["q"]))]
+
+
+def _folded(call: Call, before: Arguments) -> Pairs:
+    """The states of all layers after all of their entries, and the counts."""
+    found, counts = [], before["state_tokens"].clone()
+    for layer, (states, ring) in enumerate(zip(before["ssm_state"], before["ring"], strict=True)):
+        phase = (before["fold_phase"] + layer) % before["fold_every"]
+        places, _ = live_places(before, phase, [1] * len(before["state_indices"]))
+        exact = brought_up_to_date(states, ring, places, before["num_k_heads"], v_first=before["state_v_first"])
+        found.append(Pair(call.after["ssm_state"][layer], exact, once(states)))
+        for place in places:
+            counts[place.slot] = place.end
+    return [*found, Pair(call.after["state_tokens"], counts, 0.0)]
+
+
+EXPECTED: Expected = {
+    "fold_states": _folded,
+    "chunk_gated_delta_rule": _delta_rule,
+    "chunk_summary": _summary,
+}
