@@ -1,6 +1,6 @@
 """A shape as work on a device: inputs, the exact answer, a verdict on a kernel's result, and calls to time.
 
-One module per family of operators, which holds an `gdn.core.tunable.Tunable` per operator under the operator's name.
+Each family of operators has a module `cases`, with a `gdn.core.tunable.Tunable` per operator under the operator's name.
 
 Inputs rotate: there are enough sets of them that none is found in the L2 cache. The set that is checked is never timed, so
 that timing, which updates states in place, cannot change what is checked.
