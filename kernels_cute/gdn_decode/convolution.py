@@ -17,6 +17,7 @@ from kernels_cute.common.memory import load, load_channels, pointer, sigmoid, st
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
 from kernels_cute.gdn_decode.spec import Block, Registers, Spec, column_in_head, place_of_gates
 
+
 @cute.jit
 def convolve(spec: Spec, p: Constexpr, registers: Registers):
     """registers.out [CHANNELS] = the convolution's output for item p of the thread."""

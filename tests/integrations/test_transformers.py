@@ -221,9 +221,10 @@ def test_modes_are_asked_once_a_call_of_the_model(monkeypatch: pytest.MonkeyPatc
     decode = prompts(1)[0]
 
     def look(*_: Any) -> None:
-        (closure,) = (cell.cell_contents for cell in linear.forward.__func__.__closure__ if isinstance(cell.cell_contents, again.Again))
-        found.append(closure._boundaries)
-        modes.append(closure._boundaries.mode)
+        cells = [cell.cell_contents for cell in linear.forward.__func__.__closure__]
+        (own,) = (one._boundaries for one in cells if isinstance(one, again.Again))
+        found.append(own)
+        modes.append(own.mode)
 
     modes: list[packed.Mode | None] = []
     with on_layers(small) as handle:

@@ -51,8 +51,8 @@ class Boundaries(threading.local):
     """What the layers must know of the model call that this thread is in.
 
     current: offsets [N + 1] of packed sequences over all tokens; None where each row is one sequence. unserved_mask: why the mask
-    of attention with an indexer must be read as it is; None where it hides padding and later tokens alone. mode: None outside of a
-    call, and where the layers ask for themselves.
+    of attention with an indexer must be read as it is; None where it hides padding and later tokens alone. mode: None outside of
+    a call, and where the layers ask for themselves.
     """
 
     def __init__(self) -> None:

@@ -55,9 +55,9 @@ def layer_forward(
     if cache_name == "cache":
 
         def replacement(
-            self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *, use_cache: Any = _ABSENT,
-            output_router_logits: Any = _ABSENT, output_hidden_states: Any = _ABSENT, output_attentions: Any = _ABSENT,
-            **others: Any,
+            self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
+            use_cache: Any = _ABSENT, output_router_logits: Any = _ABSENT, output_hidden_states: Any = _ABSENT,
+            output_attentions: Any = _ABSENT, **others: Any,
         ) -> Any:  # fmt: skip
             if attention_mask is None and not others:
                 result = again(self, hidden_states, cache)
