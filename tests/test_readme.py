@@ -49,7 +49,7 @@ def test_the_smallest_call_runs() -> None:
 
 
 def test_the_table_of_functions_is_complete() -> None:
-    """"Which function do I call?" names every public function, and nothing else of gdn."""
+    """The table "Which function do I call?" names every public function, and nothing that does not exist."""
     section = README.partition("## Which function do I call?")[2].partition("\n## ")[0]
     answers = "".join(line.strip("|").rpartition("|")[2] for line in section.splitlines() if line.startswith("| "))
     named = set(re.findall(r"`(\w+)`", answers))
