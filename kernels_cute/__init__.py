@@ -1,4 +1,4 @@
-"""CuTe DSL kernels for SM90, one operator per file. Loaded by name by gdn.runtime; see README, "Architecture"."""
+"""CuTe DSL kernels for SM90, one operator per file. Loaded by name by gdn.runtime; see docs/architecture.md."""
 
 import os
 

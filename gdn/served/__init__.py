@@ -117,16 +117,24 @@ def _of_config(config: Any, **more: Any) -> GdnLayer:
     )  # fmt: skip
 
 
-def _replay_forms(layer: GdnLayer, switch: str) -> tuple[bool, ...]:
-    return replay_forms(switch, layer.num_v_heads, (layer.head_k_dim, layer.head_v_dim), layer.num_spec)
+def _forms(layer: GdnLayer, switch: str) -> Iterator[tuple[GdnLayer, bool]]:
+    """The layer, and the same without drafts, whose ring is another one; each with replay and without, as far as it is reached.
+
+    Without a ring the steps with drafts hold those without.
+    """
+    for num_spec in dict.fromkeys((layer.num_spec, 0)):
+        one = dataclasses.replace(layer, num_spec=num_spec)
+        for has_replay in replay_forms(switch, one.num_v_heads, (one.head_k_dim, one.head_v_dim), num_spec):
+            if has_replay or num_spec == layer.num_spec:
+                yield one, has_replay
 
 
 def _layers(config: Any, state: str, num_spec: int, replay: str) -> Iterator[Group]:
     layer = _of_config(
         config, layout="concatenated", state_dtype=state, num_spec=num_spec, has_offsets=True, checkpoints=(False, True)
     )
-    for has_replay in _replay_forms(layer, replay):
-        yield from _steps_of_layers(dataclasses.replace(layer, replay=has_replay), config.num_linear_layers)
+    for one, has_replay in _forms(layer, replay):
+        yield from _steps_of_layers(dataclasses.replace(one, replay=has_replay), config.num_linear_layers)
     if layer.head_k_dim == layer.head_v_dim <= 128 and layer.head_k_dim % 8 == 0:
         yield from layer.prefill()
     else:
@@ -153,8 +161,9 @@ def _vllm(config: Any, state: str, num_spec: int, replay: str) -> Iterator[Group
             channels_contiguous=channels_contiguous, checkpoints=(False, True),
         )  # fmt: skip
         yield from gdn_layer.problems(layer)
-        if True in _replay_forms(layer, replay):
-            yield from vllm_replay.groups(layer)
+        for one, has_replay in _forms(layer, replay):
+            if has_replay:
+                yield from vllm_replay.groups(one)
 
 
 def _sglang(config: Any, state: str, num_spec: int) -> Iterator[Group]:

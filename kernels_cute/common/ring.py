@@ -186,10 +186,11 @@ def row_of(ring: RingTile, base: Int32, entry: Int32):
 
 @cute.jit
 def live_entries(ring: RingTile, entries: Entries, first_and_committed: Any, phase: Int32):
-    """The entries of positions [first, committed), once they are in shared memory."""
+    """The entries of positions [first, committed), once they are in shared memory. Of padding, which may have any count, none
+    before `committed` is live."""
     first, committed = first_and_committed
     written = ptx.load_word(entries.written)
-    start = cutlass.max(written, first) - first
+    start = cutlass.max(cutlass.min(written, committed), first) - first
     target = cutlass.max(written, boundary(ring, committed, phase)) - first
     base = Int32(Uint32(first) % ring.rows)
     is_valid = (written <= committed) & (written >= 0)

@@ -111,7 +111,8 @@ def key_of(ring: RingTile, entries: Entries, entry: Int32, before: Int32, rows: 
 
 @cute.jit
 def add_products(ring: RingTile, key: Int32, tokens: Any, part: Int32, rX: cute.Tensor):
-    """rX = the lane's parts of key . k_0, key . q_0, key . k_1, ... tokens: address of q of the first, bytes from one to the next."""
+    """rX = the lane's parts of key . k_0, key . q_0, key . k_1, ...; tokens: address of q of the first, bytes from one to the
+    next."""
     rows, pitch = tokens
     rX.fill(0.0)
     for c in cutlass.range_constexpr(ring.passes_of_team):
@@ -147,9 +148,16 @@ def product(ring: RingTile, key: Int32, tokens: Any, batch: Constexpr, part: Int
 
 @cute.jit
 def store_weights(
-    ring: RingTile, entries: Entries, entry: Int32, before: Int32, rX: cute.Tensor, part: Int32, rTails: cute.Tensor, rG: cute.Tensor
+    ring: RingTile,
+    entries: Entries,
+    entry: Int32,
+    before: Int32,
+    rX: cute.Tensor,
+    part: Int32,
+    rTails: cute.Tensor,
+    rG: cute.Tensor,
 ):
-    """The weights of the team's entry, from its lanes' parts of the products: one in each lane, for as many lanes as there are."""
+    """The weights of the team's entry, from its lanes' parts of the products; a lane stores one, as far as there are any."""
     count, new = cutlass.const_expr(cute.size(rX)), entry - before
     value = total_of_team(rX, part)
     exponent = cutlass.select_(new < 0, tail_of(ring, entry, rTails), Float32(0.0))

@@ -196,8 +196,8 @@ def _heads(problem: GdnDecodeProblem) -> int:
 def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     """The measured choice (LAB-NOTES.md), by the value heads of the call: too few for the device, one wave, several, many."""
     streamed = _streamed(problem, device)
-    # Of drafts an item for every third SM: with one for every fourth the other form takes as long, with fewer it is faster. Of one
-    # token it is the faster one up to an item an SM, and takes as long with two.
+    # Drafts: an item for every third SM; with one for every fourth the other form takes as long, with fewer it is faster. One
+    # token: the other form is faster up to an item an SM, and takes as long with two.
     least = device.num_sms // 3 if problem.has_accepted else 3 * device.num_sms // 2
     if streamed is not None and max(problem.num_sequences, 1) * problem.num_k_heads >= least:
         return streamed

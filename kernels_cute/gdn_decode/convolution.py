@@ -98,8 +98,18 @@ def load_gates(spec: Spec, params: GdnDecodeParams, token: Int32, block: Block, 
 
 @cute.jit
 def load_head_gates(spec: Spec, params: GdnDecodeParams, block: Block, rGates: cute.Tensor):
-    """The head's A_log and dt_bias, for the same thread."""
-    load_numbers(spec, block, ((params.A_log, block.place.head), (params.dt_bias, block.place.head)), rGates, 0)
+    """The head's A_log and dt_bias, for the same thread. Two branches on one condition that write registers become one: values
+    are chosen by it instead, so that these loads do not wait for those of a and b."""
+    if cutlass.const_expr(spec.stages_state):
+        load_numbers(spec, block, ((params.A_log, block.place.head), (params.dt_bias, block.place.head)), rGates, 0)
+    else:
+        A_log = Float32(0.0)
+        dt_bias = Float32(0.0)
+        if block.thread == spec.tiles.threads - 1:
+            A_log = params.A_log[block.place.head].to(Float32)
+            dt_bias = params.dt_bias[block.place.head].to(Float32)
+        rGates[0] = A_log.bitcast(Int32)
+        rGates[1] = dt_bias.bitcast(Int32)
 
 
 @cute.jit
@@ -129,12 +139,16 @@ def number_of(spec: Spec, gX: cute.Tensor, word: Any) -> Any:
     return ptx.number(gX.element_type, word) if spec.stages_state else word.bitcast(Float32)
 
 
-def gates(spec: Spec, params: GdnDecodeParams, block: Block, rGates: cute.Tensor) -> tuple[Any, Any]:
-    """Log decay and beta, of what `load_gates` and `load_head_gates` have loaded."""
-    (gA, _), (gB, _) = place_of_gates(spec, params, block)
-    tensors = (params.A_log, params.dt_bias, gA, gB)
-    A_log, dt_bias, a, b = [number_of(spec, gX, rGates[i]) for i, gX in enumerate(tensors)]
-    return log_decay(a + dt_bias, -cute.math.exp(A_log)), 1.0 / (1.0 + cute.math.exp(-b))
+def log_decay_of(spec: Spec, params: GdnDecodeParams, block: Block, rGates: cute.Tensor) -> Any:
+    """Log decay of what `load_head_gates` and `load_gates` have loaded."""
+    tensors = (params.A_log, params.dt_bias, place_of_gates(spec, params, block)[0][0])
+    A_log, dt_bias, a = [number_of(spec, gX, rGates[i]) for i, gX in enumerate(tensors)]
+    return log_decay(a + dt_bias, -cute.math.exp(A_log))
+
+
+def beta_of(spec: Spec, params: GdnDecodeParams, block: Block, rGates: cute.Tensor) -> Any:
+    """Beta of what `load_gates` has loaded."""
+    return 1.0 / (1.0 + cute.math.exp(-number_of(spec, place_of_gates(spec, params, block)[1][0], rGates[3])))
 
 
 @cute.jit

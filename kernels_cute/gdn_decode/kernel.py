@@ -146,8 +146,8 @@ def block_of(spec: Spec) -> Block:
 def load_inputs(spec: Spec, params: GdnDecodeParams, block: Block, begin: Int32, registers: Registers):
     """What does not wait for the slot: the filter, and of one token its row.
 
-    Loads to registers share six counters, and what waits for one of them may wait for the state. Only where the state does not come
-    to registers are these asked for before the slot is known.
+    Loads to registers share six counters, and what waits for one of them may wait for the state. Only where the state does not
+    come to registers are these asked for before the slot is known.
     """
     if cutlass.const_expr(not spec.has_several_tokens):
         load_row(spec, params, begin, block, registers)

@@ -15,7 +15,7 @@ from kernels_cute.common.ring import Entries, Live
 from kernels_cute.common.staged_state import fill_state
 from kernels_cute.common.state_sums import Exchange, add_up
 from kernels_cute.common.state_tile import store_state
-from kernels_cute.gdn_decode.convolution import gates, load_gates, load_row, store_column
+from kernels_cute.gdn_decode.convolution import beta_of, load_gates, load_row, log_decay_of, store_column
 from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, column_in_head
 from kernels_cute.gdn_decode.token import (
     gate_of_norm,
@@ -109,7 +109,7 @@ def run_token(
 def write_gates(spec: Spec, params: GdnDecodeParams, block: Block, newest: Int32, registers: Registers, shared: Shared):
     """Log decay and beta of the token to shared memory, by the thread that has loaded what they are made of."""
     if block.thread == spec.tiles.threads - 1:
-        g, beta = gates(spec, params, block, registers.gates)
+        g, beta = [of(spec, params, block, registers.gates) for of in (log_decay_of, beta_of)]
         ptx.store_one(shared.entries.decays + newest * 4, g)
         ptx.store_one(shared.tokens + 4 * spec.gates_at + 4, beta)
 

@@ -79,8 +79,6 @@ def run_batch(
             cute.arch.cluster_arrive_relaxed()
 
     live = ring.live_entries(spec.ring, entries, (sequence.first, sequence.committed), params.fold_phase)
-    # Of padding, which may have any count, no entry is live: all weights that are read below have been written.
-    live = live._replace(start=cutlass.min(live.start, live.count))
     rDecays, rY, rV, rBeta, rU, rK = [cute.make_rmem_tensor(batch, Float32) for _ in range(6)]
     norms = shared.tokens + batch * pitch
     ring_batch.weigh(spec.ring, entries, live, before, batch, (shared.tokens, pitch, norms), thread, rDecays)

@@ -12,7 +12,7 @@ from kernels_cute.common.delta_rule import Work, add_products, combine, make_wor
 from kernels_cute.common.memory import narrowed, sigmoid
 from kernels_cute.common.state_sums import Exchange, add_up
 from kernels_cute.common.state_tile import Place, store_kept_state, store_state
-from kernels_cute.gdn_decode.convolution import convolve, gates, load_gates, load_row, store_column
+from kernels_cute.gdn_decode.convolution import beta_of, convolve, load_gates, load_row, log_decay_of, store_column
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
 from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, column_in_head
 
@@ -85,8 +85,9 @@ def write_inputs(spec: Spec, params: GdnDecodeParams, block: Block, registers: R
     """q, k and v after the convolution, and decay and beta, to shared memory."""
     write_convolved(spec, block, registers, shared)
     if block.thread == spec.tiles.threads - 1:
-        g, beta = gates(spec, params, block, registers.gates)
-        ptx.store_pair(shared.tokens + 4 * spec.gates_at, cute.math.exp(g), beta)
+        at = shared.tokens + 4 * spec.gates_at
+        ptx.store_one(at, cute.math.exp(log_decay_of(spec, params, block, registers.gates)))
+        ptx.store_one(at + 4, beta_of(spec, params, block, registers.gates))
 
 
 @cute.jit

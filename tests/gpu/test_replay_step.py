@@ -141,26 +141,33 @@ def test_accepted_tokens(fold_every: int, most: int, v_first: bool, device: torc
 
 
 @LAYOUTS
-def test_counts_that_make_padding(v_first: bool, device: torch.device) -> None:
-    """As on a device, where nothing checks them: zero rows, and nothing is written."""
-    members = [Member(20, a=2, tokens=3)] * 10
+@pytest.mark.parametrize("has_drafts", [False, True], ids=["one token", "drafts"])
+@pytest.mark.parametrize("batch", [10, 200])
+def test_counts_that_make_padding(v_first: bool, has_drafts: bool, batch: int, device: torch.device) -> None:
+    """As on a device, where nothing checks them: zero rows, and nothing is written. Of few sequences and of many, two kernels."""
+    members = [Member(20, a=2, tokens=3) if has_drafts else Member(20)] * batch
     members[3] = Member(0, is_null=True)
-    step = Step(members, Case(v_first=v_first), rows=22, has_drafts=True)
+    step = Step(members, Case(v_first=v_first), rows=22 if has_drafts else 16, has_drafts=has_drafts)
     arguments, _ = step.arguments(device)
     slots = arguments["state_indices"].tolist()
     arguments["state_tokens"][slots[0]] = 21  # more than p
     arguments["state_tokens"][slots[8]] = -1
-    arguments["state_tokens"][slots[9]] = 2**30
-    arguments["num_accepted_tokens"][[1, 2, 4]] = torch.tensor([0, 5, -1], dtype=torch.int32, device=device)
+    arguments["state_tokens"][slots[9]] = 2**31 - 1
+    padding = [0, 3, 5, 6, 8, 9]
+    if has_drafts:
+        padding += [1, 2, 4]
+        arguments["num_accepted_tokens"][[1, 2, 4]] = torch.tensor([0, 5, -1], dtype=torch.int32, device=device)
     arguments["state_indices"][5] = arguments["ring"].shape[0]  # a slot of the pool without a ring
     arguments["num_computed_tokens"][6] = -3
     before = {name: copy_of(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
     out = gdn.fused_gdn_decode(**arguments, backend="cute")
     live = torch.zeros(out.shape[0], dtype=torch.bool, device=device)
-    live[step.sized.starts()[7] : step.sized.starts()[8]] = True
-    assert bool((out[~live] == 0).all()) and bool((out[live] != 0).any()) and not bool(out.isnan().any())
+    served = [n for n in range(batch) if n not in padding]
+    for n in served:
+        live[step.sized.starts()[n] : step.sized.starts()[n + 1]] = True
+    assert bool((out[~live] == 0).all()) and bool((out[live] != 0).any(-1).all()) and not bool(out.isnan().any())
     for name in ("ring", "ssm_state", "conv_state"):
-        others = [slot for slot in range(arguments[name].shape[0]) if slot != slots[7]]
+        others = sorted(set(range(arguments[name].shape[0])) - {slots[n] for n in served})
         assert same_bits(arguments[name][others], before[name][others]), name
 
 

@@ -263,6 +263,12 @@ class _Same(nn.Module):
         return hidden_states
 
 
+def enter(text_model: Any, **given: Any) -> None:
+    """Begins a call of the model, whose hooks ask once what its layers need not ask again."""
+    for hook in text_model._forward_pre_hooks.values():
+        hook(text_model, (), given)
+
+
 def transformers(device: torch.device) -> Iterator[Path]:
     """A layer of Qwen3-Next, as the layer around it calls it, with a static cache; its projections and the call itself apart."""
     from transformers.cache_utils import StaticCache
@@ -280,6 +286,7 @@ def transformers(device: torch.device) -> Iterator[Path]:
     layer: Any = model.model.layers[0].linear_attn
     same, projections = _Same(), {name: getattr(layer, name) for name in ("in_proj_qkvz", "in_proj_ba")}
     enable(model, strict=True, allow_reference=True)
+    enter(model.model, input_ids=torch.zeros(ROWS, 1, dtype=torch.long, device=device))
     for name, length in (("decode", 1), ("prompts", LENGTH)):
         hidden = zeros(device, ROWS, length, 64)
         given = {one: _Given(projection(hidden.view(-1, 64))) for one, projection in projections.items()}

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 from gdn.integrations import Handle, _calls, _hosts, _kept, _records, installed
-from gdn.integrations._transformers import again, cached, functions, layer
+from gdn.integrations._transformers import again, cached, functions, layer, packed
 from gdn.integrations.transformers import enable, warm_up
 from tests.integrations import transformers_host as host
 from tests.integrations.transformers_host import assert_close, on, prompts, reasons, run, served
@@ -212,6 +212,38 @@ def test_a_call_like_those_before_is_not_asked_again(monkeypatch: pytest.MonkeyP
         assert why(grad=True) == AUTOGRAD
         handle.disable()
         assert why() == "not asked"  # the host's own forward
+
+
+def test_modes_are_asked_once_a_call_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are forgotten after it, whether it ended or failed; with gradients or autocast each layer asks for itself."""
+    small, found = with_fused_kernels(), []
+    (linear,) = host.linear_layers(small)
+    decode = prompts(1)[0]
+
+    def look(*_: Any) -> None:
+        cells = [cell.cell_contents for cell in linear.forward.__func__.__closure__]
+        (own,) = (one._boundaries for one in cells if isinstance(one, again.Again))
+        found.append(own)
+        modes.append(own.mode)
+
+    modes: list[packed.Mode | None] = []
+    with on_layers(small) as handle:
+        hook = linear.register_forward_pre_hook(look)
+        cache = host.dynamic(small)
+        for _ in range(3):
+            with torch.no_grad():
+                small(decode, past_key_values=cache, use_cache=True)
+        assert modes == 3 * [packed.Mode(None, None, False)] and found[0].mode is None and served(handle) == 3
+        counted = served(handle)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            small(decode, past_key_values=cache, use_cache=True)
+        small(decode, past_key_values=cache, use_cache=True)
+        assert modes[3:] == [None, None] and served(handle) == counted
+        hook.remove()
+        monkeypatch.setattr(linear.out_proj, "forward", lambda *_: 1 / 0)
+        with torch.no_grad(), pytest.raises(ZeroDivisionError):
+            small(decode, past_key_values=cache, use_cache=True)
+        assert found[0].mode is None
 
 
 @pytest.mark.parametrize(("kind", "dims"), [("qwen3_next", (20, 20)), ("qwen3_5", (20, 20)), ("qwen3_next", (16, 24))])

@@ -323,6 +323,18 @@ def test_layers_of_vllm_by_replay(kind: dict[str, Any], monkeypatch: pytest.Monk
     assert set(found["0"]) < set(found["1"])  # whether a server replays depends on its settings too
 
 
+@pytest.mark.parametrize("host", ["layers", "vllm"])
+def test_a_folder_for_drafts_serves_without_them(host: str) -> None:
+    """By replay too, though the ring is another one."""
+    config = NAMED["qwen3-next-80b"].per_rank(4)
+
+    def static(num_spec: int) -> set[Any]:
+        groups = served.groups(config, num_spec=num_spec, hosts=(host,), replay="1")
+        return {(problem.op, problem.static_key()) for group in groups for problem in group}
+
+    assert static(0) < static(3)
+
+
 def test_head_dims_that_do_not_replay() -> None:
     assert not list(vllm_replay.groups(GdnLayer(4, 8, 40, 40))) and list(vllm_replay.groups(GdnLayer(4, 8, 64, 128)))
 

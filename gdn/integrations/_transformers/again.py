@@ -19,8 +19,8 @@ class Form(NamedTuple):
     """What follows from the form of the tokens and from the stream.
 
     guard: of the call that it was made for. rows, strides: of the tokens as rows; None where they are not contiguous, or the
-    fused operators have no kernel. result: sizes of the result. gpu: its index, None on the CPU. recurring: index tensors of the
-    operator.
+    fused operators have no kernel. result, result_strides: of the tokens, as of the result. gpu: its index, None on the CPU.
+    recurring: index tensors of the operator.
     """
 
     guard: Guard | None
@@ -29,7 +29,8 @@ class Form(NamedTuple):
     stream: int | None
     rows: tuple[int, int] | None = None
     strides: tuple[int, int] = (0, 1)
-    result: tuple[int, int, int] = (0, 0, -1)
+    result: tuple[int, int, int] = (0, 0, 0)
+    result_strides: tuple[int, int, int] = (0, 0, 1)
     is_decode: bool = False
     recurring: Any = None
 
@@ -43,8 +44,8 @@ class Form(NamedTuple):
             return Form(guard, has_previous, device.index, stream)
         recurring = indices.rows(batch, device) if is_decode else indices.prompts(batch, length, has_previous, device)
         return Form(
-            guard, has_previous, device.index, stream, (batch * length, hidden), (hidden, 1), (batch, length, -1), is_decode,
-            recurring,
+            guard, has_previous, device.index, stream, (batch * length, hidden), (hidden, 1), (batch, length, hidden),
+            (length * hidden, hidden, 1), is_decode, recurring,
         )  # fmt: skip
 
 
@@ -63,10 +64,11 @@ class Again:
     def __call__(self, layer: Any, hidden_states: Tensor, cache: Any) -> Tensor | None:
         """The result; None if the call differs, and then nothing was done. One function, since each further one takes as long as
         two of the comparisons."""
-        facts, calls = self._facts, self._calls
-        if cache is None or not calls.active or self._boundaries.current is not None:
+        facts, calls, boundaries = self._facts, self._calls, self._boundaries
+        if cache is None or is_compiling() or not calls.active or boundaries.current is not None:
             return None
-        if is_compiling() or is_grad_enabled():
+        mode = boundaries.mode
+        if mode is None and is_grad_enabled():
             return None
         try:
             made = cache.layers[facts.layer_idx]
@@ -96,13 +98,18 @@ class Again:
         # Its index tensors are those of a stream. While a graph is captured only those of decode serve: they are never dropped.
         # What a capture makes belongs to the graph, and is not kept.
         if is_here and gpu is not None:
-            is_here = form.stream == raw_stream(gpu) and (form.is_decode or not is_current_stream_capturing())
+            if mode is not None and mode.gpu == gpu:
+                is_here = form.stream == mode.stream and (form.is_decode or not mode.is_capturing)
+            else:
+                is_here = form.stream == raw_stream(gpu) and (form.is_decode or not is_current_stream_capturing())
         if not is_here:
             form = Form.of(facts, guard, hidden_states, has_previous)
             if form.gpu is None or not is_current_stream_capturing():
                 self._form = form
+        if form.rows is None:
+            return None
         # Without an argument it reports CUDA's state, in a fifth of the time that the name of a device takes.
-        if form.rows is None or (is_autocast_enabled("cpu") if form.gpu is None else is_autocast_enabled()):
+        if mode is None and (is_autocast_enabled("cpu") if form.gpu is None else is_autocast_enabled()):
             return None
 
         calls.served += 1
@@ -121,4 +128,6 @@ class Again:
             core = facts.prefill(qkv, z, b, a, windows, weight, A_log, dt_bias, gain, pool, *recurring, bias)
             made.has_previous_state[0] = True
         result: Tensor = parts["out_proj"](core)
-        return result.view(form.result)
+        if result.size(-1) == form.rows[1] and result.is_contiguous():
+            return view_of(result, form.result, form.result_strides)
+        return result.view(*form.result[:2], -1)

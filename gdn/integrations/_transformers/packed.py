@@ -5,10 +5,12 @@ position_ids do not reach them. A hook before the text model derives the boundar
 """
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from gdn.runtime.streams import raw_stream
 
 OUTSIDE = "called outside of its model"
 OTHER_MASK = "a mask that hides more than padding and later tokens, or that cannot be read"
@@ -26,11 +28,31 @@ IN_PARTS = (
 )
 
 
+class Mode(NamedTuple):
+    """Torch's modes in a call of the model without gradients and autocast: asked once, they need not be asked in every layer.
+
+    gpu: index of the tokens' device, None on the CPU. stream: its current one. is_capturing: whether a graph takes it in.
+    """
+
+    gpu: int | None
+    stream: int | None
+    is_capturing: bool
+
+    @staticmethod
+    def now(device: torch.device) -> "Mode | None":
+        """None with gradients or autocast: then each layer asks for itself."""
+        gpu = device.index
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
+            return None
+        return Mode(None, None, False) if gpu is None else Mode(gpu, raw_stream(gpu), torch.cuda.is_current_stream_capturing())
+
+
 class Boundaries(threading.local):
     """What the layers must know of the model call that this thread is in.
 
     current: offsets [N + 1] of packed sequences over all tokens; None where each row is one sequence. unserved_mask: why the mask
-    of attention with an indexer must be read as it is; None where it hides padding and later tokens alone.
+    of attention with an indexer must be read as it is; None where it hides padding and later tokens alone. mode: None outside of
+    a call, and where the layers ask for themselves.
     """
 
     def __init__(self) -> None:
@@ -40,6 +62,7 @@ class Boundaries(threading.local):
         """Forgets the call, which is over."""
         self.current: Tensor | None = None
         self.unserved_mask: str | None = OUTSIDE
+        self.mode: Mode | None = None
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:

@@ -12,7 +12,8 @@ from gdn.integrations._transformers import cached, layer, packed, qsa
 from gdn.integrations._transformers.again import Again
 
 _OLD_NAME = "the cache has its old name"
-_UNREAD = frozenset({"use_cache", "output_router_logits", "output_hidden_states", "output_attentions"})  # by any layer of these
+_UNREAD = ("use_cache", "output_router_logits", "output_hidden_states", "output_attentions")  # by any layer of these
+_ABSENT: Any = object()
 
 
 def _cache_type() -> type:
@@ -54,24 +55,37 @@ def layer_forward(
     if cache_name == "cache":
 
         def replacement(
-            self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **others: Any
-        ) -> Any:
-            result = None
-            if attention_mask is None and others.keys() <= _UNREAD:
+            self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
+            use_cache: Any = _ABSENT, output_router_logits: Any = _ABSENT, output_hidden_states: Any = _ABSENT,
+            output_attentions: Any = _ABSENT, **others: Any,
+        ) -> Any:  # fmt: skip
+            if attention_mask is None and not others:
                 result = again(self, hidden_states, cache)
-            return forward(self, hidden_states, cache, attention_mask, others) if result is None else result
+                if result is not None:
+                    return result
+            passed_on = _given(use_cache, output_router_logits, output_hidden_states, output_attentions)
+            return forward(self, hidden_states, cache, attention_mask, others | passed_on)
 
         return replacement
 
     def replacement_of_old_name(
-        self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **others: Any
-    ) -> Any:
-        result = None
-        if attention_mask is None and others.keys() <= _UNREAD:
+        self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, *,
+        use_cache: Any = _ABSENT, output_router_logits: Any = _ABSENT, output_hidden_states: Any = _ABSENT,
+        output_attentions: Any = _ABSENT, **others: Any,
+    ) -> Any:  # fmt: skip
+        if attention_mask is None and not others:
             result = again(self, hidden_states, cache_params)
-        return forward(self, hidden_states, cache_params, attention_mask, others) if result is None else result
+            if result is not None:
+                return result
+        passed_on = _given(use_cache, output_router_logits, output_hidden_states, output_attentions)
+        return forward(self, hidden_states, cache_params, attention_mask, others | passed_on)
 
     return replacement_of_old_name
+
+
+def _given(*values: Any) -> dict[str, Any]:
+    """Arguments that no layer reads, as far as they were given. Named in a signature they need not be looked up in each call."""
+    return {name: value for name, value in zip(_UNREAD, values, strict=True) if value is not _ABSENT}
 
 
 def attention_forward(

@@ -78,7 +78,6 @@ def prepare_item(
     write_channels(spec, thread, registers, shared)
     cute.arch.mbarrier_wait(storage.entries_full.data_ptr() + buffer, served // spec.buffers % 2)
     live = live_entries(spec.ring, shared.entries, (item.first, item.committed), params.fold_phase)
-    live = live._replace(start=cutlass.min(live.start, live.count))  # of one that turns out to be padding it may be anything
     finish_inputs(spec, params, item, live, thread, registers, shared)
     if thread == 0:
         publish(item, live, shared)
