@@ -3,7 +3,7 @@
 Per token of a state head: S = exp(g) S; u = beta (v - S^T k); S = S + k u^T; o = S^T q.
 
 Head dims 64 and 128: kernel.py, which has the formulas and names the files of every form. Other head dims: head_dims, which runs
-that kernel on padded tensors, or the recurrent kernel. `gdn.problems.ChunkParams` is the contract of a launch.
+that kernel on padded tensors, or the recurrent kernel. `gdn.ops.delta_rule.problem.ChunkParams` is the contract of a launch.
 """
 
 from collections.abc import Callable, Mapping

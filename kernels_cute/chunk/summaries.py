@@ -1,6 +1,6 @@
 """Summaries of sequences under the gated delta rule: h and P of S' = P S + h. k [1, L, Hk, D], v [1, L, HV, D] -> [N, HS, D, D].
 
-The kernel: split/parts.py. `gdn.problems.ChunkSummaryParams` is the contract of a launch.
+The kernel: split/parts.py. `gdn.ops.delta_rule.problem.ChunkSummaryParams` is the contract of a launch.
 """
 
 from dataclasses import dataclass

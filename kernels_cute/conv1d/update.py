@@ -1,8 +1,8 @@
 """Causal depthwise convolution of a decode step, with its windows in a pool of slots. The formula: `convolution`.
 
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_state [slots, dim, columns], oldest input
-first: see `gdn.problems.Conv1dUpdateParams`. A block owns one sequence and `threads * 8` channels: why windows may overlap their
-own shifted copy, and how a draft tree finds its inputs, is in DESIGN.md.
+first: see `gdn.ops.layer_step.problem.Conv1dUpdateParams`. A block owns one sequence and `threads * 8` channels: why windows may
+overlap their own shifted copy, and how a draft tree finds its inputs, is in DESIGN.md.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,7 @@
 Tensors: mixed_qkv [L, 2 * H * K + HV * V] (or interleaved with z, or with z, b and a after it), z [L, HV, V], out [L, HV * V]
 bfloat16 | float16; a, b [L, HV];
 windows [slots, 2 * H * K + HV * V, columns]; state [slots, HV, V, K] or [slots, HV, K, V] float32 | bfloat16.
-`gdn.problems.GdnDecodeParams` has the contract of each.
+`gdn.ops.layer_step.problem.GdnDecodeParams` has the contract of each.
 
 A cluster owns a sequence and a key head: `splits` blocks for each of its value heads, a block has threads / threads_per_column *
 v_per_thread columns of V. Every block of it computes q and k again (4 KiB of its 32 KiB and more), so nothing but sums of squares

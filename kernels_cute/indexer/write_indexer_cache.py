@@ -1,8 +1,8 @@
 """Key rows into the indexer's cache, in the cache's form: e4m3 with a scale per row, plain e4m3, or bfloat16.
 
 Tensors: k [L, kv_heads, D] bfloat16 | float16, slot_mapping [L], cache [pages, elements of a page].
-`gdn.problems.WriteIndexerCacheParams` is the contract. A group of lanes owns a row; `rows.py` describes it in registers and
-in a page. The results are bit for bit the reference's.
+`gdn.ops.indexer.problem.WriteIndexerCacheParams` is the contract. A group of lanes owns a row; `rows.py` describes it in
+registers and in a page. The results are bit for bit the reference's.
 """
 
 from dataclasses import dataclass

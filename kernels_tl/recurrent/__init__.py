@@ -10,7 +10,7 @@ q (times scale) and k are divided by their L2 norms on request; the norms are ro
 and u, never the registers of q and k.
 
 Tensors: q [1, L, Hq, K], k [1, L, Hk, K], v and out [1, L, heads, V] bfloat16 | float16; g, beta [1, L, HS]; state
-[slots, HS, V, K] or [slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentParams` has the contract of each.
+[slots, HS, V, K] or [slots, HS, K, V] float32 | bfloat16. `gdn.ops.delta_rule.problem.RecurrentParams` has the contract of each.
 
 A block owns (sequence, state head, block_v columns of V). `threads_per_column` threads share the K entries of `v_per_thread`
 columns each, so a dot product is log2(threads_per_column) shuffles; nothing passes through shared memory but the sums of K-first
