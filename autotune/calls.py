@@ -11,18 +11,20 @@ from random import Random
 from typing import Any
 
 from autotune.shapes import Shape
-from gdn import examples
 from gdn.models import QWEN3_NEXT_80B
-from gdn.problems import ChunkProblem, DeltaRuleProblem, LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem, RecurrentProblem
+from gdn.ops.delta_rule import examples as delta_rule_examples
+from gdn.ops.delta_rule.problem import ChunkProblem, DeltaRuleProblem, RecurrentProblem
+from gdn.ops.indexer import examples as indexer_examples
+from gdn.ops.indexer.problem import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
 
 OPERATORS = ("chunk", "recurrent", "mqa_logits", "paged_mqa_logits")
 
-_CHUNK = examples.chunk(QWEN3_NEXT_80B).static_fields()  # the delta rule as serving engines call it
-_RECURRENT = examples.recurrent(QWEN3_NEXT_80B).static_fields()
+_CHUNK = delta_rule_examples.chunk(QWEN3_NEXT_80B).static_fields()  # the delta rule as serving engines call it
+_RECURRENT = delta_rule_examples.recurrent(QWEN3_NEXT_80B).static_fields()
 _DRAFTS: dict[str, Any] = {"write_every_token": True, "has_accepted": True}
 _RAGGED, _PAGED = (
     example(replace(QWEN3_NEXT_80B, index_num_heads=64), fp8=True).static_fields()
-    for example in (examples.mqa_logits, examples.paged_mqa_logits)
+    for example in (indexer_examples.mqa_logits, indexer_examples.paged_mqa_logits)
 )
 _BF16: dict[str, Any] = {"dtype": "bfloat16", "has_k_scale": False}
 

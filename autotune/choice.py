@@ -11,7 +11,7 @@ from autotune import cases, tuning, workers
 from autotune.shapes import Shape
 from gdn import runtime
 from gdn.device import DeviceSpec
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import Choice, compiled, registry
 from gdn.testing import timing
 

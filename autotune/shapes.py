@@ -1,6 +1,6 @@
 """Shapes worth tuning and measuring, by operator: problems as serving engines call them.
 
-Each operator's shapes are in its module of `autotune.cases`. A tuned entry also serves calls with other gates, index dtypes and
+Each operator's shapes are in the `cases.py` of its family. A tuned entry also serves calls with other gates, index dtypes and
 flags than the shape's (`Problem.tune_fields`).
 """
 

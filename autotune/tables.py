@@ -14,9 +14,10 @@ from autotune.tuning import Kernel, Winner
 from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
 from gdn.models import QWEN3_NEXT_80B
-from gdn.problems import Problem
+from gdn.ops.delta_rule import inputs
+from gdn.problem import Problem
 from gdn.runtime import compiled, registry, tuned
-from gdn.testing import inputs, machine_code
+from gdn.testing import machine_code
 
 DEVICES: dict[str, DeviceSpec] = {spec.key: spec for spec in (H100, H200)}
 

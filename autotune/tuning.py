@@ -18,7 +18,7 @@ from autotune import cases, workers
 from autotune.shapes import Shape
 from gdn import runtime
 from gdn.device import DeviceSpec
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import KernelCandidate, compiled, registry, source
 from gdn.testing import machine_code, timing
 

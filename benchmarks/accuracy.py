@@ -10,9 +10,10 @@ import torch
 
 import gdn
 from benchmarks import peers
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule import inputs, oracle
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import registry
-from gdn.testing import compare, inputs, oracle
+from gdn.testing import compare
 
 _TOKENS = 1024
 _LONG = 131072

@@ -23,7 +23,7 @@ from torch import Tensor
 import gdn
 import gdn.distributed
 from benchmarks.ranks import TIMEOUT
-from gdn.cli.demo_ranks import join
+from gdn.cli.demo.ranks import join
 from gdn.cli.plain import table
 from gdn.layers import AttentionMetadataBuilder, GatedDeltaNet, GDNMetadataBuilder, HybridConfig, SparseAttention
 from gdn.layers.named import NAMED

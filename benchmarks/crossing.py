@@ -1,6 +1,7 @@
 """`python -m benchmarks.crossing`: from how many tokens a sequence on the chunk form beats the recurrent form, on this GPU.
 
-`gdn.crossing.RECURRENT_TOKENS` holds the answer that `gdn.gated_delta_rule` uses: the smallest over the batches that a step has.
+`RECURRENT_TOKENS` (`gdn.ops.delta_rule.crossing`) holds the answer that `gdn.gated_delta_rule` uses: the smallest over the
+batches that a step has.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,11 @@ from rich.table import Table
 
 import gdn
 from gdn.cli.plain import run_alone
-from gdn.crossing import RECURRENT_TOKENS
 from gdn.models import MODELS
+from gdn.ops.delta_rule import inputs
+from gdn.ops.delta_rule.crossing import RECURRENT_TOKENS
 from gdn.runtime import registry
-from gdn.testing import inputs, timing
+from gdn.testing import timing
 
 SEQUENCES = (1, 8, 32, 128)
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)  # of each sequence
@@ -62,7 +64,7 @@ def main(tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the shapes
         table.add_row(str(sequences), *(f"{one:.1f} / {other:.1f}" for one, other in times.values()), str(found[-1]))
     console = Console()
     console.print(table)
-    console.print(f"the smallest is {min(found)} tokens; gdn.crossing.RECURRENT_TOKENS is {RECURRENT_TOKENS}")
+    console.print(f"the smallest is {min(found)} tokens; gdn.ops.delta_rule.crossing.RECURRENT_TOKENS is {RECURRENT_TOKENS}")
 
 
 if __name__ == "__main__":

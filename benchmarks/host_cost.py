@@ -28,8 +28,9 @@ import gdn
 from autotune import shapes
 from gdn.cli.plain import run_alone
 from gdn.device import H100
+from gdn.ops.delta_rule import inputs
+from gdn.ops.indexer import inputs as inputs_logits
 from gdn.runtime import compiled, devices, env, prepare, registry, toolchain
-from gdn.testing import inputs, inputs_logits
 
 Call = Callable[[], object]
 
@@ -80,7 +81,11 @@ def as_an_h100(*more: AbstractContextManager[Any]) -> Iterator[None]:
     """Presents the CPU as an H100 whose values nobody reads. more: patches for as long, which keep kernels from running."""
     for operator in registry.OPERATORS.values():
         getattr(gdn, operator.functions[0])  # loads its module
-    readers = [module for name, module in sys.modules.items() if name.startswith("gdn.ops.") and hasattr(module, "reads_values")]
+    readers = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith(("gdn.core.", "gdn.ops.")) and hasattr(module, "reads_values")
+    ]
     with (
         contextlib.ExitStack() as patches,
         mock.patch.object(devices, "describe", lambda device: (H100, "no device")),

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdn import runtime
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import Prepared, env
 from gdn.testing.timing import Limits
 

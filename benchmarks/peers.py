@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks import dense_attention
-from gdn.problems import ChunkProblem, Problem, RecurrentProblem, SparsePrefillProblem
+from gdn.ops.attention.problem import SparsePrefillProblem
+from gdn.ops.delta_rule.problem import ChunkProblem, RecurrentProblem
+from gdn.problem import Problem
 from gdn.testing import timing
 
 Outputs = tuple[torch.Tensor, torch.Tensor]  # o [tokens, HV, V]; final states [N, HV, V, K], of attention an empty tensor

@@ -24,7 +24,8 @@ from torch.nn import functional
 import gdn
 from benchmarks import peers
 from benchmarks.peers import Outputs, Peer
-from gdn.problems import ChunkProblem, GdnPrefillProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
+from gdn.ops.layer_step.problem import GdnPrefillProblem
 
 OP = "gdn_prefill"
 OURS = "gdn"  # as a library: the separate operators

@@ -20,8 +20,8 @@ from rich.console import Console
 from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.stacks import BLOCK_SIZE, decode_step, fill
-from gdn.cli.demo_graphs import FixedStep
-from gdn.cli.demo_ranks import join
+from gdn.cli.demo.graphs import FixedStep
+from gdn.cli.demo.ranks import join
 from gdn.cli.plain import table
 from gdn.layers import HybridCaches, HybridConfig, HybridModel
 from gdn.layers.loading import load

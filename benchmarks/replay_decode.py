@@ -27,12 +27,12 @@ from torch import Tensor
 
 import gdn
 from autotune import cases
-from autotune.cases import base
 from autotune.shapes import Shape
 from benchmarks import replay_peers
 from gdn.cli.plain import run_alone
+from gdn.core import tunable as base
 from gdn.device import DeviceSpec
-from gdn.problems.replay import mean_accepted, ring_choice
+from gdn.ops.delta_rule.problem import mean_accepted, ring_choice
 from gdn.runtime import devices, registry
 from gdn.testing import timing
 

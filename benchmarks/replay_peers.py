@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.problems.replay import mean_accepted
+from gdn.ops.delta_rule.problem import mean_accepted
 from gdn.testing import timing
 
 _MODULE = "flashinfer.gdn_kernels.gdn_decode_bf16_wy_ucache_flush"

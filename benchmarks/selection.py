@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import gdn
-from gdn import reference
-from gdn.reference.indexer import rms_norm, rope
+from gdn.ops.indexer import reference
+from gdn.ops.indexer.reference import rms_norm, rope
 
 Tensor = torch.Tensor
 

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.problems import (
+from gdn.ops.context.problem import (
     ContextPartsParams,
     ContextPartsProblem,
     ContextStartParams,
     ContextStartProblem,
     ContextTotalParams,
     ContextTotalProblem,
+    message_numbers,
 )
-from gdn.problems.context import message_numbers
 
 NULL_SLOT = 0
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int32: "int32", torch.int64: "int64", None: None}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.problems import entry_width
-from gdn.reference.tokens import Tokens
+from gdn.ops.delta_rule.problem import entry_width
+from gdn.ops.delta_rule.tokens import Tokens
 
 Tensor = torch.Tensor
 CASES = ("layer", "slow", "near", "kept", "near kept", "cut", "underflow")  # those of the accuracy table, in its order

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from gdn.runtime import registry
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL_PACKAGES = ("kernels_tl", "kernels_cute")
 MODULES = sorted({module for op in registry.every() for module in op.modules.values()})
-LEAVES = ("gdn.problems", "gdn.device", "gdn.recurrent_tiles")
+LEAVES = ("gdn.problem", "gdn.device", "gdn.ops.*.problem", "gdn.ops.*.tiles")
 
 
 def _sources(*packages: str) -> list[Path]:
@@ -39,7 +40,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def _within(module: str, allowed: tuple[str, ...]) -> bool:
-    return any(module == name or module.startswith(name + ".") for name in allowed)
+    return any(fnmatchcase(module, name) or fnmatchcase(module, name + ".*") for name in allowed)
 
 
 @pytest.mark.parametrize("package", KERNEL_PACKAGES)
@@ -50,29 +51,54 @@ def test_kernels_import_the_leaves_of_gdn_alone(package: str) -> None:
                 assert _within(module, (*LEAVES, package)), f"{path}: {module}"
 
 
-@pytest.mark.parametrize(
-    ("name", "allowed"),
-    [("problems", ("gdn.problems",)), ("device", ()), ("models", ()), ("examples", ("gdn.problems", "gdn.models"))],
+GROUND = (
+    "gdn.problem",
+    "gdn.device",
+    "gdn.models",
+    "gdn.reference_modes",
+    "gdn.ops.*.problem",
 )
-def test_leaves_import_the_standard_library_and_leaves_below_them(name: str, allowed: tuple[str, ...]) -> None:
-    place = ROOT / "gdn" / name
-    for path in sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]:
+
+
+def _files(*patterns: str) -> list[Path]:
+    return [path for pattern in patterns for path in sorted((ROOT / "gdn").glob(pattern))]
+
+
+@pytest.mark.parametrize(
+    ("file", "allowed"),
+    [
+        ("problem.py", ("gdn.device",)),
+        ("device.py", ()),
+        ("models.py", ()),
+        ("ops/*/examples.py", (*GROUND, "gdn.core.example")),
+        ("ops/*/problem.py", GROUND),
+        ("ops/*/tiles.py", GROUND),
+    ],
+)
+def test_leaves_import_the_standard_library_and_leaves_below_them(file: str, allowed: tuple[str, ...]) -> None:
+    for path in _files(file):
         for module in _imports(path):
             assert _within(module, allowed) or module.split(".")[0] in sys.stdlib_module_names, f"{path}: {module}"
 
 
-def test_the_tiles_know_the_other_leaves_alone() -> None:
-    for module in _imports(ROOT / "gdn" / "recurrent_tiles.py"):
-        is_leaf = _within(module, ("gdn.problems", "gdn.device"))
-        assert is_leaf or module.split(".")[0] in sys.stdlib_module_names, module
-
-
-@pytest.mark.parametrize("package", ["reference", "testing"])
-def test_reference_and_testing_lean_on_the_leaves(package: str) -> None:
-    for path in _sources(f"gdn/{package}"):
+def test_references_lean_on_the_ground_and_on_other_references() -> None:
+    references = ("gdn.ops.*.reference", *(f"gdn.ops.delta_rule.{name}" for name in ("reference_replay", "tokens", "crossing")))
+    files = _files("ops/*/reference*.py", "ops/delta_rule/tokens.py")
+    assert len(files) > 4
+    for path in files:
         for module in _imports(path):
             if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune", "benchmarks")):
-                assert _within(module, ("gdn.problems", "gdn.device", "gdn.crossing", f"gdn.{package}")), f"{path}: {module}"
+                assert _within(module, (*GROUND, *references)), f"{path}: {module}"
+
+
+def test_testing_and_oracles_lean_on_the_ground() -> None:
+    """They judge the operators and the references: so they know neither."""
+    for path in _files("testing/*.py", "ops/*/oracle.py", "ops/*/inputs.py"):
+        for module in _imports(path):
+            if _within(module, ("gdn", *KERNEL_PACKAGES, "autotune", "benchmarks")):
+                family = ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
+                own = (f"{family}.inputs", f"{family}.oracle", "gdn.ops.delta_rule.oracle")
+                assert _within(module, (*GROUND, *own, "gdn.testing")), f"{path}: {module}"
 
 
 def test_adapters_import_public_names_alone() -> None:

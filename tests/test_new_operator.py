@@ -1,6 +1,7 @@
-"""A new operator takes its own files and one registry line: shown in a copy of the project with the sample operator's line.
+"""A new operator takes its own files, its family's record and, for a new family, a line of `gdn/__init__.py`.
 
-The export of a public function from `gdn/__init__.py` and its reference are not part of this: the sample operator has none.
+Shown in a copy of the project with a family of one operator, the sample operator. The export of a public function and its
+reference are not part of this: the sample operator has none.
 """
 
 import json
@@ -13,27 +14,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LINE = """\
-    Operator(
-        "sample_scale",
-        Family("tests.sample_operator.cases", "tests.sample_operator.variants", "tests.sample_operator.examples"),
-        ("sample_scale",),
-        {"cute": "tests.sample_operator.kernel"},
-    ),
+RECORD = '''\
+"""The sample operator."""
+
+from gdn.runtime.registry import Family, Operator
+
+_SAMPLE = Family("tests.sample_operator.cases", "tests.sample_operator.variants", "tests.sample_operator.examples")
+OPERATORS = (Operator("sample_scale", _SAMPLE, ("sample_scale",), {"cute": "tests.sample_operator.kernel"}),)
+'''
+LINES = """\
+from gdn.ops.sample import OPERATORS as _SAMPLE
+
+_register(_SAMPLE)
 """
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project, everything but the registry as it is."""
+    """The project as it is, and a family."""
     copy = tmp_path_factory.mktemp("project")
     shutil.copytree(ROOT / "gdn", copy / "gdn", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("autotune", "benchmarks", "kernels_tl", "kernels_cute", "tests", "pyproject.toml"):
         (copy / name).symlink_to(ROOT / name)
-    registry = copy / "gdn" / "runtime" / "registry.py"
-    before, head, after = registry.read_text(encoding="utf-8").partition("_OPERATORS = (\n")
-    assert head
-    registry.write_text(before + head + LINE + after, encoding="utf-8")
+    (copy / "gdn" / "ops" / "sample").mkdir()
+    (copy / "gdn" / "ops" / "sample" / "__init__.py").write_text(RECORD, encoding="utf-8")
+    with (copy / "gdn" / "__init__.py").open("a", encoding="utf-8") as file:
+        file.write(LINES)
     return copy
 
 

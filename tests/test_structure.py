@@ -5,6 +5,7 @@ A limit that something exceeds for a reason has its name in EXCEPTIONS, with the
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,16 +25,21 @@ MOST_METHODS = 25  # of a class, those of its bases among this project's classes
 # Families of kernels that run another family's.
 _RUNS_OTHERS = {("chunk", "recurrent"), *(("gdn_prefill", family) for family in ("chunk", "conv1d", "gdn_steps"))}
 
+# Families of operators that run another family's.
+_SERVED_BY = {("layer_step", "delta_rule")}
+
 # Qualified name, or path of a file -> why.
 EXCEPTIONS: dict[str, str] = {
     "autotune.cli.tune": "typer makes the options of a command of its function's parameters, one each",
     "gdn.cli.compile.compile_command": "typer makes the options of a command of its function's parameters, one each",
-    "gdn.cli.demo.demo": "typer makes the options of a command of its function's parameters, one each",
+    "gdn.cli.demo.command.demo": "typer makes the options of a command of its function's parameters, one each",
     "gdn.distributed.chunk.chunk_gated_delta_rule": "the arguments of the operator, and the group",
     "gdn.distributed.conv.causal_conv1d_fn": "the arguments of the operator, and the group",
     "gdn.layers.caches.HybridCaches.__init__": "the options of its three caches, spelled out for type checkers",
 }
-ORACLES = ("gdn.testing.oracle.oracle_delta_rule",)  # take the arguments of public operators, as the references do
+ORACLES = ("gdn.ops.delta_rule.oracle.oracle_delta_rule",)  # take the arguments of public operators, as the references do
+
+_REFERENCE = re.compile(r"gdn\.ops\.\w+\.(\w+_)?reference(_\w+)?\.[a-z]\w*$")  # a public function of one
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -121,7 +127,7 @@ def test_functions_take_few_parameters() -> None:
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         short = name.rpartition(".")[2]
         is_operator = "operator" in _decorators(node) or (name.startswith("gdn.ops.") and short in gdn.__all__)
-        is_reference = name in ORACLES or (name.startswith("gdn.reference.") and not short.startswith("_"))
+        is_reference = name in ORACLES or _REFERENCE.match(name) is not None
         is_adapter = name.startswith("gdn.integrations.") and "._" not in name.rpartition(".")[0]  # its host's arguments
         if is_operator or is_reference or is_adapter:
             continue
@@ -180,14 +186,18 @@ def test_no_import_cycle() -> None:
 
 
 def _edges(package: str) -> set[tuple[str, str]]:
-    """Families of a kernel package, and those whose modules theirs import."""
-    found = set()
+    """Families of a package, and those whose modules theirs import."""
+    found, depth = set(), package.count(".") + 1
     for module in _modules():
         if module.startswith(f"{package}."):
-            family = module.split(".")[1]
-            others = {other.split(".")[1] for other in _imports(module) if other.startswith(f"{package}.")}
+            family = module.split(".")[depth]
+            others = {other.split(".")[depth] for other in _imports(module) if other.startswith(f"{package}.")}
             found |= {(family, other) for other in others - {family}}
     return found
+
+
+def test_families_of_operators_are_independent() -> None:
+    assert _edges("gdn.ops") == _SERVED_BY
 
 
 @pytest.mark.parametrize("package", ["kernels_cute", "kernels_tl"])

@@ -10,7 +10,7 @@ from gdn.cli.plain import PlainErrors
 
 # Command -> (module, function, the line that `gdn --help` shows).
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "demo": ("gdn.cli.demo", "demo", "Run a hybrid model: prefill, drafts, decode; check every operator."),
+    "demo": ("gdn.cli.demo.command", "demo", "Run a hybrid model: prefill, drafts, decode; check every operator."),
     "env": ("gdn.cli.env", "env_command", "Print every environment switch, its value and what it changes."),
     "explain": ("gdn.cli.explain", "explain_command", "Say which kernels and tiles an operator would run, and why."),
     "doctor": ("gdn.cli.doctor", "doctor_command", "Check that this machine has what the kernels need."),

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from gdn.cli.plain import print_json
 from gdn.cli.tune import tuner_folder
-from gdn.crossing import replay_rule
 from gdn.integrations import installed
+from gdn.ops.delta_rule.crossing import replay_rule
 from gdn.runtime import cache_folder, compiled, env, packages, registry, source, toolchain, tuned
 
 

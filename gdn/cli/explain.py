@@ -12,20 +12,21 @@ import torch
 import typer
 from rich.console import Console
 
-from gdn import examples
 from gdn.cli.explain_arguments import taken
 from gdn.cli.plain import print_json, wrapped
+from gdn.core.explain import notes_of
 from gdn.device import H100, H200, DeviceSpec
 from gdn.layers.named import NAMED
 from gdn.models import ModelShape
-from gdn.ops.indexer_topk import units_per_block
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem, Problem, TopkProblem
+from gdn.ops.attention import examples
+from gdn.ops.indexer.indexer_topk import units_per_block
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem, TopkProblem
+from gdn.problem import Problem
 from gdn.runtime import Choice, devices, env, explain_problem, registry
-from gdn.runtime.replay_notes import replay_notes
 from gdn.served import shape_of
 
 _SPECS = {"h100": H100, "h200": H200}
-_OF_INDEXERS = ("indexer", "logits", "topk")  # families whose operators only models with an indexer run
+_OF_INDEXERS = "gdn.ops.indexer.cases"  # of operators that only models with an indexer run
 _PREFILL_BY_TORCH = "sequences of more than 8 new tokens run on torch where the host knows all lengths"
 
 
@@ -76,7 +77,7 @@ def _is_of_indexers(operator: registry.Operator) -> bool:
     if operator.name == "attention":
         return False
     return any(
-        part.name.startswith("sparse_attention") or (part.family is not None and part.family.cases.split(".")[-1] in _OF_INDEXERS)
+        part.name.startswith("sparse_attention") or (part.family is not None and part.family.cases == _OF_INDEXERS)
         for part in parts
     )
 
@@ -96,7 +97,7 @@ class Part:
     spec: DeviceSpec | None = None  # of the device
 
     def __str__(self) -> str:
-        notes = [f"  note: {note}" for note in (*self.notes, *replay_notes(self.problem, self.spec))]
+        notes = [f"  note: {note}" for note in (*self.notes, *notes_of(self.problem, self.spec))]
         return "\n".join([str(self.choice), *notes, f"  problem: {self.problem}"])
 
     def as_data(self) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class Part:
             "op": self.choice.op, "backend": self.choice.backend, "config": self.choice.config,
             "config_source": self.choice.config_source, "decided_by": self.choice.decided_by, "switches": self.choice.switches,
             "refusals": dict(self.choice.refusals), "lost": dict(self.choice.lost),
-            "notes": (*self.choice.notes, *self.notes, *replay_notes(one, self.spec)), "problem": problem,
+            "notes": (*self.choice.notes, *self.notes, *notes_of(one, self.spec)), "problem": problem,
         }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import gdn
-from gdn.problems import DTYPE_BYTES, Problem
+from gdn.problem import DTYPE_BYTES, Problem
 
 Fields = dict[str, Any]
 

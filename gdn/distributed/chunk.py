@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 import gdn
+from gdn.core.call import operator_of, reads_values, validates
+from gdn.core.check import bad_value
 from gdn.distributed import composition
 from gdn.distributed.composition import Ends, Part, compute
 from gdn.distributed.group import Ranks, without_modes
 from gdn.distributed.known import Known
 from gdn.distributed.slots import live
-from gdn.ops import _delta_rule
-from gdn.ops._call import operator_of, reads_values, validates
-from gdn.ops._check import bad_value
+from gdn.ops.delta_rule import checks
 from gdn.runtime.registry import Backend
 
 # Flags of every pass of the chunk operator that are this rank's as they are.
@@ -115,8 +115,8 @@ use_beta_sigmoid_in_kernel, null_slot, out, backend
     >>> o, state = gdn.distributed.chunk_gated_delta_rule(q, k, v, output_final_state=True, group=dist.group.WORLD)
     """
     ranks = Ranks(group)
-    given = _delta_rule.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
-    states = _delta_rule.States(
+    given = checks.Tokens(q, k, v, g, beta, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel)
+    states = checks.States(
         initial_state, state_indices, has_initial_state, final_state_indices, checkpoint_offsets, checkpoint_slots, state_v_first,
         null_slot,
     )  # fmt: skip
@@ -158,16 +158,16 @@ def _checked(arguments: dict[str, Any], ranks: Ranks, final: int | None) -> Part
         if given[name] is not None:
             bad_value(name, "None with a process group", "a tensor")
     names = ("q", "k", "v", "g", "beta", "cu_seqlens", "use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel")
-    tokens = _delta_rule.Tokens(*(given[name] for name in names))
-    sizes = _delta_rule.check_tokens(tokens, given["null_slot"], given["out"])
-    states = _delta_rule.States(**{name: given[name] for name in _delta_rule.States._fields})
-    _delta_rule.check_states(states, sizes, tokens.q, has_offsets=tokens.cu_seqlens is not None)
+    tokens = checks.Tokens(*(given[name] for name in names))
+    sizes = checks.check_tokens(tokens, given["null_slot"], given["out"])
+    states = checks.States(**{name: given[name] for name in checks.States._fields})
+    checks.check_states(states, sizes, tokens.q, has_offsets=tokens.cu_seqlens is not None)
     if reads_values(tokens.q.device):
-        _delta_rule.check_state_values(states, tokens, sizes)
+        checks.check_state_values(states, tokens, sizes)
         if tokens.q.dtype == torch.float16 and validates(tokens.q.device):
             # Of this rank's tokens alone: the others' part of a state comes later, and this rank then refuses it alone.
             own = states if ranks.rank == 0 else states._replace(initial_state=None)
-            _delta_rule.check_float16_range(own, tokens, given["scale"], given["use_qk_l2norm_in_kernel"])
+            checks.check_float16_range(own, tokens, given["scale"], given["use_qk_l2norm_in_kernel"])
     operator.check_places(arguments, given)
     ends = Ends(ranks.rank, ranks.size, final, given["output_final_state"])
     part = Part(sizes, tokens, states, {name: given[name] for name in _OF_A_PASS}, ends)
@@ -175,7 +175,7 @@ def _checked(arguments: dict[str, Any], ranks: Ranks, final: int | None) -> Part
     return part
 
 
-def _shared(part: Part, given: _delta_rule.Tokens) -> dict[str, int | float | torch.dtype]:
+def _shared(part: Part, given: checks.Tokens) -> dict[str, int | float | torch.dtype]:
     """Values that must be the same on all ranks: shapes of the exchange, and what the results depend on."""
     sizes, options = part.sizes, part.options
     scale = options["scale"]

@@ -15,22 +15,22 @@ from torch import Tensor
 
 import gdn
 from gdn import runtime
+from gdn.core.check import bad_value, dtype_name
+from gdn.core.tensors import ALIGNMENT, constant, dtypes_of
 from gdn.device import H100
 from gdn.distributed.group import Ranks
-from gdn.ops import _delta_rule, chunk, chunk_summary
-from gdn.ops._check import bad_value, dtype_name
-from gdn.ops._context import Kernel
-from gdn.ops._tensors import ALIGNMENT, constant, dtypes_of
-from gdn.ops.chunk_summary import serves
-from gdn.problems import (
+from gdn.ops.context.kernel import Kernel
+from gdn.ops.context.problem import (
     ContextPartsParams,
     ContextPartsProblem,
     ContextStartParams,
     ContextStartProblem,
     ContextTotalParams,
     ContextTotalProblem,
+    message_numbers,
 )
-from gdn.problems.context import message_numbers
+from gdn.ops.delta_rule import checks, chunk, chunk_summary
+from gdn.ops.delta_rule.chunk_summary import serves
 
 LEAST_SEGMENT = 4096  # tokens; with fewer, composing costs more than it gains
 _MOST_SEGMENTS = 8
@@ -57,7 +57,7 @@ class Part:
     """
 
     def __init__(
-        self, sizes: _delta_rule.Sizes, given: _delta_rule.Tokens, states: _delta_rule.States, options: dict[str, Any], ends: Ends
+        self, sizes: checks.Sizes, given: checks.Tokens, states: checks.States, options: dict[str, Any], ends: Ends
     ) -> None:
         self.sizes, self.options, self.ends = sizes, options, ends
         self.v_first = states.state_v_first
@@ -73,7 +73,7 @@ class Part:
         self.gets_final = ends.final in (None, ends.rank) and (self.is_pooled or ends.output_final_state)
         self.composes_final = self.gets_final and not ends_here
 
-    def prepare(self, given: _delta_rule.Tokens, states: _delta_rule.States) -> None:
+    def prepare(self, given: checks.Tokens, states: checks.States) -> None:
         """Chooses and compiles the kernels of the passes: ValueError where the backend that was asked for cannot run them.
 
         All ranks choose alike, whatever they will run: which backends serve a call does not depend on its numbers of tokens.
@@ -85,7 +85,7 @@ class Part:
             got = f"HS={sizes.num_heads}, K={sizes.head_k_dim}, V={sizes.head_v_dim}"
             bad_value("q, k, v", f"heads whose states and K x K matrices are multiples of {ALIGNMENT} bytes together", got)
         like, slots = given.q.new_empty(0, dtype=self.dtype), given.q.new_empty(0, dtype=torch.int32)
-        private = _delta_rule.States(like, slots, None, None, None, None, self.v_first, -1)
+        private = checks.States(like, slots, None, None, None, None, self.v_first, -1)
         runtime.prepare(chunk.problem_of(sizes, given, private, norm, True), device, backend)
         self.by_kernel = serves(self.sizes, given, norm, backend)
         if self.by_kernel:
@@ -95,7 +95,7 @@ class Part:
             runtime.prepare(chunk.problem_of(square, given, private, norm, True), device, backend)
         self._prepare_own(given, states)
 
-    def _prepare_own(self, given: _delta_rule.Tokens, states: _delta_rule.States) -> None:
+    def _prepare_own(self, given: checks.Tokens, states: checks.States) -> None:
         """The kernels between the passes."""
         sizes, ends, count, pool = self.sizes, self.ends, self.sizes.num_sequences, states.initial_state
         dtype, backend = dtype_name(self.dtype), self.options["backend"]
@@ -132,7 +132,7 @@ class Part:
         _, self.flags_at, numbers = message_numbers(total)
         self.numbers = -(-numbers // ALIGNMENT) * ALIGNMENT  # those of the next rank are aligned as these are
 
-    def run(self, given: _delta_rule.Tokens, states: Tensor, rows: Tensor, out: Tensor | None, v: Tensor | None = None) -> Tensor:
+    def run(self, given: checks.Tokens, states: Tensor, rows: Tensor, out: Tensor | None, v: Tensor | None = None) -> Tensor:
         """A pass of the chunk operator; states [N S, ...] are the start states, and then the final ones."""
         o, _ = gdn.chunk_gated_delta_rule(
             given.q, given.k, given.v if v is None else v, given.g, given.beta, initial_state=states, state_indices=rows,
@@ -140,7 +140,7 @@ class Part:
         )  # fmt: skip
         return o
 
-    def summaries(self, given: _delta_rule.Tokens, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def summaries(self, given: checks.Tokens, rows: Tensor) -> tuple[Tensor, Tensor]:
         """h and P of every segment, [N S, ...]."""
         if self.by_kernel:
             options = self.options
@@ -163,7 +163,7 @@ class Part:
         count = self.rows if rows is None else rows
         return torch.empty(count, *self.state_shape, dtype=self.dtype, device=self.device)
 
-    def parts(self, given: _delta_rule.Tokens, states: _delta_rule.States, message: Tensor) -> tuple[_delta_rule.Tokens, Tensor]:
+    def parts(self, given: checks.Tokens, states: checks.States, message: Tensor) -> tuple[checks.Tokens, Tensor]:
         """The tokens with the offsets of the segments, and rows [N S] of their states; also the message's flags."""
         offsets = None
         rows = torch.empty(self.rows, dtype=torch.int32, device=self.device)
@@ -180,7 +180,7 @@ class Part:
         return given if offsets is None else given._replace(cu_seqlens=offsets), rows
 
 
-def num_segments(sizes: _delta_rule.Sizes) -> int:
+def num_segments(sizes: checks.Sizes) -> int:
     """Segments of a part: as many as run side by side, with a block for every 64 V columns of a head.
 
     From sizes alone: the lengths are on the device.
@@ -192,7 +192,7 @@ def num_segments(sizes: _delta_rule.Sizes) -> int:
 
 
 def compute(
-    part: Part, ranks: Ranks, given: _delta_rule.Tokens, pool: _delta_rule.States, out: Tensor | None
+    part: Part, ranks: Ranks, given: checks.Tokens, pool: checks.States, out: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """o, and the final states [N, ...] where this rank gets them and there is no pool; in a pool they are stored."""
     rank, count, segments, null_slot = part.ends.rank, part.sizes.num_sequences, part.segments, part.null_slot

@@ -7,15 +7,14 @@ from torch import Tensor
 
 import gdn
 from gdn import runtime
+from gdn.core import check, values
+from gdn.core.call import operator_of, reads_values
+from gdn.core.check import FLOAT_DTYPES, bad_value
+from gdn.core.constants import even_offsets
+from gdn.core.tensors import contiguous_last
 from gdn.distributed.group import Ranks, without_modes
 from gdn.distributed.slots import Slots
-from gdn.ops import _check as check
-from gdn.ops import _values
-from gdn.ops._call import operator_of, reads_values
-from gdn.ops._check import FLOAT_DTYPES, bad_value
-from gdn.ops._constants import even_offsets
-from gdn.ops._tensors import contiguous_last
-from gdn.ops.conv import check_filter, problem_of
+from gdn.ops.layer_step.conv import check_filter, problem_of
 from gdn.runtime.registry import Backend
 
 
@@ -138,10 +137,10 @@ def _checked(arguments: dict[str, Any], rank: int) -> tuple[Tensor, Tensor, Slot
     check.per_sequence("has_initial_state", given["has_initial_state"], count, device, (torch.bool,), has_offsets=has_offsets)
     check.optional("out", given["out"], shape=x.shape, dtypes=(x.dtype,), device=device, last_contiguous=True)
     if reads_values(device):
-        bounds = _values.token_bounds("query_start_loc", query_start_loc, 1, x.shape[0], device)
+        bounds = values.token_bounds("query_start_loc", query_start_loc, 1, x.shape[0], device)
         if conv_states is not None:
-            touched = _values.prefill_slots("cache_indices", bounds, cache_indices, null_slot)
-            _values.check_touched(touched, conv_states, null_slot)
+            touched = values.prefill_slots("cache_indices", bounds, cache_indices, null_slot)
+            values.check_touched(touched, conv_states, null_slot)
     x = contiguous_last("x", x)
     operator.check_places(arguments, {**given, "x": x})  # in place, x must be the caller's, not a copy
     slots = Slots(cache_indices, given["has_initial_state"], null_slot, count, device)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gdn.ops._call import inference, reads_values, without_autocast
-from gdn.ops._check import bad_type, bad_value
+from gdn.core.call import inference, reads_values, without_autocast
+from gdn.core.check import bad_type, bad_value
 
 _MOST_VALUES = 30  # of an agreement, whose size is the same for all calls
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops import _modes
-from gdn.ops._call import reads_values
-from gdn.ops._memo import Likeness
+from gdn.core import modes
+from gdn.core.call import reads_values
+from gdn.core.memo import Likeness
 from gdn.runtime import env, is_explaining
 
 Tensors = tuple[Tensor | None, ...]
@@ -42,7 +42,7 @@ class Known:
     ) -> None:
         """Keeps the result of a call's checks for calls like it. written, aligned: as for `Likeness`."""
         switches, given = env.current(), [x for x in tensors if x is not None]
-        if torch.compiler.is_compiling() or is_explaining() or not _modes.has_memory() or _modes.lack_memory(given):
+        if torch.compiler.is_compiling() or is_explaining() or not modes.has_memory() or modes.lack_memory(given):
             return
         if reads_values(given[0].device) or not _PLAIN.issuperset(map(type, flags)):
             return

@@ -1,7 +1,7 @@
 """Number of tokens of a sequence that each rank should hold, and its query rows."""
 
-from gdn.ops._check import bad_value
-from gdn.reference.context import CHUNK
+from gdn.core.check import bad_value
+from gdn.ops.context.reference import CHUNK
 
 
 def split_tokens(num_tokens: int, num_ranks: int) -> list[int]:

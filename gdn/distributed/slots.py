@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gdn.reference import context as reference
+from gdn.ops.context import reference
 
 
 class Slots:

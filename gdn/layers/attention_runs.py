@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.ops._modes import is_empty
-from gdn.ops.sparse_attention import MOST_DECODE_TOKENS as MOST_DECODE_TOKENS
+from gdn.core.modes import is_empty
+from gdn.ops.attention.sparse_attention import MOST_DECODE_TOKENS as MOST_DECODE_TOKENS
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import gdn
+from gdn.core.modes import is_empty
 from gdn.layers.attention_metadata import AttentionMetadata
 from gdn.layers.attention_runs import Run, compressed_slots, deal, token_sequences, visible_keys
 from gdn.layers.config import HybridConfig
 from gdn.layers.norm import RMSNorm
 from gdn.layers.rotary import RotaryEmbedding
-from gdn.ops._modes import is_empty
 from gdn.runtime import env
 
 # Parameter -> its parts in the checkpoint and how a rank takes each, as in `sparse_attention.TENSORS`. Compressed: Transformers'

@@ -1,6 +1,6 @@
 """Whether ``GDN_REPLAY`` asks a cache to decode by replay, and why not."""
 
-from gdn import crossing
+from gdn.ops.delta_rule import crossing
 from gdn.runtime import env
 
 

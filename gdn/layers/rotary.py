@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gdn.core import values
+from gdn.core.call import reads_values
 from gdn.layers.config import HybridConfig
 from gdn.layers.host_arrays import refuse
-from gdn.ops import _values
-from gdn.ops._call import reads_values
 
 
 def cos_sin_table(rotary_dim: int, theta: float, positions: int, device: torch.device | str | None = None) -> Tensor:
@@ -81,7 +81,7 @@ class RotaryEmbedding(nn.Module):
         Positions without a row in the table are refused on the CPU, by value; on a GPU with ``GDN_VALIDATE=1``.
         """
         if reads_values(positions.device):
-            _values.check_rope_positions("positions", positions, self.cos_sin.shape[0])
+            values.check_rope_positions("positions", positions, self.cos_sin.shape[0])
         return apply_rotary(x, self.cos_sin[positions])
 
     if TYPE_CHECKING:

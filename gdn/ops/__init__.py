@@ -1,6 +1,6 @@
-"""The public operators: contract, validation, allocation, one call into the runtime.
+"""The public operators, a folder a family.
 
-Checks of arguments: `_check` (shapes, dtypes, devices), `_kinds` (types, from annotations), `_values` (contents of tensors),
-`_overlap` (memory that arguments share), `_written` (views that a compiler would write to another place); `_tensors` makes copies
-where a kernel needs another layout.
+A family holds everything about its operators but their kernels: `problem.py` (what kernels are compiled for, tuned for and
+launched with), `reference.py`, `oracle.py`, `checks.py`, the public functions, `inputs.py`, `examples.py` (problems of a model's
+calls) and `cases.py` (shapes to tune). `OPERATORS` are the records that `import gdn` hands to the registry.
 """

@@ -9,7 +9,7 @@ import importlib
 import logging
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,12 +18,23 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import compiled, devices, env, log, packages, registry, select, toolchain, tuned
 from gdn.runtime.select import Choice
 from gdn.runtime.tuned import Entry, Found
 
-__all__ = ["Asked", "Choice", "Prepared", "can_run", "explain_problem", "explaining", "is_explaining", "ordering", "prepare"]
+__all__ = [
+    "Asked",
+    "Choice",
+    "Prepared",
+    "can_run",
+    "explain_problem",
+    "explaining",
+    "is_explaining",
+    "ordering",
+    "prepare",
+    "register",
+]
 
 _MEMO_LIMIT = 4096
 _ANY_CUDA = torch.device("cuda")  # without an index: the current device
@@ -113,6 +124,13 @@ def near_enough(module: Any, problem: Problem, usable: Sequence[Found]) -> list[
     suits = getattr(module, "suits", None)
     suitable = usable if suits is None else [found for found in usable if suits(problem, found.config)]
     return tuned.nearest_first(suitable, problem.sizes(), getattr(module, "TUNED_WITHIN", tuned.WITHIN))
+
+
+def register(*families: Iterable[registry.Operator]) -> None:
+    """Takes the records of all operators, in the order in which commands list them."""
+    for records in families:
+        registry.add(records)
+    env.declare(registry.OPERATORS.values())
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import bundle, cache_folder, env, log, packages, source, toolchain
 
 TARGET = "sm_90a"

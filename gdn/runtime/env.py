@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -178,14 +178,21 @@ class Switches:
         return getattr(self, _FIELD_BY_SWITCH[name])
 
 
-_OP_BY_SWITCH: dict[str, str] = {op.switch: op.name for op in registry.OPERATORS.values()}
+_OP_BY_SWITCH: dict[str, str] = {}  # filled by `declare`
 _FIELD_BY_SWITCH: dict[str, str] = {f.metadata["declaration"].name: f.name for f in fields(Switches) if f.metadata}
 
 # All switches by name, in the order of `gdn env`.
 DECLARATIONS: dict[str, Declaration] = {
-    **{f.metadata["declaration"].name: f.metadata["declaration"] for f in fields(Switches) if f.metadata},
-    **{one: Declaration(one, "choice", "auto", f"{op}: required backend", _BACKEND_VALUES) for one, op in _OP_BY_SWITCH.items()},
+    f.metadata["declaration"].name: f.metadata["declaration"] for f in fields(Switches) if f.metadata
 }
+
+
+def declare(operators: Iterable[registry.Operator]) -> None:
+    """Declares the switches that order a backend for one operator, after all others."""
+    for one in operators:
+        _OP_BY_SWITCH[one.switch] = one.name
+        text = f"{one.name}: required backend"
+        DECLARATIONS[one.switch] = Declaration(one.switch, "choice", "auto", text, _BACKEND_VALUES)
 
 
 def no_effect(name: str) -> str | None:

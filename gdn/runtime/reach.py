@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import bundle, cache_folder, compiled, registry
 from gdn.runtime import explain_problem as choose
 

@@ -5,7 +5,7 @@ first two are required: their backend runs, or the call raises. The next two are
 refuses, the next request is tried. `reference` refuses nothing.
 
 A tuned table decides only where all kernels that could run were timed on the same problem, near this one. An entry that
-exists for one kernel only cannot rank it: then the built-in order decides, which is measured too (`gdn.runtime.order`), and
+exists for one kernel only cannot rank it: then the built-in order decides, which is measured too (`registry.Statement`), and
 the entry provides tiles only.
 """
 
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gdn.device import DeviceSpec
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import order, registry
 from gdn.runtime.env import Switches
-from gdn.runtime.order import Statement
+from gdn.runtime.registry import Statement
 
 # Sizes for which GDN_BATCH_INVARIANT chooses a configuration, whatever the batch holds.
 INVARIANT_SIZES = {

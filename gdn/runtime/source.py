@@ -12,11 +12,12 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-# Modules outside of the kernel's package that decide what it compiles to. gdn.device does not: its limits and peaks choose a
-# configuration, and the configuration is part of every key.
-LEAVES = ("gdn.problems", "gdn.recurrent_tiles")
+# Patterns of the modules outside of the kernel's package that decide what it compiles to. gdn.device does not: its limits and
+# peaks choose a configuration, and the configuration is part of every key.
+LEAVES = ("gdn.problem", "gdn.ops.*.problem", "gdn.ops.*.tiles")
 ROOT = Path(__file__).resolve().parents[2]  # root of the leaves: the folder with gdn/
 
 _EVERYTHING = "*"  # name for a leaf that is imported as a module
@@ -131,12 +132,15 @@ def _imported(tree: ast.AST, package: list[str]) -> Iterator[tuple[str, str | No
 
 def _taken(imported: Iterable[tuple[str, str | None]]) -> Iterator[Taken]:
     """The names that are imported from leaves."""
-    inside = tuple(f"{leaf}." for leaf in LEAVES)
     for module, name in imported:
-        if f"{module}.".startswith(inside):
+        if _is_leaf(module):
             yield module, _EVERYTHING if name is None else name
-        elif f"{module}.{name}.".startswith(inside):
+        elif _is_leaf(f"{module}.{name}"):
             yield f"{module}.{name}", _EVERYTHING
+
+
+def _is_leaf(module: str) -> bool:
+    return any(fnmatchcase(module, pattern) for pattern in LEAVES)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import log
 
 SCHEMA = 2

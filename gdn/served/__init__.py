@@ -18,9 +18,11 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from gdn.crossing import replay_forms
 from gdn.models import ModelShape
-from gdn.problems import ChunkProblem, Conv1dProblem, GdnPrefillProblem, Problem
+from gdn.ops.delta_rule.crossing import replay_forms
+from gdn.ops.delta_rule.problem import ChunkProblem
+from gdn.ops.layer_step.problem import Conv1dProblem, GdnPrefillProblem
+from gdn.problem import Problem
 from gdn.runtime import env, explaining
 from gdn.served import attention, gdn_layer, rule, sizes, steps, vllm_replay
 from gdn.served.gdn_layer import GdnLayer as GdnLayer

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from gdn import examples
 from gdn.models import ModelShape
+from gdn.ops.attention import examples as attention_examples
+from gdn.ops.indexer import examples as indexer_examples
+from gdn.ops.layer_step import examples as layer_step_examples
 from gdn.served import sizes
 from gdn.served.sizes import LENGTHS, PROMPTS, ROWS, SEQUENCES, Group
 
-_MOST_DECODE_TOKENS = 8  # of a sequence whose rows read pages (gdn.ops.sparse_attention)
+_MOST_DECODE_TOKENS = 8  # of a sequence whose rows read pages (gdn.ops.attention.sparse_attention)
 
 
 def attention(model: ModelShape, rotary_dim: int, *, block_size: int, has_gate: bool, ratio: int) -> Iterator[Group]:
@@ -18,12 +20,12 @@ def attention(model: ModelShape, rotary_dim: int, *, block_size: int, has_gate: 
     rotary_dim: rotated dimensions of a head. ratio: tokens of a key of the indexer.
     """
     written = replace(
-        examples.prepare_indexer(model), num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim,
-        rotary_dim=rotary_dim, has_values=True,
+        indexer_examples.prepare_indexer(model), num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim, rotary_dim=rotary_dim, has_values=True,
     )  # fmt: skip
     yield sizes.rows(written)
     own: dict[str, Any] = {"block_size": block_size, "has_gate": has_gate}
-    dense = replace(examples.attention(model), **own)
+    dense = replace(attention_examples.attention(model), **own)
     tables = [block_size << power for power in range(16)]  # positions that a block table addresses, which is cut to such widths
     yield sizes.at(dense, ("num_tokens", "num_sequences", "k"), ((n, n, k) for k in tables for n in SEQUENCES))
     if model.index_topk:
@@ -32,26 +34,26 @@ def attention(model: ModelShape, rotary_dim: int, *, block_size: int, has_gate: 
 
 def _selected_attention(model: ModelShape, ratio: int, own: dict[str, Any]) -> Iterator[Group]:
     selected = model.index_topk + ratio - 1
-    decode = replace(examples.sparse_attention_decode(model), **own, k=selected)
+    decode = replace(attention_examples.sparse_attention_decode(model), **own, k=selected)
     yield sizes.steps(decode, _MOST_DECODE_TOKENS)
-    prefill = replace(examples.sparse_attention_prefill(model), **own, k=selected)
+    prefill = replace(attention_examples.sparse_attention_prefill(model), **own, k=selected)
     yield sizes.at(prefill, ("num_tokens", "max_context_len"), ((rows, length) for rows in ROWS for length in LENGTHS))
 
 
 def token_wise_indexer(model: ModelShape, fp8: bool, *, block_size: int) -> Iterator[Group]:
     """A key for every token, and weights of the heads."""
-    yield sizes.rows(examples.prepare_indexer(model, fp8))
+    yield sizes.rows(indexer_examples.prepare_indexer(model, fp8))
     yield from _scores(model, fp8, block_size=block_size, changes={}, cache_dtype="uint8" if fp8 else "bfloat16", ratio=1)
 
 
 def compressed_indexer(model: ModelShape, fp8: bool, *, block_size: int, ratio: int) -> Iterator[Group]:
     """A key for every `ratio` tokens, no weights, and FP8 without scales."""
     queries = replace(
-        examples.prepare_indexer(model, fp8), num_kv_heads=0, cache_dtype=None, k_norm_dtype=None, slot_dtype=None, k_dtype=None,
-        weights_dtype=None, folds_weights=False,
+        indexer_examples.prepare_indexer(model, fp8), num_kv_heads=0, cache_dtype=None, k_norm_dtype=None, slot_dtype=None,
+        k_dtype=None, weights_dtype=None, folds_weights=False,
     )  # fmt: skip
     yield sizes.rows(queries)
-    yield sizes.rows(replace(examples.compress_indexer_keys(model, fp8), ratio=ratio))
+    yield sizes.rows(replace(indexer_examples.compress_indexer_keys(model, fp8), ratio=ratio))
     changes = {"weights_dtype": None, "has_k_scale": False}
     cache_dtype = "float8_e4m3fn" if fp8 else "bfloat16"
     yield from _scores(model, fp8, block_size=block_size, changes=changes, cache_dtype=cache_dtype, ratio=ratio)
@@ -64,12 +66,12 @@ def _scores(
 
     changes: fields of the logits' problems that differ from the examples'.
     """
-    gather: Any = replace(examples.gather_indexer_cache(model, fp8), cache_dtype=cache_dtype)
+    gather: Any = replace(indexer_examples.gather_indexer_cache(model, fp8), cache_dtype=cache_dtype)
     names = ("num_rows", "num_sequences")
     yield sizes.at(gather, names, ((rows, n) for n in SEQUENCES for rows in PROMPTS if n <= rows))
-    yield from _ragged(replace(examples.mqa_logits(model, fp8), clean=False, packed=True, **changes), ratio)
+    yield from _ragged(replace(indexer_examples.mqa_logits(model, fp8), clean=False, packed=True, **changes), ratio)
     paged = replace(
-        examples.paged_mqa_logits(model, fp8),
+        indexer_examples.paged_mqa_logits(model, fp8),
         clean=False,
         page_size=max(1, block_size // ratio),
         per_draft_lengths=True,
@@ -78,7 +80,7 @@ def _scores(
     for tokens in range(1, 1 + _MOST_DECODE_TOKENS):  # short prompts of equal lengths come this way too, not drafts alone
         counts = ((n, length) for n in SEQUENCES for length in _keys(ratio))
         yield sizes.at(replace(paged, next_n=tokens), ("batch", "max_context_len"), counts)
-    yield from _selection(model, ratio, starts=(examples.topk(model).starts_dtype, None))
+    yield from _selection(model, ratio, starts=(indexer_examples.topk(model).starts_dtype, None))
 
 
 def _keys(ratio: int) -> list[int]:
@@ -95,7 +97,7 @@ def _ragged(scores: Any, ratio: int) -> Iterator[Group]:
 def _selection(model: ModelShape, ratio: int, starts: tuple[str | None, ...]) -> Iterator[Group]:
     """starts: dtypes of the rows' first columns; None = rows start at column 0."""
     for dtype in starts:
-        one: Any = replace(examples.topk(model), starts_dtype=dtype, k=model.index_topk // ratio)
+        one: Any = replace(indexer_examples.topk(model), starts_dtype=dtype, k=model.index_topk // ratio)
         if ratio > 1:
             one = replace(one, ratio=ratio, position_dtype="int64")
         yield sizes.at(one, ("num_rows", "num_columns"), ((rows, count) for rows in ROWS for count in _keys(ratio)))
@@ -112,14 +114,14 @@ def indexer(model: ModelShape, *, block_size: int, ratio: int) -> Iterator[Group
 
 def selected(model: ModelShape, *, ratio: int) -> Iterator[Group]:
     """Selection and attention of the adapter for Transformers, which makes blocks of 64 tokens and keys of its own."""
-    ragged = replace(examples.mqa_logits(model), clean=False, packed=True, weights_dtype=None)
+    ragged = replace(indexer_examples.mqa_logits(model), clean=False, packed=True, weights_dtype=None)
     yield from _ragged(ragged, ratio)
-    yield from _selection(model, ratio, starts=(examples.topk(model).starts_dtype, None))
+    yield from _selection(model, ratio, starts=(indexer_examples.topk(model).starts_dtype, None))
     yield from _selected_attention(model, ratio, {"block_size": 64, "has_gate": True})
 
 
 def residual_norm(model: ModelShape, layer_scale: bool) -> Iterator[Group]:
     """Zero-centred norms, with and without the addition before."""
-    added = examples.add_rms_norm(model)
+    added = layer_step_examples.add_rms_norm(model)
     for has_residual, scale in {(False, None), (True, None), (True, "bfloat16" if layer_scale else None)}:
         yield sizes.rows(replace(added, has_residual=has_residual, layer_scale_dtype=scale))

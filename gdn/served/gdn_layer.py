@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gdn.problems import GdnDecodeProblem, GdnPrefillProblem, ring_choice
+from gdn.ops.delta_rule.problem import ring_choice
+from gdn.ops.layer_step.problem import GdnDecodeProblem, GdnPrefillProblem
 from gdn.served import sizes
 from gdn.served.sizes import Group
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from gdn import examples
 from gdn.models import ModelShape
+from gdn.ops.delta_rule import examples as delta_rule_examples
+from gdn.ops.layer_step import examples as layer_step_examples
 from gdn.served import sizes
 from gdn.served.sizes import Group
 
@@ -13,10 +14,10 @@ from gdn.served.sizes import Group
 def sglang(model: ModelShape, state: str, num_spec: int) -> Iterator[Group]:
     """SGLang's backend: decode, prompts with and without snapshots, drafts as chains and trees; and the steps before the rule."""
     yield from _sglang_steps(model, state, num_spec)
-    recurrent = replace(examples.recurrent(model), state_dtype=state)
+    recurrent = replace(delta_rule_examples.recurrent(model), state_dtype=state)
     yield sizes.steps(recurrent)
     chunk = replace(
-        examples.chunk(model), state_dtype=state, gate_dtype="float32", beta_dtype="float32", use_gate=False,
+        delta_rule_examples.chunk(model), state_dtype=state, gate_dtype="float32", beta_dtype="float32", use_gate=False,
         use_beta_sigmoid=False, has_mask=False,
     )  # fmt: skip
     yield sizes.prompts(chunk)
@@ -32,14 +33,14 @@ def _sglang_steps(model: ModelShape, state: str, num_spec: int) -> Iterator[Grou
     are adjacent in SGLang's pool."""
     for dt_bias in ("float32", "bfloat16"):
         fused = replace(
-            examples.gdn_decode(model), state_dtype=state, dt_bias_dtype=dt_bias, z_dtype=None, norm_dtype=None,
+            layer_step_examples.gdn_decode(model), state_dtype=state, dt_bias_dtype=dt_bias, z_dtype=None, norm_dtype=None,
             conv_channels_contiguous=False,
         )  # fmt: skip
         yield sizes.steps(fused)
         yield sizes.steps(replace(fused, merged=True, a_dtype=None))
-    update = replace(examples.conv1d_update(model), state_channels_contiguous=False)
+    update = replace(layer_step_examples.conv1d_update(model), state_channels_contiguous=False)
     yield sizes.steps(update)
-    prompts = replace(examples.conv1d(model), state_channels_contiguous=False)
+    prompts = replace(layer_step_examples.conv1d(model), state_channels_contiguous=False)
     yield sizes.prompts(prompts)
     if num_spec:  # the windows after the drafts share columns, or are apart
         yield sizes.steps(replace(update, cu_seqlens_dtype="int32", has_columns=True), 1 + num_spec)
@@ -50,15 +51,17 @@ def _sglang_steps(model: ModelShape, state: str, num_spec: int) -> Iterator[Grou
 def transformers(model: ModelShape, gate_activation: str) -> Iterator[Group]:
     """Transformers' functions: states K first and of one row a sequence, gates already applied, a norm of its own."""
     applied: dict[str, Any] = {"state_v_first": False, "gate_dtype": "float32", "use_gate": False, "use_beta_sigmoid": False}
-    chunk = replace(examples.chunk(model), **applied, index_dtype=None, has_mask=False)
+    chunk = replace(delta_rule_examples.chunk(model), **applied, index_dtype=None, has_mask=False)
     for has_initial, has_final in ((False, False), (False, True), (True, True)):
         yield sizes.prompts(replace(chunk, has_initial_state=has_initial, has_final_state=has_final))
-    yield sizes.steps(replace(examples.recurrent(model), **applied))
+    yield sizes.steps(replace(delta_rule_examples.recurrent(model), **applied))
     # The convolution of a prompt has no states; the host keeps its window.
     without: dict[str, Any] = {"state_dtype": None, "index_dtype": None, "state_channels_contiguous": False, "has_mask": False}
-    yield sizes.prompts(replace(examples.conv1d(model), **without))
-    update = replace(examples.conv1d_update(model), cu_seqlens_dtype="int32", index_dtype=None, state_channels_contiguous=False)
+    yield sizes.prompts(replace(layer_step_examples.conv1d(model), **without))
+    update = replace(
+        layer_step_examples.conv1d_update(model), cu_seqlens_dtype="int32", index_dtype=None, state_channels_contiguous=False
+    )
     yield sizes.steps(update)
     for weight in ("bfloat16", "float32"):
-        norm = replace(examples.rms_norm_gated(model), weight_dtype=weight, sigmoid=gate_activation == "sigmoid")
+        norm = replace(layer_step_examples.rms_norm_gated(model), weight_dtype=weight, sigmoid=gate_activation == "sigmoid")
         yield sizes.at(norm, ("num_tokens",), ((model.num_v_heads * count,) for count in sizes.PROMPTS))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from gdn.problems import Problem
+from gdn.problem import Problem
 
 SEQUENCES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 PROMPTS = (1, 2, 4, 8, *(count for power in range(4, 18) for count in (1 << power, 3 << power - 1)))  # tokens of a step

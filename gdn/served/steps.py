@@ -3,16 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from gdn.problems import (
-    AcceptDraftTreeProblem,
-    ChunkProblem,
-    Conv1dProblem,
-    Conv1dUpdateProblem,
-    FoldStatesProblem,
-    RecurrentProblem,
-    RmsNormGatedProblem,
-    entry_width,
-)
+from gdn.ops.delta_rule.problem import AcceptDraftTreeProblem, ChunkProblem, FoldStatesProblem, RecurrentProblem, entry_width
+from gdn.ops.layer_step.problem import Conv1dProblem, Conv1dUpdateProblem, RmsNormGatedProblem
 from gdn.served import sizes
 from gdn.served.gdn_layer import GdnLayer
 from gdn.served.sizes import Group

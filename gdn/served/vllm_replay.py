@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from gdn.problems import FoldStatesProblem, ring_choice
+from gdn.ops.delta_rule.problem import FoldStatesProblem, ring_choice
 from gdn.served.gdn_layer import GdnLayer
 from gdn.served.sizes import SEQUENCES, Group, at
 

@@ -3,13 +3,14 @@
 Per token of a state head: S = exp(g) S; u = beta (v - S^T k); S = S + k u^T; o = S^T q.
 
 Head dims 64 and 128: kernel.py, which has the formulas and names the files of every form. Other head dims: head_dims, which runs
-that kernel on padded tensors, or the recurrent kernel. `gdn.problems.ChunkParams` is the contract of a launch.
+that kernel on padded tensors, or the recurrent kernel. `gdn.ops.delta_rule.problem.ChunkParams` is the contract of a launch.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkParams, ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
 from kernels_cute.chunk import head_dims, kernel
 from kernels_cute.chunk.kernel import Config as Config
 
@@ -62,4 +63,9 @@ def compile(problem: ChunkProblem, config: Any) -> dict[str, bytes]:
 
 
 def launch(compiled: Any, params: ChunkParams) -> None:
-    _own(compiled.problem).launch(compiled, params)
+    launch_with(compiled.functions, compiled.problem, compiled.config, params)
+
+
+def launch_with(functions: Mapping[str, Callable[..., Any]], problem: ChunkProblem, config: Any, params: ChunkParams) -> None:
+    """Launches the entries of `compile`, for an operator that has them among its own. Of `problem` the static fields count."""
+    _own(problem).launch_with(functions, problem, config, params)

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from gdn.problems import ChunkParams
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.chunk.spec import ChunkSpec
@@ -96,16 +96,16 @@ def partition_tiles(spec: Any, field: Any, atom: Any, x: Any, width: int, stages
     return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(chunks, 0, 2))
 
 
-def partition_keys(spec: Any, storage: Any, copies: Any, item: Any, q_stages: int, k_stages: int) -> Any:
-    """The same of an item's Q and K: shared and global side of either."""
-    q_head, k_head = item.head // spec.q_group, item.head // spec.k_group
-    to_q, from_q = partition_tiles(spec, storage.q, copies.q_atom, copies.q, spec.dim, q_stages, item.begin, q_head, 0)
-    to_k, from_k = partition_tiles(spec, storage.k, copies.k_atom, copies.k, spec.dim, k_stages, item.begin, k_head, 0)
+def partition_keys(spec: Any, storage: Any, copies: Any, work_tile: Any, q_stages: int, k_stages: int) -> Any:
+    """The same of a work tile's Q and K: shared and global side of either."""
+    q_head, k_head = work_tile.head // spec.q_group, work_tile.head // spec.k_group
+    to_q, from_q = partition_tiles(spec, storage.q, copies.q_atom, copies.q, spec.dim, q_stages, work_tile.begin, q_head, 0)
+    to_k, from_k = partition_tiles(spec, storage.k, copies.k_atom, copies.k, spec.dim, k_stages, work_tile.begin, k_head, 0)
     return to_q, from_q, to_k, from_k
 
 
 @cute.jit
-def works(spec, cu_seqlens, split_if_longest_exceeds):
+def is_selected_launch(spec, cu_seqlens, split_if_longest_exceeds):
     """Whether it is this launch's turn, in every thread: segments' where a sequence has more tokens.
 
     A call of whole sequences or segments launches both, and those whose turn it is not return at once: whole sequences take as

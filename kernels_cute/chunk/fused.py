@@ -1,4 +1,4 @@
-"""The fused chunk kernel: everything of a sequence, state head and slice of V columns in one block, one such item after the
+"""The fused chunk kernel: everything of a sequence, state head and slice of V columns in one block, one such work tile after the
 other (scheduler.py).
 
 With c the inclusive cumulative sum of the log decays of a chunk, f the factors of the L2 norms (1 where none are asked for)
@@ -19,16 +19,16 @@ and rounding their diagonal costs more than all the rest.
 
 Roles, a warpgroup each: state (64 V columns of S^T, the chain in registers), inverse (M), score (P and the vectors; neither
 depends on the state), and one whose warps copy K, Q, V in, make the gates, copy O out, and hand over. At D = 128 the two
-blocks of a head are a cluster: block b prepares the chunks of parity b for both, into buffer b of `ready` and `taken`;
+blocks of a head are a cluster: block b prepares the chunks of parity b for both, into buffer b of `ready` and `tile_released`;
 at D = 64 a block prepares every chunk itself, in alternating buffers.
 
-The barriers: barriers.py. A state warp is done with K of a stage, and waits for what inverse and score made of it, before its
-`k_empty`; with Q and V, likewise, before its `stored`. K has a ring of its own, a stage longer, because M takes longest to make.
-`half` alternates over the chunks that a block prepares. Arrivals of the other block on `taken` are relaxed: what they free has
-been read by then, and it is refilled by stores that wait for them, or by copies that count bytes.
+The barriers: barriers.py. A state warp arrives on `k_empty` only after it has read K and has waited for the M, P and vectors
+computed from that K; it arrives on `stored` likewise for Q and V. K has a ring of its own, a stage longer, because M takes the
+longest to make. `gate_buffer` alternates over the chunks that a block prepares. Arrivals of the other block on `tile_released`
+are relaxed: what they free has been read by then, and is refilled by stores that wait for them, or by copies that count bytes.
 
-Stages, buffers, halves and phases follow the count of chunks since the block began, over all of its items, so that copies,
-gates, M and P run ahead into the next item while the state ends the last. Both blocks of a pair have the same items.
+Stages, buffers and phases follow the count of chunks since the block began, over all of its work tiles, so that copies, gates, M
+and P run ahead into the next work tile while the state ends the last. Both blocks of a pair have the same work tiles.
 """
 
 from typing import Any
@@ -38,12 +38,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from gdn.problems import ChunkParams
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import scheduler, shape
-from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies, works
-from kernels_cute.chunk.barriers import block_barriers
+from kernels_cute.chunk.arguments import TokenCopies, is_selected_launch, packed_params, token_copies
+from kernels_cute.chunk.barriers import block_barriers, block_fields
 from kernels_cute.chunk.operands import set_registers
-from kernels_cute.chunk.rings import chunks_in, own_chunks
+from kernels_cute.chunk.rings import chunks_in, prepared_chunks
 from kernels_cute.chunk.roles.copies import copy_warp, hand_over_warp, store_normed_warp, store_warp
 from kernels_cute.chunk.roles.gates import gate_warp, schedule_and_gate
 from kernels_cute.chunk.roles.inverse import inverse_warpgroup
@@ -51,12 +51,12 @@ from kernels_cute.chunk.roles.norm import norm_rest, place_of
 from kernels_cute.chunk.roles.score import score_warpgroup
 from kernels_cute.chunk.roles.state import state_warpgroup
 from kernels_cute.chunk.roles.tile_blocks import lane_of
-from kernels_cute.chunk.scheduler import goes_on, take_work_tile
+from kernels_cute.chunk.scheduler import has_more_tiles, take_work_tile
 from kernels_cute.chunk.shape import BUFFERS, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.segments import bring_start
 from kernels_cute.chunk.state_memory import prefetch_state
-from kernels_cute.chunk.storage import block_storage
+from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
 
@@ -76,9 +76,9 @@ class FusedChunk:
     def launch(self, *values):
         """values: Params, clusters of the grid at most, split_if_longest_exceeds, stream."""
         params, (max_clusters, split_if_longest_exceeds, stream) = packed_params(values)
-        items = (cute.size(params.cu_seqlens, mode=[0]) - 1) * self.spec.units
+        work_tiles = (cute.size(params.cu_seqlens, mode=[0]) - 1) * self.spec.units
         self.kernel(params, token_copies(self.spec, params), split_if_longest_exceeds).launch(
-            grid=(self.spec.sharers * cutlass.min(items, max_clusters), 1, 1), stream=stream, **launch_shape(self.spec)
+            grid=(self.spec.sharers * cutlass.min(work_tiles, max_clusters), 1, 1), stream=stream, **launch_shape(self.spec)
         )
 
     @cute.kernel
@@ -86,7 +86,7 @@ class FusedChunk:
         if cutlass.const_expr(self.spec.row_makers > 0):
             # What reads the outputs may begin once all blocks of this launch have.
             cute.arch.griddepcontrol_launch_dependents()
-        if works(self.spec, params.cu_seqlens, split_if_longest_exceeds):
+        if is_selected_launch(self.spec, params.cu_seqlens, split_if_longest_exceeds):
             run_block(self.spec, params, copies, None)
         if cutlass.const_expr(self.spec.row_makers > 0):
             # The launch that makes the rows may end after them; what follows in the stream waits for this launch alone.
@@ -99,7 +99,7 @@ class FusedChunk:
 def run_block(spec, params, copies, segment, terms=None):
     """The whole of a block; segment: what a block of a split call works on, None = a sequence; terms: of the norm."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    storage = cutlass.utils.SmemAllocator().allocate(block_storage(spec))
+    storage = cutlass.utils.SmemAllocator().allocate(struct_of(block_fields(spec)))
     block, _, _ = cute.arch.block_idx()
     rank = block % 2  # in the pair
     # The warp that copies in makes the barriers: it need not wait for the others to begin.
@@ -117,11 +117,11 @@ def run_block(spec, params, copies, segment, terms=None):
     cluster = block // spec.sharers
     if cutlass.const_expr(segment is None):
         # Asked for before the barriers below, which take as long as the answer.
-        only = first_item = scheduler.describe(spec, params, cluster // spec.units, cluster % spec.units, rank)
+        single_tile = first_work_tile = scheduler.describe(spec, params, cluster // spec.units, cluster % spec.units, rank)
     else:
-        only = scheduler.segment_work_tile(segment, block // spec.slices % spec.heads, block % spec.slices)
+        single_tile = scheduler.segment_work_tile(segment, block // spec.slices % spec.heads, block % spec.slices)
     if cutlass.const_expr(spec.is_persistent):
-        only = None
+        single_tile = None
     if cutlass.const_expr(spec.sorts_sequences):
         # There is something to deal, and there are few enough sequences to order.
         sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
@@ -147,28 +147,32 @@ def run_block(spec, params, copies, segment, terms=None):
     else:
         cute.arch.sync_threads()
 
-    # Every role counts items, and the chunks of those before.
-    number, base, going = Int32(0), Int32(0), Boolean(True)
+    # Every role counts work tiles, and the chunks of those before.
+    number, base, has_more = Int32(0), Int32(0), Boolean(True)
     if warp < 4:
         set_registers(spec, shape.STATE_REGISTERS)
-        state_warpgroup(spec, storage, params, warp % 4, segment, only)
+        state_warpgroup(spec, storage, params, warp % 4, segment, single_tile)
     elif warp < 8:
         set_registers(spec, shape.INVERSE_REGISTERS)
-        while going:
-            item = take_work_tile(storage, number, only)
-            inverse_warpgroup(spec, storage, own_chunks(spec, base, rank), item.live_length, warp % 4)
-            number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
+        while has_more:
+            work_tile = take_work_tile(storage, number, single_tile)
+            inverse_warpgroup(spec, storage, prepared_chunks(spec, base, rank), work_tile.live_length, warp % 4)
+            number, base = number + 1, base + chunks_in(work_tile.live_length)
+            has_more = has_more_tiles(work_tile, single_tile)
     elif warp < 12:
         set_registers(spec, shape.SCORE_REGISTERS)
         norm, done = None, Int32(0)
         if cutlass.const_expr(terms is not None):
             norm = (terms, place_of(lane_of(warp % 4), rank))
-        while going:
-            item = take_work_tile(storage, number, only)
-            score_warpgroup(spec, storage, params.scale, own_chunks(spec, base, rank), item.live_length, warp % 4, norm, done)
-            number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
+        while has_more:
+            work_tile = take_work_tile(storage, number, single_tile)
+            score_warpgroup(
+                spec, storage, params.scale, prepared_chunks(spec, base, rank), work_tile.live_length, warp % 4, norm, done
+            )
+            number, base = number + 1, base + chunks_in(work_tile.live_length)
+            has_more = has_more_tiles(work_tile, single_tile)
             if cutlass.const_expr(terms is not None):
-                if (item.live_length == 0) | (not going):
+                if (work_tile.live_length == 0) | (not has_more):
                     norm_rest(spec, storage, norm[0], norm[1], rank, base, done)
                     done = base
     else:
@@ -176,37 +180,40 @@ def run_block(spec, params, copies, segment, terms=None):
         copier = warp % 4
         if copier == 0:
             if cutlass.const_expr(segment is not None):
-                bring_start(spec, storage, only.head, segment)
-            while going:
-                item = take_work_tile(storage, number, only)
+                bring_start(spec, storage, single_tile.head, segment)
+            while has_more:
+                work_tile = take_work_tile(storage, number, single_tile)
                 if cutlass.const_expr(spec.is_persistent):
                     if number > 0:
-                        prefetch_state(spec, params.initial_state, item)
-                copy_warp(spec, storage, copies, item, base)
-                number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
+                        prefetch_state(spec, params.initial_state, work_tile)
+                copy_warp(spec, storage, copies, work_tile, base)
+                number, base = number + 1, base + chunks_in(work_tile.live_length)
+                has_more = has_more_tiles(work_tile, single_tile)
             if cutlass.const_expr(starts_early):
                 # Nothing of the other block was touched; the barrier at the end needs this one done.
                 cute.arch.cluster_wait()
         if copier == 1:
             if cutlass.const_expr(spec.is_persistent):
-                schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, first_item)
+                schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, first_work_tile)
             else:
-                gate_warp(spec, storage, params, only, own_chunks(spec, base, rank))
+                gate_warp(spec, storage, params, single_tile, prepared_chunks(spec, base, rank))
         if copier == 2:
-            while going:
-                item = take_work_tile(storage, number, only)
+            while has_more:
+                work_tile = take_work_tile(storage, number, single_tile)
                 if cutlass.const_expr(terms is not None):
-                    store_normed_warp(spec, storage, copies, params.out, item, base)
+                    store_normed_warp(spec, storage, copies, params.out, work_tile, base)
                 else:
-                    store_warp(spec, storage, copies, params.out, item, base, "empty")
-                number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
+                    store_warp(spec, storage, copies, params.out, work_tile, base, "empty")
+                number, base = number + 1, base + chunks_in(work_tile.live_length)
+                has_more = has_more_tiles(work_tile, single_tile)
         if cutlass.const_expr(spec.paired):
             if copier == 3:
                 tiles = ((storage.m, TILE_BYTES), (storage.vectors, VECTOR_BYTES), (storage.p, TILE_BYTES))
-                while going:
-                    item = take_work_tile(storage, number, only)
-                    hand_over_warp(storage, tiles, own_chunks(spec, base, rank), item.live_length, rank)
-                    number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, only)
+                while has_more:
+                    work_tile = take_work_tile(storage, number, single_tile)
+                    hand_over_warp(storage, tiles, prepared_chunks(spec, base, rank), work_tile.live_length, rank)
+                    number, base = number + 1, base + chunks_in(work_tile.live_length)
+                    has_more = has_more_tiles(work_tile, single_tile)
     if cutlass.const_expr(spec.paired):
         # The other block may still write to this one's shared memory; a releasing arrival comes after its last ones.
         cute.arch.cluster_arrive()

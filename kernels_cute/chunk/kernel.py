@@ -11,21 +11,23 @@ launches work: `arguments.works`.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkParams, ChunkProblem, unserved_dtypes
-from kernels_cute.chunk.barriers import block_fields, key_head_fields, shared_bytes, summary_fields
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem, unserved_dtypes
+from kernels_cute.chunk.barriers import block_fields, shared_bytes
 from kernels_cute.chunk.deal import max_scheduled_clusters
 from kernels_cute.chunk.four_sm.shape import DIM, SCALED_PARTS, chain_bytes, maker_bytes, ring_bytes
 from kernels_cute.chunk.key_head import shape as key_head_shape
+from kernels_cute.chunk.key_head.barriers import key_head_fields
 from kernels_cute.chunk.key_head.spec import key_head_spec
 from kernels_cute.chunk.plan import Model, four_sm_clusters
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.chunk.split.barriers import summary_fields
 from kernels_cute.chunk.split.shape import num_slots, summary_bytes, summary_spec
 
 _ENTRIES = ("gdn_cute_chunk", "gdn_cute_chunk_split")  # the second with `split_if_longest_exceeds`
@@ -215,11 +217,10 @@ def compile(problem: ChunkProblem, config: Config) -> dict[str, bytes]:
     }
 
 
-def launch(compiled: Any, params: ChunkParams) -> None:
+def launch_with(functions: Mapping[str, Callable[..., Any]], problem: ChunkProblem, config: Config, params: ChunkParams) -> None:
     num_tokens, num_sequences = params.q.shape[1], params.cu_seqlens.shape[0] - 1
-    heads = compiled.problem.num_state_heads
-    for entry, variant in zip(_ENTRIES, variants(compiled.config), strict=False):
-        compiled.functions[entry](*params, *scalars(variant, heads, num_tokens, num_sequences))
+    for entry, variant in zip(_ENTRIES, variants(config), strict=False):
+        functions[entry](*params, *scalars(variant, problem.num_state_heads, num_tokens, num_sequences))
 
 
 def scalars(config: Config, heads: int, num_tokens: int, num_sequences: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
-from gdn.problems import ChunkParams, ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
 from kernels_cute.chunk.four_sm.kernel import FourSmChunk
 from kernels_cute.chunk.four_sm.shape import SCALED_PARTS
 from kernels_cute.chunk.fused import FusedChunk

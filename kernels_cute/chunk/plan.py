@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_cute.chunk.deal import max_scheduled_clusters
 from kernels_cute.chunk.four_sm.shape import BLOCKS, DIM
 from kernels_cute.chunk.shape import CHUNK
@@ -103,7 +103,7 @@ class Model:
         return [(length, longest) for length, longest in splits if longest < self.num_tokens]
 
     def clusters(self) -> int:
-        """Clusters that take item after item: as many as run side by side, 0 where no cluster would get a second item."""
+        """Clusters that take one work tile after the other: as many as run side by side, 0 where none would get a second one."""
         places = min(self.num_sms // self.slices, max_scheduled_clusters(self.slices == 2))
         return places if self.sequences * self.blocks // self.slices > places else 0
 
@@ -112,7 +112,7 @@ class Model:
         return self.sharers >= _LEAST_SHARERS and self.chunks <= _MOST_SHARED_CHUNKS and self.clusters() > 0
 
     def prefetch(self, segment: int, clusters: int) -> int:
-        """Chunks ahead that the L2 cache is asked for: pays where a block has many of one item."""
+        """Chunks ahead that the L2 cache is asked for: pays where a block has many of one work tile."""
         return 2 if not clusters and (segment or self.chunks) >= _FEW_CHUNKS else 0
 
     def _longest_whole(self, time: float) -> int:

@@ -1,7 +1,7 @@
 """Place of a chunk in the rings of buffers of a block.
 
-In the fused kernel stages, buffers, halves and phases follow the count of chunks since the block began, over all of its work
-tiles; in a maker block of the four-SM form each set counts its own chunks.
+In the fused kernel stages, buffers and phases follow the count of chunks since the block began, over all of its work tiles; in a
+block whose warpgroups come in sets each set counts its own chunks.
 """
 
 from typing import Any, NamedTuple
@@ -9,22 +9,37 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32
 
-from kernels_cute.chunk.four_sm.shape import MAKERS, ROUND, SET_KEY_STAGES, SETS
 from kernels_cute.chunk.shape import CHUNK
 
 ALL_SETS = "all"
 
 
-class OwnChunks(NamedTuple):
-    """Chunks first, first + stride, ... of a work tile: those that a block, or one set of a maker block, prepares."""
+class Sets(NamedTuple):
+    """Sets of an inverse and a score warpgroup in blocks that only prepare chunks. Chunk j is of set j // blocks % count of block
+    j % blocks."""
+
+    blocks: int
+    count: int  # of a block
+    key_stages: int  # of a set
+    score_barrier: int  # named, of the first set's score warpgroup
+
+    @property
+    def round(self) -> int:
+        """Chunks from one of a set to its next."""
+        return self.blocks * self.count
+
+
+class PreparedChunks(NamedTuple):
+    """Chunks first, first + stride, ... of a work tile: those that a block, or one set of a block, prepares."""
 
     first: Any
     stride: int
     base: Any = 0  # chunks that the block had before the work tile
     group: Any = None  # the set, or ALL_SETS alternately; None in a block without sets
+    sets: Sets | None = None
 
 
-# Counts of chunks are never negative, which the compiler cannot see where a block has items: its signed divisions would be
+# Counts of chunks are never negative, which the compiler cannot see where a block has work tiles: its signed divisions would be
 # in every role's wait. Shifts are the same for both signs.
 def ring_place(stages: int, count: Any) -> tuple[Any, Any]:
     """Stage of chunk number `count` of a ring, and the parity of that stage's turn."""
@@ -34,21 +49,22 @@ def ring_place(stages: int, count: Any) -> tuple[Any, Any]:
     return count & (stages - 1), count >> (stages.bit_length() - 1) & 1
 
 
-def key_place(spec: Any, own: OwnChunks, step: Any) -> tuple[Any, Any]:
+def key_place(spec: Any, prepared: PreparedChunks, step: Any) -> tuple[Any, Any]:
     """The same of chunk `step` in the ring of K."""
-    if own.group is None:
-        return ring_place(spec.key_stages, own.base + step)
-    turn = step // ROUND
-    return own.group * SET_KEY_STAGES + turn % SET_KEY_STAGES, turn // SET_KEY_STAGES & 1
+    if prepared.group is None:
+        return ring_place(spec.key_stages, prepared.base + step)
+    turn, stages = step // prepared.sets.round, prepared.sets.key_stages
+    return prepared.group * stages + turn % stages, turn // stages & 1
 
 
-def half_place(own: OwnChunks, step: Any) -> tuple[Any, Any]:
-    """The same in `half`, the two buffers of gates and factors."""
-    if own.group is None:
-        count = own.base + step >> (own.stride - 1)
+def gate_place(prepared: PreparedChunks, step: Any) -> tuple[Any, Any]:
+    """The same in `gate_buffer`, the two buffers of gates and factors."""
+    if prepared.group is None:
+        count = prepared.base + step >> (prepared.stride - 1)
         return count & 1, count >> 1 & 1
-    turn = step // ROUND
-    group = step // MAKERS % SETS if own.group is ALL_SETS else own.group
+    sets = prepared.sets
+    turn = step // sets.round
+    group = step // sets.blocks % sets.count if prepared.group is ALL_SETS else prepared.group
     return group * 2 + turn % 2, turn // 2 & 1
 
 
@@ -56,6 +72,6 @@ def chunks_in(length: Any) -> Any:
     return (length + (CHUNK - 1)) // CHUNK
 
 
-def own_chunks(spec: Any, base: Any, rank: Any) -> Any:
-    """Chunks of an item that this block of a pair prepares; base: chunks before the item."""
-    return OwnChunks((rank ^ base) & 1 if spec.paired else Int32(0), spec.aux_step, base)
+def prepared_chunks(spec: Any, base: Any, rank: Any) -> Any:
+    """Chunks of a work tile that this block of a pair prepares; base: chunks before the work tile."""
+    return PreparedChunks((rank ^ base) & 1 if spec.paired else Int32(0), spec.aux_step, base)

@@ -1,14 +1,14 @@
-"""Items that the blocks of the fused chunk kernel work on, one after the other, and which cluster takes which.
+"""Work tiles of the blocks of the fused chunk kernel, and which cluster takes which.
 
-An item is a (sequence, state head), or with blocks alone a (sequence, state head, 64 V columns). The grid has at most as many
-clusters as run side by side, and cluster c begins with item c. The rest is dealt, the longest sequence first, each item to the
-cluster that has the least so far; sequences beyond SORTED are dealt in their own order, and so are all where another kernel makes
-the rows at the same time (`spec.sorts_sequences`). Every block works that out for itself,
-from cu_seqlens alone: nothing is exchanged, and no workspace holds a counter.
+A work tile is a (sequence, state head), or with blocks alone a (sequence, state head, 64 V columns). The grid has at most as many
+clusters as run side by side, and cluster c begins with work tile c. The rest is dealt, the longest sequence first, each work tile
+to the cluster that has the least so far. Sequences beyond SORTED are dealt in their own order, and so are all where another
+kernel makes the rows at the same time (`spec.sorts_sequences`). Every block computes the deal for itself, from cu_seqlens alone:
+nothing is exchanged, and no workspace holds a counter.
 
-The gate warp deals, an item ahead of its own gates, and leaves items for all warps in a ring of records. A record without a
-sequence ends the block's work. All other barriers of the kernel know nothing of items: chunks are counted on from one item to
-the next.
+The gate warp deals, a work tile ahead of its own gates, and leaves work tiles for all warps in a ring of records. A record
+without a sequence ends the block's work. All other barriers of the kernel know nothing of work tiles: chunks are counted on from
+one to the next.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from kernels_cute.chunk.state_memory import starts_from_initial
 from kernels_cute.common import ptx
 
 _TAKEN = 0x7FFFFFFF  # the load of a cluster that is not there
-# Units of a cluster's load, in quarters of a chunk's time: an item's end and start take 0.75 of a chunk.
+# Units of a cluster's load, in quarters of a chunk's time: a work tile's end and start take 0.75 of a chunk.
 _CHUNK_COST, _ITEM_COST = 4, 3
 
 
@@ -100,7 +100,7 @@ def sequence_at(storage, is_sorted, rank):
 
 @cute.jit
 def cost_at(spec, storage, params, is_sorted, rank):
-    """(sequence, cost of an item of it); beyond the last sequence (-1, 0)."""
+    """(sequence, cost of a work tile of it); beyond the last sequence (-1, 0)."""
     sequence, cost = Int32(-1), Int32(0)
     if rank < cute.size(params.cu_seqlens, mode=[0]) - 1:
         sequence = sequence_at(storage, is_sorted, rank)
@@ -110,8 +110,8 @@ def cost_at(spec, storage, params, is_sorted, rank):
 
 @cute.jit
 def start_loads(spec, storage, loads, params, is_sorted):
-    """loads: of cluster lane + 32 i, with the item that it begins with; then this lane's one of 32 ranks: its sequence and
-    what an item of it costs."""
+    """loads: of cluster lane + 32 i, with the work tile that it begins with; then this lane's one of 32 ranks: its sequence and
+    what a work tile of it costs."""
     clusters = num_clusters(spec)
     for i in cutlass.range_constexpr(load_slots(spec.paired)):
         cluster = cute.arch.lane_idx() + 32 * i
@@ -163,7 +163,7 @@ def schedule_next(spec, storage, loads, params, is_sorted, cluster, rank, unit):
 
 @cute.jit
 def describe(spec, params, sequence, unit, rank):
-    """An item; rank: of the block in the pair."""
+    """A work tile; rank: of the block in the pair."""
     begin, length, live_length, head, piece = (Int32(0),) * 5
     read_slot, starts = Int64(sequence), Boolean(False)
     if sequence >= 0:
@@ -178,23 +178,23 @@ def describe(spec, params, sequence, unit, rank):
 
 
 @cute.jit
-def write_record(storage, number, item):
+def write_record(storage, number, work_tile):
     record = number % RECORDS
     starts = Int32(0)
-    if item.starts:
+    if work_tile.starts:
         starts = Int32(1)
     cute.arch.mbarrier_wait(storage.work_empty.data_ptr() + record, number // RECORDS & 1 ^ 1)
     if cute.arch.lane_idx() == 0:
         place = storage.records.data_ptr().toint() + record * RECORD_BYTES
-        ptx.store_words(place, (item.sequence, item.head, 2 * item.piece + starts, item.begin))
-        slot = item.read_slot
-        ptx.store_words(place + 16, (item.length, item.live_length, Int32(slot), Int32(slot >> 32)))
+        ptx.store_words(place, (work_tile.sequence, work_tile.head, 2 * work_tile.piece + starts, work_tile.begin))
+        slot = work_tile.read_slot
+        ptx.store_words(place + 16, (work_tile.length, work_tile.live_length, Int32(slot), Int32(slot >> 32)))
         cute.arch.mbarrier_arrive(storage.work_full.data_ptr() + record)
 
 
 @cute.jit
 def read_record(storage, number):
-    """The block's item `number`, as soon as it is dealt."""
+    """The block's work tile `number`, as soon as it is dealt."""
     record = number % RECORDS
     cute.arch.mbarrier_wait(storage.work_full.data_ptr() + record, number // RECORDS & 1)
     place = storage.records.data_ptr().toint() + record * RECORD_BYTES
@@ -212,22 +212,22 @@ def note_record(storage, number):
 
 
 @cute.jit
-def take_work_tile(storage, number, only):
-    """The block's item `number`; only: the one there is, None = they come in records."""
-    item = only
-    if cutlass.const_expr(only is None):
-        item = read_record(storage, number)
+def take_work_tile(storage, number, single_tile):
+    """The block's work tile `number`; single_tile: the one there is, None = they come in records."""
+    work_tile = single_tile
+    if cutlass.const_expr(single_tile is None):
+        work_tile = read_record(storage, number)
         note_record(storage, number)
-    return item
+    return work_tile
 
 
 @cute.jit
-def goes_on(item, only):
-    """Whether there may be another item after this one."""
-    going = Boolean(False)
-    if cutlass.const_expr(only is None):
-        going = item.sequence >= 0
-    return going
+def has_more_tiles(work_tile, single_tile):
+    """Whether there may be another work tile after this one."""
+    has_more = Boolean(False)
+    if cutlass.const_expr(single_tile is None):
+        has_more = work_tile.sequence >= 0
+    return has_more
 
 
 def segment_work_tile(segment: Any, head: Any, piece: Any) -> WorkTile:

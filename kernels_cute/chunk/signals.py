@@ -42,19 +42,19 @@ def await_count(address, count):
 
 
 @cute.jit
-def await_rows(spec, copies, item, step):
+def await_rows(spec, copies, work_tile, step):
     """Waits until all of a chunk's rows of q, k and v are there."""
-    valid = cutlass.min(item.live_length - step * CHUNK, CHUNK)
+    valid = cutlass.min(work_tile.live_length - step * CHUNK, CHUNK)
     count = (valid + (spec.row_tile - 1)) // spec.row_tile * spec.row_makers
-    await_count(word_address(copies.rows_made, chunk_number(item.begin, item.sequence, step)), count)
+    await_count(word_address(copies.rows_made, chunk_number(work_tile.begin, work_tile.sequence, step)), count)
     cute.arch.fence_proxy("async.global")
 
 
 @cute.jit
-def announce_outputs(spec, copies, item, step, in_flight: cutlass.Constexpr):
+def announce_outputs(spec, copies, work_tile, step, in_flight: cutlass.Constexpr):
     """Announces this warp's outputs of a chunk once they are in memory; in_flight: of its bulk groups, those of later chunks."""
     cute.arch.cp_async_bulk_wait_group(in_flight, read=False)
     cute.arch.sync_warp()
-    number = chunk_number(item.begin, item.sequence, step)
+    number = chunk_number(work_tile.begin, work_tile.sequence, step)
     if cute.arch.lane_idx() == 0:
-        count_release(word_address(copies.outputs_done, number * spec.heads + item.head))
+        count_release(word_address(copies.outputs_done, number * spec.heads + work_tile.head))

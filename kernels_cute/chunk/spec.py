@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_cute.chunk.shape import CHUNK, KEY_STAGES, STAGES, WARPGROUP
 
 
@@ -35,7 +35,7 @@ class ChunkSpec:
         self.columns = 64  # of V, a block
         self.slices = dim // self.columns
         self.paired = dim == 128  # the two blocks of a head are a cluster
-        self.sharers = 2 if self.paired else 1  # blocks that take from a `taken`
+        self.sharers = 2 if self.paired else 1  # blocks that take from a `tile_released`
         self.units = heads * self.slices // self.sharers  # work tiles of a sequence
         self.aux_step = 2 if self.paired else 1  # chunks from one of this block's own to the next
         self.threads = 4 * WARPGROUP

@@ -69,18 +69,18 @@ def settle_state(spec, initial_state, fetched, state, pair):
 
 
 @cute.jit
-def store_state(spec, params, state, item, row0, pair):
+def store_state(spec, params, state, work_tile, row0, pair):
     if cutlass.const_expr(spec.has_final):
         written = cutlass.Boolean(True)
-        write_slot = item.read_slot
+        write_slot = work_tile.read_slot
         if cutlass.const_expr(spec.pooled):
-            written = item.live_length > 0
+            written = work_tile.live_length > 0
         if cutlass.const_expr(spec.has_final_indices):
             if written:
-                write_slot = Int64(params.final_state_indices[item.sequence])
+                write_slot = Int64(params.final_state_indices[work_tile.sequence])
                 written = write_slot > params.null_slot
         if written:
-            write_state(spec, params.final_state, write_slot, state, item.head, row0, pair)
+            write_state(spec, params.final_state, write_slot, state, work_tile.head, row0, pair)
 
 
 @cute.jit
@@ -157,17 +157,17 @@ def state_pair(spec, first, n: int, side: int) -> Any:
 
 
 @cute.jit
-def prefetch_state(spec, initial_state, item):
-    """Asks the L2 cache for the state that an item starts from."""
+def prefetch_state(spec, initial_state, work_tile):
+    """Asks the L2 cache for the state that a work tile starts from."""
     if cutlass.const_expr(spec.has_initial):
-        if item.starts:
+        if work_tile.starts:
             size = initial_state.element_type.width // 8
             # Lines of 128 bytes: all of 64 V rows, or 64 columns of every K row.
             pitch = spec.dim * size
             lines = (spec.dim if spec.v_first else 64) * size // 128
             rows = 64 if spec.v_first else spec.dim
-            row0, column0 = (item.piece * 64, Int32(0)) if spec.v_first else (Int32(0), item.piece * 64)
-            offset = item.read_slot * initial_state.stride[0] + Int64(item.head) * (spec.dim * spec.dim)
+            row0, column0 = (work_tile.piece * 64, Int32(0)) if spec.v_first else (Int32(0), work_tile.piece * 64)
+            offset = work_tile.read_slot * initial_state.stride[0] + Int64(work_tile.head) * (spec.dim * spec.dim)
             first = (initial_state.iterator + offset).toint() + Int64(row0 * pitch + column0 * size)
             for i in cutlass.range(cute.arch.lane_idx(), rows * lines, 32, unroll=1):
                 ptx.prefetch_line(first + Int64(i // lines * pitch + i % lines * 128))

@@ -1,15 +1,16 @@
 """Summaries of sequences under the gated delta rule: h and P of S' = P S + h. k [1, L, Hk, D], v [1, L, HV, D] -> [N, HS, D, D].
 
-The kernel: split/parts.py. `gdn.problems.ChunkSummaryParams` is the contract of a launch.
+The kernel: split/parts.py. `gdn.ops.delta_rule.problem.ChunkSummaryParams` is the contract of a launch.
 """
 
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkProblem, ChunkSummaryProblem, unserved_dtypes
-from kernels_cute.chunk.barriers import shared_bytes, summary_fields
+from gdn.ops.delta_rule.problem import ChunkProblem, ChunkSummaryProblem, unserved_dtypes
+from kernels_cute.chunk.barriers import shared_bytes
 from kernels_cute.chunk.shape import STAGES
 from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.chunk.split.barriers import summary_fields
 from kernels_cute.chunk.split.shape import summary_spec
 from kernels_cute.common import choice
 

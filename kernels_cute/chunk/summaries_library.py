@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass.cute as cute
 
-from gdn.problems import ChunkSummaryParams, ChunkSummaryProblem
+from gdn.ops.delta_rule.problem import ChunkSummaryParams, ChunkSummaryProblem
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.parts import PartSummaries
 from kernels_cute.common import build

@@ -22,7 +22,12 @@ def unserved(tensors: Mapping[tuple[str, ...], Mapping[str, str | None]]) -> str
 
 def launch(compiled: Any, params: Any) -> None:
     """Launches a kernel of one entry."""
-    (function,) = compiled.functions.values()
+    launch_with(compiled.functions, params)
+
+
+def launch_with(functions: Mapping[str, Callable[..., Any]], params: Any) -> None:
+    """The same of another operator's kernel that has this one's entry. functions: the entry alone."""
+    (function,) = functions.values()
     function(*params)
 
 

@@ -6,7 +6,7 @@
 
 A block has the columns of V of one state head, its state S0 in registers (`state_tile`), and in shared memory the entries
 `k_e [K]`, `u_e [columns of the block]`, `g_e`, oldest first: those that may be live, which positions alone tell before the slot
-is read, and behind them those of the call's own tokens. `gdn.problems.replay` has the rule of positions.
+is read, and behind them those of the call's own tokens. `gdn.ops.delta_rule.problem` has the rule of positions.
 
 Which entry a warp or a lane has:
 

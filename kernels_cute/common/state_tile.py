@@ -12,8 +12,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 
-from gdn.problems import DTYPE_BYTES, GdnDecodeProblem, RecurrentProblem
-from gdn.recurrent_tiles import Tiles, k_vector, k_warps
+from gdn.ops.delta_rule.problem import RecurrentProblem
+from gdn.ops.delta_rule.tiles import Tiles, k_vector, k_warps
+from gdn.ops.layer_step.problem import GdnDecodeProblem
+from gdn.problem import DTYPE_BYTES
 from kernels_cute.common.memory import load, pointer
 from kernels_cute.common.ptx import opaque
 from kernels_cute.common.rounding import key_of, rounded

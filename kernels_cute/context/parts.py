@@ -2,11 +2,11 @@
 ceil(length / (64 S)) chunks of 64 tokens.
 
 Tensors: cu_seqlens [N + 1], state_indices [>= N] -> offsets [N S + 1], rows [N S] int32, N numbers of the message.
-`gdn.problems.ContextPartsParams` is the contract. A thread owns a segment; one more writes the last offset.
+`gdn.ops.context.problem.ContextPartsParams` is the contract. A thread owns a segment; one more writes the last offset.
 """
 
 from gdn.device import DeviceSpec
-from gdn.problems import ContextPartsProblem
+from gdn.ops.context.problem import ContextPartsProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import INDEX_DTYPES, space, unserved
 from kernels_cute.context.served import Config

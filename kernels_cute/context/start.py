@@ -2,12 +2,12 @@
 messages of the ranks before, then with the summaries of the segments; the final state goes on with the messages instead.
 
 Tensors: messages [R, numbers], h [N S, HS, K, V] (or V first), P [N S, HS, K, K] (V first transposed) -> states [N S, HS, K, V],
-final_state [slots or N, HS, K, V], all float32 but a pool. `gdn.problems.ContextStartParams` is the contract. A block owns 32
-columns of a head's states.
+final_state [slots or N, HS, K, V], all float32 but a pool. `gdn.ops.context.problem.ContextStartParams` is the contract. A block
+owns 32 columns of a head's states.
 """
 
 from gdn.device import DeviceSpec
-from gdn.problems import ContextStartProblem
+from gdn.ops.context.problem import ContextStartProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import space
 from kernels_cute.context.served import Config, refusal

@@ -2,11 +2,12 @@
 first rank the states before the segments, from its pool on, and the one after the last as h.
 
 Tensors: h [N S, HS, K, V] (or V first), P [N S, HS, K, K] (V first transposed), a pool -> message, states [N S, HS, K, V], all
-float32 but the pool. `gdn.problems.ContextTotalParams` is the contract. A block owns 32 columns of h, or of P, of a head.
+float32 but the pool. `gdn.ops.context.problem.ContextTotalParams` is the contract. A block owns 32 columns of h, or of P, of a
+head.
 """
 
 from gdn.device import DeviceSpec
-from gdn.problems import ContextTotalProblem
+from gdn.ops.context.problem import ContextTotalProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import space
 from kernels_cute.context.served import Config, refusal

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from gdn.problems import ContextTotalParams, ContextTotalProblem
+from gdn.ops.context.problem import ContextTotalParams, ContextTotalProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.context.chain import Kept, P_in, Run, compose, first_summary, h_in, put, segment_run, shared_of, take

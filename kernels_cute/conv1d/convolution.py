@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 
-from gdn.problems import ConvolutionProblem
+from gdn.ops.layer_step.problem import ConvolutionProblem
 from kernels_cute.common import memory
 from kernels_cute.common.build import Kernel
 from kernels_cute.common.memory import fake, load, load_channels, pointer, sigmoid, store, store_channels, window_offset, words

@@ -1,14 +1,14 @@
 """Causal depthwise convolution of packed prompts, with its windows in a pool of slots. The formula: `convolution`.
 
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_states [slots, dim, columns], oldest
-input first: see `gdn.problems.Conv1dParams`. Tiles, their numbers, and why no block reads a slot that another one writes are in
-DESIGN.md. Blocks whose number falls between sequences are idle.
+input first: see `gdn.ops.layer_step.problem.Conv1dParams`. Tiles, their numbers, and why no block reads a slot that another one
+writes are in DESIGN.md. Blocks whose number falls between sequences are idle.
 """
 
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems import Conv1dProblem
+from gdn.ops.layer_step.problem import Conv1dProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import space
 from kernels_cute.conv1d.shape import THREADS, refusal, slices, threads_fit

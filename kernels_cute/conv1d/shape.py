@@ -1,6 +1,6 @@
 """Shares of a thread and a block in the convolution, and what is served."""
 
-from gdn.problems import ConvolutionProblem
+from gdn.ops.layer_step.problem import ConvolutionProblem
 from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, unserved
 
 CHANNELS = 8  # neighbouring channels of a thread

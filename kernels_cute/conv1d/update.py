@@ -1,15 +1,15 @@
 """Causal depthwise convolution of a decode step, with its windows in a pool of slots. The formula: `convolution`.
 
 Tensors: x, out [L, dim] bfloat16 | float16; weight [dim, width]; bias [dim]; conv_state [slots, dim, columns], oldest input
-first: see `gdn.problems.Conv1dUpdateParams`. A block owns one sequence and `threads * 8` channels: why windows may overlap their
-own shifted copy, and how a draft tree finds its inputs, is in DESIGN.md.
+first: see `gdn.ops.layer_step.problem.Conv1dUpdateParams`. A block owns one sequence and `threads * 8` channels: why windows may
+overlap their own shifted copy, and how a draft tree finds its inputs, is in DESIGN.md.
 """
 
 from dataclasses import dataclass
 from itertools import compress
 
 from gdn.device import DeviceSpec
-from gdn.problems import Conv1dUpdateProblem
+from gdn.ops.layer_step.problem import Conv1dUpdateProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import space
 from kernels_cute.conv1d import shape

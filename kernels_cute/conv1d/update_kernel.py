@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from gdn.problems import Conv1dUpdateParams, Conv1dUpdateProblem
+from gdn.ops.layer_step.problem import Conv1dUpdateParams, Conv1dUpdateProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.conv1d.convolution import Convolution, Registers, fake_common

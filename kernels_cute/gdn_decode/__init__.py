@@ -8,7 +8,7 @@
 Tensors: mixed_qkv [L, 2 * H * K + HV * V] (or interleaved with z, or with z, b and a after it), z [L, HV, V], out [L, HV * V]
 bfloat16 | float16; a, b [L, HV];
 windows [slots, 2 * H * K + HV * V, columns]; state [slots, HV, V, K] or [slots, HV, K, V] float32 | bfloat16.
-`gdn.problems.GdnDecodeParams` has the contract of each.
+`gdn.ops.layer_step.problem.GdnDecodeParams` has the contract of each.
 
 A cluster owns a sequence and a key head: `splits` blocks for each of its value heads, a block has threads / threads_per_column *
 v_per_thread columns of V. Every block of it computes q and k again (4 KiB of its 32 KiB and more), so nothing but sums of squares
@@ -19,8 +19,9 @@ from dataclasses import replace
 from itertools import product
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import DTYPE_BYTES, GdnDecodeProblem
-from gdn.recurrent_tiles import k_vector, reads_lines, v_per_thread_k_first
+from gdn.ops.delta_rule.tiles import k_vector, reads_lines, v_per_thread_k_first
+from gdn.ops.layer_step.problem import GdnDecodeProblem
+from gdn.problem import DTYPE_BYTES
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, unserved
 from kernels_cute.gdn_decode.config import Config as Config

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64
 
-from gdn.problems import GdnDecodeParams
+from gdn.ops.layer_step.problem import GdnDecodeParams
 from kernels_cute.common import ptx
 from kernels_cute.common.delta_rule import log_decay
 from kernels_cute.common.memory import load, words

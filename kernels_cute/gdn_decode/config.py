@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gdn.recurrent_tiles import Tiles
+from gdn.ops.delta_rule.tiles import Tiles
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import GdnDecodeParams
+from gdn.ops.layer_step.problem import GdnDecodeParams
 from kernels_cute.common.delta_rule import store_zeros
 from kernels_cute.common.init_barriers import init_barriers
 from kernels_cute.common.memory import heads_of, narrowed

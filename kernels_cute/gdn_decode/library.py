@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import GdnDecodeParams, GdnDecodeProblem
+from gdn.ops.layer_step.problem import GdnDecodeParams, GdnDecodeProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.gdn_decode.config import Config

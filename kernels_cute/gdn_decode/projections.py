@@ -1,6 +1,6 @@
 """Projections that are columns of one or two tensors, as the separate ones that the kernels read: views, made in the launch."""
 
-from gdn.problems import GdnDecodeParams, GdnDecodeProblem
+from gdn.ops.layer_step.problem import GdnDecodeParams, GdnDecodeProblem
 from kernels_cute.common.memory import columns, heads_of
 
 

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import GdnDecodeParams
+from gdn.ops.layer_step.problem import GdnDecodeParams
 from kernels_cute.common import ptx, ring, ring_batch
 from kernels_cute.common.delta_rule import Work, make_work, row_factors, store_out
 from kernels_cute.common.ring import Entries, Live

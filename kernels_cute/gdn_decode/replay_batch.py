@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import GdnDecodeParams
+from gdn.ops.layer_step.problem import GdnDecodeParams
 from kernels_cute.common import ptx, ring, ring_batch
 from kernels_cute.common.ring import Live
 from kernels_cute.gdn_decode.batch import (

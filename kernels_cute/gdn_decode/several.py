@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import GdnDecodeParams
+from gdn.ops.layer_step.problem import GdnDecodeParams
 from kernels_cute.common import ptx
 from kernels_cute.common.delta_rule import L2NORM_EPS, own_column
 from kernels_cute.common.ring_batch import halved

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int64
 
-from gdn.problems import GdnDecodeProblem
-from gdn.recurrent_tiles import Tiles
+from gdn.ops.delta_rule.tiles import Tiles
+from gdn.ops.layer_step.problem import GdnDecodeProblem
 from kernels_cute.common import ring_batch
 from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 from kernels_cute.common.memory import CUTE_DTYPES

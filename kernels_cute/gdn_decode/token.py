@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import GdnDecodeParams
+from gdn.ops.layer_step.problem import GdnDecodeParams
 from kernels_cute.common import ptx
 from kernels_cute.common.delta_rule import Work, add_products, combine, make_work, row_factors, store_out, update
 from kernels_cute.common.memory import narrowed, sigmoid

@@ -11,13 +11,13 @@ DESIGN.md says when which one runs. `GdnPrefillParams` has the contract of each 
 """
 
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.problems import DTYPE_BYTES, GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
+from gdn.problem import DTYPE_BYTES
 from kernels_cute import chunk
 from kernels_cute.chunk import kernel as chunk_kernel
 from kernels_cute.chunk.kernel import Config as ChunkConfig
@@ -165,12 +165,9 @@ def launch(compiled: Any, params: GdnPrefillParams) -> None:
         return
     size = length * problem.dim * DTYPE_BYTES[problem.dtype]
     rows = params.workspace[:size].view(getattr(torch, problem.dtype)).view(length, problem.dim)
-    # The problem's static fields are those of every call, its sizes are not.
-    sized = replace(parts.chunk_problem(problem), num_tokens=length, num_sequences=params.cu_seqlens.shape[0] - 1)
     rest = params.workspace[parts.whole(size) :] if params.workspace.shape[0] > parts.whole(size) else None
     functions[_CONV](*parts.conv_params(problem, params, rows))
-    own = {name: function for name, function in functions.items() if name not in (_CONV, _NORM)}
-    compiled_chunk = SimpleNamespace(functions=own, problem=sized, config=config)
-    chunk.launch(compiled_chunk, parts.chunk_params(problem, params, rows, rest))
+    rule = {name: function for name, function in functions.items() if name not in (_CONV, _NORM)}
+    chunk.launch_with(rule, parts.chunk_problem(problem), config, parts.chunk_params(problem, params, rows, rest))
     if problem.has_norm:
         functions[_NORM](*parts.norm_params(problem, params))

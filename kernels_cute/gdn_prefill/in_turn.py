@@ -13,7 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64, Uint8
 
-from gdn.problems import DTYPE_BYTES, GdnPrefillParams, GdnPrefillProblem, RmsNormGatedParams
+from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem, RmsNormGatedParams
+from gdn.problem import DTYPE_BYTES
 from kernels_cute.chunk import kernel as chunk
 from kernels_cute.chunk import library as chunk_library
 from kernels_cute.gdn_prefill import parts

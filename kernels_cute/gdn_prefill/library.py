@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 
-from gdn.problems import GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillProblem
 from kernels_cute.chunk import kernel as chunk
 from kernels_cute.common import build
 from kernels_cute.gdn_prefill import steps

@@ -12,7 +12,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
-from gdn.problems import ChunkParams, GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.delta_rule.problem import ChunkParams
+from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.chunk import fused
 from kernels_cute.chunk.arguments import TokenCopies, token_copies, z_copy
 from kernels_cute.chunk.roles.norm import NormTerms

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillProblem
 from kernels_cute.chunk import signals
 from kernels_cute.chunk.roles.gates import head_offset
 from kernels_cute.chunk.shape import CHUNK

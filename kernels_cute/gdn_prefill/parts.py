@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from gdn.problems import (
-    DTYPE_BYTES,
-    ChunkParams,
-    ChunkProblem,
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
+from gdn.ops.layer_step.problem import (
     Conv1dParams,
     Conv1dProblem,
     GdnPrefillParams,
@@ -22,6 +20,7 @@ from gdn.problems import (
     RmsNormGatedParams,
     RmsNormGatedProblem,
 )
+from gdn.problem import DTYPE_BYTES
 
 ALIGNMENT = 256  # bytes, of the parts of the workspace
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.problems import GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillProblem
 from kernels_cute.chunk.deal import max_scheduled_clusters
 from kernels_cute.chunk.plan import Model
 from kernels_cute.chunk.shape import CHUNK, STAGES

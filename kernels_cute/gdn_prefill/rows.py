@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from gdn.problems import Conv1dParams, GdnPrefillProblem
+from gdn.ops.layer_step.problem import Conv1dParams, GdnPrefillProblem
 from kernels_cute.chunk import signals
 from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.conv1d.prefill import Config

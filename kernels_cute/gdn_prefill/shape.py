@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gdn.problems import GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillProblem
 from kernels_cute.chunk.shape import CHUNK
 
 PART_BYTES = 16  # of a thread's part of a row

@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from gdn.problems import GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.chunk import fused
 from kernels_cute.chunk.arguments import token_copies
 from kernels_cute.chunk.shape import CHUNK, STAGES

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import Conv1dParams, GdnPrefillProblem
+from gdn.ops.layer_step.problem import Conv1dParams, GdnPrefillProblem
 from kernels_cute.common import ptx
 from kernels_cute.conv1d.convolution import Registers
 from kernels_cute.conv1d.prefill import Config

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import Conv1dParams, GdnPrefillProblem, RmsNormGatedParams
+from gdn.ops.layer_step.problem import Conv1dParams, GdnPrefillProblem, RmsNormGatedParams
 from kernels_cute.common.memory import fake
 from kernels_cute.conv1d.prefill import Config as ConvConfig
 from kernels_cute.conv1d.prefill_kernel import Conv1d, fakes

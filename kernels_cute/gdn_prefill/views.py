@@ -4,7 +4,8 @@ from typing import Any
 
 import cutlass.cute as cute
 
-from gdn.problems import ChunkParams, Conv1dParams, GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.delta_rule.problem import ChunkParams
+from gdn.ops.layer_step.problem import Conv1dParams, GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.common.memory import CUTE_DTYPES, columns, heads_of
 from kernels_cute.gdn_prefill.parts import kept_states, kept_windows
 

@@ -1,6 +1,6 @@
 """Accesses that the kernels of single steps are made of, from sizes alone: the choice and the kernels read them."""
 
-from gdn.problems import AddRmsNormProblem, RmsNormGatedProblem, SplitProblem
+from gdn.ops.layer_step.problem import AddRmsNormProblem, RmsNormGatedProblem, SplitProblem
 
 VECTOR = 8  # elements of an access of `add_rms_norm`
 

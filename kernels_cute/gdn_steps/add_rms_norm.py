@@ -1,15 +1,16 @@
 """Residual sum s = residual + x * (1 + layer_scale) and its RMS norm s / sqrt(mean(s * s) + eps) * gain over the last dim, in
 float32; the gain is 1 + weight or weight, and s is rounded to the dtype of x before the norm. Without a residual s is x.
 
-Tensors: x, residual [L, D], normed, total [L, D] contiguous, weight, layer_scale [D]. See `gdn.problems.AddRmsNormParams`.
-A block owns `rows` rows; a thread holds `chunks` accesses of 8 elements of each. All of x and residual is loaded before anything
-is summed; the sums cross a warp by shuffles and the block through shared memory, once.
+Tensors: x, residual [L, D], normed, total [L, D] contiguous, weight, layer_scale [D]. See
+`gdn.ops.layer_step.problem.AddRmsNormParams`. A block owns `rows` rows; a thread holds `chunks` accesses of 8 elements of each.
+All of x and residual is loaded before anything is summed; the sums cross a warp by shuffles and the block through shared memory,
+once.
 """
 
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems import AddRmsNormProblem
+from gdn.ops.layer_step.problem import AddRmsNormProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, space, unserved
 from kernels_cute.gdn_steps.accesses import VECTOR, row_chunks

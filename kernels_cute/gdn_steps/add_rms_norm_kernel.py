@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import AddRmsNormParams, AddRmsNormProblem
+from gdn.ops.layer_step.problem import AddRmsNormParams, AddRmsNormProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake, load, pointer, store
 from kernels_cute.gdn_steps.accesses import VECTOR, row_chunks

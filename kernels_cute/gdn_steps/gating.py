@@ -4,14 +4,14 @@
     beta_output = sigmoid(b)
 
 Tensors: A_log, dt_bias [HV]; a, b [L, HV] of any strides; g, beta_output [L, HV] float32 contiguous: see
-`gdn.problems.GatingParams`. A thread computes `heads` neighbouring heads of a row; the inputs are read element by element (their
-strides are free and neighbours share sectors), the outputs are written at once.
+`gdn.ops.layer_step.problem.GatingParams`. A thread computes `heads` neighbouring heads of a row; the inputs are read element by
+element (their strides are free and neighbours share sectors), the outputs are written at once.
 """
 
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems import GatingProblem
+from gdn.ops.layer_step.problem import GatingProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, space, unserved
 

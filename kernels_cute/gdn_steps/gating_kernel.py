@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import GatingParams, GatingProblem
+from gdn.ops.layer_step.problem import GatingParams, GatingProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake, pointer, store
 

@@ -1,6 +1,6 @@
 """Gated RMS norm: x / sqrt(mean(x * x) + eps) * weight * gate(z) over the last dim, in float32; gate silu or sigmoid.
 
-Tensors: x, z [L, HV, V], out [L, HV, V] contiguous, weight [V]. See `gdn.problems.RmsNormGatedParams`.
+Tensors: x, z [L, HV, V], out [L, HV, V] contiguous, weight [V]. See `gdn.ops.layer_step.problem.RmsNormGatedParams`.
 A group of `lanes` threads owns `rows` rows (a row: one head of one token) and holds `chunks` accesses of each; all of x
 and z is loaded before anything is summed, and the sums cross the group by shuffles.
 """
@@ -8,7 +8,7 @@ and z is loaded before anything is summed, and the sums cross the group by shuff
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems import RmsNormGatedProblem
+from gdn.ops.layer_step.problem import RmsNormGatedProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, by_load, space, unserved
 from kernels_cute.gdn_steps.accesses import row_parts

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 
-from gdn.problems import RmsNormGatedParams, RmsNormGatedProblem
+from gdn.ops.layer_step.problem import RmsNormGatedParams, RmsNormGatedProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake, load, pointer, sigmoid, store
 from kernels_cute.gdn_steps.accesses import row_parts

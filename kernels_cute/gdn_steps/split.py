@@ -2,7 +2,7 @@
 
 Tensors: mixed_qkvz [L, H * (2 * K + 2 * r * V)] with groups [q (K) | k (K) | v (r * V) | z (r * V)], mixed_ba [L, 2 * HV]
 with groups [b (r) | a (r)] -> mixed_qkv [L, 2 * H * K + HV * V] = [all q | all k | all v], z [L, HV * V], b, a [L, HV].
-See `gdn.problems.SplitParams`.
+See `gdn.ops.layer_step.problem.SplitParams`.
 
 A thread owns one 16-byte piece of a row. It computes the piece's target once and moves the piece in `rows` rows, which it
 loads together. The last slice of blocks of every row tile moves b and a, element by element.
@@ -11,7 +11,7 @@ loads together. The last slice of blocks of every row tile moves b and a, elemen
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems import SplitProblem
+from gdn.ops.layer_step.problem import SplitProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, space, unserved
 from kernels_cute.gdn_steps.accesses import row_pieces

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from gdn.problems import SplitParams, SplitProblem
+from gdn.ops.layer_step.problem import SplitParams, SplitProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake, load, pointer, store
 from kernels_cute.gdn_steps.accesses import row_pieces

@@ -4,7 +4,7 @@
 
 Tensors: raw_k [L, kv_heads, D] bfloat16 | float16, ring [sequences, size, kv_heads, D] with the raw key of position p at row
 p % size, positions, ring_slots, slot_mapping [L], cache [pages, elements of a page].
-`gdn.problems.CompressIndexerKeysParams` is the contract; `rows.py` describes a row in registers.
+`gdn.ops.indexer.problem.CompressIndexerKeysParams` is the contract; `rows.py` describes a row in registers.
 
 A warp owns a token. If the token ends a group, the warp computes the group's key; members from before this call come from the
 ring. It also stores the token's raw key in the ring, unless a later token of the call takes the same row.
@@ -16,7 +16,7 @@ reads are written only by the warp that read them. Their last owner leaves them 
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems import CompressIndexerKeysProblem
+from gdn.ops.indexer.problem import CompressIndexerKeysProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import space
 from kernels_cute.indexer import forms

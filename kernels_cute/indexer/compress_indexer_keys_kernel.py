@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from gdn.problems import CompressIndexerKeysParams, CompressIndexerKeysProblem
+from gdn.ops.indexer.problem import CompressIndexerKeysParams, CompressIndexerKeysProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake, narrowed
 from kernels_cute.indexer.forms import ELEMENTS, WORDS, form_of

@@ -1,7 +1,8 @@
 """Selected groups of `ratio` tokens as token positions, then the causal tail, then -1.
 
 Tensors: group_indices [L, k], -1 = none; positions [L] -> out [L, k * ratio + ratio - 1] int32. The tail is the query's own
-unfinished group: (pos + 1) // ratio * ratio up to and including pos. `gdn.problems.ExpandTopkGroupsParams` is the contract.
+unfinished group: (pos + 1) // ratio * ratio up to and including pos. `gdn.ops.indexer.problem.ExpandTopkGroupsParams` is the
+contract.
 
 A block owns a row and takes its groups `threads * groups` at a time: they are packed in order into a list in shared memory
 (ballots inside a warp, counts across warps), and the list is written member by member, so that neighbouring lanes write
@@ -11,7 +12,7 @@ neighbouring words. A row is k * ratio + ratio - 1 words long and may start at a
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems import ExpandTopkGroupsProblem
+from gdn.ops.indexer.problem import ExpandTopkGroupsProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import INDEX_DTYPES, space, unserved
 

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from gdn.problems import ExpandTopkGroupsParams, ExpandTopkGroupsProblem
+from gdn.ops.indexer.problem import ExpandTopkGroupsParams, ExpandTopkGroupsProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake, narrowed
 

@@ -1,6 +1,6 @@
 """Rows of `dim` 16-bit values as the indexer's kernels take them: sizes, encoded forms, and what is served."""
 
-from gdn.problems import GatherIndexerCacheProblem
+from gdn.ops.indexer.problem import GatherIndexerCacheProblem
 from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, INDEX_DTYPES, unserved
 
 CHUNK = 8  # values per 16-byte load

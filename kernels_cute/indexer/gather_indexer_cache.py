@@ -1,7 +1,7 @@
 """Cached key rows of N sequences out of their pages, packed: row r of sequence n goes to row cu_seqlens[n] + r.
 
 Tensors: cache [pages, elements of a page], block_tables [N, max_pages] int32, cu_seqlens [N + 1] -> k [rows, kv_heads * D],
-k_scale [rows, kv_heads] float32. `gdn.problems.GatherIndexerCacheParams` is the contract.
+k_scale [rows, kv_heads] float32. `gdn.ops.indexer.problem.GatherIndexerCacheParams` is the contract.
 
 A warp owns `rows` neighbouring rows. Each lane finds one row's sequence by bisection (cu_seqlens stays in L1), its page and
 its offset there; then all lanes copy the rows in 16-byte pieces, all loads before the first store, with addresses by shuffle.
@@ -10,7 +10,7 @@ its offset there; then all lanes copy the rows in 16-byte pieces, all loads befo
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems import GatherIndexerCacheProblem
+from gdn.ops.indexer.problem import GatherIndexerCacheProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import ACCESS_BYTES, INDEX_DTYPES, space, unserved
 from kernels_cute.indexer.forms import CACHE_DTYPES, row_bytes

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from gdn.problems import GatherIndexerCacheParams, GatherIndexerCacheProblem
+from gdn.ops.indexer.problem import GatherIndexerCacheParams, GatherIndexerCacheProblem
 from kernels_cute.common import build
 from kernels_cute.common.choice import ACCESS_BYTES
 from kernels_cute.common.memory import fake, load, store, word_pointer

@@ -6,7 +6,7 @@
 
 Tensors: q [L, H, D], k, v [L, kv_heads, D] bfloat16 | float16, weights [L, H], positions, slot_mapping [L], cos_sin
 [max_positions, rotary_dim], cache, v_cache [pages, elements of a page] -> q_out [L, H, D], weights_out [L, H] float32.
-`gdn.problems.PrepareIndexerParams` is the contract; `rows.py` describes a row in registers.
+`gdn.ops.indexer.problem.PrepareIndexerParams` is the contract; `rows.py` describes a row in registers.
 
 The first blocks write keys, one row per group of lanes, and the row of values next to it: they wait longest, for slots and pages.
 The others prepare queries:
@@ -17,7 +17,7 @@ the groups of a warp load neighbouring ones.
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems import PrepareIndexerProblem
+from gdn.ops.indexer.problem import PrepareIndexerProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import by_load, space
 from kernels_cute.indexer import forms

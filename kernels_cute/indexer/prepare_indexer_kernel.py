@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from gdn.problems import PrepareIndexerParams, PrepareIndexerProblem
+from gdn.ops.indexer.problem import PrepareIndexerParams, PrepareIndexerProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer.forms import CAST, ELEMENTS, SCALED, WORDS, form_of

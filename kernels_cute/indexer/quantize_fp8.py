@@ -1,14 +1,14 @@
 """e4m3 values with one scale per group: scale = max(amax, 1e-4) / 448, x_fp8 = x / scale to nearest even, saturated.
 
 Tensors: x [L, G, group] bfloat16 | float16 -> x_fp8 [L, G, group] float8_e4m3fn, scale [L, G] float32.
-`gdn.problems.QuantizeFp8Params` is the contract. A group of lanes owns `rows` groups of values, which it loads together;
-`rows.py` describes them in registers. The results are bit for bit the reference's.
+`gdn.ops.indexer.problem.QuantizeFp8Params` is the contract. A group of lanes owns `rows` groups of values, which it loads
+together; `rows.py` describes them in registers. The results are bit for bit the reference's.
 """
 
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems import QuantizeFp8Problem
+from gdn.ops.indexer.problem import QuantizeFp8Problem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import by_load, space
 from kernels_cute.indexer import forms

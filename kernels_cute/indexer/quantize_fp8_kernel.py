@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from gdn.problems import QuantizeFp8Params, QuantizeFp8Problem
+from gdn.ops.indexer.problem import QuantizeFp8Params, QuantizeFp8Problem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer.forms import SCALED, WORDS

@@ -1,14 +1,14 @@
 """Key rows into the indexer's cache, in the cache's form: e4m3 with a scale per row, plain e4m3, or bfloat16.
 
 Tensors: k [L, kv_heads, D] bfloat16 | float16, slot_mapping [L], cache [pages, elements of a page].
-`gdn.problems.WriteIndexerCacheParams` is the contract. A group of lanes owns a row; `rows.py` describes it in registers and
-in a page. The results are bit for bit the reference's.
+`gdn.ops.indexer.problem.WriteIndexerCacheParams` is the contract. A group of lanes owns a row; `rows.py` describes it in
+registers and in a page. The results are bit for bit the reference's.
 """
 
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems import WriteIndexerCacheProblem
+from gdn.ops.indexer.problem import WriteIndexerCacheProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import space
 from kernels_cute.indexer import forms

@@ -5,7 +5,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Uint32
 
-from gdn.problems import WriteIndexerCacheParams, WriteIndexerCacheProblem
+from gdn.ops.indexer.problem import WriteIndexerCacheParams, WriteIndexerCacheProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.indexer.forms import WORDS, form_of

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import DTYPE_BYTES, LogitsProblem
+from gdn.ops.indexer.problem import LogitsProblem
+from gdn.problem import DTYPE_BYTES
 
 MAX_HEADS = 64  # four queries of them are one instruction's 256 columns, of one key head
 HEAD_DIMS = (64, 128)

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from gdn.problems import MqaLogitsParams, PagedMqaLogitsParams
+from gdn.ops.indexer.problem import MqaLogitsParams, PagedMqaLogitsParams
 from kernels_cute.mqa_logits import copy, fill, layouts, paged_math, publish, ragged_math
 from kernels_cute.mqa_logits.barriers import COSTS, arrive_named, initialise
 from kernels_cute.mqa_logits.orders import KEY_ROWS

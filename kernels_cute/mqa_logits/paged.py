@@ -18,7 +18,7 @@ from math import ceil
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import PagedMqaLogitsParams, PagedMqaLogitsProblem
 from kernels_cute.common import choice
 from kernels_cute.mqa_logits import host
 from kernels_cute.mqa_logits.host import MAX_COLUMNS, row_bytes

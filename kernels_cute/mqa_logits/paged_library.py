@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 
-from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import PagedMqaLogitsParams, PagedMqaLogitsProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.mqa_logits.kernel import PagedLogits

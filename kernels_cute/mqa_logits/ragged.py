@@ -14,7 +14,7 @@ from functools import partial
 from itertools import product
 
 from gdn.device import DeviceSpec
-from gdn.problems import MqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem
 from kernels_cute.common import choice
 from kernels_cute.mqa_logits import host
 from kernels_cute.mqa_logits.host import MAX_COLUMNS, MAX_HEADS, row_bytes

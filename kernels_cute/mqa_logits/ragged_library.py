@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 
-from gdn.problems import MqaLogitsParams, MqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.mqa_logits.kernel import RaggedLogits

@@ -3,15 +3,15 @@
 Per state head, S [K, V] float32 in registers over all tokens of a sequence, a = exp(g): the steps of `common.delta_rule`.
 
 Tensors: q [1, L, Hq, K], k [1, L, Hk, K], v and out [1, L, heads, V] bfloat16 | float16; g, beta [1, L, HS]; state
-[slots, HS, V, K] or [slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentParams` has the contract of each.
+[slots, HS, V, K] or [slots, HS, K, V] float32 | bfloat16. `gdn.ops.delta_rule.problem.RecurrentParams` has the contract of each.
 
 A block owns (sequence, state head, block_v columns of V). Data flow of the form with a prefetch of the next token's inputs and of
 the one without (`single_token`), places of the state, choice of tiles: DESIGN.md.
 """
 
-from gdn import recurrent_tiles
-from gdn.problems import RecurrentProblem
-from gdn.recurrent_tiles import TUNED_WITHIN, Config, configs, default_config, fits, refusal
+from gdn.ops.delta_rule import tiles as recurrent_tiles
+from gdn.ops.delta_rule.problem import RecurrentProblem
+from gdn.ops.delta_rule.tiles import TUNED_WITHIN, Config, configs, default_config, fits, refusal
 from kernels_cute.common import choice
 
 __all__ = [

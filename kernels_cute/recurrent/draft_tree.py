@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from gdn.problems import RecurrentParams
+from gdn.ops.delta_rule.problem import RecurrentParams
 from kernels_cute.common.delta_rule import HeadGate, store_out, update
 from kernels_cute.common.state_sums import Exchange
 from kernels_cute.recurrent.tokens import Block, Spec, finish, load_token, multiply, slot_to_write, store_intermediate, store_node

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import RecurrentParams
+from gdn.ops.delta_rule.problem import RecurrentParams
 from kernels_cute.common.delta_rule import HeadGate, make_work, store_out, update
 from kernels_cute.common.memory import without_batch
 from kernels_cute.common.rounding import mixed_seed

@@ -3,9 +3,9 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn import recurrent_tiles
-from gdn.problems import RecurrentParams, RecurrentProblem
-from gdn.recurrent_tiles import Config
+from gdn.ops.delta_rule import tiles as recurrent_tiles
+from gdn.ops.delta_rule.problem import RecurrentParams, RecurrentProblem
+from gdn.ops.delta_rule.tiles import Config
 from kernels_cute.common import build
 from kernels_cute.common.memory import fake
 from kernels_cute.recurrent.kernel import Recurrent

@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from gdn.problems import RecurrentParams
+from gdn.ops.delta_rule.problem import RecurrentParams
 from kernels_cute.common import ptx, ring
 from kernels_cute.common.delta_rule import HeadGate, Work, add_products, log_decay, make_work, row_factors, store_out
 from kernels_cute.common.memory import load, narrowed, pointer

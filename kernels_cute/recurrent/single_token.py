@@ -10,8 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import RecurrentParams
-from gdn.recurrent_tiles import counts_down
+from gdn.ops.delta_rule.problem import RecurrentParams
+from gdn.ops.delta_rule.tiles import counts_down
 from kernels_cute.common.delta_rule import HeadGate, Work, add_products, make_work, store_out
 from kernels_cute.common.ptx import opaque, run, unpack
 from kernels_cute.common.rounding import mixed_seed

@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64
 
-from gdn.problems import RecurrentParams, RecurrentProblem
-from gdn.recurrent_tiles import Config, writes_new_state
+from gdn.ops.delta_rule.problem import RecurrentParams, RecurrentProblem
+from gdn.ops.delta_rule.tiles import Config, writes_new_state
 from kernels_cute.common.delta_rule import HeadGate, Work, add_products, combine, decay, row_factors, store_out, store_zeros
 from kernels_cute.common.memory import CUTE_DTYPES, load, pointer
 from kernels_cute.common.ptx import use

@@ -1,15 +1,15 @@
 """Entries and inputs of an accepted path, next to each other: of all layers in one launch.
 
 Rows (p + nodes[i]) mod R of a ring [R, W] go to (p + i) mod R, columns w - 2 + nodes[i] of a window [dim, columns] to w - 2 + i.
-`gdn.problems.AcceptDraftTreeProblem` has the rule, AcceptDraftTreeParams the contract of each tensor. A thread moves 16 bytes of
-the ring's rows, or one channel of the window, along the whole path. The i-th node of a path is i or later, so a move never
-overwrites what a later one reads.
+`gdn.ops.delta_rule.problem.AcceptDraftTreeProblem` has the rule, AcceptDraftTreeParams the contract of each tensor. A thread
+moves 16 bytes of the ring's rows, or one channel of the window, along the whole path. The i-th node of a path is i or later, so a
+move never overwrites what a later one reads.
 """
 
 from dataclasses import dataclass
 
 from gdn.device import DeviceSpec
-from gdn.problems import AcceptDraftTreeProblem
+from gdn.ops.delta_rule.problem import AcceptDraftTreeProblem
 from kernels_cute.common import choice
 from kernels_cute.common.choice import FLOAT_DTYPES, space, unserved
 from kernels_cute.replay.shape import MOST_NODES

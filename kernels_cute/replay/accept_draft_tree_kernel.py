@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from gdn.problems import AcceptDraftTreeParams, AcceptDraftTreeProblem
+from gdn.ops.delta_rule.problem import AcceptDraftTreeParams, AcceptDraftTreeProblem
 from kernels_cute.common import build, ptx
 from kernels_cute.common.memory import fake, narrowed
 from kernels_cute.replay.shape import MOST_NODES

@@ -4,14 +4,14 @@ A state [K, V] with entries (k_j [K], u_j [V], g_j) of positions c..p becomes
 
     exp(sum of all g_j) S + sum_j exp(sum of g_m over m > j) k_j u_j^T
 
-`gdn.problems.FoldStatesProblem` says which entries these are, FoldStatesParams the contract of each tensor. A block holds columns
-of V of one state head in registers, as the decode kernels do; blocks stay and take work items in turn, so that the number of
-layers costs nothing where rings are empty.
+`gdn.ops.delta_rule.problem.FoldStatesProblem` says which entries these are, FoldStatesParams the contract of each tensor. A block
+holds columns of V of one state head in registers, as the decode kernels do; blocks stay and take work items in turn, so that the
+number of layers costs nothing where rings are empty.
 """
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import FoldStatesProblem
-from gdn.recurrent_tiles import TUNED_WITHIN, Tiles, k_vector
+from gdn.ops.delta_rule.problem import FoldStatesProblem
+from gdn.ops.delta_rule.tiles import TUNED_WITHIN, Tiles, k_vector
 from kernels_cute.common import choice
 from kernels_cute.common.choice import unserved
 

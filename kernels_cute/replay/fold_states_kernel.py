@@ -10,8 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from gdn.problems import FoldStatesParams, FoldStatesProblem
-from gdn.recurrent_tiles import Tiles
+from gdn.ops.delta_rule.problem import FoldStatesParams, FoldStatesProblem
+from gdn.ops.delta_rule.tiles import Tiles
 from kernels_cute.common import build, ptx, ring
 from kernels_cute.common.memory import fake, narrowed
 from kernels_cute.common.ring import RingTile

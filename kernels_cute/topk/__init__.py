@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.problems import TopkParams, TopkProblem
+from gdn.ops.indexer.problem import TopkParams, TopkProblem
 from kernels_cute.common.choice import no_workspace
 from kernels_cute.topk.shape import BINS, MOST_COLUMNS, SPARE_WORDS
 

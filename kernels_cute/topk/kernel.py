@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from gdn.problems import TopkParams
+from gdn.ops.indexer.problem import TopkParams
 from kernels_cute.common.build import Kernel
 from kernels_cute.common.memory import narrowed
 from kernels_cute.topk import ptx

@@ -6,7 +6,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
-from gdn.problems import TopkParams, TopkProblem
+from gdn.ops.indexer.problem import TopkParams, TopkProblem
 from kernels_cute.common.build import library
 from kernels_cute.common.memory import fake
 from kernels_cute.topk.kernel import Topk

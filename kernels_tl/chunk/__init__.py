@@ -8,8 +8,8 @@ G_ij = exp(c_i - c_j) for i >= j, else 0:
     O = scale * exp(c) * (Q S) + R W                     R = scale * (G * (Q K^T)) M
     S = exp(c_last) S + Z^T W                            Z = (exp(c_last - c) * M)^T K
 
-L2 norms of q and k are row scales and enter as factors; raw gates are evaluated inside. `gdn.problems.ChunkProblem` is the
-contract: q [1, L, Hq, K], k [1, L, Hk, K], v [1, L, HV, V], out [1, L, HS, V] bfloat16 | float16; g, beta [1, L, HS];
+L2 norms of q and k are row scales and enter as factors; raw gates are evaluated inside. `gdn.ops.delta_rule.problem.ChunkProblem`
+is the contract: q [1, L, Hq, K], k [1, L, Hk, K], v [1, L, HV, V], out [1, L, HS, V] bfloat16 | float16; g, beta [1, L, HS];
 states [slots, HS, K, V] or [slots, HS, V, K] float32 | bfloat16.
 
 Whole sequences at D = 128 take one launch, `chunk_fused` (fused.py): a cluster of two to four blocks per sequence and head makes
@@ -38,7 +38,8 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.problems import DTYPE_BYTES, ChunkParams, ChunkProblem, unserved_dtypes
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem, unserved_dtypes
+from gdn.problem import DTYPE_BYTES
 from kernels_tl.chunk import cost_model
 from kernels_tl.chunk.constants import CHUNK, NUM_VECTORS, TRANSITION_DTYPE
 from kernels_tl.chunk.sizes import (

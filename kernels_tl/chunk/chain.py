@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_tl.chunk import state_chain as steps
 from kernels_tl.chunk.constants import CHUNK, HALF
 from kernels_tl.chunk.sizes import MATH_REGISTERS, MATH_THREADS, MOST_RANKED, PANEL, PRODUCER_REGISTERS, PRODUCER_THREADS, STAGES

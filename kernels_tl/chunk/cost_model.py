@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK
 from kernels_tl.chunk.sizes import CHAINS
 

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_tl.chunk import state_chain as steps
 from kernels_tl.chunk.constants import CHUNK, HALF, TILE_R, TILE_Z
 from kernels_tl.chunk.inverse import inverse_role

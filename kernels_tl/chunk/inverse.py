@@ -14,7 +14,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, HALF
 from kernels_tl.chunk.makers import WARPGROUP
 from kernels_tl.chunk.sizes import KEY_BUFFERS

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_tl.chunk.chain import chain
 from kernels_tl.chunk.fused import fused
 from kernels_tl.chunk.prepare import prepare

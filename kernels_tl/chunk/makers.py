@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, DIAGONAL_PITCH, HALF, NUM_VECTORS
 from kernels_tl.chunk.sizes import CHAINS, KEY_BUFFERS, RING_COPIES, RING_STAGES, RING_TILES
 from kernels_tl.chunk.state_chain import halves_of, load_halves

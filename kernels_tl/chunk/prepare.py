@@ -26,7 +26,7 @@ from typing import Any
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, DIAGONAL_PITCH, HALF, ROW_LAST, ROW_STATE_KEY, ROW_STATE_QUERY, TILE_R, TILE_Z
 from kernels_tl.chunk.state_chain import halves_of
 from kernels_tl.chunk.tile_math import (

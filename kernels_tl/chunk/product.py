@@ -4,7 +4,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, HALF, NUM_VECTORS, ROW_LAST, ROW_STATE_KEY, ROW_STATE_QUERY, TILE_R, TILE_Z
 from kernels_tl.chunk.inverse import QUARTER
 from kernels_tl.chunk.makers import ring_slot

@@ -1,6 +1,6 @@
 """Sizes, registers and slots that decide which configurations fit, and the kernels' constants that they follow from."""
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, DIAGONAL_PITCH, HALF, NUM_VECTORS
 
 MOST_RANKED = 256  # sequences that a block of as many threads ranks by length

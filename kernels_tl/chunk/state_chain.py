@@ -18,7 +18,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, HALF, NUM_VECTORS, ROW_LAST, ROW_STATE_KEY, ROW_STATE_QUERY, TILE_R, TILE_Z
 from kernels_tl.chunk.sizes import PANEL, STAGES
 from kernels_tl.chunk.types import store_state

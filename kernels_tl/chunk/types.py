@@ -9,7 +9,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_tl.chunk.constants import CHUNK, HALF, NUM_VECTORS, TRANSITION_DTYPE
 from kernels_tl.chunk.sizes import MOST_RANKED, num_tiles
 from kernels_tl.common import build

@@ -1,4 +1,4 @@
-"""Stochastic rounding of a bfloat16 state, as `gdn.reference.rounding` defines its noise, bit for bit."""
+"""Stochastic rounding of a bfloat16 state, as `gdn.ops.delta_rule.reference` defines its noise, bit for bit."""
 
 import tilelang.language as T
 

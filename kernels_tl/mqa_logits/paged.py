@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.problems import PagedMqaLogitsParams, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import PagedMqaLogitsParams, PagedMqaLogitsProblem
 from kernels_tl.common.launch import arguments, as_line
 from kernels_tl.mqa_logits import tiles as _logits
 from kernels_tl.mqa_logits.tiles import PagedTiles

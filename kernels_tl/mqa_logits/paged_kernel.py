@@ -6,7 +6,7 @@ from typing import Any
 import tilelang.language as T
 from tilelang.layout import make_linear_layout
 
-from gdn.problems import PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import PagedMqaLogitsProblem
 from kernels_tl.common import build
 from kernels_tl.common.copies import bulk_load
 from kernels_tl.common.versions import IS_0_1_12, matrix_type, part_of_row, prim_func

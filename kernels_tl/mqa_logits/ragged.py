@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.problems import MqaLogitsParams, MqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem
 from kernels_tl.common.launch import arguments
 from kernels_tl.mqa_logits import tiles as _logits
 from kernels_tl.mqa_logits.tiles import RaggedTiles

@@ -5,7 +5,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from gdn.problems import MqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem
 from kernels_tl.common import build
 from kernels_tl.common.copies import bulk_load
 from kernels_tl.common.versions import prim_func

@@ -5,7 +5,8 @@ from math import gcd
 from typing import Any
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import DTYPE_BYTES, LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import LogitsProblem, MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.problem import DTYPE_BYTES
 
 WARPGROUP = 128
 MAX_COLUMNS = 256  # of one wgmma

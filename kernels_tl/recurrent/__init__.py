@@ -10,7 +10,7 @@ q (times scale) and k are divided by their L2 norms on request; the norms are ro
 and u, never the registers of q and k.
 
 Tensors: q [1, L, Hq, K], k [1, L, Hk, K], v and out [1, L, heads, V] bfloat16 | float16; g, beta [1, L, HS]; state
-[slots, HS, V, K] or [slots, HS, K, V] float32 | bfloat16. `gdn.problems.RecurrentParams` has the contract of each.
+[slots, HS, V, K] or [slots, HS, K, V] float32 | bfloat16. `gdn.ops.delta_rule.problem.RecurrentParams` has the contract of each.
 
 A block owns (sequence, state head, block_v columns of V). `threads_per_column` threads share the K entries of `v_per_thread`
 columns each, so a dot product is log2(threads_per_column) shuffles; nothing passes through shared memory but the sums of K-first
@@ -22,11 +22,11 @@ the state's slot is even known.
 from dataclasses import astuple
 from typing import Any
 
-from gdn import recurrent_tiles
 from gdn.device import DeviceSpec
-from gdn.problems import RecurrentParams, RecurrentProblem
-from gdn.recurrent_tiles import TUNED_WITHIN, refusal
-from gdn.recurrent_tiles import Tiles as Config
+from gdn.ops.delta_rule import tiles as recurrent_tiles
+from gdn.ops.delta_rule.problem import RecurrentParams, RecurrentProblem
+from gdn.ops.delta_rule.tiles import TUNED_WITHIN, refusal
+from gdn.ops.delta_rule.tiles import Tiles as Config
 from kernels_tl.common.launch import arguments
 
 __all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]

@@ -15,7 +15,7 @@ from kernels_tl.recurrent.tokens import add_up, allocate_exchange, allocate_regi
 
 
 def parameter_types(spec: Spec) -> dict[str, Any]:
-    """Types of the parameters, `gdn.problems.RecurrentParams` in order; None: absent."""
+    """Types of the parameters, `gdn.ops.delta_rule.problem.RecurrentParams` in order; None: absent."""
     p, heads, K, V = spec.problem, spec.heads, spec.problem.head_k_dim, spec.problem.head_v_dim
     num_tokens = T.dynamic("num_tokens")
 

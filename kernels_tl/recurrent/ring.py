@@ -5,8 +5,8 @@
     fold:  S0 = exp(sum of g) S0 + sum_e exp(sum of g after e) k_e u_e^T     over the entries that the state takes in
 
 A block has its columns of S0 in registers and the entries `k_e [K]`, `u_e [columns of the block]`, `g_e` in shared memory, oldest
-first: those that may be live, which positions alone tell before the slot's count is read (`gdn.problems.replay`), and behind them
-those of the call's own tokens. Which entry a thread has:
+first: those that may be live, which positions alone tell before the slot's count is read (`gdn.ops.delta_rule.problem`), and
+behind them those of the call's own tokens. Which entry a thread has:
 
     dot products k_e . k and k_e . q     8 threads an entry, each an eighth of K; the weighted pair goes to shared memory
     sums over u_e                        entry e: lane e mod threads_per_column of each group of columns, before its shuffles

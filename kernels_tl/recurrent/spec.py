@@ -2,8 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from gdn.problems import DTYPE_BYTES, RecurrentProblem
-from gdn.recurrent_tiles import Tiles, has_pool, k_per_thread, k_vector, k_warps, writes_new_state
+from gdn.ops.delta_rule.problem import RecurrentProblem
+from gdn.ops.delta_rule.tiles import Tiles, has_pool, k_per_thread, k_vector, k_warps, writes_new_state
+from gdn.problem import DTYPE_BYTES
 
 # Places in the registers' scalars.
 ALPHA, BETA, GATE, Q_FACTOR, K_FACTOR, OUT = range(6)

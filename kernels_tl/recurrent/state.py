@@ -6,7 +6,7 @@ know.
 
 import tilelang.language as T
 
-from gdn.problems import DTYPE_BYTES
+from gdn.problem import DTYPE_BYTES
 from kernels_tl.common import build
 from kernels_tl.common.rounding import make_key, round_value
 from kernels_tl.recurrent.spec import first_entry, k_exists, v_exists

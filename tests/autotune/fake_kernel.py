@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 
 CRASHES, HANGS, RAISES, WRONG, FAST, FASTEST, DEFAULT = 3, 4, 5, 6, 7, 8, 1
 

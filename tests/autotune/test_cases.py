@@ -10,12 +10,12 @@ import torch
 
 import gdn
 from autotune import cases, shapes
-from autotune.cases.base import resized
-from gdn import reference
+from gdn.core.tunable import resized
 from gdn.device import H100
 from gdn.runtime import Prepared, explaining, registry
 from gdn.testing import timing
 from tests.ops import indexer_kernels
+from tests.references import reference
 
 CPU = torch.device("cpu")
 
@@ -297,8 +297,8 @@ def test_any_other_bit_of_a_convolutions_pool_fails(shape: shapes.Shape) -> None
         case.check(_prepared(shape, spoil))
 
 
-_FAMILIES = ("autotune.cases.steps", "autotune.cases.indexer")
-_STEPS = [one.name for one in registry.with_kernels() if one.family is not None and one.family.cases in _FAMILIES]
+_VARIANTS = ("tests.compile.variants.steps", "tests.compile.variants.indexer")
+_STEPS = [one.name for one in registry.with_kernels() if one.family is not None and one.family.variants in _VARIANTS]
 
 
 @pytest.mark.parametrize("op", _STEPS)

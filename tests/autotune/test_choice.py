@@ -19,7 +19,7 @@ from autotune.shapes import Shape
 from autotune.workers import Outcome
 from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
-from gdn.problems import MqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem
 from gdn.runtime import Choice, Prepared, explaining, order, registry, select, tuned
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import torch
 
 from autotune import cases, shapes
 from benchmarks import dense_attention, ops, peers, report
-from gdn import reference
 from gdn.device import H100
 from tests.autotune.fake_device import FakeDevice
+from tests.references import reference
 
 CPU = torch.device("cpu")
 OP = "sparse_attention_prefill"

@@ -9,8 +9,8 @@ import torch
 
 from autotune import cases, shapes
 from benchmarks import ops, peers, prefill_peers, report
-from gdn import reference
 from gdn.testing import timing
+from tests.references import reference
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.cases import base
 from benchmarks import replay_decode, replay_peers
 from benchmarks.replay_decode import Form, form_of, period
+from gdn.core import tunable as base
 from gdn.device import H100
-from gdn.problems import state_position
+from gdn.ops.delta_rule.problem import state_position
 from gdn.testing import timing
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ from matplotlib import pyplot
 from autotune import shapes
 from autotune.shapes import Shape
 from benchmarks import ops, peers, plot, report
-from gdn import reference
-from gdn.problems import RecurrentProblem
+from gdn.ops.delta_rule import inputs
+from gdn.ops.delta_rule.problem import RecurrentProblem
 from gdn.runtime import tuned
-from gdn.testing import inputs
+from tests.references import reference
 
 PEERS = [
     {"op": "chunk", "shape": "a", "library": "FlashInfer", "variant": "", "norm": True, "time_us": 30.0},

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.cli.demo_calls import intercepting
-from gdn.cli.demo_engine import Engine, EngineSizes, Stream, StreamLostError
+from gdn.cli.demo.calls import intercepting
+from gdn.cli.demo.engine import Engine, EngineSizes, Stream, StreamLostError
 from gdn.layers import CacheFullError, HybridModel
 from gdn.layers.random_weights import fill_randomly
 from tests.layers.serving import Server

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from gdn.cli.demo_drafts import accept_greedily, ngram_drafts, random_drafts
-from gdn.cli.demo_engine import Engine, EngineSizes, Stream, StreamLostError
+from gdn.cli.demo.drafts import accept_greedily, ngram_drafts, random_drafts
+from gdn.cli.demo.engine import Engine, EngineSizes, Stream, StreamLostError
 from gdn.layers import CacheFullError, HybridModel
 from gdn.layers.random_weights import fill_randomly
 from tests.layers.serving import Server

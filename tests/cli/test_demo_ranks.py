@@ -13,7 +13,7 @@ import torch
 import typer
 
 from benchmarks import context, ranks
-from gdn.cli import demo_ranks
+from gdn.cli.demo import ranks as demo_ranks
 
 
 def torchrun(size: int, *options: str) -> subprocess.CompletedProcess[str]:

@@ -10,14 +10,16 @@ import torch
 from typer.testing import CliRunner
 
 import gdn
-from gdn.cli import app, demo_run
-from gdn.cli.demo_calls import Checker, _private, intercepting, worst
-from gdn.cli.demo_expected import Call, pairs
-from gdn.cli.demo_replay import sequence_bytes, step_times
+from gdn.cli import app
+from gdn.cli.demo import run as demo_run
+from gdn.cli.demo.calls import Checker, _private, intercepting, worst
+from gdn.cli.demo.expected import pairs
+from gdn.cli.demo.replay import sequence_bytes, step_times
 from gdn.layers import HybridModel
 from gdn.layers.named import NAMED, first_layers
 from gdn.layers.random_weights import fill_randomly
 from gdn.runtime import env
+from gdn.testing.expected import Call
 from tests.cli.test_demo_engine import make_engine, make_model, make_prompts
 from tests.gpu.replay_slots import Fold
 from tests.layers.small import small_config
@@ -60,7 +62,7 @@ def test_the_command_says_whether_and_why(monkeypatch: pytest.MonkeyPatch, switc
         raise ValueError("stopped: expected no run, got one")
 
     plans: list[demo_run.Plan] = []
-    monkeypatch.setattr("gdn.cli.demo.run", stop)
+    monkeypatch.setattr("gdn.cli.demo.command.run", stop)
     texts = []
     for options, value in (((), "auto"), ((), "1"), (("--replay", "0"), "1"), (("--replay", "auto", "--batch", "4"), "1")):
         switch(GDN_REPLAY=value)

@@ -12,10 +12,12 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gdn.cli import app, demo, demo_report
-from gdn.cli.demo_calls import Row
-from gdn.cli.demo_reference import Deviation, Spread
-from gdn.cli.demo_run import Memory, Plan, Report, Speed
+from gdn.cli import app
+from gdn.cli.demo import command as demo
+from gdn.cli.demo import report as demo_report
+from gdn.cli.demo.calls import Row
+from gdn.cli.demo.reference import Deviation, Spread
+from gdn.cli.demo.run import Memory, Plan, Report, Speed
 from gdn.layers.named import NAMED, first_layers
 from gdn.runtime import devices, packages
 

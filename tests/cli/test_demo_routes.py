@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from gdn.cli import demo_run
-from gdn.cli.demo_engine import Engine, EngineSizes
-from gdn.cli.demo_reference import Deviation, RowErrors, Spread, Trace, _judged, _Rows, levelled
-from gdn.cli.demo_routes import Routes, recording, reroutings
+from gdn.cli.demo import run as demo_run
+from gdn.cli.demo.engine import Engine, EngineSizes
+from gdn.cli.demo.reference import Deviation, RowErrors, Spread, Trace, _judged, _Rows, levelled
+from gdn.cli.demo.routes import Routes, recording, reroutings
 from gdn.layers import HybridModel, MoE
 from gdn.layers.named import NAMED, first_layers
 from gdn.layers.random_weights import fill_randomly

@@ -9,15 +9,16 @@ import torch
 from typer.testing import CliRunner
 
 import gdn
-from gdn import examples
 from gdn.cli import app
 from gdn.cli.explain import shape_of
 from gdn.cli.explain_arguments import taken
 from gdn.layers.named import NAMED
 from gdn.models import MODELS
-from gdn.problems import ChunkProblem, RecurrentProblem
+from gdn.ops.attention import examples as attention_examples
+from gdn.ops.delta_rule import inputs
+from gdn.ops.delta_rule.problem import ChunkProblem, RecurrentProblem
+from gdn.ops.layer_step import examples as layer_step_examples
 from gdn.runtime import registry
-from gdn.testing import inputs
 
 VALUES = ("float16", "int64", "none", "given", "true", "false", "7", "silu", "sigmoid", "flat", "interleaved", "score", "uint8")
 # Arguments of which neither presence nor dtype decides what runs: values, outputs, what every kernel takes alike.
@@ -52,7 +53,7 @@ def explain(*arguments: str) -> dict[str, Any]:
 
 def problems(function: str) -> list[Any]:
     if function == "attention":
-        return [examples.attention(TINY)]
+        return [attention_examples.attention(TINY)]
     found = registry.operators(function)
     return [registry.operator(name).example(TINY, fp8=False) for one in found for name in (one.composed_of or (one.name,))]
 
@@ -200,4 +201,4 @@ def test_a_ring() -> None:
         (("ring_rows=none", "fold_every=none", "ring_rows=x"), "ring_rows: expected a whole number or none, got 'x'"),
     ):
         with pytest.raises(ValueError, match=message):
-            taken([examples.gdn_decode(TINY)], wrong, "fused_gdn_decode")
+            taken([layer_step_examples.gdn_decode(TINY)], wrong, "fused_gdn_decode")

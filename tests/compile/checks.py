@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gdn.device import DeviceSpec
-from gdn.problems import Problem
+from gdn.problem import Problem
 from tests.compile import inspection, session
 from tests.compile.expectations import expectation
 from tests.compile.inspection import Report

@@ -7,7 +7,7 @@ operands, UTMALDG and UTMASTG bulk tensor copies, UBLKCP plain bulk copies. Each
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import registry
 
 TENSOR_CORES = ("HGMMA", "QGMMA", "HMMA")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.testing import machine_code
 from gdn.testing.machine_code import MachineCode, Undecoded
 

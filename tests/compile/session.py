@@ -16,7 +16,7 @@ from typing import Any
 from autotune.workers import Outcome
 from autotune.workers import run as run_in_processes
 from gdn.device import H100
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import compiled
 from tests.compile import inspection
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from gdn.testing.inputs import chunk_problem
+from gdn.ops.delta_rule.inputs import chunk_problem
 from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
 
 barriers = pytest.importorskip("kernels_cute.chunk.barriers", reason="needs the CuTe DSL")
+split_barriers = pytest.importorskip("kernels_cute.chunk.split.barriers", reason="needs the CuTe DSL")
 common = pytest.importorskip("kernels_cute.common.barriers", reason="needs the CuTe DSL")
 shape = pytest.importorskip("kernels_cute.chunk.shape", reason="needs the CuTe DSL")
 scheduler = pytest.importorskip("kernels_cute.chunk.scheduler", reason="needs the CuTe DSL")
@@ -136,7 +137,7 @@ class Block:
             self.bars["factors_full"][half].arrive("inverse", 128)
             yield from self.sim.read(self.rows[half], ("gates", chunk), 1.0)
             self.bars["gates_free"][half].arrive("inverse", 4)
-            yield from self.wait("inverse", "taken", buffer, buffer_turn ^ 1)
+            yield from self.wait("inverse", "tile_released", buffer, buffer_turn ^ 1)
             self.m[buffer].write(("M", chunk))
             self.bars["ready"][buffer].arrive("inverse", 128)
 
@@ -156,7 +157,7 @@ class Block:
         yield from self.wait("score", "gates_full", half, half_turn)
         yield from self.wait("score", "factors_full", half, half_turn)
         yield from self.sim.read(self.rows[half], ("gates", chunk), 0.5)
-        yield from self.wait("score", "taken", buffer, buffer_turn ^ 1)
+        yield from self.wait("score", "tile_released", buffer, buffer_turn ^ 1)
         self.p[buffer].write(("P", chunk))
         self.bars["gates_free"][half].arrive("score", 4)
         self.bars["ready"][buffer].arrive("score", 128)
@@ -193,7 +194,7 @@ class Block:
             self.values[stage][warp].write(("O", chunk))
             self.bars["stored"][stage].arrive("state")
             owner = self.peers[buffer] if self.spec.paired else self
-            owner.bars["taken"][buffer].arrive("state")
+            owner.bars["tile_released"][buffer].arrive("state")
 
     def store(self, chunks: range) -> Role:
         for chunk in chunks:
@@ -346,7 +347,7 @@ def test_fewer_places_for_sums_are_too_few(monkeypatch: pytest.MonkeyPatch) -> N
             simulate(NormBlock, norm_spec(), [42], seed)
 
 
-@pytest.mark.parametrize(("name", "stages"), [("k_empty", 5), ("empty", 4), ("taken", 2)])
+@pytest.mark.parametrize(("name", "stages"), [("k_empty", 5), ("empty", 4), ("tile_released", 2)])
 def test_a_wrong_table_is_found(name: str, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One arrival too few or too many on a barrier."""
     plain = barriers.block_barriers
@@ -370,14 +371,14 @@ def test_a_wrong_table_is_found(name: str, stages: int, monkeypatch: pytest.Monk
 def test_tables_say_what_the_kernel_needs() -> None:
     table = barriers.block_barriers(spec_of(128))
     assert table.count("ready") == 256 and table.count("ready", is_from_peer=True) == 1
-    assert (table.count("taken"), barriers.block_barriers(spec_of(64)).count("taken")) == (8, 4)
+    assert (table.count("tile_released"), barriers.block_barriers(spec_of(64)).count("tile_released")) == (8, 4)
     assert "gates_free[2]" in str(table)
     segments = barriers.block_barriers(spec_of(128).changed(is_split=True))
     assert [segments.count(name) for name in ("brought", "used", "composed")] == [1, 4, 4]
-    summary = barriers.summary_barriers(spec_of(128))
-    assert (summary.count("ready"), summary.count("ready", is_from_peer=True), summary.count("taken")) == (160, 1, 16)
+    summary = split_barriers.summary_barriers(spec_of(128))
+    assert (summary.count("ready"), summary.count("ready", is_from_peer=True), summary.count("tile_released")) == (160, 1, 16)
     assert [summary.count(name) for name in ("k_full", "empty", "gates_full", "factors_full", "gates_free")] == [1, 8, 32, 128, 5]
-    assert barriers.summary_barriers(spec_of(64)).count("taken") == 8
+    assert split_barriers.summary_barriers(spec_of(64)).count("tile_released") == 8
 
 
 @pytest.mark.parametrize(

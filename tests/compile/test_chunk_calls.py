@@ -11,9 +11,9 @@ import torch
 import tvm_ffi
 
 from gdn.device import H100
-from gdn.problems import ChunkParams, ChunkProblem
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, chunk_tensors
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
 from gdn.runtime import compiled
-from gdn.testing.inputs import chunk_inputs, chunk_problem, chunk_tensors
 from tests.compile import fake_cuda
 
 chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")

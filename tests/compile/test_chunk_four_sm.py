@@ -7,10 +7,10 @@ import pytest
 
 from gdn import runtime
 from gdn.device import H100
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import chunk_problem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import compiled, select
 from gdn.runtime.env import Switches
-from gdn.testing.inputs import chunk_problem
 from tests.compile import checks
 from tests.compile.variants import delta_rule
 

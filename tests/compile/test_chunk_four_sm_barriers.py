@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from gdn.testing.inputs import chunk_problem
+from gdn.ops.delta_rule.inputs import chunk_problem
 from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
 
-barriers = pytest.importorskip("kernels_cute.chunk.barriers", reason="needs the CuTe DSL")
+barriers = pytest.importorskip("kernels_cute.chunk.four_sm.barriers", reason="needs the CuTe DSL")
 cluster = pytest.importorskip("kernels_cute.chunk.four_sm.forms", reason="needs the CuTe DSL")
 shape = pytest.importorskip("kernels_cute.chunk.four_sm.shape", reason="needs the CuTe DSL")
 specs = pytest.importorskip("kernels_cute.chunk.spec", reason="needs the CuTe DSL")
@@ -98,7 +98,7 @@ class Chain(Block):
             yield from self.sim.read(self.z[slot], ("Z", chunk), 0.3)
             self.chains[form.query_loader].bars["q_empty"][stage].arrive("state")
             yield from self.sim.read(self.p[slot], ("P", chunk), 0.3)
-            self.makers[slot % MAKERS].bars["taken"][slot // MAKERS].arrive("state")
+            self.makers[slot % MAKERS].bars["tile_released"][slot // MAKERS].arrive("state")
             self.values[stage][warp].write(("O", chunk))
             self.bars["stored"][stage].arrive("state")
 
@@ -177,7 +177,7 @@ class Maker(Block):
             yield from self.wait("score", "m_full", group, turn % 2)
             yield from self.sim.read(self.m[group], ("M", chunk), 0.3)
             self.bars["m_free"][group].arrive("score", 4)
-            yield from self.wait("score", "taken", group, turn % 2 ^ 1)
+            yield from self.wait("score", "tile_released", group, turn % 2 ^ 1)
             self.p[group].write(("P", chunk))
             yield from self.sim.read(self.keys[stage], ("K", chunk), 0.5)
             self.z[group].write(("Z", chunk))

@@ -12,12 +12,12 @@ import torch
 
 import gdn
 from gdn.device import H100
-from gdn.ops import chunk as operator
-from gdn.problems import ChunkProblem, RecurrentParams, RecurrentProblem
+from gdn.ops.delta_rule import chunk as operator
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem
+from gdn.ops.delta_rule.oracle import oracle_of
+from gdn.ops.delta_rule.problem import ChunkProblem, RecurrentParams, RecurrentProblem
 from gdn.runtime import Choice, Prepared, explain_problem
 from gdn.testing.compare import error, same_bits, token_error
-from gdn.testing.inputs import chunk_inputs, chunk_problem
-from gdn.testing.oracle import oracle_of
 from kernels_cute import chunk
 from kernels_cute.chunk import head_dims
 from kernels_cute.chunk.head_dims import copies as padding
@@ -95,8 +95,8 @@ class Composed(ContractKernel):
 
     def prepare(self, problem: Any, device: torch.device, backend: str | None) -> Prepared:
         copies = {padding.PAD: functools.partial(torch_pad, problem), padding.UNPAD: functools.partial(torch_unpad, problem)}
-        dim = head_dims.stand_in(problem).head_k_dim
-        present = self.copies = _copies(problem, dim)
+        self.instead = head_dims.stand_in(problem)
+        present = self.copies = _copies(problem, self.instead.head_k_dim)
         compiled = SimpleNamespace(problem=problem, config=None, functions={name: copies[name] for name in present})
         launch = functools.partial(chunk.launch, compiled)
         return Prepared("cute", None, chunk.workspace_bytes(problem, None), launch, Choice("chunk", "cute"))
@@ -104,15 +104,16 @@ class Composed(ContractKernel):
     def workspace_bytes(self, problem: Any, config: Any) -> int:
         return WORKSPACE_BYTES if isinstance(problem, ChunkProblem) else 0
 
-    def launch(self, inner: Any, *tensors: Any) -> None:
-        params = tensors[0] if len(tensors) == 1 else ()
-        given = params or tensors
-        q, cu_seqlens = given[0], given[12]
-        scale, null_slot = (given.scale, given.null_slot) if isinstance(given, RecurrentParams) else given[-2:]
-        sizes = {"num_tokens": q.shape[-3], "num_sequences": cu_seqlens.shape[0] - 1}
-        self.problem = type(inner.problem)(**inner.problem.static_fields(), **sizes)
+    def launch(self, functions: Any, problem: ChunkProblem | RecurrentProblem, config: Any, params: Any) -> None:
+        assert functions == {} and config is None  # the copies are not among them
+        scale, null_slot = (params.scale, params.null_slot) if isinstance(params, RecurrentParams) else params[-2:]
+        sizes = {"num_tokens": params[0].shape[-3], "num_sequences": params[12].shape[0] - 1}
+        self.problem = type(problem)(**problem.static_fields(), **sizes)
         assert null_slot == -1 and isinstance(scale, float)
-        (self.chunk if isinstance(self.problem, ChunkProblem) else self.recurrent)(*tensors)
+        (self.chunk if isinstance(self.problem, ChunkProblem) else self.recurrent)(params)
+
+    def launch_recurrent(self, functions: Any, params: Any) -> None:
+        self.launch(functions, self.instead, None, params)
 
 
 @functools.cache
@@ -125,6 +126,8 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> Composed:
     kernel = Composed()
     monkeypatch.setattr(operator, "prepare", kernel.prepare)
     monkeypatch.setattr(head_dims, "kernel", lambda problem: kernel)
+    monkeypatch.setattr(head_dims.chunk, "launch_with", kernel.launch)
+    monkeypatch.setattr(head_dims.choice, "launch_with", kernel.launch_recurrent)
     return kernel
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from gdn.device import H100
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import chunk_problem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import compiled
-from gdn.testing.inputs import chunk_problem
 
 chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from gdn.device import H100
-from gdn.problems import ChunkProblem
-from gdn.testing.inputs import chunk_problem
+from gdn.ops.delta_rule.inputs import chunk_problem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from tests.compile import checks, inspection, session
 from tests.compile.variants import delta_rule
 

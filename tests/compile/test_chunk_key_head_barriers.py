@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from gdn.testing.inputs import chunk_problem
+from gdn.ops.delta_rule.inputs import chunk_problem
 from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
 
-barriers = pytest.importorskip("kernels_cute.chunk.barriers", reason="needs the CuTe DSL")
+barriers = pytest.importorskip("kernels_cute.chunk.key_head.barriers", reason="needs the CuTe DSL")
 common = pytest.importorskip("kernels_cute.common.barriers", reason="needs the CuTe DSL")
 kernel = pytest.importorskip("kernels_cute.chunk.key_head.kernel", reason="needs the CuTe DSL")
 specs = pytest.importorskip("kernels_cute.chunk.spec", reason="needs the CuTe DSL")
@@ -108,7 +108,7 @@ class Block:
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.5)
             yield from self.wait("maker", "gates_full", half, half_turn)
             yield from self.sim.read(self.rows[half], ("gates", chunk), 1.0)
-            yield from self.wait("maker", "m_taken", buffer, buffer_turn ^ 1)
+            yield from self.wait("maker", "m_tile_released", buffer, buffer_turn ^ 1)
             for tile in self.m_tiles[buffer]:
                 tile.write(("M", chunk))
             yield from self.wait("maker", "q_full", stage, turn)
@@ -117,7 +117,7 @@ class Block:
             self.bars["q_empty"][stage].arrive("maker", 4)
             yield from self.sim.read(self.rows[half], ("gates", chunk), 0.5)
             self.bars["gates_free"][half].arrive("maker", 4)
-            yield from self.wait("maker", "taken", buffer, buffer_turn ^ 1)
+            yield from self.wait("maker", "tile_released", buffer, buffer_turn ^ 1)
             for tile in self.p_tiles[buffer]:
                 tile.write(("P", chunk))
             for tile in self.vectors[buffer]:
@@ -140,7 +140,7 @@ class Block:
             stage, turn = self.place(self.spec.stages, chunk)
             buffer, buffer_turn = self.place(2, chunk)
             value_stage, value_turn = self.value_place(chunk, head)
-            values, taken = self.values[value_stage][warp], self.peers[buffer].bars
+            values, released = self.values[value_stage][warp], self.peers[buffer].bars
             yield from self.wait("state", "k_full", key_stage, key_turn)
             yield from self.wait("state", "q_full", stage, turn)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
@@ -151,12 +151,12 @@ class Block:
             yield from self.sim.read(values, ("V", chunk, head), 0.2)
             yield from self.sim.read(self.vectors[buffer][head], ("vectors", chunk), 0.1)
             yield from self.sim.read(self.m_tiles[buffer][head], ("M", chunk), 0.3)
-            taken["m_taken"][buffer].arrive("state")
+            released["m_tile_released"][buffer].arrive("state")
             yield from self.sim.read(self.vectors[buffer][head], ("vectors", chunk), 0.1)
             yield from self.sim.read(self.keys[key_stage], ("K", chunk), 0.3)
             self.bars["k_empty"][key_stage].arrive("state")
             yield from self.sim.read(self.p_tiles[buffer][head], ("P", chunk), 0.3)
-            taken["taken"][buffer].arrive("state")
+            released["tile_released"][buffer].arrive("state")
             values.write(("O", chunk, head))
             self.bars["stored"][value_stage].arrive("state")
 
@@ -193,7 +193,7 @@ def test_a_ring_of_v_that_is_too_short_is_found() -> None:
             simulate(spec_of(value_stages=3), 41, seed)
 
 
-@pytest.mark.parametrize("name", ["k_empty", "q_empty", "m_taken", "taken", "stored"])
+@pytest.mark.parametrize("name", ["k_empty", "q_empty", "m_tile_released", "tile_released", "stored"])
 def test_a_wrong_table_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrivals of one head where both must have arrived, or of both where there is one."""
     plain = barriers.key_head_barriers
@@ -215,7 +215,7 @@ def test_the_table_says_what_the_kernel_needs() -> None:
     spec = spec_of()
     table = barriers.key_head_barriers(spec)
     assert (table.count("ready"), table.count("ready", is_from_peer=True)) == (128, 1)
-    names = ("k_empty", "v_empty", "stored", "m_taken", "taken", "gates_full", "gates_free")
+    names = ("k_empty", "v_empty", "stored", "m_tile_released", "tile_released", "gates_full", "gates_free")
     found = [table.count(name) for name in names]
     assert found == [8, 1, 4, 16, 16, 32, 4]
     assert (table.count("q_empty"), table.count("q_empty", is_from_peer=True)) == (12, 8)

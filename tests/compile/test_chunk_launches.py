@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from gdn.device import H100
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import chunk_problem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import compiled
-from gdn.testing.inputs import chunk_problem
 from tests.compile import checks
 
 chunk = pytest.importorskip("kernels_tl.chunk", reason="needs TileLang")

@@ -8,10 +8,10 @@ import pytest
 
 from gdn import runtime
 from gdn.device import H100
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import chunk_problem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import compiled, select
 from gdn.runtime.env import Switches
-from gdn.testing.inputs import chunk_problem
 
 chunk = pytest.importorskip("kernels_tl.chunk", reason="needs TileLang")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gdn.reference import context as reference
+from gdn.ops.context import reference
 from tests.compile.emulated_context import launch
 from tests.context_calls import Call, parts_call, start_call, total_call
 

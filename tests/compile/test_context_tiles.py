@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gdn import examples
 from gdn.models import QWEN3_NEXT_80B
+from gdn.ops.context import examples
 from kernels_cute.context.tiles import BLOCK_COLUMNS, FLOAT_BYTES, PIECE, ROWS, STAGES, UNIT_BYTES, Tiles, place_of
 
 Array = Any

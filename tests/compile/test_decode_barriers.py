@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gdn.models import QWEN3_NEXT_80B
-from gdn.recurrent_tiles import Tiles
+from gdn.ops.delta_rule.tiles import Tiles
 from gdn.runtime import registry
 from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gdn.device import H100
-from gdn.problems import GdnDecodeProblem
+from gdn.ops.layer_step.problem import GdnDecodeProblem
 from kernels_cute import gdn_decode
 
 MAIN = GdnDecodeProblem(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gdn.device import H100
-from gdn.problems import GdnDecodeProblem
+from gdn.ops.layer_step.problem import GdnDecodeProblem
 from kernels_cute import gdn_decode
 from tests.compile.test_decode_config import MAIN
 

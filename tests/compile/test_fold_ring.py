@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from gdn import examples
 from gdn.device import H100
 from gdn.models import QWEN3_NEXT_80B
+from gdn.ops.delta_rule import examples
 from kernels_cute.replay import fold_states
 
 FOLD = examples.fold_states(QWEN3_NEXT_80B)

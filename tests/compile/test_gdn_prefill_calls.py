@@ -11,7 +11,7 @@ import torch
 import tvm_ffi
 
 from gdn.device import H100
-from gdn.problems import GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
 from gdn.runtime import compiled
 from tests.compile import fake_cuda
 from tests.compile.variants.base import example

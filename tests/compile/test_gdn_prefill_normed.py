@@ -63,13 +63,13 @@ def test_machine_code(tokens: int, sequences: int, changes: dict[str, Any]) -> N
 
 def test_shared_memory_is_full() -> None:
     from kernels_cute.chunk.barriers import block_fields, shared_bytes
-    from kernels_cute.chunk.storage import block_storage
+    from kernels_cute.chunk.storage import struct_of
     from kernels_cute.gdn_prefill.normed import normed_spec
 
     for is_persistent in (False, True):
         spec = normed_spec(_problem(8192, 32), is_persistent)
         size = shared_bytes(block_fields(spec))
-        assert size == block_storage(spec).size_in_bytes()
+        assert size == struct_of(block_fields(spec)).size_in_bytes()
         assert size <= H100.shared_bytes_per_block
 
 

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gdn import recurrent_tiles
 from gdn.device import H100
-from gdn.problems import GdnDecodeProblem, RecurrentProblem
-from gdn.recurrent_tiles import Config, Tiles
+from gdn.ops.delta_rule import tiles as recurrent_tiles
+from gdn.ops.delta_rule.problem import RecurrentProblem
+from gdn.ops.delta_rule.tiles import Config, Tiles
+from gdn.ops.layer_step.problem import GdnDecodeProblem
 from kernels_cute import gdn_decode
 from kernels_cute.common.state_sums import part_floats, parts_floats
 from kernels_cute.common.state_tile import StateTile

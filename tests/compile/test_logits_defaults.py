@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gdn.device import H100, H200, DeviceSpec
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 
 mqa_logits = pytest.importorskip("kernels_cute.mqa_logits.ragged", reason="needs the CuTe DSL")
 paged_mqa_logits = pytest.importorskip("kernels_cute.mqa_logits.paged", reason="needs the CuTe DSL")

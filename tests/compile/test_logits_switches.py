@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gdn.device import H100
-from gdn.problems import MqaLogitsProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem
 from tests.compile import checks
 
 mqa_logits = pytest.importorskip("kernels_cute.mqa_logits.ragged", reason="needs the CuTe DSL")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gdn.device import H100
-from gdn.problems import SparsePrefillParams
+from gdn.ops.attention.problem import SparsePrefillParams
 from gdn.runtime import compiled
 from gdn.testing import machine_code
 from tests.compile import fake_cuda

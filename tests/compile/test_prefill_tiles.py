@@ -11,7 +11,7 @@ import torch
 
 from gdn.device import H100
 from gdn.models import QWEN3_NEXT_80B
-from gdn.problems import SparsePrefillProblem
+from gdn.ops.attention.problem import SparsePrefillProblem
 from gdn.runtime import registry
 
 pytest.importorskip("cutlass", reason="needs the CuTe DSL")

@@ -12,11 +12,12 @@ import pytest
 import torch
 import tvm_ffi
 
-from autotune.cases import Shape, decode
+from autotune.cases import Shape
 from gdn.device import H100
-from gdn.problems import Problem
+from gdn.ops.delta_rule.inputs import recurrent_inputs, recurrent_problem, recurrent_tensors
+from gdn.ops.layer_step import cases as decode
+from gdn.problem import Problem
 from gdn.runtime import compiled
-from gdn.testing.inputs import recurrent_inputs, recurrent_problem, recurrent_tensors
 from tests.compile import fake_cuda
 from tests.compile.test_decode_config import DRAFTS, MAIN
 

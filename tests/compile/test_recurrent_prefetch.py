@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from gdn import recurrent_tiles, runtime
+from gdn import runtime
 from gdn.device import H100
-from gdn.problems import RecurrentProblem
-from gdn.recurrent_tiles import Config
+from gdn.ops.delta_rule import tiles as recurrent_tiles
+from gdn.ops.delta_rule.problem import RecurrentProblem
+from gdn.ops.delta_rule.tiles import Config
 from gdn.runtime import tuned
 from tests.compile import checks, session
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gdn import recurrent_tiles
 from gdn.device import H100
-from gdn.problems import RecurrentProblem
-from gdn.recurrent_tiles import Tiles
+from gdn.ops.delta_rule import tiles as recurrent_tiles
+from gdn.ops.delta_rule.problem import RecurrentProblem
+from gdn.ops.delta_rule.tiles import Tiles
 from tests.compile import checks, session
 from tests.compile.test_recurrent_prefetch import MAIN
 

@@ -11,7 +11,7 @@ import pytest
 
 from autotune.workers import Outcome
 from gdn.device import H100
-from gdn.problems import ExpandTopkGroupsProblem
+from gdn.ops.indexer.problem import ExpandTopkGroupsProblem
 from tests import conftest as whole
 from tests.compile import checks, conftest, inspection, session
 from tests.compile.session import Session, Task, key_of

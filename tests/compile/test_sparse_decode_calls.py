@@ -11,7 +11,7 @@ import torch
 import tvm_ffi
 
 from gdn.device import H100
-from gdn.problems import SparseDecodeParams
+from gdn.ops.attention.problem import SparseDecodeParams
 from gdn.runtime import compiled
 from tests.compile import fake_cuda
 from tests.compile.test_sparse_decode import problem_of

@@ -13,7 +13,7 @@ from autotune import tables, tuning
 from autotune.shapes import shapes
 from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import env, registry, select, tuned
 from tests.compile import checks
 

@@ -15,17 +15,11 @@ import torch
 import tvm_ffi
 
 from gdn.device import H100
-from gdn.problems import (
-    MqaLogitsParams,
-    MqaLogitsProblem,
-    PagedMqaLogitsParams,
-    PagedMqaLogitsProblem,
-    Problem,
-    SparseDecodeParams,
-    SparseDecodeProblem,
-)
+from gdn.ops.attention.problem import SparseDecodeParams, SparseDecodeProblem
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, chunk_tensors
+from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem, PagedMqaLogitsParams, PagedMqaLogitsProblem
+from gdn.problem import Problem
 from gdn.runtime import compiled
-from gdn.testing.inputs import chunk_inputs, chunk_problem, chunk_tensors
 from tests.compile import fake_cuda
 
 pytest.importorskip("tilelang", reason="needs TileLang")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gdn.device import H100
-from gdn.problems import TopkParams, TopkProblem
+from gdn.ops.indexer.problem import TopkParams, TopkProblem
 
 topk = pytest.importorskip("kernels_cute.topk", reason="needs the CuTe DSL")
 

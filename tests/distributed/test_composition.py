@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gdn.problems.context import message_numbers
-from gdn.reference import context as reference
+from gdn.ops.context import reference
+from gdn.ops.context.problem import message_numbers
 from tests.context_calls import NULL_SLOT, Call, parts_call, start_call, total_call
 
 FEW: dict[str, Any] = {"heads": 2, "dims": (6, 4)}

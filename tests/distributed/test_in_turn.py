@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gdn.distributed import composition
-from gdn.ops import _delta_rule
+from gdn.ops.delta_rule import checks
 from tests.distributed.in_turn import in_turn
 from tests.gpu.context_inputs import O_ERROR, STATE_ERROR, Sequences, cases, state_error, token_error, wrong_transitions
 
@@ -37,7 +37,7 @@ def test_some_parts_are_cut_into_segments(size: int) -> None:
         tokens = [sum(parts[rank] for parts in case.lengths) for rank in range(size)]
         heads, states = case.heads
         for count in tokens:
-            sizes = _delta_rule.Sizes(1, count, len(case.lengths), heads, heads, states, 128, 128)
+            sizes = checks.Sizes(1, count, len(case.lengths), heads, heads, states, 128, 128)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(composition, "LEAST_SEGMENT", case.least_segment)
                 segments = composition.num_segments(sizes)

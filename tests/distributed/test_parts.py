@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from gdn.distributed import split_tokens, zigzag
 from gdn.distributed.composition import Ends, Part
 from gdn.layers import AttentionMetadataBuilder, GDNMetadataBuilder
-from gdn.ops import _delta_rule
-from gdn.problems import ContextTotalProblem
-from gdn.reference.context import parts_of
+from gdn.ops.context.problem import ContextTotalProblem
+from gdn.ops.context.reference import parts_of
+from gdn.ops.delta_rule import checks
 
 
 @given(st.integers(0, 100_000), st.integers(1, 9))
@@ -49,10 +49,10 @@ def test_zigzag_rows_cost_each_rank_as_much(rows: int, ranks: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_received_summaries_are_aligned(count: int, v_first: bool) -> None:
     """Rows of matrices start at multiples of 16 bytes on every rank, for loads of that size."""
-    sizes = _delta_rule.Sizes(1, 64, count, 1, 1, 2, 4, 4)
+    sizes = checks.Sizes(1, 64, count, 1, 1, 2, 4, 4)
     q = torch.zeros(1, 64, 1, 4)
-    given = _delta_rule.Tokens(q, q, q, None, None, torch.zeros(count + 1, dtype=torch.int32), False, None, None, False)
-    states = _delta_rule.States(None, None, None, None, None, None, v_first, -1)
+    given = checks.Tokens(q, q, q, None, None, torch.zeros(count + 1, dtype=torch.int32), False, None, None, False)
+    states = checks.States(None, None, None, None, None, None, v_first, -1)
     part = Part(sizes, given, states, {"use_qk_l2norm_in_kernel": False, "backend": None}, Ends(1, 3, None, True))
     part.prepare(given, states)
     problem = ContextTotalProblem(2, 4, 4, "float32", v_first, False, True, None, None, False, count, 1)

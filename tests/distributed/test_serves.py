@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gdn.device import H100
-from gdn.ops import _delta_rule
-from gdn.ops.chunk_summary import serves
+from gdn.ops.delta_rule import checks
+from gdn.ops.delta_rule.chunk_summary import serves
 from gdn.runtime import devices
 
 
@@ -19,8 +19,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def call(K: int, V: int, backend: str | None, dtype: torch.dtype = torch.bfloat16, device: str = "cuda:0") -> bool:
     q: Any = SimpleNamespace(device=torch.device(device), dtype=dtype)
-    given = _delta_rule.Tokens(q, q, q, None, None, None, False, None, None, False)
-    return serves(_delta_rule.Sizes(1, 640, 1, 2, 2, 4, K, V), given, True, backend)
+    given = checks.Tokens(q, q, q, None, None, None, False, None, None, False)
+    return serves(checks.Sizes(1, 640, 1, 2, 2, 4, K, V), given, True, backend)
 
 
 @pytest.mark.parametrize("K", [4, 60, 96, 100, 256])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.cli.demo_engine import Engine, EngineSizes
+from gdn.cli.demo.engine import Engine, EngineSizes
 from gdn.layers import HybridModel
 from gdn.runtime import env
 from tests.gpu.small_models import small_model

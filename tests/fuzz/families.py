@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
 from gdn.runtime import registry
-from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
 from tests.fuzz import chosen
 from tests.gpu import (
     attention,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn import reference
-from gdn.testing.inputs_attention import own_positions
+from gdn.ops.attention.inputs import own_positions
+from tests.references import reference
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
 from tests.gpu import (
     attention,
     cases,

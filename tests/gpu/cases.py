@@ -6,8 +6,8 @@ No CUDA here: the problems can be listed, and their kernels compiled, without a 
 from dataclasses import replace
 from typing import Any
 
-from gdn.problems import ChunkProblem, RecurrentProblem
-from gdn.testing.inputs import chunk_problem, recurrent_problem
+from gdn.ops.delta_rule.inputs import chunk_problem, recurrent_problem
+from gdn.ops.delta_rule.problem import ChunkProblem, RecurrentProblem
 from tests.compile.pairwise import pairwise
 
 Row = dict[str, Any]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import chunk_inputs
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_inputs
 from tests.gpu.delta_rule import Arguments, Results, copied, judge, run
 
 FUNCTION = "chunk_gated_delta_rule"

@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from gdn import runtime
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import devices, env
 
 Force = Callable[..., None]
@@ -73,7 +73,7 @@ def force_fields(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
         assert module.fits(problem, config, spec)
         return runtime.prepare(problem, device, backend, config=config)
 
-    operator = importlib.import_module("gdn.ops.chunk")
+    operator = importlib.import_module("gdn.ops.delta_rule.chunk")
     monkeypatch.setattr(operator, "prepare", prepare)
     env.reload()  # forgets calls seen before
 

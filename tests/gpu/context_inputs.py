@@ -19,7 +19,7 @@ import gdn
 import gdn.distributed
 from gdn.distributed import composition, split_tokens
 from gdn.distributed.composition import LEAST_SEGMENT
-from gdn.ops import _delta_rule
+from gdn.ops.delta_rule import checks
 from gdn.testing import compare
 
 H, HV, D = 16, 32, 128
@@ -120,7 +120,7 @@ class Sequences:
         tokens = int(self.offsets(rank)[-1])
         shape = (len(self.totals), q.shape[2], q.shape[2], heads, q.shape[3], v.shape[3])
         with segmented(self.case):
-            return composition.num_segments(_delta_rule.Sizes(1, tokens, *shape))
+            return composition.num_segments(checks.Sizes(1, tokens, *shape))
 
     def chunk(self, **changes: Any) -> tuple[Tensor, Tensor]:
         """o and the pool, of one process that has all tokens."""

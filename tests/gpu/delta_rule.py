@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import gdn
-from gdn.reference import delta_rule as reference
+from gdn.ops.delta_rule import reference
+from gdn.ops.delta_rule.oracle import DeltaRuleResult, oracle_of
 from gdn.runtime import registry
 from gdn.testing.compare import Error, error, same_bits, token_error
-from gdn.testing.oracle import DeltaRuleResult, oracle_of
 
 Arguments = dict[str, Any]
 Results = tuple[torch.Tensor, torch.Tensor | None]

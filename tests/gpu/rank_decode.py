@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gdn.cli.demo_calls import on_reference
-from gdn.cli.demo_engine import Engine
-from gdn.cli.demo_ranks import joined, own_device
-from gdn.cli.demo_reference import ExpertByExpert, Trace, in_float32
-from gdn.cli.demo_routes import Routes, recording
-from gdn.cli.demo_run import Plan, make_model
+from gdn.cli.demo.calls import on_reference
+from gdn.cli.demo.engine import Engine
+from gdn.cli.demo.ranks import joined, own_device
+from gdn.cli.demo.reference import ExpertByExpert, Trace, in_float32
+from gdn.cli.demo.routes import Routes, recording
+from gdn.cli.demo.run import Plan, make_model
 from gdn.layers.named import NAMED, first_layers
 
 LENGTHS, STEPS = (37, 700, 64, 2100), 16

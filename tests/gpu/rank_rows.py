@@ -14,13 +14,13 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from gdn.cli.demo_calls import on_reference
-from gdn.cli.demo_drafts import random_drafts
-from gdn.cli.demo_engine import Engine
-from gdn.cli.demo_ranks import joined, own_device
-from gdn.cli.demo_reference import Deviation, RowErrors, Trace, deviations
-from gdn.cli.demo_routes import Routes
-from gdn.cli.demo_run import Plan, make_model
+from gdn.cli.demo.calls import on_reference
+from gdn.cli.demo.drafts import random_drafts
+from gdn.cli.demo.engine import Engine
+from gdn.cli.demo.ranks import joined, own_device
+from gdn.cli.demo.reference import Deviation, RowErrors, Trace, deviations
+from gdn.cli.demo.routes import Routes
+from gdn.cli.demo.run import Plan, make_model
 from gdn.layers import HybridModel
 from gdn.layers.named import NAMED, first_layers
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gdn.problems import entry_width, state_position
+from gdn.ops.delta_rule.problem import entry_width, state_position
 
 Tensor = torch.Tensor
 NULL_SLOT = 0
@@ -17,7 +17,7 @@ _WIDER = 8  # elements of a ring's row behind those that are used
 
 @dataclass(frozen=True)
 class Member:
-    """A sequence of a call; as in gdn.problems.replay."""
+    """A sequence of a call; as in gdn.ops.delta_rule.problem."""
 
     p: int  # committed tokens
     p0: int = 0  # state_tokens of its slot

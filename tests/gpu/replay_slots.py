@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gdn.problems import entry_width, most_tokens, state_position
+from gdn.ops.delta_rule.problem import entry_width, most_tokens, state_position
 
 Tensor = torch.Tensor
 NULL_SLOT = 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gdn.problems import entry_width
+from gdn.ops.delta_rule.problem import entry_width
 from tests.gpu.replay import Member, Scene
 from tests.gpu.test_gdn_decode import NULL, Case, make, states, windows
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from gdn.ops.delta_rule.inputs import chunk_problem, recurrent_problem
+from gdn.ops.delta_rule.oracle import oracle_of
 from gdn.testing.compare import token_error
-from gdn.testing.inputs import chunk_problem, recurrent_problem
-from gdn.testing.oracle import oracle_of
 from tests.context_calls import parts_call, start_call, total_call
 from tests.gpu import (
     cases,

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
 from gdn.runtime import registry
 from tests.gpu.attention import Inputs, Variant, exact, head_errors, make_inputs, of_torch
 from tests.gpu.test_gated_delta_rule import no_sync
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 

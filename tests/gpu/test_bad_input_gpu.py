@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gdn.testing.inputs import chunk_inputs, chunk_problem
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem
 from tests.gpu.delta_rule import backends
 from tests.ops.bad_calls import CHUNK, RECURRENT, Bad, check, good_chunk, good_recurrent
 

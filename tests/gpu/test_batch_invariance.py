@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import gdn
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
+from gdn.ops.indexer.inputs import MqaInputs, make_mqa_inputs, make_paged_inputs
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
-from gdn.testing.inputs_logits import MqaInputs, make_mqa_inputs, make_paged_inputs
 from tests.gpu import test_gdn_decode, test_mqa_logits, test_paged_mqa_logits, test_steps
 from tests.gpu.chunk import FUNCTION as CHUNK
 from tests.gpu.delta_rule import Arguments, backends

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import CASES, chunk_inputs, chunk_problem, recurrent_inputs
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import CASES, chunk_inputs, chunk_problem, recurrent_inputs
 from tests.gpu import cases
 from tests.gpu.chunk import FUNCTION, arguments_of, by, check, check_repeats, check_replays, public
 from tests.gpu.delta_rule import backends, copied, judge, run

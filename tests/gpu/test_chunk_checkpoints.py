@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import chunk_problem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_problem
 from tests.gpu import cases
 from tests.gpu.chunk import FUNCTION, arguments_of, by, check
 from tests.gpu.conftest import Force

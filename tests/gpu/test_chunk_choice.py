@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from gdn import runtime
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import chunk_problem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import devices
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_problem
 from tests.gpu import cases
 from tests.gpu.chunk import arguments_of, by, check, check_repeats, check_replays, public
 from tests.gpu.conftest import Force

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import chunk_problem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_problem
 from tests.gpu.chunk import FUNCTION, arguments_of, by, check, check_repeats, check_replays, public
 from tests.gpu.conftest import Force
 from tests.gpu.delta_rule import copied, judge, run

@@ -1,4 +1,4 @@
-"""The chunk operator with more work than there is room for at a time: clusters take item after item."""
+"""The chunk operator with more work than there is room for at a time: clusters take one work tile after the other."""
 
 import random
 from dataclasses import replace
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import chunk_problem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_problem
 from tests.gpu import cases
 from tests.gpu.chunk import FUNCTION, arguments_of, by, check, check_alone, check_replays, public
 from tests.gpu.conftest import Force

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import CASES, chunk_problem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import explaining
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import CASES, chunk_problem
 from tests.gpu import cases
 from tests.gpu.chunk import FUNCTION, arguments_of, by, check, check_repeats
 from tests.gpu.conftest import Force

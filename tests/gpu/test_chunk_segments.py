@@ -9,9 +9,9 @@ import torch
 
 from gdn import runtime
 from gdn.device import H100
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import CASES, chunk_problem, chunk_tensors
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import CASES, chunk_problem, chunk_tensors
 from tests.gpu import cases
 from tests.gpu.chunk import FUNCTION, arguments_of, check, check_alone, check_repeats, check_replays
 from tests.gpu.delta_rule import Arguments, Results, copied, run

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gdn import runtime
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import CASES
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import env
-from gdn.testing.inputs import CASES
 from tests.gpu import cases
 from tests.gpu.chunk import FUNCTION, arguments_of, by, check, check_alone, check_repeats, check_replays, public
 from tests.gpu.conftest import Force

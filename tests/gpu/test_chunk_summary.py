@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
 from gdn.models import QWEN3_NEXT_80B
-from gdn.problems import ChunkSummaryProblem
+from gdn.ops.delta_rule.inputs import CASES, summary_inputs
+from gdn.ops.delta_rule.problem import ChunkSummaryProblem
 from gdn.runtime import registry
 from gdn.testing import compare
-from gdn.testing.inputs import CASES, summary_inputs
 from tests.gpu.delta_rule import Arguments
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.inputs import CASES, chunk_inputs, chunk_problem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import CASES, chunk_inputs, chunk_problem
 from tests.gpu import cases
 from tests.gpu.conftest import Force
 from tests.gpu.delta_rule import copied, judge, run

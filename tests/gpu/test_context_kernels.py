@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gdn import runtime
-from gdn.reference import context as reference
+from gdn.ops.context import reference
 from gdn.testing import compare
 from gdn.testing.compare import same_bits
 from tests.context_calls import Call, parts_call, start_call, total_call

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.cli.demo_engine import Stream
+from gdn.cli.demo.engine import Stream
 from tests.gpu import calls, test_streams
 from tests.gpu.delta_rule import backends
 from tests.gpu.small_models import FORMS

@@ -12,7 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gdn.cli import app, demo_run
+from gdn.cli import app
+from gdn.cli.demo import run as demo_run
 from gdn.layers.named import NAMED, first_layers
 from gdn.runtime import registry
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gdn.cli.demo_engine import Engine, EngineSizes, Stream
-from gdn.cli.demo_graphs import FixedStep
+from gdn.cli.demo.engine import Engine, EngineSizes, Stream
+from gdn.cli.demo.graphs import FixedStep
 from gdn.layers import StepMetadata
 from tests.gpu.small_models import FORMS, small_model
 

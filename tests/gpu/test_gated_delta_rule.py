@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import gdn
-from gdn.crossing import RECURRENT_TOKENS
+from gdn.ops.delta_rule.crossing import RECURRENT_TOKENS
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem
 from gdn.runtime import registry
-from gdn.testing.inputs import chunk_inputs, chunk_problem
 
 pytestmark = pytest.mark.gpu
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
+from gdn import runtime
 from gdn.device import H100
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 
@@ -317,7 +318,7 @@ Configure = Callable[..., None]
 @pytest.fixture
 def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
     """configure(number, sequences): the operator runs with that one of `configs`, and remembers no call."""
-    operator = importlib.import_module("gdn.ops.decode")
+    operator = importlib.import_module("gdn.ops.layer_step.decode")
     module = importlib.import_module("kernels_cute.gdn_decode")
 
     def set_config(number: int, sequences: int | None = None) -> None:

@@ -18,12 +18,13 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
+from gdn import runtime
 from gdn.device import H100
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
 from tests.gpu.test_gdn_decode import copy_of, framed, on_cpu, states, whole, windows
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 
@@ -217,7 +218,7 @@ def force_form(patch: pytest.MonkeyPatch, form: str, **changes: int) -> None:
         assert module.fits(problem, config, H100)
         return runtime.prepare(problem, device, backend, config=config)
 
-    patch.setattr(importlib.import_module("gdn.ops.prefill"), "prepare", prepare)
+    patch.setattr(importlib.import_module("gdn.ops.layer_step.prefill"), "prepare", prepare)
     env.reload()  # forgets calls seen before
 
 

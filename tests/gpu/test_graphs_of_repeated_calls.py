@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import gdn
+from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
 from tests.gpu import cases, chunk, test_gdn_decode, test_mqa_logits, test_paged_mqa_logits
 from tests.gpu.delta_rule import Arguments, backends
 from tests.gpu.twins import copy_of, twin

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import gdn
+from gdn.ops.delta_rule.inputs import chunk_inputs, recurrent_inputs
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_inputs, recurrent_inputs
 from tests.gpu import cases, test_gdn_decode, test_recurrent, test_steps
 from tests.gpu.chunk import FUNCTION as CHUNK
 from tests.gpu.delta_rule import Arguments, backends

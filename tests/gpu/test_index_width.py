@@ -12,11 +12,10 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
-from gdn.problems import ChunkProblem, RecurrentProblem
+from gdn.ops.delta_rule.inputs import chunk_problem, recurrent_problem
+from gdn.ops.delta_rule.problem import ChunkProblem, RecurrentProblem
+from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_problem, recurrent_problem
-from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
 from tests.gpu import (
     cases,
     chunk,
@@ -32,6 +31,7 @@ from tests.gpu import (
 )
 from tests.gpu.conftest import Force
 from tests.gpu.delta_rule import Arguments, backends, copied, judge, run
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 

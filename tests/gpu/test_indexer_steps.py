@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
+from gdn import runtime
+from gdn.ops.indexer.reference import cast_fp8
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 
@@ -250,7 +252,7 @@ def check_prepared(case: Case) -> None:
         folded = q_scale[..., 0] * case.dim**-0.5
         assert same_bits(weights_out, folded if arguments["weights"] is None else arguments["weights"].float() * folded)
     else:
-        want_q = reference.indexer.cast_fp8(q_rotated) if is_fp8 else q_rotated
+        want_q = cast_fp8(q_rotated) if is_fp8 else q_rotated
         assert weights_out is arguments["weights"]
     assert q_out.is_contiguous() and same_bits(q_out, want_q)
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
-from gdn.reference.topk import list_short_rows
+from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.reference import list_short_rows
 from gdn.runtime import registry
-from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gdn.integrations import Refused, deepgemm, fla, flashinfer
-from gdn.problems import MqaLogitsProblem
-from gdn.testing.inputs_logits import make_mqa_inputs
-from gdn.testing.oracle import oracle_delta_rule
-from gdn.testing.oracle_logits import exact_mqa_logits, logits_error
+from gdn.ops.delta_rule.oracle import oracle_delta_rule
+from gdn.ops.indexer.inputs import make_mqa_inputs
+from gdn.ops.indexer.oracle import exact_mqa_logits, logits_error
+from gdn.ops.indexer.problem import MqaLogitsProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
+from gdn.ops.delta_rule.inputs import chunk_problem, recurrent_inputs, recurrent_problem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_problem, recurrent_inputs, recurrent_problem
 from tests.gpu import cases, test_gdn_decode, test_gdn_prefill, test_steps
 from tests.gpu.chunk import FUNCTION, arguments_of
 from tests.gpu.conftest import Force
@@ -20,6 +19,7 @@ from tests.gpu.delta_rule import backends, copied, run
 from tests.gpu.test_gdn_decode import copy_of, whole
 from tests.gpu.test_gdn_prefill import copies
 from tests.gpu.test_recurrent_tree import parents
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 

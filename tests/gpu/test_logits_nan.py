@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import gdn
-from gdn.reference.logits import page_views
-from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer.reference import page_views
 from tests.gpu import test_mqa_logits, test_paged_mqa_logits
 
 pytestmark = pytest.mark.gpu

@@ -14,10 +14,10 @@ import torch
 import gdn
 from gdn import runtime
 from gdn.device import H100
-from gdn.problems import MqaLogitsParams, MqaLogitsProblem
+from gdn.ops.indexer.inputs import MqaInputs, make_mqa_inputs
+from gdn.ops.indexer.oracle import exact_mqa_logits, logits_error
+from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem
 from gdn.runtime import registry
-from gdn.testing.inputs_logits import MqaInputs, make_mqa_inputs
-from gdn.testing.oracle_logits import exact_mqa_logits, logits_error
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import PagedMqaLogitsProblem
+from gdn.ops.indexer.inputs import PagedInputs, make_paged_inputs
+from gdn.ops.indexer.oracle import exact_paged_mqa_logits, logits_error
+from gdn.ops.indexer.problem import PagedMqaLogitsProblem
 from gdn.runtime import registry
-from gdn.testing.inputs_logits import PagedInputs, make_paged_inputs
-from gdn.testing.oracle_logits import exact_paged_mqa_logits, logits_error
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gdn.cli.demo_reference import RowErrors, levelled
-from gdn.cli.demo_routes import reroutings
+from gdn.cli.demo.reference import RowErrors, levelled
+from gdn.cli.demo.routes import reroutings
 from tests.gpu.rank_rows import described
 
 pytestmark = pytest.mark.gpu

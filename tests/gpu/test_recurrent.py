@@ -10,10 +10,10 @@ import torch
 import gdn
 from gdn import runtime
 from gdn.device import H100
-from gdn.problems import RecurrentProblem
+from gdn.ops.delta_rule.inputs import CASES, recurrent_inputs
+from gdn.ops.delta_rule.problem import RecurrentProblem
 from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import CASES, recurrent_inputs
 from tests.gpu import cases
 from tests.gpu.delta_rule import backends, copied, judge, run
 
@@ -207,7 +207,7 @@ def test_every_configuration_k_first(
     module = importlib.import_module(registry.operator("recurrent").modules[backend])
     tokens = heads if name.startswith("single") else 4 * heads
     space = module.configs(replace(problem, num_sequences=heads, num_tokens=tokens), H100)
-    operator = importlib.import_module("gdn.ops.recurrent")
+    operator = importlib.import_module("gdn.ops.delta_rule.recurrent")
     assert space
     for config in space:
 

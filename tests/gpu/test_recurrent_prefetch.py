@@ -9,8 +9,8 @@ import torch
 
 from gdn import runtime
 from gdn.device import H100
-from gdn.problems import RecurrentProblem
-from gdn.recurrent_tiles import Config, k_per_thread
+from gdn.ops.delta_rule.problem import RecurrentProblem
+from gdn.ops.delta_rule.tiles import Config, k_per_thread
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.gpu import cases
@@ -54,7 +54,7 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     def prepare(problem: RecurrentProblem, device: torch.device, backend: str | None) -> runtime.Prepared:
         return runtime.prepare(problem, device, backend, config=tiles(problem)[which])
 
-    operator = importlib.import_module("gdn.ops.recurrent")
+    operator = importlib.import_module("gdn.ops.delta_rule.recurrent")
     monkeypatch.setattr(operator, "prepare", prepare)
     env.reload()  # forgets calls seen before
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gdn
+from gdn.ops.delta_rule.inputs import recurrent_inputs, recurrent_problem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import recurrent_inputs, recurrent_problem
 from tests.compile.pairwise import pairwise
 from tests.gpu import cases
 from tests.gpu.delta_rule import backends, copied, judge, run

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
 from gdn.testing.compare import error, same_bits
 from tests.compile.pairwise import pairwise
 from tests.gpu.delta_rule import poisoned_memory
@@ -15,6 +14,7 @@ from tests.gpu.replay import Member
 from tests.gpu.replay_step import Step
 from tests.gpu.test_gdn_decode import AXES as STEP_AXES
 from tests.gpu.test_gdn_decode import BF16, F32, LAYOUTS, NULL, ROUNDING, Case, copy_of, on_cpu, whole
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 

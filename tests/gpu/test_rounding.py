@@ -1,4 +1,4 @@
-"""Stochastic rounding of a bfloat16 pool on the GPU: the noise of `gdn.reference.rounding`, bit for bit.
+"""Stochastic rounding of a bfloat16 pool on the GPU: the noise of `gdn.ops.delta_rule.tokens`, bit for bit.
 
 Where the keys are zero a token only decays the state: one product an element, whose bits do not depend on the layout, the
 dtype of the pool or the order of sums. Then a bfloat16 pool must hold the float32 pool of the same inputs, rounded, bit for
@@ -17,15 +17,16 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
+from gdn import runtime
 from gdn.device import H100
-from gdn.reference.rounding import stochastic_bfloat16
+from gdn.ops.delta_rule.inputs import recurrent_inputs, recurrent_problem
+from gdn.ops.delta_rule.tokens import stochastic_bfloat16
 from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import recurrent_inputs, recurrent_problem
 from tests.gpu import cases, test_gdn_decode
 from tests.gpu.delta_rule import backends
 from tests.gpu.test_gdn_decode import BF16, F32, NULL, Case, copy_of
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 
@@ -184,7 +185,7 @@ def test_any_tiles(kind: str, backend: str, number: int, device: torch.device, m
     """The noise belongs to the element, not to the thread that rounds it."""
     op = MAKERS[kind][0]
     module = importlib.import_module(registry.operator(REGISTERED[op]).modules[backend])
-    host = importlib.import_module(f"gdn.ops.{op}")
+    host = importlib.import_module(f"gdn.ops.{'delta_rule' if op == 'recurrent' else 'layer_step'}.{op}")
 
     def prepare(problem: Any, device: torch.device, backend: str) -> runtime.Prepared:
         space = module.configs(problem, H100)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.ops.sparse_attention import attend
+from gdn.ops.attention.sparse_attention import attend
 from gdn.runtime import registry
 from tests.gpu.attention import Inputs, Variant, exact, head_errors, make_inputs, of_torch
 

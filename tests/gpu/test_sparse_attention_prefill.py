@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import gdn
+from gdn.ops.attention.inputs import kept_positions, own_positions, random_positions
 from gdn.runtime import registry
-from gdn.testing.inputs_attention import kept_positions, own_positions, random_positions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 

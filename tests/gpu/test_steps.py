@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -1,6 +1,6 @@
 """Calls on several streams at once: no operator hands to one stream what another is still writing.
 
-What operators keep on the device between calls (`gdn.ops._constants`) is filled on the stream of the first call. These tests
+What operators keep on the device between calls (`gdn.core.constants`) is filled on the stream of the first call. These tests
 hold that stream back while another one calls, drop what is kept while a kernel still has to read it, and run two streams
 against each other.
 """
@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import gdn
-from gdn.ops import _constants
+from gdn.core import constants
+from gdn.ops.delta_rule.inputs import recurrent_inputs
 from gdn.runtime import registry
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import recurrent_inputs
 from tests.gpu import calls, cases, chunk, replay_slots, test_gated_delta_rule, test_indexer_steps, test_indexer_topk, test_steps
 from tests.gpu.delta_rule import Arguments, backends
 from tests.gpu.twins import twin, whole
@@ -162,8 +162,8 @@ def make(name: str, backend: str, device: torch.device) -> Call:
 
 def forget() -> None:
     """Drops every constant that is kept."""
-    _constants._build_offsets.cache_clear()
-    _constants._build_zeros.cache_clear()
+    constants._build_offsets.cache_clear()
+    constants._build_zeros.cache_clear()
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import RecurrentProblem
-from gdn.testing.inputs import chunk_problem, recurrent_problem
+from gdn.ops.delta_rule.inputs import chunk_problem, recurrent_problem
+from gdn.ops.delta_rule.problem import RecurrentProblem
 from tests.gpu import (
     cases,
     chunk,

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
+from gdn import runtime
 from gdn.runtime import registry
+from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 

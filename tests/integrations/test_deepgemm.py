@@ -8,9 +8,9 @@ import torch
 
 import gdn
 from gdn.integrations import Refused, _hosts, _signatures, deepgemm
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
-from gdn.testing.inputs_logits import MqaInputs, PagedInputs, make_mqa_inputs, make_paged_inputs
-from gdn.testing.oracle_logits import exact_mqa_logits, exact_paged_mqa_logits, logits_error
+from gdn.ops.indexer.inputs import MqaInputs, PagedInputs, make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer.oracle import exact_mqa_logits, exact_paged_mqa_logits, logits_error
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 from tests.integrations import stand_in
 
 NAMES = [name.rpartition(".")[2] for name in _hosts.DEEPGEMM.functions]

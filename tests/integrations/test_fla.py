@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gdn.integrations import Handle, Refused, _hosts, _records, _signatures, fla
-from gdn.testing.oracle import oracle_delta_rule
+from gdn.ops.delta_rule.oracle import oracle_delta_rule
 from tests.integrations import stand_in
 
 RULE = "fla.ops.gated_delta_rule"

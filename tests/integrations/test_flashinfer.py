@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gdn.integrations import Refused, _hosts, _records, _signatures, flashinfer
-from gdn.testing.oracle import oracle_delta_rule
+from gdn.ops.delta_rule.oracle import oracle_delta_rule
 from tests.integrations import stand_in
 
 NAMES = {name.rpartition(".")[2]: name for name in _hosts.FLASHINFER.functions}

@@ -8,11 +8,11 @@ import torch
 
 from benchmarks import host_cost
 from gdn import served
+from gdn.core import call as _call
 from gdn.integrations import _sglang_backend as backend
 from gdn.integrations import _sglang_step as step
 from gdn.integrations import _sglang_warm_up as warm
 from gdn.integrations import sglang_convolution as convolution
-from gdn.ops import _call
 from tests.integrations import sglang_backend as batches
 from tests.integrations.sglang_backend import Convolution
 from tests.integrations.sglang_engine import HV, LAYOUTS, Engine, H, check_decode, check_extend, check_snapshots, check_verify

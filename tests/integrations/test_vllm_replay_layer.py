@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gdn import crossing
 from gdn.integrations import _vllm_replay, vllm
 from gdn.integrations._vllm_replay import ReplayFacts, fold_phase, refusal
+from gdn.ops.delta_rule import crossing
 from gdn.runtime import env
 from tests.integrations import fake_vllm
 from tests.integrations.fake_vllm import HIDDEN, CudaPlatform, Model, ModelOfKinds, QwenGatedDeltaNetAttention, config, context

@@ -29,7 +29,7 @@ def run_ranks(work: Work, size: int, folder: Path, *, timeout_s: float = 60.0) -
     timeout_s: of the group's exchanges.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "gdn.cli.demo_run"])
+    context.set_forkserver_preload([__name__, "gdn.cli.demo.run"])
     processes = [context.Process(target=_rank, args=(work, rank, size, folder, timeout_s)) for rank in range(size)]
     for process in processes:
         process.start()

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gdn.cli import demo_run
-from gdn.cli.demo_engine import Engine, EngineSizes
-from gdn.cli.demo_reference import in_float32
+from gdn.cli.demo import run as demo_run
+from gdn.cli.demo.engine import Engine, EngineSizes
+from gdn.cli.demo.reference import in_float32
 from gdn.layers import MLP, DecoderLayer, GatedDeltaNet, HybridConfig, HybridModel, MoE, SparseAttention
 from gdn.layers.loading import SafetensorsFolder, load
 from gdn.layers.random_weights import RandomTensors

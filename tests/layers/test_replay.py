@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.cli.demo_engine import Engine
+from gdn.cli.demo.engine import Engine
 from gdn.layers import CacheAllocator, GDNMetadataBuilder, HybridCaches
 from gdn.layers.caches import GDNStateCache
 from gdn.runtime import env

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import gdn
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 
 Arguments = dict[str, Any]
 

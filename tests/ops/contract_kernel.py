@@ -1,4 +1,4 @@
-"""Stand-ins for compiled kernels on the CPU: they hold the launch contract of gdn.problems to its word, then compute.
+"""Stand-ins for compiled kernels on the CPU: they hold the launch contract of the family's Params to its word, then compute.
 
 `ContractKernel` takes the place of gdn.runtime.prepare in an operator module, so the whole host path of a kernel runs:
 packing, constants, allocation, argument order.
@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from gdn import reference
-from gdn.problems import ChunkParams, ChunkProblem, Problem, RecurrentParams, RecurrentProblem
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem, RecurrentParams, RecurrentProblem
+from gdn.problem import Problem
 from gdn.runtime import Choice, Prepared
+from tests.references import reference
 
 WORKSPACE_BYTES = 1024
 

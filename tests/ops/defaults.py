@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from gdn.ops import _constants
+from gdn.core import constants
 from gdn.runtime import env
 
 
@@ -26,5 +26,5 @@ def defaults(device: str, dtype: torch.dtype) -> Iterator[None]:
 
 def _forget() -> None:
     env.reload()
-    for build in (_constants._build_offsets, _constants._build_zeros):
+    for build in (constants._build_offsets, constants._build_zeros):
         build.cache_clear()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import gdn
-from gdn.ops._tensors import is_aligned
+from gdn.core.tensors import is_aligned
 
 Tensor = torch.Tensor
 Device = torch.device | str

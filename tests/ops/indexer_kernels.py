@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from gdn import reference, runtime
-from gdn.problems import Problem
+from gdn import runtime
+from gdn.problem import Problem
+from tests.references import reference
 
 FP8 = torch.float8_e4m3fn
 Tensor = torch.Tensor

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.ops.attention import _dense
-from gdn.ops.sparse_attention import attend
-from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
+from gdn.ops.attention.attention import _dense
+from gdn.ops.attention.sparse_attention import attend
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.calls import OPERATORS, good_call
 from tests.ops.test_decode_launch import arguments_of

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import gdn
-import gdn.ops.attention as module
-from gdn.ops import _torch_attention
+import gdn.ops.attention.attention as module
+from gdn.ops.attention import torch_attention
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
+from tests.references import reference
 
 Arguments = dict[str, Any]
 BLOCK = 4
@@ -138,8 +139,8 @@ def test_prefill_rows_take_torchs_attention_and_decode_rows_the_paged_kernel(
         arguments["seq_lens_host"] = tuple(arguments["seq_lens"].tolist())
         arguments["block_tables"][1:] = arguments["block_tables"][2]
     paged = mock.Mock(side_effect=module.attend)
-    torchs = mock.Mock(side_effect=_torch_attention.attend)
-    with mock.patch.object(module, "attend", paged), mock.patch.object(_torch_attention, "attend", torchs):
+    torchs = mock.Mock(side_effect=torch_attention.attend)
+    with mock.patch.object(module, "attend", paged), mock.patch.object(torch_attention, "attend", torchs):
         gdn.attention(**arguments)
     assert [call.args[0].shape[0] for call in paged.call_args_list] == ([] if decode_tokens is None else [decode_tokens])
     assert [call.args[0].shape[0] for call in torchs.call_args_list] == groups
@@ -175,9 +176,9 @@ def test_many_sequences_are_gathered_some_at_a_time(monkeypatch: pytest.MonkeyPa
     arguments = step([12] * 5, [4] * 5)
     want = gdn.attention(**arguments)
     monkeypatch.setattr(module, "_GATHERED_BYTES", 2 * (2 * 2 * 16 * 4) * 16)  # two sequences of 16 tokens
-    monkeypatch.setattr(_torch_attention, "_SCORE_BYTES", 4 * 4 * 16 * 5)  # five queries of one
-    torchs = mock.Mock(side_effect=_torch_attention.attend)
-    monkeypatch.setattr(_torch_attention, "attend", torchs)
+    monkeypatch.setattr(torch_attention, "_SCORE_BYTES", 4 * 4 * 16 * 5)  # five queries of one
+    torchs = mock.Mock(side_effect=torch_attention.attend)
+    monkeypatch.setattr(torch_attention, "attend", torchs)
     o, lse = gdn.attention(**arguments, return_lse=True)
     assert torch.allclose(o, want, atol=1e-6) and torchs.call_count == 3
     assert torch.allclose(lse.double(), oracle(arguments, 16**-0.5)[1], rtol=1e-5, atol=1e-5)
@@ -188,7 +189,7 @@ def test_the_reference_is_of_all_rows() -> None:
     plain = {key: value for key, value in arguments.items() if not key.endswith("_host")}
     for mine, other in zip(
         gdn.attention(**arguments, return_lse=True, backend="reference"),
-        gdn.reference.attention(**plain, return_lse=True),
+        reference.attention(**plain, return_lse=True),
         strict=True,
     ):
         assert same_bits(mine, other)

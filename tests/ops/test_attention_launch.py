@@ -1,4 +1,4 @@
-"""The Params that sparse attention hands to a kernel, held against gdn/problems/attention.py by a stand-in kernel on the CPU."""
+"""The Params that sparse attention hands to a kernel, held against its problem.py by a stand-in kernel on the CPU."""
 
 from typing import Any
 
@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
-from gdn.ops._tensors import is_aligned
-from gdn.ops.sparse_attention import attend
-from gdn.problems import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
+from gdn import runtime
+from gdn.core.tensors import is_aligned
+from gdn.ops.attention.inputs import random_positions
+from gdn.ops.attention.problem import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
+from gdn.ops.attention.sparse_attention import attend
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs_attention import random_positions
+from tests.references import reference
 
 INT32, INT64 = torch.int32, torch.int64
 WORKSPACE = 48

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import gdn
-from gdn.ops import _call, recurrent
-from gdn.ops._call import operator_of
+from gdn.core import call
+from gdn.core.call import operator_of
+from gdn.ops.delta_rule import recurrent
+from gdn.ops.delta_rule.inputs import recurrent_inputs, recurrent_problem
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import recurrent_inputs, recurrent_problem
 from tests.ops.contract_kernel import ContractKernel
 
 RULE = gdn.fused_recurrent_gated_delta_rule
@@ -59,7 +60,7 @@ def test_equal_options_are_one_function(monkeypatch: pytest.MonkeyPatch) -> None
     operator = operator_of(gdn.rms_norm_gated)
     assert operator.bind(eps=1e-6) is operator.bind() is not operator.bind(eps=1e-5)
     assert operator.bind(eps=1) is not operator.bind(eps=1.0)
-    monkeypatch.setattr(_call, "_MOST_BOUND", 4)
+    monkeypatch.setattr(call, "_MOST_BOUND", 4)
     for eps in range(9):
         operator.bind(eps=eps)
         assert len(operator._bound) <= 4

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gdn.ops import _constants, _modes
+from gdn.core import constants, modes
 
 CUDA = torch.device("cuda", 0)
 
@@ -20,7 +20,7 @@ class Device:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     gpu, arange, zeros = Device(), torch.arange, torch.zeros
-    monkeypatch.setattr(_constants, "raw_stream", lambda index: gpu.stream)
+    monkeypatch.setattr(constants, "raw_stream", lambda index: gpu.stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.is_capturing)
     monkeypatch.setattr(torch, "arange", lambda *sizes, **options: arange(*sizes, **options | {"device": "cpu"}))
     monkeypatch.setattr(torch, "zeros", lambda *sizes, **options: zeros(*sizes, **options | {"device": "cpu"}))
@@ -30,14 +30,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 def forget() -> None:
-    _constants._build_offsets.cache_clear()
-    _constants._build_zeros.cache_clear()
+    constants._build_offsets.cache_clear()
+    constants._build_zeros.cache_clear()
 
 
 @pytest.mark.parametrize(("make", "expected"), [
-    (lambda: _constants.even_offsets(3, 5, CUDA), [0, 5, 10, 15]),
-    (lambda: _constants.row_indices(3, CUDA), [0, 1, 2]),
-    (lambda: _constants.zeros(3, CUDA), [0, 0, 0]),
+    (lambda: constants.even_offsets(3, 5, CUDA), [0, 5, 10, 15]),
+    (lambda: constants.row_indices(3, CUDA), [0, 1, 2]),
+    (lambda: constants.zeros(3, CUDA), [0, 0, 0]),
 ])  # fmt: skip
 def test_each_stream_has_its_own(make, expected: list[int], gpu: Device) -> None:
     first = make()
@@ -51,18 +51,18 @@ def test_each_stream_has_its_own(make, expected: list[int], gpu: Device) -> None
 
 
 def test_a_capture_neither_takes_nor_keeps_one(gpu: Device) -> None:
-    first = _constants.zeros(4, CUDA)
+    first = constants.zeros(4, CUDA)
     gpu.is_capturing = True
-    captured = _constants.zeros(4, CUDA)
+    captured = constants.zeros(4, CUDA)
     assert captured.data_ptr() != first.data_ptr()
-    assert _constants.zeros(5, CUDA).numel() == 5
+    assert constants.zeros(5, CUDA).numel() == 5
     gpu.is_capturing = False
-    assert _constants.zeros(4, CUDA).data_ptr() == first.data_ptr()
-    assert _constants._build_zeros.cache_info().currsize == 1
+    assert constants.zeros(4, CUDA).data_ptr() == first.data_ptr()
+    assert constants._build_zeros.cache_info().currsize == 1
 
 
 def test_a_tensor_without_memory_is_not_kept() -> None:
     forget()
-    with _modes.tracing():
-        _constants.zeros(6, torch.device("cpu"))
-    assert _constants._build_zeros.cache_info().currsize == 0
+    with modes.tracing():
+        constants.zeros(6, torch.device("cpu"))
+    assert constants._build_zeros.cache_info().currsize == 0

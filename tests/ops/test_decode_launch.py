@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
-from gdn.problems import GdnDecodeParams, GdnDecodeProblem
+from gdn.ops.layer_step.problem import GdnDecodeParams, GdnDecodeProblem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import same_bits
+from tests.references import reference
 
 H, HV, K, V, W = 2, 4, 32, 32, 4
 DIM = 2 * H * K + HV * V
@@ -20,7 +20,7 @@ Arguments = dict[str, Any]
 
 
 class Kernel:
-    """Takes the place of gdn.runtime.prepare; holds the launch to the contract of gdn.problems, then computes."""
+    """Takes the place of gdn.runtime.prepare; holds the launch to the contract of the family's Params, then computes."""
 
     def __init__(self) -> None:
         self.launches = self.prepared = 0
@@ -81,7 +81,7 @@ def layout_of(problem: GdnDecodeProblem) -> str:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    operator, made = importlib.import_module("gdn.ops.decode"), Kernel()
+    operator, made = importlib.import_module("gdn.ops.layer_step.decode"), Kernel()
     monkeypatch.setattr(operator, "prepare", made.prepare)
     env.reload()  # forgets calls seen before
     return made

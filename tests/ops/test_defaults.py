@@ -14,10 +14,11 @@ import torch
 
 import gdn
 from autotune import cases, shapes
-from gdn.cli import demo_run
+from gdn.cli.demo import run as demo_run
 from gdn.device import H100
 from gdn.layers.named import NAMED, first_layers
-from gdn.testing import inputs, timing
+from gdn.ops.delta_rule import inputs
+from gdn.testing import timing
 from gdn.testing.compare import same_bits
 from tests.ops.defaults import defaults
 from tests.ops.spoiling.calls import OPERATORS, good_call

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gdn
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_inputs, chunk_problem
 from tests.ops.bad_calls import CHUNK, RECURRENT, Arguments, Bad, check, good_chunk, good_recurrent
 
 

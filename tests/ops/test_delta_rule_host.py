@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
-from gdn.ops import chunk, recurrent
+from gdn.ops.delta_rule import chunk, recurrent
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
+from gdn.ops.delta_rule.oracle import oracle_of
 from gdn.testing.compare import error, same_bits, token_error
-from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
-from gdn.testing.oracle import oracle_of
 from tests.ops.contract_kernel import ContractKernel
+from tests.references import reference
 
 HALF = 2**-7  # bfloat16 results against the float64 oracle
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
-from gdn.crossing import RECURRENT_TOKENS, recurrent_rows
+from gdn.ops.delta_rule.crossing import RECURRENT_TOKENS, recurrent_rows
+from gdn.ops.delta_rule.oracle import oracle_delta_rule
 from gdn.runtime import env
-from gdn.testing.oracle import oracle_delta_rule
+from tests.references import reference
 
 Arguments = dict[str, Any]
 H, HV, K, V, SLOTS = 2, 4, 16, 16, 40
@@ -192,7 +192,7 @@ def test_no_value_is_read_on_a_device() -> None:
     """The operator itself asks for no value where values are not checked (a GPU without GDN_VALIDATE)."""
     arguments = step([1, 3, 70]) | {"has_initial_state": torch.tensor([True, False, True])}
     forbidden = mock.Mock(side_effect=AssertionError("a value was read"))
-    import gdn.ops.gated_delta_rule as module
+    import gdn.ops.delta_rule.gated_delta_rule as module
 
     forms = {name: mock.Mock(return_value=(torch.zeros(1, 4, HV, V), None)) for name in FORMS_OF}
     with (

@@ -1,4 +1,4 @@
-"""Arguments that the indexer's steps hand to a kernel, held against gdn/problems by stand-in kernels on the CPU. A call like an
+"""Arguments that the indexer's steps hand to a kernel, held against their Params by stand-in kernels on the CPU. A call like an
 earlier one takes the short way to the same result."""
 
 from collections.abc import Callable
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
+from gdn import runtime
 from gdn.testing.compare import same_bits
 from tests.ops.indexer_kernels import FP8, StandIn
+from tests.references import reference
 
 Arguments = dict[str, Any]
 D = 64

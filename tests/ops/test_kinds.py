@@ -8,7 +8,7 @@ import torch
 
 import gdn
 import gdn.distributed
-from gdn.ops import _kinds
+from gdn.core import kinds
 from gdn.runtime import registry
 
 NAMES = sorted({name for operator in registry.OPERATORS.values() for name in operator.functions})
@@ -34,21 +34,21 @@ def test_schemas_take_words_as_text() -> None:
 @pytest.mark.parametrize(
     ("annotation", "kind"),
     [
-        (registry.Backend | None, _kinds.Kind(str, True)),
-        (Literal["a", "b"], _kinds.Kind(str, False)),
-        (Literal[1, 2] | None, _kinds.Kind(int, True)),
-        (float | None, _kinds.Kind(float, True)),
-        (torch.Tensor, _kinds.Kind(torch.Tensor, False)),
+        (registry.Backend | None, kinds.Kind(str, True)),
+        (Literal["a", "b"], kinds.Kind(str, False)),
+        (Literal[1, 2] | None, kinds.Kind(int, True)),
+        (float | None, kinds.Kind(float, True)),
+        (torch.Tensor, kinds.Kind(torch.Tensor, False)),
     ],
 )
-def test_a_kind(annotation: Any, kind: _kinds.Kind) -> None:
-    assert _kinds.kind_of(annotation) == kind
+def test_a_kind(annotation: Any, kind: kinds.Kind) -> None:
+    assert kinds.kind_of(annotation) == kind
 
 
 @pytest.mark.parametrize("annotation", [int | str, list, Literal["a"] | int])
 def test_no_kind(annotation: Any) -> None:
     with pytest.raises(TypeError, match="expected an annotation of one kind"):
-        _kinds.kind_of(annotation)
+        kinds.kind_of(annotation)
 
 
 def test_another_word_is_refused_by_name() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gdn
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from tests.ops.test_prefill_launch import prefill_arguments
 from tests.ops.test_steps_args import add_norm, conv_fn, conv_update, decode, gating, norm, split
 

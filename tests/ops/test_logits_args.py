@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer.oracle import exact_mqa_logits, exact_paged_mqa_logits, logits_error
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
-from gdn.testing.oracle_logits import exact_mqa_logits, exact_paged_mqa_logits, logits_error
 
 FP8 = torch.float8_e4m3fn
 M, NK, H, D = 6, 40, 4, 64
@@ -271,7 +271,7 @@ def test_explain_names_the_reference_on_a_cpu():
 
 def test_indexer_topk_holds_its_workspace(monkeypatch):
     """Every step's scores fit the workspace, one buffer serves all steps, and the result is that of one step."""
-    import gdn.ops.indexer_topk as module
+    import gdn.ops.indexer.indexer_topk as module
 
     arguments, _ = ragged()
     whole = gdn.indexer_topk(**arguments, topk=8)

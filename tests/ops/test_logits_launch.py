@@ -1,4 +1,4 @@
-"""The Params that the logits operators hand to a kernel, held against gdn/problems/logits.py by a stand-in kernel on the CPU.
+"""The Params that the logits operators hand to a kernel, held against the family's problem.py by a stand-in kernel on the CPU.
 
 The stand-in checks the launch contract (form, order, alignment of every argument) and computes the scores from exactly
 those arguments, so that a swapped or missing argument gives wrong scores.
@@ -10,12 +10,19 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
-from gdn.problems import MqaLogitsParams, MqaLogitsProblem, PagedMqaLogitsParams, PagedMqaLogitsProblem, TopkParams, TopkProblem
-from gdn.reference.logits import key_range
-from gdn.reference.topk import list_short_rows
-from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
-from gdn.testing.oracle_logits import exact_mqa_logits, exact_paged_mqa_logits, logits_error
+from gdn import runtime
+from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer.oracle import exact_mqa_logits, exact_paged_mqa_logits, logits_error
+from gdn.ops.indexer.problem import (
+    MqaLogitsParams,
+    MqaLogitsProblem,
+    PagedMqaLogitsParams,
+    PagedMqaLogitsProblem,
+    TopkParams,
+    TopkProblem,
+)
+from gdn.ops.indexer.reference import key_range, list_short_rows
+from tests.references import reference
 
 FP8 = torch.float8_e4m3fn
 FORMS = [("float8_e4m3fn", True), ("float8_e4m3fn", False), ("bfloat16", False)]

@@ -10,12 +10,13 @@ import torch
 
 import gdn
 from gdn import runtime
-from gdn.ops import _memo, chunk, recurrent
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.core import memo
+from gdn.ops.delta_rule import chunk, recurrent
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
+from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.runtime import env, guards
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
-from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
 from tests.ops.bad_calls import CHUNK, RECURRENT, Arguments, Bad, check, good_chunk, good_recurrent
 from tests.ops.contract_kernel import ContractKernel
 from tests.ops.test_delta_rule_host import misaligned
@@ -201,13 +202,13 @@ def test_one_tensor_in_two_places_teaches_nothing(kernel: Counting) -> None:
 
 
 def test_sizes_are_told_apart_and_the_memory_is_bounded(kernel: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_memo, "_LIMIT", 4)
+    monkeypatch.setattr(memo, "_LIMIT", 4)
     for length in (1, 2, 3, 4, 5, 6, 6, 5):
         q, k, v = (torch.randn(1, length, 2, 16).bfloat16() for _ in range(3))
         o, _ = gdn.chunk_gated_delta_rule(q, k, v)
         assert o.shape == q.shape
     assert kernel.prepared == 6 and len(gdn.chunk_gated_delta_rule.operator.memo._plans) == 4
-    monkeypatch.setattr(_memo, "_PLANS_PER_KEY", 2)
+    monkeypatch.setattr(memo, "_PLANS_PER_KEY", 2)
     wide = torch.randn(1, 6, 64, 16).bfloat16()
     for step in (1, 2, 4, 8):  # strides alone differ
         gdn.chunk_gated_delta_rule(wide[:, :, : 2 * step : step], wide[:, :, 1 : 1 + 2 * step : step], wide[:, :, 2:4])

@@ -7,7 +7,8 @@ import torch
 
 import gdn
 from gdn import runtime
-from gdn.ops import _call, _memo
+from gdn.core import call as _call
+from gdn.core import memo
 from gdn.runtime import guards
 from gdn.testing.compare import same_bits
 from tests.ops.contract_kernel import ContractKernel
@@ -141,8 +142,8 @@ def test_the_exact_question_is_asked_once(kernel: ContractKernel, monkeypatch: p
         asked.append(layout[3] - layout[2])
         return exact(*layout)
 
-    exact = _memo.shares_element
-    monkeypatch.setattr(_memo, "shares_element", counted)
+    exact = memo.shares_element
+    monkeypatch.setattr(memo, "shares_element", counted)
     name = OPERATORS[0]
     good = arguments(name)
     buffers = [side_by_side(good["q"], torch.empty_like(good["v"]), lead=2) for _ in range(3)]
@@ -162,7 +163,7 @@ def test_what_lies_apart_is_not_asked_about(kernel: ContractKernel, monkeypatch:
     name = OPERATORS[0]
     good = arguments(name)
     getattr(gdn, name)(**good, out=torch.empty_like(good["v"]))
-    monkeypatch.setattr(_memo, "shares_element", forbidden)
+    monkeypatch.setattr(memo, "shares_element", forbidden)
     monkeypatch.setattr(_call, "check_memory", forbidden)
     kept = [torch.empty_like(good["v"]) for _ in range(3)]
     for out in kept * 2:

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference, runtime
-from gdn.problems import Problem
+from gdn import runtime
+from gdn.problem import Problem
 from gdn.runtime import Choice, Prepared
 from gdn.testing.compare import same_bits
+from tests.references import reference
 
 BF16, INT32 = torch.bfloat16, torch.int32
 DIM, WIDTH = 16, 4

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
-from gdn.problems import AddRmsNormParams, AddRmsNormProblem
+from gdn.ops.layer_step.problem import AddRmsNormParams, AddRmsNormProblem
 from gdn.runtime import Choice, Prepared, env
+from tests.references import reference
 
 BF16 = torch.bfloat16
 Arguments = dict[str, Any]
 
 
 class Kernel:
-    """Takes the place of gdn.runtime.prepare; holds the launch to the contract of gdn.problems, then computes."""
+    """Takes the place of gdn.runtime.prepare; holds the launch to the contract of the family's Params, then computes."""
 
     def __init__(self) -> None:
         self.launches = self.prepared = 0
@@ -51,7 +51,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    operator, made = importlib.import_module("gdn.ops.norm"), Kernel()
+    operator, made = importlib.import_module("gdn.ops.layer_step.norm"), Kernel()
     monkeypatch.setattr(operator, "prepare", made.prepare)
     env.reload()  # forgets calls seen before
     return made

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdn.ops import _overlap
-from gdn.ops._overlap import overlaps_itself, shares_element, span_bytes
+from gdn.core import overlap
+from gdn.core.overlap import overlaps_itself, shares_element, span_bytes
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
 
@@ -78,7 +78,7 @@ def test_an_answer_that_would_take_too_long_is_yes() -> None:
     """A wrong yes is a refusal; a wrong no would cost the data."""
     dims = [7, 11, 13, 17, 19, 23, 29, 31]
     layout = [torch.empty_strided([2] * len(dims), dims, device="meta") for _ in range(2)]
-    with mock.patch.object(_overlap, "_MAX_WORK", 1):
+    with mock.patch.object(overlap, "_MAX_WORK", 1):
         assert shares_element(layout[0], layout[1], 4096, 4097)
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
-from gdn.problems import GdnPrefillParams, GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import error, same_bits
 from tests.ops.bad_calls import Bad
+from tests.references import reference
 
 H, HV, K, V, W = 2, 4, 16, 16, 4
 DIM = 2 * H * K + HV * V
@@ -23,7 +23,7 @@ Arguments = dict[str, Any]
 
 
 class Kernel:
-    """Takes the place of gdn.runtime.prepare; holds the launch to the contract of gdn.problems, then computes."""
+    """Takes the place of gdn.runtime.prepare; holds the launch to the contract of the family's Params, then computes."""
 
     def __init__(self) -> None:
         self.launches = self.prepared = 0
@@ -77,7 +77,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    operator, made = importlib.import_module("gdn.ops.prefill"), Kernel()
+    operator, made = importlib.import_module("gdn.ops.layer_step.prefill"), Kernel()
     monkeypatch.setattr(operator, "prepare", made.prepare)
     env.reload()  # forgets calls seen before
     return made

@@ -216,7 +216,8 @@ def test_bad_accepted_trees() -> None:
 @pytest.mark.parametrize("backend", ["cute", "tilelang"])
 def test_kernels_serve_a_ring(backend: str) -> None:
     from gdn.device import H100
-    from gdn.problems import GdnDecodeProblem, RecurrentProblem
+    from gdn.ops.delta_rule.problem import RecurrentProblem
+    from gdn.ops.layer_step.problem import GdnDecodeProblem
     from gdn.runtime import candidates
     from tests.compile.variants.base import example
 
@@ -234,7 +235,7 @@ def test_kernels_serve_a_ring(backend: str) -> None:
 def test_a_repeated_call_launches_with_the_new_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of an earlier call: same results as the ordinary path, with other positions and another ring."""
     kernel = DecodeKernel()
-    monkeypatch.setattr(importlib.import_module("gdn.ops.decode"), "prepare", kernel.prepare)
+    monkeypatch.setattr(importlib.import_module("gdn.ops.layer_step.decode"), "prepare", kernel.prepare)
     env.reload()
     for dtype in (torch.int32, torch.int64):
         outputs = []

@@ -14,7 +14,7 @@ import torch
 
 import gdn
 from gdn import runtime
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import Choice, Prepared, log
 from tests.ops.contract_kernel import ContractKernel
 from tests.ops.spoiling.calls import OPERATORS, good_call

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import same_bits
 from tests.ops.test_decode_launch import arguments_of
 from tests.ops.test_prefill_launch import prefill_arguments
+from tests.references import reference
 
 DIM, WIDTH = 64, 4
 Arguments = dict[str, Any]
@@ -51,7 +51,7 @@ def test_kernels_take_the_view(operator: str, monkeypatch: pytest.MonkeyPatch, c
     def prepare(problem: Problem, device: torch.device, backend: str | None) -> Prepared:
         return Prepared("cute", None, 512, lambda params: launched.append((problem, params)), Choice(problem.op, "cute"))
 
-    monkeypatch.setattr(importlib.import_module(f"gdn.ops.{name}"), "prepare", prepare)
+    monkeypatch.setattr(importlib.import_module(f"gdn.ops.layer_step.{name}"), "prepare", prepare)
     env.reload()
     with caplog.at_level(logging.WARNING, "gdn"):
         getattr(gdn, operator)(**arguments | {pool: view})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdn
-from gdn.ops import _values
+from gdn.core import values as _values
 
 Check = Callable[[], None]
 HUGE, FAR_BELOW = 2**33 + 1, -(2**33) + 1  # slot 1 in 32 bits, both

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 
 Arguments = dict[str, Any]
 FP8 = torch.float8_e4m3fn

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from gdn import reference
+from tests.references import reference
 
-reference_attention = importlib.import_module("gdn.reference.attention")  # the package has a function of this name
+reference_attention = importlib.import_module("gdn.ops.attention.reference")  # the package has a function of this name
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdn import reference
 from gdn.testing.compare import error, same_bits
+from tests.references import reference
 
 DIM = 6
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdn import reference
+from gdn.ops.delta_rule.inputs import CASES, chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
+from gdn.ops.delta_rule.oracle import DeltaRuleResult, oracle_of
 from gdn.testing.compare import error, same_bits, token_error
-from gdn.testing.inputs import CASES, chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
-from gdn.testing.oracle import DeltaRuleResult, oracle_of
+from tests.references import reference
 
 F64 = {"dtype": "float64", "state_dtype": "float64", "gate_dtype": "float64", "beta_dtype": "float64"}
 LENGTHS = [0, 1, 63, 64, 65, 130]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
 from gdn.testing.compare import same_bits
 from tests.reference.calls import CALLS, Arguments, randn, tensors_of
+from tests.references import reference
 
 NAMES = sorted(CALLS)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gdn import reference
-from gdn.reference.logits import visible_lengths
+from gdn.ops.indexer.reference import visible_lengths
+from tests.references import reference
 
 FAR = [2**33 + 5, -(2**33) + 5, 2**40, -(2**40) + 1, 2**31, -(2**31) - 1, -(2**63), 2**63 - 1]
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gdn import reference
 from gdn.testing.compare import same_bits
 from tests.reference.calls import CALLS, randn
+from tests.references import reference
 
 PADDING = [-(2**33) + 1, -(2**40), -(2**63), -1]
 BEYOND = [2**32 + 1, 2**32, -(2**33) + 1, 0]  # counts of accepted tokens: not one of them is in 1..columns

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from gdn import reference
-from gdn.reference.logits import page_views
+from gdn.ops.indexer.reference import page_views
+from tests.references import reference
 
 FP8 = torch.float8_e4m3fn
 

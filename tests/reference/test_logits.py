@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import gdn
-from gdn import reference
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
-from gdn.reference import logits as reference_logits
-from gdn.testing.inputs_logits import key_ranges, make_mqa_inputs, make_paged_inputs
-from gdn.testing.oracle_logits import calc_diff, exact_mqa_logits, exact_paged_mqa_logits, logits_error
+from gdn.ops.indexer import reference as reference_logits
+from gdn.ops.indexer.inputs import key_ranges, make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer.oracle import calc_diff, exact_mqa_logits, exact_paged_mqa_logits, logits_error
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
+from tests.references import reference
 
 FORMS = [("float8_e4m3fn", True), ("float8_e4m3fn", False), ("bfloat16", False)]
 RANGES = ["causal", "full", "random", "hard", "sequences"]

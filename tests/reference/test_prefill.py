@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from gdn import reference
 from gdn.testing.compare import error, same_bits
 from tests.reference.calls import randn
+from tests.references import reference
 
 H, HV, K, V, W = 2, 4, 6, 8, 4
 CHANNELS, SLOTS = 2 * H * K + HV * V, 8

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.reference.rounding import stochastic_bfloat16
+from gdn.ops.delta_rule.tokens import stochastic_bfloat16
 from gdn.testing.compare import same_bits
 from tests.replay_walk import CASES, Sequence, Shape, Walk, error_of, state_error, worst_head
 
@@ -170,7 +170,7 @@ def test_only_appended_rows_and_folded_states_change(is_updated: bool) -> None:
 
 def test_padding_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is an error on the CPU is padding on a GPU: the reference, called past the checks, skips it."""
-    from gdn import reference
+    from tests.references import reference
 
     walk = Walk(Shape((1, 1, 2), 4, 4, most=2, fold_every=3, slots=6, ring_slots=4))
     one = walk.start(1)

@@ -4,10 +4,10 @@ import math
 
 import torch
 
-from gdn import reference
-from gdn.reference.rounding import mix, noise, stochastic_bfloat16
+from gdn.ops.delta_rule.inputs import recurrent_inputs, recurrent_problem
+from gdn.ops.delta_rule.tokens import mix, noise, stochastic_bfloat16
 from gdn.testing.compare import same_bits
-from gdn.testing.inputs import recurrent_inputs, recurrent_problem
+from tests.references import reference
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from gdn import reference
 from gdn.testing.compare import error, same_bits
+from tests.references import reference
 
 F64 = torch.float64
 H, HV, K, V, W = 2, 4, 6, 8, 4

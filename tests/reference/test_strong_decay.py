@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from gdn import reference
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
+from gdn.ops.delta_rule.oracle import oracle_delta_rule, oracle_of
 from gdn.testing.compare import error, token_error
-from gdn.testing.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
-from gdn.testing.oracle import oracle_delta_rule, oracle_of
+from tests.references import reference
 
 STRENGTHS = [-1e3, -1e4, -1e6, -torch.inf]
 PATTERNS = ["every token", "one token", "first token", "last token", "every third", "one head", "growing"]

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from gdn import reference
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
-from gdn.reference import topk as reference_topk
-from gdn.testing.inputs_logits import make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer import reference as reference_topk
+from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
+from tests.references import reference
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,7 +72,7 @@ def test_blocks_strides_and_out(monkeypatch):
     wide = torch.randn(30, 80, generator=torch.Generator().manual_seed(3))
     logits = wide[:, 8:72]
     want = reference.topk_indices(logits.contiguous(), 10)
-    monkeypatch.setattr(reference_topk, "BLOCK_BYTES", 4 * 64 * 7)  # seven rows
+    monkeypatch.setattr(reference_topk, "SELECTION_BYTES", 4 * 64 * 7)  # seven rows
     out = torch.full((30, 10), 77, dtype=torch.int32)
     assert reference.topk_indices(logits, 10, out=out) is out
     assert torch.equal(out, want)

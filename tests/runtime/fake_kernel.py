@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from gdn.device import DeviceSpec
-from gdn.problems import COMPILES, TUNES, Problem, size
+from gdn.problem import COMPILES, TUNES, Problem, size
 
 SOURCE = """
 #include <stdint.h>

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.host_cost import as_an_h100
 from gdn import runtime
-from gdn.problems import Problem
+from gdn.problem import Problem
 
 
 def _leave(params: Any) -> None:

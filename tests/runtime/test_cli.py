@@ -15,10 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 import gdn as gdn_package
-from gdn import examples
 from gdn.cli import app, doctor, explain_arguments
 from gdn.models import MODELS
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule import examples
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import cache_folder, compiled, env, registry, toolchain, tuned
 
 KERNELS = [op for op in registry.OPERATORS.values() if op.modules and op.functions]
@@ -482,6 +482,6 @@ def test_where_nvcc_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 )
 def test_doctor_names_the_replay_setting(value: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GDN_REPLAY", value)
-    monkeypatch.setattr("gdn.crossing.REPLAY_HEADS", 128)
+    monkeypatch.setattr("gdn.ops.delta_rule.crossing.REPLAY_HEADS", 128)
     (finding,) = [finding for finding in doctor.diagnose() if finding.subject == "replay decode"]
     assert (finding.level, finding.text) == ("ok", text)

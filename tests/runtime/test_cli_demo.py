@@ -1,10 +1,10 @@
 """`gdn demo` without a GPU: it says what it runs, and finds what is wrong in any operator's result or in the model."""
 
-import ast
 import dataclasses
 import functools
 import inspect
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +15,21 @@ import torch
 from typer.testing import CliRunner
 
 import gdn
-from gdn import reference
-from gdn.cli import app, demo_calls, demo_expected, demo_run
-from gdn.cli import demo as demo_command
-from gdn.cli.demo_floors import floor_us
+from gdn.cli import app
+from gdn.cli.demo import calls as demo_calls
+from gdn.cli.demo import command as demo_command
+from gdn.cli.demo import expected as demo_expected
+from gdn.cli.demo import run as demo_run
+from gdn.cli.demo.floors import floor_us
+from gdn.core.call import operator_named
 from gdn.layers import HybridConfig, HybridModel, RMSNorm
 from gdn.layers.loading import to_transformers
 from gdn.layers.named import NAMED, first_layers
 from gdn.models import QWEN3_NEXT_80B
+from gdn.ops.delta_rule.inputs import summary_inputs
 from gdn.runtime import env, is_explaining, registry
-from gdn.testing.inputs import summary_inputs
 from gdn.testing.timing import Limits
+from tests.references import reference
 
 TINY = dataclasses.replace(first_layers(NAMED["tiny"], 2), layer_types=("linear_attention", "full_attention"))
 COMPRESSED = dataclasses.replace(TINY, index_ratio=4, residual="hyper", hc_count=2, hc_lowrank=8)
@@ -110,7 +114,7 @@ def test_the_operators_of_each_phase(config: HybridConfig, groups: set[str]) -> 
     assert all(row.backend == ("torch" if row.operator == "attention" else "reference") for row in found.rows)
     assert [speed.phase for speed in found.speeds] == [one.phase for one in found.deviations] == list(demo_run.PHASES)
     context_parallel = {"causal_conv1d_fn", "chunk_gated_delta_rule", "chunk_summary", "rms_norm_gated"}
-    assert set(demo_expected._EXPECTED) == {*OPERATORS, *context_parallel, "fold_states"}
+    assert set(demo_expected.EXPECTED) == {*OPERATORS, *context_parallel, "fold_states"}
     verify, decode = found.speeds[1:]
     assert decode.tokens == 8 and 8 < verify.tokens < 24  # some drafts are accepted, and some are not
 
@@ -178,9 +182,9 @@ def test_every_call_is_compared_with_something_that_is_not_the_reference(monkeyp
     def pairs(call: demo_expected.Call) -> demo_expected.Pairs:
         compared.append(call.operator)
         with monkeypatch.context() as patch:
-            for name in reference.__dict__:
-                if callable(getattr(reference, name)):
-                    patch.setattr(reference, name, forbidden)
+            for name, function in vars(reference).items():
+                patch.setattr(sys.modules[function.__module__], function.__name__, forbidden)
+                patch.setattr(operator_named(name), "reference", forbidden)
             for operator in OPERATORS:
                 patch.setattr(gdn, operator, forbidden)
             found = true_pairs(call)
@@ -193,14 +197,6 @@ def test_every_call_is_compared_with_something_that_is_not_the_reference(monkeyp
     assert compared == [row.operator for row in found.rows] and found.passed
     rounded = {row.operator for row in found.rows if row.error > 0}
     assert {"fused_gdn_prefill", "fused_gdn_decode", "sparse_attention"} <= rounded
-
-
-def test_the_expected_values_know_nothing_of_the_reference_or_the_operators() -> None:
-    tree = ast.parse(Path(demo_expected.__file__).read_text(encoding="utf-8"))
-    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    ours = {module for module in modules if module.split(".")[0] == "gdn"}
-    assert ours and all(module.startswith("gdn.testing.") for module in ours)
 
 
 def spoil(value: torch.Tensor) -> None:

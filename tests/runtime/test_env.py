@@ -174,7 +174,7 @@ def test_names_of_others_pass_in_silence(monkeypatch: pytest.MonkeyPatch, name: 
 ROOT = Path(env.__file__).parents[2]
 SERVING = [name for name in env.DECLARATIONS if name.startswith("VLLM_")]
 # The serving stack's switches must act on what runs; a command that only prints them is no reader of those.
-OPERATORS_AND_LAYERS = ("gdn/ops", "gdn/runtime", "gdn/layers", "gdn/distributed", "gdn/integrations")
+OPERATORS_AND_LAYERS = ("gdn/ops", "gdn/core", "gdn/runtime", "gdn/layers", "gdn/distributed", "gdn/integrations")
 
 
 def test_the_serving_stacks_names():
@@ -220,7 +220,7 @@ def test_a_switch_has_a_reader_or_says_that_it_has_none(name: str):
 
 def test_readers_are_found_where_they_are():
     """The test above would otherwise pass for the wrong reason."""
-    assert "gdn/ops/indexer_topk.py" in READERS["sparse_indexer_max_logits_mb"]
+    assert "gdn/ops/indexer/indexer_topk.py" in READERS["sparse_indexer_max_logits_mb"]
     assert "gdn/runtime/compiled.py" in READERS["cache_dir"] and "gdn/runtime/env.py" in READERS["log"]
     assert set(READERS) <= set(env._FIELD_BY_SWITCH.values()) | {"backend_of", "given", "value"}
 

@@ -10,7 +10,7 @@ import pytest
 
 import gdn.runtime
 from gdn.cli import doctor
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import cache_folder, compiled, env, toolchain
 from tests.runtime import fake_kernel
 from tests.runtime.fake_kernel import Config, FakeProblem

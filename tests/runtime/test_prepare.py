@@ -12,7 +12,7 @@ import torch
 
 from gdn import runtime
 from gdn.device import H100
-from gdn.problems import Problem, size
+from gdn.problem import Problem, size
 from gdn.runtime import compiled, devices, env, registry, select, source, toolchain, tuned
 from tests.runtime import fake_kernel
 from tests.runtime.fake_kernel import Config, FakeProblem

@@ -86,7 +86,8 @@ def test_warnings_reach_stderr_where_nobody_set_up_logging():
     """GDN_LOG is off, and the process has no handler at all."""
     code = (
         "import torch\n"
-        "from gdn import examples, models, runtime\n"
+        "from gdn import models, runtime\n"
+        "from gdn.ops.attention import examples\n"
         "problem = examples.sparse_attention_prefill(models.TINY)\n"
         "for _ in range(2):\n"
         "    runtime.prepare(problem, torch.device('cpu'))\n"

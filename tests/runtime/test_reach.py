@@ -18,11 +18,12 @@ import torch
 from typer.testing import CliRunner
 
 import gdn
-from gdn import examples, served
+from gdn import served
 from gdn.cli import app
 from gdn.device import H100
 from gdn.layers.named import NAMED
 from gdn.models import QWEN3_NEXT_80B
+from gdn.ops.layer_step import examples
 from gdn.runtime import bundle, compiled, env, reach
 from tests.runtime import fake_kernel
 from tests.runtime.fake_kernel import Config, FakeProblem
@@ -159,7 +160,8 @@ def test_calls_of_sequences_without_tokens_are_known_at_all_sizes() -> None:
 
 SERVE = """
 import sys, importlib
-from gdn import examples
+from gdn import served
+from gdn.ops.layer_step import examples
 from gdn.device import H100
 from gdn.models import QWEN3_NEXT_80B
 from gdn.runtime import compiled, reach, source, toolchain

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import gdn
 from autotune.cases import Tunable
 from gdn import runtime
 from gdn.device import H100
@@ -41,16 +42,20 @@ def test_an_operator_without_kernels_has_no_example(name: str) -> None:
 
 
 def test_an_incomplete_record_names_what_it_lacks() -> None:
-    operator = Operator("norm_of_nothing", Family("autotune.cases.steps", "tests.compile.variants.steps"), ())
+    operator = Operator(
+        "norm_of_nothing", Family("gdn.ops.layer_step.cases", "tests.compile.variants.steps", "gdn.ops.layer_step.examples"), ()
+    )
     for part, place in dataclasses.asdict(operator.family or Family("", "")).items():
         with pytest.raises(LookupError, match=f"expected {place}.norm_of_nothing, which describes the operator"):
             operator.described(part)
 
 
 def test_every_record_is_one_entry_of_the_registry() -> None:
-    """The names are distinct."""
-    source = Path(registry.__file__).read_text(encoding="utf-8")
-    assert source.count("    Operator(") == len(registry.every())
+    """All records of all families are handed in, and their names are distinct."""
+    folders = Path(gdn.__file__).parent.glob("ops/*/__init__.py")
+    assert sum(path.read_text(encoding="utf-8").count("    Operator(") for path in folders) == len(registry.every())
+    with pytest.raises(ValueError, match="chunk: expected one record of this name, got two"):
+        registry.add([registry.OPERATORS["chunk"]])
 
 
 def test_internal_operators_are_no_switches() -> None:

@@ -10,9 +10,12 @@ import pytest
 
 from gdn.device import H100, H200, DeviceSpec
 from gdn.models import QWEN3_NEXT_80B
-from gdn.problems import Problem, size
+from gdn.ops.delta_rule.problem import ChunkProblem
+from gdn.ops.indexer.problem import TopkProblem
+from gdn.problem import Problem, size
 from gdn.runtime import env, order, registry, select
 from gdn.runtime.select import Choice, MissingTunedEntry, Tuned, choose
+from tests.problems import KINDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +268,7 @@ def test_the_built_in_order_is_what_was_measured(op: str, spec: DeviceSpec):
 
 def test_every_operator_of_two_kernels_has_a_statement_with_its_numbers():
     for operator in registry.OPERATORS.values():
-        found = [one for one in order.STATEMENTS if one.op == operator.name]
+        found = operator.measured
         assert bool(found) == (len(operator.modules) > 1)
         for one in found:
             assert set(one.order) == set(operator.modules)
@@ -273,8 +276,9 @@ def test_every_operator_of_two_kernels_has_a_statement_with_its_numbers():
 
 
 def test_the_first_statement_that_holds_counts(monkeypatch: pytest.MonkeyPatch):
-    narrow = order.Statement("recurrent", ("tilelang", "cute"), "", "head_dim 64", lambda problem: problem.head_dim == 64)
-    monkeypatch.setattr(order, "STATEMENTS", (narrow, *order.STATEMENTS))
+    narrow = registry.Statement(("tilelang", "cute"), "", "head_dim 64", lambda problem: problem.head_dim == 64)
+    record = registry.OPERATORS["recurrent"]
+    monkeypatch.setitem(registry.OPERATORS, "recurrent", dataclasses.replace(record, measured=(narrow, *record.measured)))
     assert pick(problem=FakeProblem(head_dim=64)).backend == "tilelang"
     assert pick(problem=FakeProblem(head_dim=128)).backend == "cute"
 
@@ -352,11 +356,8 @@ def test_batch_invariance_hides_the_sizes_from_every_choice_of_tiles():
 
 
 def test_invariant_sizes_name_every_size_there_is():
-    from gdn import problems
-
-    kinds = [kind for kind in vars(problems).values() if isinstance(kind, type) and "op" in vars(kind)]
-    assert len(kinds) >= 10 and problems.ChunkProblem in kinds and problems.TopkProblem in kinds
-    names = {f.name for kind in kinds for f in dataclasses.fields(kind) if f.metadata.get("size")}
+    assert len(KINDS) >= 10 and ChunkProblem in KINDS and TopkProblem in KINDS
+    names = {f.name for kind in KINDS for f in dataclasses.fields(kind) if f.metadata.get("size")}
     assert names <= set(select.INVARIANT_SIZES)
 
 

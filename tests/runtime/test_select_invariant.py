@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import gdn
-from gdn.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.ops.delta_rule import inputs
+from gdn.ops.indexer import inputs as inputs_logits
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.runtime import env
-from gdn.testing import inputs, inputs_logits
 
 Switch = Callable[..., env.Switches]
 

@@ -13,7 +13,7 @@ import torch
 
 import gdn
 from gdn import served
-from gdn.cli.demo_engine import Engine, EngineSizes
+from gdn.cli.demo.engine import Engine, EngineSizes
 from gdn.device import H100
 from gdn.integrations import _sglang_warm_up as sglang_warm_up
 from gdn.integrations._vllm_pages import page_of
@@ -21,7 +21,7 @@ from gdn.integrations._vllm_replay_step import step_of
 from gdn.integrations._vllm_rows import Counter
 from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.named import NAMED
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import env, explaining, reach
 from gdn.served import GdnLayer, gdn_layer, vllm_replay
 from tests.integrations import sglang_engine
@@ -171,7 +171,7 @@ def test_which_forms_the_layers_may_take(monkeypatch: pytest.MonkeyPatch) -> Non
         assert rings(num_spec, replay="0") == {False} and rings(num_spec, replay="1") == {True}
     with pytest.raises(ValueError, match="replay: expected auto, 0, 1, got 'maybe'"):
         served.groups(config, replay="maybe")
-    monkeypatch.setattr("gdn.crossing.REPLAY_DIMS", (64, 96))
+    monkeypatch.setattr("gdn.ops.delta_rule.crossing.REPLAY_DIMS", (64, 96))
     assert rings(0) == rings(2) == {False}
 
 

@@ -20,11 +20,11 @@ def compile(problem, config):
     """Compiles."""
     from package import other
     from package._late import tail
-    from gdn.problems import AddProblem
+    from gdn.ops.adding.problem import AddProblem
     return library(_shared.WIDTH, tail, "text")
 '''
 PROBLEMS = '''
-from gdn.recurrent_tiles import Tiles
+from gdn.ops.adding.tiles import Tiles
 LIMITS = {"a": 1}
 UNUSED = 1
 class Problem:
@@ -51,12 +51,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "package/_of_other.py": "X = 1\n",
         "package/stranger.py": "Y = 1\n",
         "package/_stranger.py": "Z = 1\n",
-        "gdn/problems.py": PROBLEMS,
-        "gdn/recurrent_tiles.py": "class Tiles: pass\n",
+        "gdn/ops/adding/problem.py": PROBLEMS,
+        "gdn/ops/adding/tiles.py": "class Tiles: pass\n",
         "gdn/device.py": "H100 = 1\n",
     }
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(source, "ROOT", tmp_path)
     yield tmp_path
@@ -79,9 +79,9 @@ def hash_of(folder: Path) -> str:
         ("package/_late.py", "1", "2"),  # imported inside a function
         ("package/other.py", "X", "X, Y"),  # a kernel that it runs, imported inside a function
         ("package/_of_other.py", "1", "2"),
-        ("gdn/problems.py", "width: int", "width: bool"),
-        ("gdn/problems.py", "def key(self): return LIMITS", "def key(self): return 0"),  # of the base
-        ("gdn/problems.py", '{"a": 1}', '{"a": 2}'),  # used by the base
+        ("gdn/ops/adding/problem.py", "width: int", "width: bool"),
+        ("gdn/ops/adding/problem.py", "def key(self): return LIMITS", "def key(self): return 0"),  # of the base
+        ("gdn/ops/adding/problem.py", '{"a": 1}', '{"a": 2}'),  # used by the base
     ],
 )
 def test_what_changes_the_hash(package: Path, file: str, old: str, new: str) -> None:
@@ -100,10 +100,10 @@ def test_what_changes_the_hash(package: Path, file: str, old: str, new: str) -> 
         ("package/add.py", '_shared.WIDTH, tail, "text"', "\n        _shared.WIDTH,\n        tail,\n        'text',\n    "),
         ("package/stranger.py", "1", "2"),
         ("package/_stranger.py", "1", "2"),  # at a7eedda every `_*.py` of the folder counted
-        ("gdn/problems.py", "height: int", "height: bool"),  # another operator's problem
-        ("gdn/problems.py", "UNUSED = 1", "UNUSED = 2"),
-        ("gdn/problems.py", '"""A base."""', '"""What all problems share."""'),
-        ("gdn/recurrent_tiles.py", "pass", "width = 1"),  # imported by the problems, used by none of the definitions taken
+        ("gdn/ops/adding/problem.py", "height: int", "height: bool"),  # another operator's problem
+        ("gdn/ops/adding/problem.py", "UNUSED = 1", "UNUSED = 2"),
+        ("gdn/ops/adding/problem.py", '"""A base."""', '"""What all problems share."""'),
+        ("gdn/ops/adding/tiles.py", "pass", "width = 1"),  # imported by the problems, used by none of the definitions taken
         ("gdn/device.py", "1", "2"),
     ],
 )
@@ -116,8 +116,8 @@ def test_what_does_not_change_the_hash(package: Path, file: str, old: str, new: 
 
 
 def test_the_tiles_count_where_they_are_imported(package: Path) -> None:
-    add, tiles = package / "package" / "add.py", package / "gdn" / "recurrent_tiles.py"
-    for statement in ("from gdn.recurrent_tiles import Tiles as Config\n", "from gdn import recurrent_tiles\n"):
+    add, tiles = package / "package" / "add.py", package / "gdn" / "ops" / "adding" / "tiles.py"
+    for statement in ("from gdn.ops.adding.tiles import Tiles as Config\n", "from gdn.ops.adding import tiles\n"):
         add.write_text(statement + KERNEL)
         tiles.write_text("class Tiles: pass\n")
         before = hash_of(package)
@@ -129,17 +129,16 @@ def test_the_tiles_count_where_they_are_imported(package: Path) -> None:
     assert hash_of(package) != before
 
 
-def test_leaves_may_be_packages(package: Path) -> None:
-    problems = package / "gdn" / "problems.py"
-    family = package / "gdn" / "problems" / "adding.py"
-    family.parent.mkdir()
-    family.write_text("class Problem: pass\nclass AddProblem(Problem): width: int\nclass Third(Problem): pass\n")
-    problems.unlink()
-    (family.parent / "__init__.py").write_text("from gdn.problems.adding import AddProblem as AddProblem\n")
+def test_a_problem_counts_with_what_it_takes_from_another_family(package: Path) -> None:
+    problem = package / "gdn" / "ops" / "adding" / "problem.py"
+    other = package / "gdn" / "ops" / "other" / "problem.py"
+    other.parent.mkdir()
+    other.write_text("class Base: pass\nclass Third(Base): pass\n")
+    problem.write_text("from gdn.ops.other.problem import Base\nclass AddProblem(Base): width: int\n")
     before = hash_of(package)
-    family.write_text(family.read_text().replace("class Third(Problem): pass", ""))
+    other.write_text(other.read_text().replace("class Third(Base): pass", ""))
     assert hash_of(package) == before
-    family.write_text(family.read_text().replace("width: int", "width: bool"))
+    other.write_text(other.read_text().replace("class Base: pass", "class Base: height = 1"))
     assert hash_of(package) != before
 
 

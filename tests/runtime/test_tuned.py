@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gdn.problems import COMPILES, TUNES, Problem
+from gdn.problem import COMPILES, TUNES, Problem
 from gdn.runtime import tuned
 from gdn.runtime.tuned import Entry, Group, Header, Table
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from gdn import problems
-from gdn.problems import ChunkProblem, MqaLogitsProblem, PagedMqaLogitsProblem, Problem, RecurrentProblem
-
-KINDS: list[Any] = [kind for kind in vars(problems).values() if isinstance(kind, type) and "op" in vars(kind)]
+from gdn.ops.delta_rule.problem import ChunkProblem, RecurrentProblem
+from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
+from gdn.problem import Problem
+from tests.problems import KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from autotune.cases.base import Call, Shape, Tunable, WrongResult, example, launch_of
+from gdn.core.tunable import Call, Shape, Tunable, WrongResult, example, launch_of
 from gdn.runtime import Prepared
 from tests.sample_operator.problem import SampleScaleParams, SampleScaleProblem
 

@@ -1,4 +1,4 @@
-"""Runs in a copy of the project that has the sample operator's registry line; every assertion is about that operator."""
+"""Runs in a copy of the project that has a family with the sample operator; every assertion is about that operator."""
 
 import importlib
 import sys

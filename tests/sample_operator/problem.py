@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from gdn.problems import COMPILES, DTYPE_BYTES, TUNES, Problem, size
+from gdn.problem import COMPILES, DTYPE_BYTES, TUNES, Problem, size
 
 
 class SampleScaleParams(NamedTuple):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from gdn.device import H100, DeviceSpec
-from gdn.problems import SparseDecodeProblem
+from gdn.ops.attention.problem import SparseDecodeProblem
 from kernels_cute.attention.decode.sizes import Sizes
 from kernels_cute.common import choice
 from kernels_cute.common.choice import HALF_DTYPES, INDEX_DTYPES, unserved

@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 
-from gdn.problems import SparseDecodeParams
+from gdn.ops.attention.problem import SparseDecodeParams
 from kernels_cute.attention.decode.copy import copy_warp
 from kernels_cute.attention.decode.math import math_warp
 from kernels_cute.attention.decode.merge import load_gates, merge

@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 
-from gdn.problems import SparseDecodeParams, SparseDecodeProblem
+from gdn.ops.attention.problem import SparseDecodeParams, SparseDecodeProblem
 from kernels_cute.attention.decode.kernel import SparseDecode
 from kernels_cute.attention.decode.spec import Spec
 from kernels_cute.common import build

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import SparseDecodeParams
+from gdn.ops.attention.problem import SparseDecodeParams
 from kernels_cute.attention.decode.places import columns_of, sequence_of
 from kernels_cute.attention.decode.sizes import COLUMNS, TILE
 from kernels_cute.attention.decode.spec import COPY_BARRIER, LOWEST, MATH_BARRIER, Spec, Work

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import SparseDecodeParams
+from gdn.ops.attention.problem import SparseDecodeParams
 from kernels_cute.attention.decode.sizes import COLUMNS, VECTOR
 from kernels_cute.attention.decode.spec import LOWEST, Spec, Work
 from kernels_cute.common import ptx

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from gdn.problems import SparseDecodeParams
+from gdn.ops.attention.problem import SparseDecodeParams
 from kernels_cute.attention.decode.sizes import TILE
 from kernels_cute.attention.decode.spec import Spec, Work
 

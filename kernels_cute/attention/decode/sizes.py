@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from gdn.problems import DTYPE_BYTES, SparseDecodeProblem
+from gdn.ops.attention.problem import SparseDecodeProblem
+from gdn.problem import DTYPE_BYTES
 
 TILE = 16  # positions of a product, and of a stage
 COLUMNS = 8  # query heads of one product

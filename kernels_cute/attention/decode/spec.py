@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import SparseDecodeProblem
+from gdn.ops.attention.problem import SparseDecodeProblem
 from kernels_cute.attention.decode.sizes import Sizes
 from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 from kernels_cute.common.memory import CUTE_DTYPES

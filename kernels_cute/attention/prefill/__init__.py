@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.problems import SparsePrefillParams, SparsePrefillProblem
+from gdn.ops.attention.problem import SparsePrefillParams, SparsePrefillProblem
 from kernels_cute.attention.prefill import shape as tiles_of
 from kernels_cute.attention.prefill.shape import ROWS
 from kernels_cute.common.choice import HALF_DTYPES, INDEX_DTYPES, unserved

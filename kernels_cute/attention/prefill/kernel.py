@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from gdn.problems import SparsePrefillParams
+from gdn.ops.attention.problem import SparsePrefillParams
 from kernels_cute.attention.prefill import unions
 from kernels_cute.attention.prefill.copy import copy_warp
 from kernels_cute.attention.prefill.math import math_warpgroup

@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 
-from gdn.problems import SparsePrefillParams, SparsePrefillProblem
+from gdn.ops.attention.problem import SparsePrefillParams, SparsePrefillProblem
 from kernels_cute.attention.prefill.kernel import Attend, Unions
 from kernels_cute.attention.prefill.tiles import PrefillTiles
 from kernels_cute.common.build import library

@@ -23,8 +23,8 @@ from kernels_cute.common import ptx
 
 
 @cute.jit
-def chain_warpgroup(spec, form, storage, route, params, item, warp):
-    length, sequence, dim, stages = item.live_length, item.sequence, spec.dim, spec.stages
+def chain_warpgroup(spec, form, storage, route, params, work_tile, warp):
+    length, sequence, dim, stages = work_tile.live_length, work_tile.sequence, spec.dim, spec.stages
     free_slot = form.free_slot  # a name of its own, see run_block
     at = lane_of(warp)
     lane, pair = at.lane, at.pair
@@ -38,12 +38,12 @@ def chain_warpgroup(spec, form, storage, route, params, item, warp):
     values = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # V of the chunk to come
     factors = cute.make_rmem_tensor(cute.make_layout(16), Float32)  # and its factors of K S
 
-    column0 = item.piece * spec.columns  # the warpgroup's first V column
+    column0 = work_tile.piece * spec.columns  # the warpgroup's first V column
     row0 = column0 + warp * 16 + at.row
     # The barriers are those of the chain that loads for both.
     k_empty = ptx.in_block(storage.k_empty.data_ptr().toint(), Int32(form.key_loader))
     q_empty = ptx.in_block(storage.q_empty.data_ptr().toint(), Int32(form.query_loader))
-    load_state(spec, params, state, item, item.head, row0, pair)
+    load_state(spec, params, state, work_tile, work_tile.head, row0, pair)
 
     # Products are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
     # work on a step while the next is made ready. Q S fills their pause before S, O is finished while the next U runs. One
@@ -103,16 +103,16 @@ def chain_warpgroup(spec, form, storage, route, params, item, warp):
             # Before the state decays to the end of the next chunk.
             warpgroup.wait_group(0)
             if (step + 1) * CHUNK <= length:
-                done = item.begin - Int32(params.cu_seqlens[sequence]) + (step + 1) * CHUNK
-                store_checkpoints(spec, params, state, sequence, item.head, done, row0, pair)
+                done = work_tile.begin - Int32(params.cu_seqlens[sequence]) + (step + 1) * CHUNK
+                store_checkpoints(spec, params, state, sequence, work_tile.head, done, row0, pair)
         expect_chunk(spec, storage, state, values, factors, step + 1, num_chunks, warp, lane)
         warpgroup.wait_group(0)
 
-    store_state(spec, params, state, item, row0, pair)
-    zero_rows(params.out, item, column0, warp, lane, length, item.length, 16, item.begin)
+    store_state(spec, params, state, work_tile, row0, pair)
+    zero_rows(params.out, work_tile, column0, warp, lane, length, work_tile.length, 16, work_tile.begin)
     sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
     end = Int32(params.cu_seqlens[sequences])
-    zero_rows(params.out, item, column0, warp, lane, end + sequence * 16, cute.size(params.out, mode=[0]), sequences * 16)
+    zero_rows(params.out, work_tile, column0, warp, lane, end + sequence * 16, cute.size(params.out, mode=[0]), sequences * 16)
 
 
 @cute.jit

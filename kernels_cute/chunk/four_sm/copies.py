@@ -15,10 +15,10 @@ from kernels_cute.chunk.shape import TILE_BYTES
 
 
 @cute.jit
-def maker_copy_warp(spec, form, storage, copies, item):
+def maker_copy_warp(spec, form, storage, copies, work_tile):
     """K and Q of this block's chunks, for either set. K first: M is made from it, and takes longest."""
-    number, num_chunks = item.piece, chunks_in(item.live_length)
-    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, SETS, spec.key_stages)
+    number, num_chunks = work_tile.piece, chunks_in(work_tile.live_length)
+    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, SETS, spec.key_stages)
     here = Int32(1) << (number + form.first_maker)  # a bit for every rank that gets a tile
     for step in cutlass.range(number, num_chunks, MAKERS, unroll=1):
         group, turn = step // MAKERS % SETS, step // ROUND
@@ -40,17 +40,17 @@ def maker_copy_warp(spec, form, storage, copies, item):
 
 
 @cute.jit
-def chain_copy_warp(spec, form, storage, copies, item):
+def chain_copy_warp(spec, form, storage, copies, work_tile):
     """K and Q of a chain block: one chain loads for both, the other arms its own barriers."""
-    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, spec.stages, spec.stages)
+    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, spec.stages, spec.stages)
     k_full, k_empty, q_full, q_empty = (x.data_ptr() for x in (storage.k_full, storage.k_empty, storage.q_full, storage.q_empty))
-    for step in cutlass.range(chunks_in(item.live_length), unroll=1):
+    for step in cutlass.range(chunks_in(work_tile.live_length), unroll=1):
         stage, parity = step % spec.stages, step // spec.stages & 1
         for atom, source, target, full, empty, loader in (
             (copies.k_atom, from_k, to_k, k_full, k_empty, form.key_loader),
             (copies.q_atom, from_q, to_q, q_full, q_empty, form.query_loader),
         ):
-            bring(atom, source[None, step], target[None, stage], full + stage, empty + stage, parity, item.piece, loader)
+            bring(atom, source[None, step], target[None, stage], full + stage, empty + stage, parity, work_tile.piece, loader)
 
 
 @cute.jit
@@ -68,19 +68,19 @@ def bring(atom, source, target, full, empty, parity, rank, loader: cutlass.Const
 
 
 @cute.jit
-def value_warp(spec, storage, copies, out, item):
+def value_warp(spec, storage, copies, out, work_tile):
     """V in, and O out of the same places; once an O is read, the place takes another V."""
-    begin, head, piece, stages = item.begin, item.head, item.piece, spec.stages
+    begin, head, piece, stages = work_tile.begin, work_tile.head, work_tile.piece, spec.stages
     v_head = head // spec.v_group
     to_v, from_v = partition_tiles(spec, storage.v, copies.v_atom, copies.v, spec.columns, stages, begin, v_head, piece)
     from_o, to_o = partition_tiles(spec, storage.v, copies.out_atom, copies.out, spec.columns, stages, begin, head, piece)
-    num_chunks = chunks_in(item.live_length)
+    num_chunks = chunks_in(work_tile.live_length)
     for step in cutlass.range(cutlass.min(num_chunks, stages), unroll=1):
         load_values(spec, storage, copies.v_atom, from_v, to_v, step, num_chunks)
     for step in cutlass.range(num_chunks, unroll=1):
         stage = step % stages
         cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, step // stages & 1)
-        store_outputs(spec, storage, copies.out_atom, from_o[None, stage], to_o[None, step], out, item, step, stage)
+        store_outputs(spec, storage, copies.out_atom, from_o[None, stage], to_o[None, step], out, work_tile, step, stage)
         if step + stages < num_chunks:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             load_values(spec, storage, copies.v_atom, from_v, to_v, step + stages, num_chunks)

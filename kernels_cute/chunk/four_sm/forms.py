@@ -2,8 +2,8 @@
 
 ClusterForm, to the chains of the same cluster of four: copies between shared memories. Ranks 0 and 1 are the chains, 2 and 3
 the makers. A set's chunks go to one slot of both chains, and the set's own tiles stay in place until both chains are done with
-theirs: they say so on the set's `taken`. `ready` of a slot gets its one arrival, with the bytes to come, from the maker; `free`
-is not used.
+theirs: they say so on the set's `tile_released`. `ready` of a slot gets its one arrival, with the bytes to come, from the maker;
+`free` is not used.
 
 RingForm, in clusters of two: through a ring in the workspace, which stays in the L2 cache. The workspace, with a group for every
 (sequence, head), RING slots each:
@@ -41,7 +41,7 @@ _POLL_NANOSECONDS = 32
 
 
 class ClusterForm:
-    cluster_blocks, first_maker, taken_arrivals = shape.BLOCKS, shape.CHAINS, 4 * shape.CHAINS
+    cluster_blocks, first_maker, released_arrivals = shape.BLOCKS, shape.CHAINS, 4 * shape.CHAINS
     key_loader, query_loader = 0, 1
 
     @cute.jit
@@ -54,8 +54,8 @@ class ClusterForm:
 
     @cute.jit
     def route(self, chain, maker, workspace, group):
-        """Barriers and tiles of a chain's first slot, and a maker's `taken`: addresses as in that block."""
-        return tuple(x.data_ptr().toint() for x in (chain.ready, chain.z, chain.p, chain.vectors, maker.taken))
+        """Barriers and tiles of a chain's first slot, and a maker's `tile_released`: addresses as in that block."""
+        return tuple(x.data_ptr().toint() for x in (chain.ready, chain.z, chain.p, chain.vectors, maker.tile_released))
 
     def leave(self, chain: Any) -> None:
         pass
@@ -86,7 +86,7 @@ class ClusterForm:
 class RingForm:
     """The launch runs next to that of the clusters of four, which began before it."""
 
-    cluster_blocks, first_maker, taken_arrivals = 2, 0, 1
+    cluster_blocks, first_maker, released_arrivals = 2, 0, 1
     # The other chain loads the tiles.
     key_loader = query_loader = 1 - shape.TILE_LOADER
 
@@ -163,7 +163,7 @@ class RingForm:
                     ptx.copy_to_global(slot + before, field.data_ptr().toint() + group * size, Int32(size))
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.mbarrier_arrive(storage.taken.data_ptr() + group)
+                cute.arch.mbarrier_arrive(storage.tile_released.data_ptr() + group)
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 ptx.store_release(made, step // shape.ROUND + 1)
 

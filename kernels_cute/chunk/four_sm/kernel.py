@@ -27,9 +27,9 @@ Maker block: two sets of an inverse (M) and a score warpgroup (P, then Z and P M
 one makes the gates, one for each set hands over. Chunk j is made by set j // 2 % 2 of maker j % 2.
 
 The barriers: barriers.py. One chain loads K for both, one Q (which ones, a form says); with a ring the other one loads the tiles:
-a block arms its own barrier for what the other loads once the last fill of that stage is there. `empty`, `free` and `taken` of
-another block are relaxed arrivals: what they free has been read by then, and is refilled by copies that count bytes, or by stores
-that wait for them. No block of a cluster leaves before all are done.
+a block arms its own barrier for what the other loads once the last fill of that stage is there. Arrivals on `empty`, `free` and
+`tile_released` of another block are relaxed: what they free has been read by then, and is refilled by copies that count bytes, or
+by stores that wait for them. No block of a cluster leaves before all are done.
 """
 
 from typing import Any
@@ -39,27 +39,28 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from gdn.problems import ChunkParams
-from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies, works
-from kernels_cute.chunk.barriers import chain_barriers, maker_barriers
+from gdn.ops.delta_rule.problem import ChunkParams
+from kernels_cute.chunk.arguments import TokenCopies, is_selected_launch, packed_params, token_copies
 from kernels_cute.chunk.four_sm import shape
+from kernels_cute.chunk.four_sm.barriers import chain_barriers, chain_fields, maker_barriers, maker_fields
 from kernels_cute.chunk.four_sm.chain import chain_warpgroup
 from kernels_cute.chunk.four_sm.copies import chain_copy_warp, maker_copy_warp, value_warp
 from kernels_cute.chunk.four_sm.forms import CLEAR_THREADS, ClusterForm, RingForm
-from kernels_cute.chunk.four_sm.shape import BLOCKS, MAKERS, ROUND, SET_KEY_STAGES, SETS, WARPGROUPS
+from kernels_cute.chunk.four_sm.shape import BLOCKS, MAKERS, ROUND, SET_KEY_STAGES, SET_SCORE_BARRIER, SETS, WARPGROUPS
 from kernels_cute.chunk.operands import set_registers
-from kernels_cute.chunk.rings import ALL_SETS, OwnChunks
+from kernels_cute.chunk.rings import ALL_SETS, PreparedChunks, Sets
 from kernels_cute.chunk.roles.gates import gate_warp
 from kernels_cute.chunk.roles.inverse import inverse_warpgroup
 from kernels_cute.chunk.roles.score import score_warpgroup
 from kernels_cute.chunk.scheduler import WorkTile, sequence_of
 from kernels_cute.chunk.shape import TILE_BYTES, WARPGROUP
 from kernels_cute.chunk.spec import ChunkSpec
-from kernels_cute.chunk.storage import chain_storage, maker_storage
+from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
 
 _COPIER = 4 * (WARPGROUPS - 1)  # the warp that loads K and Q
+_SETS = Sets(MAKERS, SETS, SET_KEY_STAGES, SET_SCORE_BARRIER)
 
 
 class FourSmChunk:
@@ -97,7 +98,7 @@ class FourSmBlock:
 
     cluster_blocks, first_maker     blocks of a cluster, and the rank of its first maker
     key_loader, query_loader        the chain that loads K, Q for both
-    taken_arrivals                  on a maker's `taken`
+    released_arrivals               on a maker's `tile_released`
     place, route                    the block's place in its group; addresses in other blocks that its roles need
     free_slot, hand_over_set, tile_warp, leave
     """
@@ -107,7 +108,7 @@ class FourSmBlock:
 
     @cute.kernel
     def kernel(self, params: ChunkParams, copies: TokenCopies, first_group: Int32, split_if_longest_exceeds: Int32):
-        if works(self.spec, params.cu_seqlens, split_if_longest_exceeds):
+        if is_selected_launch(self.spec, params.cu_seqlens, split_if_longest_exceeds):
             run_block(self.spec, self.form, params, copies, first_group)
 
 
@@ -119,7 +120,7 @@ def run_block(spec, form, params, copies, first_group):
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     shared_bytes = max(shape.chain_bytes(spec.stages), shape.maker_bytes(spec.parts))
     room = cutlass.utils.SmemAllocator().allocate(shared_bytes, byte_alignment=1024)
-    chain_layout, maker_layout = chain_storage(spec), maker_storage(spec, form)
+    chain_layout, maker_layout = struct_of(chain_fields(spec)), struct_of(maker_fields(spec, form))
     assert max(chain_layout.size_in_bytes(), maker_layout.size_in_bytes()) <= shared_bytes
     chain, maker = chain_layout(room), maker_layout(room)  # the block's own; and where things are in one of the other kind
     # The number among the form's groups; whether a chain; which of the two.
@@ -127,8 +128,8 @@ def run_block(spec, form, params, copies, first_group):
     # Asked for before the barriers below, which take as long as the answer.
     group = first_group + own_group
     head, sequence = group % spec.heads, group // spec.heads
-    item = WorkTile(sequence, head, number, None, *sequence_of(spec, params, sequence))
-    live_length = item.live_length
+    work_tile = WorkTile(sequence, head, number, None, *sequence_of(spec, params, sequence))
+    live_length = work_tile.live_length
     # The warp that copies in makes the barriers: a maker's begins to load before the other blocks are there.
     if warp == _COPIER:
         for atom in (copies.q_atom, copies.k_atom, copies.v_atom, copies.out_atom):
@@ -154,34 +155,34 @@ def run_block(spec, form, params, copies, first_group):
     if is_chain == 1:
         if warp < 4:
             set_registers(spec, shape.STATE_REGISTERS)
-            chain_warpgroup(spec, form, chain, route, params, item, warp)
+            chain_warpgroup(spec, form, chain, route, params, work_tile, warp)
         elif warp < 16:
             set_registers(spec, shape.IDLE_REGISTERS)
         else:
             set_registers(spec, shape.COPY_REGISTERS)
             if warp == _COPIER:
-                chain_copy_warp(spec, form, chain, copies, item)
+                chain_copy_warp(spec, form, chain, copies, work_tile)
             if warp == 17:
-                value_warp(spec, chain, copies, params.out, item)
+                value_warp(spec, chain, copies, params.out, work_tile)
             if warp == 18:
                 tile_warp(chain, route, live_length, number)
     else:
         if warp < 8:
             set_registers(spec, shape.INVERSE_REGISTERS)
-            own = OwnChunks(number + warp // 4 * MAKERS, ROUND, 0, warp // 4)
-            inverse_warpgroup(spec, maker, own, live_length, warp % 4)
+            prepared = PreparedChunks(number + warp // 4 * MAKERS, ROUND, 0, warp // 4, _SETS)
+            inverse_warpgroup(spec, maker, prepared, live_length, warp % 4)
         elif warp < 16:
             set_registers(spec, shape.SCORE_REGISTERS)
-            own = OwnChunks(number + warp // 4 % 2 * MAKERS, ROUND, 0, warp // 4 % 2)
-            score_warpgroup(spec, maker, params.scale, own, live_length, warp % 4)
+            prepared = PreparedChunks(number + warp // 4 % 2 * MAKERS, ROUND, 0, warp // 4 % 2, _SETS)
+            score_warpgroup(spec, maker, params.scale, prepared, live_length, warp % 4)
         else:
             set_registers(spec, shape.COPY_REGISTERS)
             if warp == _COPIER:
-                maker_copy_warp(spec, form, maker, copies, item)
+                maker_copy_warp(spec, form, maker, copies, work_tile)
                 # Nothing of another block was touched; the barrier at the end needs this one done.
                 cute.arch.cluster_wait()
             if warp == 17:
-                gate_warp(spec, maker, params, item, OwnChunks(number, MAKERS, 0, ALL_SETS))
+                gate_warp(spec, maker, params, work_tile, PreparedChunks(number, MAKERS, 0, ALL_SETS, _SETS))
             if warp >= 18:
                 hand_over_set(maker, route, live_length, number, warp - 18)
     # Others may still write to this block's shared memory, or arrive there.

@@ -11,16 +11,18 @@ checkpoints: there a mask is a zero state, and padding sequences have no slot. T
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from gdn.problems import DTYPE_BYTES, ChunkParams, ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem, DeltaRuleProblem, RecurrentParams, RecurrentProblem
+from gdn.problem import DTYPE_BYTES
 from kernels_cute import recurrent
 from kernels_cute.chunk import kernel as chunk
 from kernels_cute.chunk.head_dims import copies
+from kernels_cute.common import choice
 
 LARGEST = 256
 _ALIGNMENT = 256  # bytes
@@ -83,8 +85,7 @@ def compile(problem: ChunkProblem, config: Any) -> dict[str, bytes]:
     return kernel(problem).compile(stand_in(problem), config) | padding.compile(problem, padded(problem))
 
 
-def launch(compiled: Any, params: ChunkParams) -> None:
-    problem: ChunkProblem = compiled.problem
+def launch_with(functions: Mapping[str, Callable[..., Any]], problem: ChunkProblem, config: Any, params: ChunkParams) -> None:
     instead = stand_in(problem)  # its static fields are those of every call
     num_sequences = params.cu_seqlens.shape[0] - 1
     parts, rest = _carve(_parts(problem, params.q.shape[1], num_sequences), params.workspace)
@@ -100,13 +101,15 @@ def launch(compiled: Any, params: ChunkParams) -> None:
         checkpoint_slots=checkpoint_slots, workspace=rest if rest is not None and rest.numel() else None, null_slot=-1,
     )  # fmt: skip
     null_slot = params.null_slot if problem.pooled else -1  # names slots of a pool alone
-    if copies.PAD in compiled.functions:
-        compiled.functions[copies.PAD](*copies.values(params, inner, null_slot, is_pad=True))
-    functions = {name: entry for name, entry in compiled.functions.items() if name not in (copies.PAD, copies.UNPAD)}
-    own = SimpleNamespace(functions=functions, problem=instead, config=compiled.config)
-    kernel(problem).launch(own, _recurrent_params(inner) if isinstance(instead, RecurrentProblem) else inner)
-    if copies.UNPAD in compiled.functions:
-        compiled.functions[copies.UNPAD](*copies.values(params, inner, null_slot, is_pad=False))
+    if copies.PAD in functions:
+        functions[copies.PAD](*copies.values(params, inner, null_slot, is_pad=True))
+    between = {name: entry for name, entry in functions.items() if name not in (copies.PAD, copies.UNPAD)}
+    if isinstance(instead, RecurrentProblem):
+        choice.launch_with(between, _recurrent_params(inner))
+    else:
+        chunk.launch_with(between, instead, config, inner)
+    if copies.UNPAD in functions:
+        functions[copies.UNPAD](*copies.values(params, inner, null_slot, is_pad=False))
 
 
 def _recurrent_params(p: ChunkParams) -> RecurrentParams:

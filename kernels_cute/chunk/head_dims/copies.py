@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from gdn.problems import ChunkParams, ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
 
 PAD, UNPAD = "gdn_cute_chunk_pad", "gdn_cute_chunk_unpad"
 

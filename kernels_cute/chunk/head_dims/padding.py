@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from gdn.problems import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem
 from kernels_cute.chunk.head_dims.copies import PAD, CopyParams, has_state_copies, needed, values
 from kernels_cute.chunk.library import fake_params
 from kernels_cute.chunk.shape import CHUNK
@@ -74,8 +74,8 @@ class _Copies:
         token_blocks = self.token_blocks(params.q)
         if cutlass.const_expr(self.tokens_differ):
             if block < token_blocks:
-                item = block % self.slices * _THREADS + thread
-                head, piece = item // self.pieces, item % self.pieces
+                unit = block % self.slices * _THREADS + thread
+                head, piece = unit // self.pieces, unit % self.pieces
                 first = block // self.slices * _TOKENS
                 pairs = ((params.q, params.q_copy), (params.k, params.k_copy), (params.v, params.v_copy))
                 for i in cutlass.range_constexpr(len(self.token_heads)):

@@ -10,19 +10,21 @@ from kernels_cute.chunk.roles.copies import copy_keys
 
 
 @cute.jit
-def copy_warp(spec, storage, copies, item, base):
+def copy_warp(spec, storage, copies, work_tile, base):
     """K a chunk ahead of Q, and of the V of every head."""
-    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, spec.stages, spec.key_stages)
+    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, spec.stages, spec.key_stages)
     sides = []
     for i in cutlass.range_constexpr(spec.state_heads):
-        head = (item.head + i) // spec.v_group
+        head = (work_tile.head + i) // spec.v_group
         sides.append(
-            partition_tiles(spec, storage.v, copies.v_atom, copies.v, 64, spec.value_stages, item.begin, head, item.piece)
+            partition_tiles(
+                spec, storage.v, copies.v_atom, copies.v, 64, spec.value_stages, work_tile.begin, head, work_tile.piece
+            )
         )
     q_full, q_empty, v_full, v_empty = (
         field.data_ptr() for field in (storage.q_full, storage.q_empty, storage.v_full, storage.v_empty)
     )
-    num_chunks = chunks_in(item.live_length)
+    num_chunks = chunks_in(work_tile.live_length)
     if num_chunks > 0:
         copy_keys(spec, storage, copies.k_atom, from_k, to_k, Int32(0), base)
     for step in cutlass.range(num_chunks, unroll=1):

@@ -10,26 +10,26 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from gdn.problems import ChunkParams
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import scheduler
 from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies
-from kernels_cute.chunk.barriers import key_head_barriers
 from kernels_cute.chunk.fused import launch_shape
 from kernels_cute.chunk.key_head import shape
+from kernels_cute.chunk.key_head.barriers import key_head_barriers, key_head_fields
 from kernels_cute.chunk.key_head.copies import copy_warp
 from kernels_cute.chunk.key_head.maker import maker_warpgroup
 from kernels_cute.chunk.key_head.spec import key_head_spec
 from kernels_cute.chunk.key_head.state import head_chunks, head_sources
 from kernels_cute.chunk.operands import set_registers
-from kernels_cute.chunk.rings import chunks_in, own_chunks
+from kernels_cute.chunk.rings import chunks_in, prepared_chunks
 from kernels_cute.chunk.roles.copies import hand_over_warp, store_warp
 from kernels_cute.chunk.roles.gates import schedule_and_gate
 from kernels_cute.chunk.roles.state import of_head, state_warpgroup
-from kernels_cute.chunk.scheduler import goes_on, take_work_tile
+from kernels_cute.chunk.scheduler import has_more_tiles, take_work_tile
 from kernels_cute.chunk.shape import BUFFERS, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.state_memory import prefetch_state
-from kernels_cute.chunk.storage import key_head_storage
+from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
 
@@ -46,9 +46,9 @@ class KeyHeadChunk:
     def launch(self, *values):
         """values: Params, clusters of the grid at most, split_if_longest_exceeds (0), stream."""
         params, (max_clusters, _, stream) = packed_params(values)
-        items = (cute.size(params.cu_seqlens, mode=[0]) - 1) * self.spec.units
+        work_tiles = (cute.size(params.cu_seqlens, mode=[0]) - 1) * self.spec.units
         self.kernel(params, token_copies(self.spec, params)).launch(
-            grid=(self.spec.sharers * cutlass.min(items, max_clusters), 1, 1), stream=stream, **launch_shape(self.spec)
+            grid=(self.spec.sharers * cutlass.min(work_tiles, max_clusters), 1, 1), stream=stream, **launch_shape(self.spec)
         )
 
     @cute.kernel
@@ -60,7 +60,7 @@ class KeyHeadChunk:
 def run_block(spec, params, copies):
     """The whole of a block."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    storage = cutlass.utils.SmemAllocator().allocate(key_head_storage(spec))
+    storage = cutlass.utils.SmemAllocator().allocate(struct_of(key_head_fields(spec)))
     block, _, _ = cute.arch.block_idx()
     rank, cluster = block % 2, block // spec.sharers
     # The warp that copies in makes the barriers: it need not wait for the others to begin.
@@ -72,7 +72,7 @@ def run_block(spec, params, copies):
         cute.arch.sync_warp()
     thread, _, _ = cute.arch.thread_idx()
     # Asked for before the barriers below, which take as long as the answer.
-    first_item = scheduler.describe(spec, params, cluster // spec.units, cluster % spec.units, rank)
+    first_work_tile = scheduler.describe(spec, params, cluster // spec.units, cluster % spec.units, rank)
     # There is something to deal, and there are few enough sequences to order.
     sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
     is_sorted = (scheduler.num_clusters(spec) < sequences * spec.units) & (sequences <= scheduler.SORTED)
@@ -92,44 +92,48 @@ def run_block(spec, params, copies):
     if warp != _FIRST_COPIER:
         cute.arch.cluster_wait()
 
-    # Every role counts items, and the chunks of those before.
-    number, base, going = Int32(0), Int32(0), Boolean(True)
+    # Every role counts work tiles, and the chunks of those before.
+    number, base, has_more = Int32(0), Int32(0), Boolean(True)
     if warp < _FIRST_MAKER:
         set_registers(spec, shape.STATE_REGISTERS)
         state_warpgroup(spec, storage, params, warp % 4, None, None, (head_sources, head_chunks), warp // 4)
     elif warp < _FIRST_COPIER:
         set_registers(spec, shape.MAKER_REGISTERS)
-        while going:
-            item = take_work_tile(storage, number, None)
-            maker_warpgroup(spec, storage, params.scale, own_chunks(spec, base, rank), item.live_length, warp % 4)
-            number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
+        while has_more:
+            work_tile = take_work_tile(storage, number, None)
+            maker_warpgroup(spec, storage, params.scale, prepared_chunks(spec, base, rank), work_tile.live_length, warp % 4)
+            number, base = number + 1, base + chunks_in(work_tile.live_length)
+            has_more = has_more_tiles(work_tile, None)
     else:
         set_registers(spec, shape.COPY_REGISTERS)
         copier = warp % 4
         if copier == 0:
-            while going:
-                item = take_work_tile(storage, number, None)
+            while has_more:
+                work_tile = take_work_tile(storage, number, None)
                 if number > 0:
                     for i in cutlass.range_constexpr(spec.state_heads):
-                        prefetch_state(spec, params.initial_state, of_head(item, i))
-                copy_warp(spec, storage, copies, item, base)
-                number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
+                        prefetch_state(spec, params.initial_state, of_head(work_tile, i))
+                copy_warp(spec, storage, copies, work_tile, base)
+                number, base = number + 1, base + chunks_in(work_tile.live_length)
+                has_more = has_more_tiles(work_tile, None)
             # Nothing of the other block was touched; the barrier at the end needs this one done.
             cute.arch.cluster_wait()
         if copier == 1:
-            schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, first_item)
+            schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, first_work_tile)
         if copier == 2:
-            while going:
-                item = take_work_tile(storage, number, None)
-                store_warp(spec, storage, copies, params.out, item, base, "v_empty")
-                number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
+            while has_more:
+                work_tile = take_work_tile(storage, number, None)
+                store_warp(spec, storage, copies, params.out, work_tile, base, "v_empty")
+                number, base = number + 1, base + chunks_in(work_tile.live_length)
+                has_more = has_more_tiles(work_tile, None)
         if copier == 3:
             squares, vectors = spec.state_heads * TILE_BYTES, spec.state_heads * VECTOR_BYTES
             tiles = ((storage.m, squares), (storage.vectors, vectors), (storage.p, squares))
-            while going:
-                item = take_work_tile(storage, number, None)
-                hand_over_warp(storage, tiles, own_chunks(spec, base, rank), item.live_length, rank)
-                number, base, going = number + 1, base + chunks_in(item.live_length), goes_on(item, None)
+            while has_more:
+                work_tile = take_work_tile(storage, number, None)
+                hand_over_warp(storage, tiles, prepared_chunks(spec, base, rank), work_tile.live_length, rank)
+                number, base = number + 1, base + chunks_in(work_tile.live_length)
+                has_more = has_more_tiles(work_tile, None)
     # The other block may still write to this one's shared memory; a releasing arrival comes after its last ones.
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()

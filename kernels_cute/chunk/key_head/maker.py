@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.key_head import shape as head_shape
 from kernels_cute.chunk.key_head.tiles import block_address
-from kernels_cute.chunk.rings import chunks_in, half_place, key_place, ring_place
+from kernels_cute.chunk.rings import chunks_in, gate_place, key_place, ring_place
 from kernels_cute.chunk.roles import inverse, score
 from kernels_cute.chunk.roles import tile_blocks as blocks
 from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, CUM, KEY_BETA, KEY_FACTOR, LAST_CUM, QUERY_FACTOR, TILE_BYTES, VECTOR_BYTES
@@ -24,7 +24,7 @@ _TRIANGLE = head_shape.TRIANGLE_BYTES
 
 
 @cute.jit
-def maker_warpgroup(spec, storage, scale, own, length, warp):
+def maker_warpgroup(spec, storage, scale, prepared, length, warp):
     """Tiles of a block's own chunks. Rows 16 warp .. of a tile are this warp's."""
     heads = spec.state_heads
     lane = cute.arch.lane_idx()
@@ -42,12 +42,12 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
     lowers = [storage.lower.data_ptr().toint() + i * _TRIANGLE for i in range(heads)]
     scratch = storage.scratch.data_ptr().toint() + warp * (heads * head_shape.SCRATCH_BYTES)
 
-    for step in cutlass.range(own.first, chunks_in(length), own.stride, unroll=1):
-        key_stage, key_parity = key_place(spec, own, step)
-        stage, parity = ring_place(spec.stages, own.base + step)
-        half, half_turn = half_place(own, step)
-        buffer, turn = (own.base + step) & 1, (own.base + step) >> 1 & 1
-        rows = [storage.rows.data_ptr().toint() + (half * heads + i) * AUX_BYTES for i in range(heads)]
+    for step in cutlass.range(prepared.first, chunks_in(length), prepared.stride, unroll=1):
+        key_stage, key_parity = key_place(spec, prepared, step)
+        stage, parity = ring_place(spec.stages, prepared.base + step)
+        gate_buffer, gate_turn = gate_place(prepared, step)
+        buffer, turn = (prepared.base + step) & 1, (prepared.base + step) >> 1 & 1
+        rows = [storage.rows.data_ptr().toint() + (gate_buffer * heads + i) * AUX_BYTES for i in range(heads)]
         m_tiles, p_tiles = (
             [field.data_ptr().toint() + (buffer * heads + i) * TILE_BYTES for i in range(heads)]
             for field in (storage.m, storage.p)
@@ -64,7 +64,7 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
         warpgroup.fence()
         operands.multiply(mma, sums, left_keys[None, None, None, key_stage], keys[None, None, None, key_stage], True)
         warpgroup.commit_group()
-        cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)
+        cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + gate_buffer, gate_turn)
         warpgroup.wait_group(0)
         blocks.diagonal_block(sums, diagonal, warp)
         inverse.key_factors(spec, at, diagonal, rows)
@@ -77,7 +77,7 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
         operands.sync_warpgroup(head_shape.MAKER_BARRIER)
         # Block by block to where it goes: all of M does not fit into registers. While one head waits, the other runs.
         at = blocks.lane_of(warp, ptx.opaque(lane))
-        cute.arch.mbarrier_wait(storage.m_taken.data_ptr() + buffer, turn ^ 1)
+        cute.arch.mbarrier_wait(storage.m_tile_released.data_ptr() + buffer, turn ^ 1)
         store_m(spec, at, rows, lowers, last_words, storage.scratch.data_ptr().toint(), m_tiles)
 
         at = blocks.lane_of(warp, ptx.opaque(lane))
@@ -100,8 +100,8 @@ def maker_warpgroup(spec, storage, scale, own, length, warp):
         at = blocks.lane_of(warp, ptx.opaque(lane))
         cute.arch.sync_warp()
         if at.lane == 0:
-            cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
-        cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
+            cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + gate_buffer)
+        cute.arch.mbarrier_wait(storage.tile_released.data_ptr() + buffer, turn ^ 1)
         for tile, words in zip(p_tiles, row_words, strict=True):
             blocks.store_blocks(tile, at, words)
         publish(spec, storage, vectors, buffer, at)

@@ -5,7 +5,8 @@ from kernels_cute.chunk.shape import CHUNK
 STATE_HEADS = 2  # of a work tile
 DIM = 128
 # Chunks of K and of Q in shared memory, and tiles of V of the heads in turns. When a head waits for a tile of V, the other head
-# has had what its stage held before: the one that waits has seen `ready`, which comes after `taken` of the chunk but one before.
+# has had what its stage held before: the one that waits has seen `ready`, which comes after `tile_released` of the chunk but one
+# before.
 KEY_STAGES, STAGES, VALUE_STAGES = 4, 2, 5
 STATE_REGISTERS, MAKER_REGISTERS, COPY_REGISTERS = 192, 88, 40
 MAKER_BARRIER = 1  # named; those of the state warpgroups follow shape.STATE_BARRIER

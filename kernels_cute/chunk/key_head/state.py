@@ -33,13 +33,15 @@ def head_sources(spec: Any, storage: Any, by_key: Any, by_token: Any, at: Any, h
 
 
 @cute.jit
-def head_chunks(spec, storage, params, sources, registers, at, item, base, segment):
-    """S^T of one head through the chunks of an item; base: chunks before it. segment: None."""
+def head_chunks(spec, storage, params, sources, registers, at, work_tile, base, segment):
+    """S^T of one head through the chunks of a work tile; base: chunks before it. segment: None."""
     by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors, head = sources
     state, sums, outputs, _, _, operand, operand_words, _, _ = registers
     lane, pair, warp = at.lane, at.pair, at.warp
-    k_full, q_full, ready, taken = (x.data_ptr() for x in (storage.k_full, storage.q_full, storage.ready, storage.taken))
-    num_chunks = chunks_in(item.live_length)
+    k_full, q_full, ready, tile_released = (
+        x.data_ptr() for x in (storage.k_full, storage.q_full, storage.ready, storage.tile_released)
+    )
+    num_chunks = chunks_in(work_tile.live_length)
     first_stage, first_parity = ring_place(spec.stages, base)
     first_key_stage, first_key_parity = ring_place(spec.key_stages, base)
     if num_chunks > 0:
@@ -58,7 +60,7 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
         buffer, turn = count & 1, count >> 1 & 1
         value_stage, value_parity = ring_place(spec.value_stages, count * spec.state_heads + head)
         tile = buffer * spec.state_heads + head
-        valid = cutlass.min(item.live_length - step * CHUNK, CHUNK)
+        valid = cutlass.min(work_tile.live_length - step * CHUNK, CHUNK)
         vector = vectors + buffer * (spec.state_heads * VECTOR_BYTES)
         cute.arch.mbarrier_wait(ready + buffer, turn)  # before V: shape.py
         cute.arch.mbarrier_wait(storage.v_full.data_ptr() + value_stage, value_parity)
@@ -84,7 +86,7 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
         factors = operands.load_factors(vector + shape.KEY_TO_LAST)
         warpgroup.wait_group(0)
         if lane == 0:
-            common.arrive_taken(spec, storage.m_taken.data_ptr(), buffer)
+            common.arrive_released(spec, storage.m_tile_released.data_ptr(), buffer)
 
         common.add_values(spec, by_token, registers, tokens, key_stage, factors)
         # Not while the next product runs: all operands in flight at a time do not fit.
@@ -98,7 +100,7 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         if lane == 0:
-            common.arrive_taken(spec, taken, buffer)
+            common.arrive_released(spec, tile_released, buffer)
         common.put_outputs(spec, outputs, value_tile)
         if lane == 0:
             cute.arch.mbarrier_arrive(storage.stored.data_ptr() + value_stage)
@@ -110,10 +112,10 @@ def head_chunks(spec, storage, params, sources, registers, at, item, base, segme
         if (lane == 0) & (step + 1 < num_chunks):
             cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + next_stage)
         if cutlass.const_expr(spec.has_checkpoints):
-            if (step + 1) * CHUNK <= item.live_length:
-                done = item.begin - Int32(params.cu_seqlens[item.sequence]) + (step + 1) * CHUNK
-                row0 = item.piece * spec.columns + (warp * 16 + at.row)
-                store_checkpoints(spec, params, state, item.sequence, item.head, done, row0, pair)
+            if (step + 1) * CHUNK <= work_tile.live_length:
+                done = work_tile.begin - Int32(params.cu_seqlens[work_tile.sequence]) + (step + 1) * CHUNK
+                row0 = work_tile.piece * spec.columns + (warp * 16 + at.row)
+                store_checkpoints(spec, params, state, work_tile.sequence, work_tile.head, done, row0, pair)
 
 
 def multiply_state(spec: Any, by_key: Any, registers: Any, keys: Any, queries: Any, in_flight: int = _GROUPS) -> None:

@@ -13,24 +13,32 @@ from kernels_cute.common import ptx
 
 
 @cute.jit
-def copy_warp(spec, storage, copies, item, base):
+def copy_warp(spec, storage, copies, work_tile, base):
     """K, Q and V into shared memory."""
     if cutlass.const_expr(spec.follows_rows):
         cute.arch.griddepcontrol_wait()
-    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, item, spec.query_stages, spec.key_stages)
+    to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, spec.query_stages, spec.key_stages)
     to_v, from_v = partition_tiles(
-        spec, storage.v, copies.v_atom, copies.v, spec.columns, spec.stages, item.begin, item.head // spec.v_group, item.piece
+        spec,
+        storage.v,
+        copies.v_atom,
+        copies.v,
+        spec.columns,
+        spec.stages,
+        work_tile.begin,
+        work_tile.head // spec.v_group,
+        work_tile.piece,
     )
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-    num_chunks = chunks_in(item.live_length)
+    num_chunks = chunks_in(work_tile.live_length)
     if num_chunks > 0:
         if cutlass.const_expr(spec.row_makers > 0):
-            await_rows(spec, copies, item, Int32(0))
+            await_rows(spec, copies, work_tile, Int32(0))
         copy_keys(spec, storage, copies.k_atom, from_k, to_k, Int32(0), base)
     for step in cutlass.range(num_chunks, unroll=1):
         if step + 1 < num_chunks:
             if cutlass.const_expr(spec.row_makers > 0):
-                await_rows(spec, copies, item, step + 1)
+                await_rows(spec, copies, work_tile, step + 1)
             copy_keys(spec, storage, copies.k_atom, from_k, to_k, step + 1, base)
         if cutlass.const_expr(spec.has_norm):
             copy_queries(spec, storage, copies.q_atom, from_q, to_q, step, base)
@@ -72,14 +80,16 @@ def copy_queries(spec, storage, q_atom, from_q, to_q, step, base):
 
 
 @cute.jit
-def store_normed_warp(spec, storage, copies, out, item, base):
+def store_normed_warp(spec, storage, copies, out, work_tile, base):
     """The same of results that score has made of the outputs, and z into shared memory for it, two chunks ahead: the place of z
     of the chunk before last is free when its result is there."""
     from_o, to_o = partition_tiles(
-        spec, storage.v, copies.out_atom, copies.out, 64, spec.stages, item.begin, item.head, item.piece
+        spec, storage.v, copies.out_atom, copies.out, 64, spec.stages, work_tile.begin, work_tile.head, work_tile.piece
     )
-    to_z, from_z = partition_tiles(spec, storage.z, copies.z_atom, copies.z, 64, Z_BUFFERS, item.begin, item.head, item.piece)
-    num_chunks = chunks_in(item.live_length)
+    to_z, from_z = partition_tiles(
+        spec, storage.z, copies.z_atom, copies.z, 64, Z_BUFFERS, work_tile.begin, work_tile.head, work_tile.piece
+    )
+    num_chunks = chunks_in(work_tile.live_length)
     for step in cutlass.range(cutlass.min(num_chunks, Z_BUFFERS), unroll=1):
         copy_gates(spec, storage, copies.z_atom, from_z, to_z, step, base)
     for step in cutlass.range(num_chunks, unroll=1):
@@ -87,7 +97,7 @@ def store_normed_warp(spec, storage, copies, out, item, base):
         cute.arch.mbarrier_wait(storage.normed.data_ptr() + stage, parity)
         if step + Z_BUFFERS < num_chunks:
             copy_gates(spec, storage, copies.z_atom, from_z, to_z, step + Z_BUFFERS, base)
-        store_outputs(spec, storage, copies.out_atom, from_o[None, stage], to_o[None, step], out, item, step, stage)
+        store_outputs(spec, storage, copies.out_atom, from_o[None, stage], to_o[None, step], out, work_tile, step, stage)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
@@ -104,15 +114,15 @@ def copy_gates(spec, storage, z_atom, from_z, to_z, step, base):
 
 
 @cute.jit
-def store_warp(spec, storage, copies, out, item, base, empty):
+def store_warp(spec, storage, copies, out, work_tile, base, empty):
     """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read. empty: name
     of its barriers. The heads of a work tile take turns."""
-    owners = [item if i == 0 else item._replace(head=item.head + i) for i in range(spec.state_heads)]
+    owners = [work_tile if i == 0 else work_tile._replace(head=work_tile.head + i) for i in range(spec.state_heads)]
     sides = [
         partition_tiles(spec, storage.v, copies.out_atom, copies.out, 64, spec.value_stages, one.begin, one.head, one.piece)
         for one in owners
     ]
-    for step in cutlass.range(chunks_in(item.live_length), unroll=1):
+    for step in cutlass.range(chunks_in(work_tile.live_length), unroll=1):
         for i in cutlass.range_constexpr(spec.state_heads):
             from_o, to_o = sides[i]
             stage, parity = ring_place(spec.value_stages, (base + step) * spec.state_heads + i)
@@ -125,49 +135,49 @@ def store_warp(spec, storage, copies, out, item, base, empty):
         if cutlass.const_expr(spec.row_makers > 0):
             # The chunk before: its stores are done by now, and this warp need not wait for them.
             if step > 0:
-                announce_outputs(spec, copies, item, step - 1, 1)
+                announce_outputs(spec, copies, work_tile, step - 1, 1)
     if cutlass.const_expr(spec.row_makers > 0):
-        if item.live_length > 0:
-            announce_outputs(spec, copies, item, chunks_in(item.live_length) - 1, 0)
+        if work_tile.live_length > 0:
+            announce_outputs(spec, copies, work_tile, chunks_in(work_tile.live_length) - 1, 0)
 
 
 @cute.jit
-def store_outputs(spec, storage, atom, source, target, out, item, step, stage):
+def store_outputs(spec, storage, atom, source, target, out, work_tile, step, stage):
     """A chunk of O from its stage to memory, in a bulk group of its own."""
     lane = cute.arch.lane_idx()
     # Here, not in the warps that wrote O: they would wait for it.
     cute.arch.fence_proxy("async.shared", space="cta")
-    valid = item.live_length - step * CHUNK
+    valid = work_tile.live_length - step * CHUNK
     if valid >= CHUNK:
         cute.copy(atom, source, target)
     else:
         tile = storage.v.data_ptr().toint() + stage * TILE_BYTES
-        column = item.piece * spec.columns + lane % 8 * 8
+        column = work_tile.piece * spec.columns + lane % 8 * 8
         for row in cutlass.range(lane // 8, valid, 4, unroll=1):
-            offset = Int64(item.begin + step * CHUNK + row) * out.stride[0] + Int64(item.head) * out.stride[1] + column
+            offset = Int64(work_tile.begin + step * CHUNK + row) * out.stride[0] + Int64(work_tile.head) * out.stride[1] + column
             ptx.store_global_words(out.iterator.toint() + 2 * offset, ptx.load_words(operands.address(tile, row, lane % 8)))
     cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
-def zero_rows(out, item, column0, warp, lane, first, last, step, begin=0):
+def zero_rows(out, work_tile, column0, warp, lane, first, last, step, begin=0):
     """Zeros in 64 columns of rows begin + first up to begin + last, 16 of every `step`: those of a padding sequence, or a
     sequence's share of those beyond the last sequence."""
     row, column = warp * 4 + lane // 8, column0 + lane % 8 * 8
     zero = [Int32(0)] * 4
     for i in cutlass.range(first + row, last, step, unroll=1):
-        offset = Int64(begin + i) * out.stride[0] + Int64(item.head) * out.stride[1] + column
+        offset = Int64(begin + i) * out.stride[0] + Int64(work_tile.head) * out.stride[1] + column
         ptx.store_global_words(out.iterator.toint() + 2 * offset, zero)
 
 
 @cute.jit
-def hand_over_warp(storage, tiles, own, length, rank):
+def hand_over_warp(storage, tiles, prepared, length, rank):
     """M, the vectors and, where there is one, P of this block's chunks to the other block. tiles: (field, bytes of a buffer)."""
     other = rank ^ 1
     ready = storage.ready.data_ptr() + rank
     barrier = ptx.in_block(storage.ready.data_ptr().toint() + rank * 8, other)
-    for step in cutlass.range(own.first, chunks_in(length), 2, unroll=1):
-        cute.arch.mbarrier_wait(ready, (own.base + step) >> 1 & 1)
+    for step in cutlass.range(prepared.first, chunks_in(length), 2, unroll=1):
+        cute.arch.mbarrier_wait(ready, (prepared.base + step) >> 1 & 1)
         with cute.arch.elect_one():
             ptx.expect_in_cluster(barrier, Int32(sum(size for _, size in tiles)))
             for field, size in tiles:

@@ -7,78 +7,78 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from kernels_cute.chunk import scheduler
-from kernels_cute.chunk.rings import chunks_in, half_place, own_chunks
+from kernels_cute.chunk.rings import chunks_in, gate_place, prepared_chunks
 from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, CUM, KEY_BETA, LOG2E, LOWEST_LOG_DECAY, SOFTPLUS_THRESHOLD
 from kernels_cute.common import ptx
 
 
 @cute.jit
-def gate_warp(spec, storage, params, item, own, asked=None):
-    """Cumulative log2 decays and beta of a block's own chunks; asked: the first one's, if on their way. They are made, and the
-    next chunk's asked for, before there is room for them."""
-    begin, length, head = item.begin, item.live_length, item.head
+def gate_warp(spec, storage, params, work_tile, prepared, prefetched=None):
+    """Compute the cumulative log2 decay and beta of every chunk this block prepares. The loads of the next chunk are issued
+    first, so the wait for a free buffer hides their latency. prefetched: loads of the first chunk, if they are on their way."""
+    begin, length, head = work_tile.begin, work_tile.live_length, work_tile.head
     lane = cute.arch.lane_idx()
-    if cutlass.const_expr(asked is None):
-        asked = ask_item(spec, params, item, own.first, lane)
+    if cutlass.const_expr(prefetched is None):
+        prefetched = prefetch_work_tile(spec, params, work_tile, prepared.first, lane)
     heads = []
-    for words, log_rate, bias in asked:
+    for words, log_rate, bias in prefetched:
         minus_rate = -cute.math.exp(log_rate) if cutlass.const_expr(spec.raw_gate) else log_rate  # of softplus
         heads.append((words, minus_rate, bias.to(Float32)))
     gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
-    for step in cutlass.range(own.first, chunks_in(length), own.stride, unroll=1):
-        half, half_turn = half_place(own, step)
+    for step in cutlass.range(prepared.first, chunks_in(length), prepared.stride, unroll=1):
+        gate_buffer, gate_turn = gate_place(prepared, step)
         for i, (words, minus_rate, bias) in enumerate(heads):
-            rows = storage.rows.data_ptr().toint() + (half * spec.state_heads + i) * AUX_BYTES
+            rows = storage.rows.data_ptr().toint() + (gate_buffer * spec.state_heads + i) * AUX_BYTES
             values = make_gates(spec, params, words, minus_rate, bias, length - step * CHUNK, lane)
-            ask_gates(spec, params, words, begin, (step + own.stride) * CHUNK, length, head + i, lane)
+            prefetch_gates(spec, params, words, begin, (step + prepared.stride) * CHUNK, length, head + i, lane)
             if cutlass.const_expr(i == 0):
-                cute.arch.mbarrier_wait(gates_free + half, half_turn ^ 1)
+                cute.arch.mbarrier_wait(gates_free + gate_buffer, gate_turn ^ 1)
             ptx.store_pair(rows + CUM + lane * 8, values[0], values[1])
             ptx.store_pair(rows + KEY_BETA + lane * 8, values[2], values[3])
-        cute.arch.mbarrier_arrive(gates_full + half)
+        cute.arch.mbarrier_arrive(gates_full + gate_buffer)
 
 
 @cute.jit
-def schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, item):
-    """Does all of the gate warp's work. item: the first one, where nothing is sorted."""
+def schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, work_tile):
+    """Does all of the gate warp's work. work tile: the first one, where nothing is sorted."""
     clusters = scheduler.num_clusters(spec)
     loads = cute.make_rmem_tensor(cute.make_layout(scheduler.load_slots(spec.paired) + 2), Int32)
     if is_sorted:
         sequence = scheduler.sequence_at(storage, is_sorted, cluster // spec.units)
         scheduler.write_record(storage, Int32(0), scheduler.describe(spec, params, sequence, cluster % spec.units, rank))
     else:
-        scheduler.write_record(storage, Int32(0), item)
+        scheduler.write_record(storage, Int32(0), work_tile)
     scheduler.start_loads(spec, storage, loads, params, is_sorted)
     next_rank, next_unit = clusters // spec.units, clusters % spec.units
-    number, base, going = Int32(0), Int32(0), Boolean(True)
-    while going:
-        item = scheduler.take_work_tile(storage, number, None)
-        going = item.sequence >= 0
+    number, base, has_more = Int32(0), Int32(0), Boolean(True)
+    while has_more:
+        work_tile = scheduler.take_work_tile(storage, number, None)
+        has_more = work_tile.sequence >= 0
         number = number + 1
-        own = own_chunks(spec, base, rank)
-        asked = ask_item(spec, params, item, own.first, cute.arch.lane_idx())
-        if going:
+        prepared = prepared_chunks(spec, base, rank)
+        prefetched = prefetch_work_tile(spec, params, work_tile, prepared.first, cute.arch.lane_idx())
+        if has_more:
             next_rank, next_unit, sequence, unit = scheduler.schedule_next(
                 spec, storage, loads, params, is_sorted, cluster, next_rank, next_unit
             )
             scheduler.write_record(storage, number, scheduler.describe(spec, params, sequence, unit, rank))
-        gate_warp(spec, storage, params, item, own, asked)
-        base = base + chunks_in(item.live_length)
+        gate_warp(spec, storage, params, work_tile, prepared, prefetched)
+        base = base + chunks_in(work_tile.live_length)
 
 
-def ask_item(spec: Any, params: Any, item: Any, first: Any, lane: Any) -> Any:
-    """ask_gates of an item's chunk `first`, and constants of its heads: for each (words, A_log, dt_bias)."""
-    asked = []
+def prefetch_work_tile(spec: Any, params: Any, work_tile: Any, first: Any, lane: Any) -> Any:
+    """ask_gates of a work tile's chunk `first`, and constants of its heads: for each (words, A_log, dt_bias)."""
+    prefetched = []
     for i in range(spec.state_heads):
-        words, head = cute.make_rmem_tensor(cute.make_layout(4), Int32), item.head + i
-        ask_gates(spec, params, words, item.begin, first * CHUNK, item.live_length, head, lane)
-        asked.append((words, *((params.A_log[head], params.dt_bias[head]) if spec.raw_gate else (Float32(0.0),) * 2)))
-    return tuple(asked)
+        words, head = cute.make_rmem_tensor(cute.make_layout(4), Int32), work_tile.head + i
+        prefetch_gates(spec, params, words, work_tile.begin, first * CHUNK, work_tile.live_length, head, lane)
+        prefetched.append((words, *((params.A_log[head], params.dt_bias[head]) if spec.raw_gate else (Float32(0.0),) * 2)))
+    return tuple(prefetched)
 
 
 # Loaded values stay as they are in memory until they are used: a conversion, or a branch around the load, would
 # have the warp wait for one answer of the memory after the other.
-def ask_gates(spec: Any, params: Any, words: Any, begin: Any, offset: Any, length: Any, head: Any, lane: Any) -> None:
+def prefetch_gates(spec: Any, params: Any, words: Any, begin: Any, offset: Any, length: Any, head: Any, lane: Any) -> None:
     """Lane l asks for tokens 2 l and 2 l + 1 of the chunk: g, then beta; 0 past the end."""
     for i in range(2):
         token = offset + 2 * lane + i

@@ -11,10 +11,9 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands, shape
-from kernels_cute.chunk.four_sm.shape import ROUND
-from kernels_cute.chunk.four_sm.tiles import store_scaled
-from kernels_cute.chunk.rings import chunks_in, half_place, key_place
+from kernels_cute.chunk.rings import chunks_in, gate_place, key_place
 from kernels_cute.chunk.roles import tile_blocks as blocks
+from kernels_cute.chunk.roles.maker_tiles import store_scaled
 from kernels_cute.chunk.shape import CHUNK, CUM, KEY_BETA, KEY_FACTOR, TILE_BYTES
 from kernels_cute.common import ptx
 
@@ -24,12 +23,12 @@ _COLUMN_PITCH = 80  # bytes of a row of a diagonal block of L, by columns
 
 
 @cute.jit
-def inverse_warpgroup(spec, storage, own, length, warp):
+def inverse_warpgroup(spec, storage, prepared, length, warp):
     """M of a block's own chunks. Rows 16 warp .. of a tile are this warp's; of the lower triangle it computes the 16 x 16 blocks
     left of the diagonal and the diagonal one, the rest stays zero. A set of a maker block leaves M with its diagonal, in `plain`,
     and in `m` M with rows decayed to the last token and scaled by norms and beta, in parts."""
-    is_set = own.group is not None
-    group = own.group if cutlass.const_expr(is_set) else 0
+    in_maker_block = prepared.group is not None
+    group = prepared.group if cutlass.const_expr(in_maker_block) else 0
     at = blocks.lane_of(warp)
     mma = operands.tiled_mma(spec.dtype, CHUNK)
     keys = operands.smem_operand_b(mma, storage.k, operands.by_rows(spec.dtype, CHUNK, spec.dim, spec.key_stages))
@@ -44,16 +43,16 @@ def inverse_warpgroup(spec, storage, own, length, warp):
     scratch = storage.scratch.data_ptr().toint() + (group * 4 + warp) * shape.SCRATCH_BYTES
     barrier = shape.INVERSE_BARRIER + group
     lane_column = Float32(at.lane % _HALF)
-    if cutlass.const_expr(is_set):
+    if cutlass.const_expr(in_maker_block):
         plain = storage.plain.data_ptr().toint() + group * TILE_BYTES
         keeps = (at.row >= 2 * at.pair, at.row >= 2 * at.pair + 1)
     else:
         keeps = (at.row > 2 * at.pair, at.row > 2 * at.pair + 1)
 
-    for step in cutlass.range(own.first, chunks_in(length), own.stride, unroll=1):
-        stage, parity = key_place(spec, own, step)
-        half, half_turn = half_place(own, step)
-        rows = storage.rows.data_ptr().toint() + half * shape.AUX_BYTES
+    for step in cutlass.range(prepared.first, chunks_in(length), prepared.stride, unroll=1):
+        stage, parity = key_place(spec, prepared, step)
+        gate_buffer, gate_turn = gate_place(prepared, step)
+        rows = storage.rows.data_ptr().toint() + gate_buffer * shape.AUX_BYTES
         columns = rows + at.pair * 8
         valid = length - step * CHUNK
         cute.arch.mbarrier_wait(storage.k_full.data_ptr() + stage, parity)
@@ -67,11 +66,11 @@ def inverse_warpgroup(spec, storage, own, length, warp):
         warpgroup.fence()
         operands.multiply(mma, kk, left_operand, keys[None, None, None, stage], True)
         warpgroup.commit_group()
-        cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)
+        cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + gate_buffer, gate_turn)
         warpgroup.wait_group(0)
         blocks.diagonal_block(kk, diagonal, warp)
         key_factors(spec, at, diagonal, rows)
-        cute.arch.mbarrier_arrive(storage.factors_full.data_ptr() + half)
+        cute.arch.mbarrier_arrive(storage.factors_full.data_ptr() + gate_buffer)
         operands.sync_warpgroup(barrier)
 
         # L, negated: the diagonal block in float32, the blocks left of it in float16 for the products.
@@ -89,10 +88,10 @@ def inverse_warpgroup(spec, storage, own, length, warp):
             if warp == w:
                 blocks.set_words(left, w, words)
         operands.sync_warpgroup(barrier)
-        if cutlass.const_expr(is_set):  # score took the last M long ago
-            cute.arch.mbarrier_wait(storage.m_free.data_ptr() + group, step // ROUND & 1 ^ 1)
+        if cutlass.const_expr(in_maker_block):  # score took the last M long ago
+            cute.arch.mbarrier_wait(storage.m_free.data_ptr() + group, step // prepared.sets.round & 1 ^ 1)
         values = decayed_diagonal(inverse, columns, row_cum, keeps, warp)
-        if cutlass.const_expr(is_set):
+        if cutlass.const_expr(in_maker_block):
             total, row_key_beta = ptx.load_one(rows + shape.LAST_CUM), blocks.row_values(rows + KEY_BETA, at.row0)
             to_last = [operands.exp2_clamped(total - row_cum[side]) * row_key_beta[side] for side in range(2)]
             store_scaled(spec, at, plain, m_tile, warp, values, to_last)
@@ -103,19 +102,19 @@ def inverse_warpgroup(spec, storage, own, length, warp):
             u = 2 - back
             if u < warp:
                 values = next_block(at, left, lower, columns, reference, row_decay, u)
-                if cutlass.const_expr(is_set):
+                if cutlass.const_expr(in_maker_block):
                     store_scaled(spec, at, plain, m_tile, u, values, to_last)
                 else:
                     blocks.set_words(m_words, u, blocks.packed(spec.dtype, values))
         cute.arch.sync_warp()
         if at.lane == 0:
-            cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
-        if cutlass.const_expr(not is_set):
-            buffer, turn = (own.base + step) & 1, (own.base + step) >> 1 & 1
-            cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
+            cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + gate_buffer)
+        if cutlass.const_expr(not in_maker_block):
+            buffer, turn = (prepared.base + step) & 1, (prepared.base + step) >> 1 & 1
+            cute.arch.mbarrier_wait(storage.tile_released.data_ptr() + buffer, turn ^ 1)
             blocks.store_blocks(m_tile + buffer * TILE_BYTES, at, m_words)
         cute.arch.fence_proxy("async.shared", space="cta")
-        done = storage.m_full.data_ptr() + group if cutlass.const_expr(is_set) else storage.ready.data_ptr() + buffer
+        done = storage.m_full.data_ptr() + group if cutlass.const_expr(in_maker_block) else storage.ready.data_ptr() + buffer
         cute.arch.mbarrier_arrive(done)
 
 

@@ -11,21 +11,20 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands, shape
-from kernels_cute.chunk.four_sm.shape import ROUND, SET_SCORE_BARRIER
-from kernels_cute.chunk.four_sm.tiles import fold_tiles
-from kernels_cute.chunk.rings import chunks_in, half_place, key_place, ring_place
+from kernels_cute.chunk.rings import chunks_in, gate_place, key_place, ring_place
 from kernels_cute.chunk.roles import tile_blocks as blocks
+from kernels_cute.chunk.roles.maker_tiles import fold_tiles
 from kernels_cute.chunk.roles.norm import norm_chunks
 from kernels_cute.chunk.shape import CHUNK, CUM, KEY_BETA, KEY_FACTOR, QUERY_FACTOR
 from kernels_cute.common import ptx
 
 
 @cute.jit
-def score_warpgroup(spec, storage, scale, own, length, warp, norm=None, done=None):
+def score_warpgroup(spec, storage, scale, prepared, length, warp, norm=None, done=None):
     """P and the vectors of the same chunks, rows and blocks as inverse_warpgroup's; in a maker block, Z and P M instead of P.
     norm, done: (terms, place) and `done` of norm_chunks; with them the outputs of the two chunks before one of these."""
-    is_set = own.group is not None
-    group = own.group if cutlass.const_expr(is_set) else 0
+    in_maker_block = prepared.group is not None
+    group = prepared.group if cutlass.const_expr(in_maker_block) else 0
     at = blocks.lane_of(warp)
     mma = operands.tiled_mma(spec.dtype, CHUNK)
     keys = operands.smem_operand_b(mma, storage.k, operands.by_rows(spec.dtype, CHUNK, spec.dim, spec.key_stages))
@@ -36,18 +35,18 @@ def score_warpgroup(spec, storage, scale, own, length, warp, norm=None, done=Non
     q_base, vectors = storage.q.data_ptr().toint() + group * spec.key_bytes, storage.vectors.data_ptr().toint()
     keeps = (at.row >= 2 * at.pair, at.row >= 2 * at.pair + 1)
 
-    for step in cutlass.range(own.first, chunks_in(length), own.stride, unroll=1):
-        key_stage, key_parity = key_place(spec, own, step)
-        half, half_turn = half_place(own, step)
-        rows = storage.rows.data_ptr().toint() + half * shape.AUX_BYTES
-        if cutlass.const_expr(is_set):
-            buffer, turn = group, step // ROUND & 1
+    for step in cutlass.range(prepared.first, chunks_in(length), prepared.stride, unroll=1):
+        key_stage, key_parity = key_place(spec, prepared, step)
+        gate_buffer, gate_turn = gate_place(prepared, step)
+        rows = storage.rows.data_ptr().toint() + gate_buffer * shape.AUX_BYTES
+        if cutlass.const_expr(in_maker_block):
+            buffer, turn = group, step // prepared.sets.round & 1
             cute.arch.mbarrier_wait(storage.q_full.data_ptr() + group, turn)
             blocks.load_rows(spec, at, q_base, left_words)
             cute.arch.mbarrier_wait(storage.k_full.data_ptr() + key_stage, key_parity)
         else:
-            buffer, turn = (own.base + step) & 1, (own.base + step) >> 1 & 1
-            stage, parity = ring_place(spec.query_stages, own.base + step)
+            buffer, turn = (prepared.base + step) & 1, (prepared.base + step) >> 1 & 1
+            stage, parity = ring_place(spec.query_stages, prepared.base + step)
             cute.arch.mbarrier_wait(storage.k_full.data_ptr() + key_stage, key_parity)
             q_full = storage.q_full if cutlass.const_expr(spec.has_norm) else storage.full
             cute.arch.mbarrier_wait(q_full.data_ptr() + stage, parity)
@@ -57,37 +56,39 @@ def score_warpgroup(spec, storage, scale, own, length, warp, norm=None, done=Non
         operands.multiply(mma, qk, left_operand, keys[None, None, None, key_stage], True)
         warpgroup.commit_group()
         row_query = query_factors(
-            spec, left_words, scale, query_squares_by_elements if cutlass.const_expr(is_set) else query_squares
+            spec, left_words, scale, query_squares_by_elements if cutlass.const_expr(in_maker_block) else query_squares
         )
-        cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)
+        cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + gate_buffer, gate_turn)
         if at.pair == 0:
             blocks.store_row_values(rows + QUERY_FACTOR, at.row0, row_query[0], row_query[1])
         warpgroup.wait_group(0)
-        if cutlass.const_expr(is_set):
+        if cutlass.const_expr(in_maker_block):
             cute.arch.sync_warp()
             if at.lane == 0:
                 cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + group)
-        operands.sync_warpgroup(SET_SCORE_BARRIER + group if cutlass.const_expr(is_set) else shape.SCORE_BARRIER)
-        cute.arch.mbarrier_wait(storage.factors_full.data_ptr() + half, half_turn)
+        operands.sync_warpgroup(
+            prepared.sets.score_barrier + group if cutlass.const_expr(in_maker_block) else shape.SCORE_BARRIER
+        )
+        cute.arch.mbarrier_wait(storage.factors_full.data_ptr() + gate_buffer, gate_turn)
 
         make_p(spec, at, qk, diagonal, p_words, rows, row_query, keeps)
-        if cutlass.const_expr(is_set):
-            fold_tiles(spec, storage, at, p_words, key_stage, group, turn)
+        if cutlass.const_expr(in_maker_block):
+            fold_tiles(spec, storage, at, p_words, key_stage, group, prepared.sets.count, turn)
         else:
-            cute.arch.mbarrier_wait(storage.taken.data_ptr() + buffer, turn ^ 1)
+            cute.arch.mbarrier_wait(storage.tile_released.data_ptr() + buffer, turn ^ 1)
             blocks.store_blocks(storage.p.data_ptr().toint() + buffer * shape.TILE_BYTES, at, p_words)
         if at.thread < CHUNK:
             publish_vectors(vectors + buffer * shape.VECTOR_BYTES, rows, at.thread)
         cute.arch.sync_warp()
         if at.lane == 0:
-            cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
-            if cutlass.const_expr(is_set):
+            cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + gate_buffer)
+            if cutlass.const_expr(in_maker_block):
                 cute.arch.mbarrier_arrive(storage.k_empty.data_ptr() + key_stage)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive((storage.made if cutlass.const_expr(is_set) else storage.ready).data_ptr() + buffer)
+        cute.arch.mbarrier_arrive((storage.made if cutlass.const_expr(in_maker_block) else storage.ready).data_ptr() + buffer)
         if cutlass.const_expr(norm is not None):
             terms, place = norm
-            count = own.base + step
+            count = prepared.base + step
             norm_chunks(spec, storage, terms, place, cutlass.max(count - 2, done), count, count, done)
 
 

@@ -51,15 +51,16 @@ def state_sources(spec: Any, storage: Any, by_key: Any, by_token: Any, at: Any, 
     return by_key, by_token, *of_tokens, m_operand, p_operand, value_lane, vectors
 
 
-def of_head(item: Any, head: Any) -> Any:
+def of_head(work_tile: Any, head: Any) -> Any:
     """A work tile as the warpgroup of its state head number `head` sees it; None = it has one."""
-    return item if head is None else item._replace(head=item.head + head)
+    return work_tile if head is None else work_tile._replace(head=work_tile.head + head)
 
 
 @cute.jit
-def state_warpgroup(spec, storage, params, warp, segment, only, form=None, head=None):
-    """All work tiles of a block; only: the one there is, None = they come in records. form: what makes the sources and what
-    takes the state through the chunks of a work tile, None = state_sources and state_chunks; head: of_head."""
+def state_warpgroup(spec, storage, params, warp, segment, single_tile, form=None, head=None):
+    """Run the state role over all work tiles of this block. single_tile: the block's only tile; None reads tiles from the
+    scheduler's records. form: what makes the sources and what takes the state through the chunks of a work tile, None =
+    state_sources and state_chunks; head: of_head."""
     at = lane_of(warp)
     lane, pair, dim = at.lane, at.pair, spec.dim
     make_sources, go_through = (state_sources, state_chunks) if cutlass.const_expr(form is None) else form
@@ -70,58 +71,60 @@ def state_warpgroup(spec, storage, params, warp, segment, only, form=None, head=
     block_row = warp * 16 + at.row  # this lane's first V row of the block's
     if cutlass.const_expr(segment is None):
         fetched = cute.make_rmem_tensor(state.layout, Float32)
-        first = of_head(read_record(storage, Int32(0)) if cutlass.const_expr(only is None) else only, head)
+        first = of_head(read_record(storage, Int32(0)) if cutlass.const_expr(single_tile is None) else single_tile, head)
         first_row = first.piece * spec.columns + block_row
         fetch_state(spec, initial, fetched, first.starts, first.read_slot, first.head, first_row, pair)
         settle_state(spec, initial, fetched, state, pair)
     else:
-        start_of_segment(spec, storage, params, state, only.head, segment, only.piece, warp, lane)
+        start_of_segment(spec, storage, params, state, single_tile.head, segment, single_tile.piece, warp, lane)
     sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
     end = Int32(0)  # of all sequences
-    if cutlass.const_expr(only is None):
-        # Once for all items; with one it is read when needed, or registers do not suffice.
+    if cutlass.const_expr(single_tile is None):
+        # Once for all work tiles; with one it is read when needed, or registers do not suffice.
         end = Int32(params.cu_seqlens[sequences])
 
-    number, base, going = Int32(0), Int32(0), Boolean(True)
-    while going:
-        item = of_head(read_record(storage, number) if cutlass.const_expr(only is None) else only, head)
-        num_chunks = chunks_in(item.live_length)
-        column0 = item.piece * spec.columns  # of the warpgroup
-        row0 = item.piece * spec.columns + block_row  # of this lane
-        go_through(spec, storage, params, sources, registers, at, item, base, segment)
+    number, base, has_more = Int32(0), Int32(0), Boolean(True)
+    while has_more:
+        work_tile = of_head(read_record(storage, number) if cutlass.const_expr(single_tile is None) else single_tile, head)
+        num_chunks = chunks_in(work_tile.live_length)
+        column0 = work_tile.piece * spec.columns  # of the warpgroup
+        row0 = work_tile.piece * spec.columns + block_row  # of this lane
+        go_through(spec, storage, params, sources, registers, at, work_tile, base, segment)
         if cutlass.const_expr(form is not None):
             # Not kept in registers meanwhile.
-            item, at = of_head(read_record(storage, number), head), lane_of(warp, ptx.opaque(cute.arch.lane_idx()))
+            work_tile, at = of_head(read_record(storage, number), head), lane_of(warp, ptx.opaque(cute.arch.lane_idx()))
             lane, pair, block_row = at.lane, at.pair, warp * 16 + at.row
-            row0, column0 = item.piece * spec.columns + block_row, item.piece * spec.columns
+            row0, column0 = work_tile.piece * spec.columns + block_row, work_tile.piece * spec.columns
         is_first, is_last = Boolean(True), Boolean(True)
-        if cutlass.const_expr(only is None):
-            # The next item's state is on its way while this one's goes.
-            next_item = of_head(read_record(storage, number + 1), head)
-            going = next_item.sequence >= 0
-            next_row = next_item.piece * spec.columns + block_row
-            fetch_state(spec, initial, fetched, next_item.starts, next_item.read_slot, next_item.head, next_row, pair)
+        if cutlass.const_expr(single_tile is None):
+            # The next work tile's state is on its way while this one's goes.
+            next_work_tile = of_head(read_record(storage, number + 1), head)
+            has_more = next_work_tile.sequence >= 0
+            next_row = next_work_tile.piece * spec.columns + block_row
+            fetch_state(
+                spec, initial, fetched, next_work_tile.starts, next_work_tile.read_slot, next_work_tile.head, next_row, pair
+            )
         else:
-            going = Boolean(False)
+            has_more = Boolean(False)
             if cutlass.const_expr(segment is not None):
                 is_first, is_last = segment.index == 0, segment.index == segment.count - 1
         if is_last:
-            store_state(spec, params, state, item, row0, pair)
-        zero_rows(params.out, item, column0, warp, lane, item.live_length, item.length, 16, item.begin)
+            store_state(spec, params, state, work_tile, row0, pair)
+        zero_rows(params.out, work_tile, column0, warp, lane, work_tile.live_length, work_tile.length, 16, work_tile.begin)
         if is_first:
-            if cutlass.const_expr(only is not None):
+            if cutlass.const_expr(single_tile is not None):
                 end = Int32(params.cu_seqlens[sequences])
             rows = cute.size(params.out, mode=[0])
-            zero_rows(params.out, item, column0, warp, lane, end + item.sequence * 16, rows, sequences * 16)
-        if cutlass.const_expr(only is None):
+            zero_rows(params.out, work_tile, column0, warp, lane, end + work_tile.sequence * 16, rows, sequences * 16)
+        if cutlass.const_expr(single_tile is None):
             note_record(storage, number)
             settle_state(spec, initial, fetched, state, pair)
         number, base = number + 1, base + num_chunks
 
 
 @cute.jit
-def state_chunks(spec, storage, params, sources, registers, at, item, base, segment):
-    """S^T through the chunks of an item; base: chunks before it; sources: of state_warpgroup.
+def state_chunks(spec, storage, params, sources, registers, at, work_tile, base, segment):
+    """S^T through the chunks of a work tile; base: chunks before it; sources: of state_warpgroup.
 
     Products but M's are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
     work on a step while the next is made ready. Q S has no hurry and fills their pauses, half before M and half after; U of the
@@ -131,8 +134,10 @@ def state_chunks(spec, storage, params, sources, registers, at, item, base, segm
     by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors = sources
     state, sums, outputs, state_operand, state_words, operand, operand_words, _, _ = registers
     lane, pair, warp = at.lane, at.pair, at.warp
-    full, k_full, ready, taken = (x.data_ptr() for x in (storage.full, storage.k_full, storage.ready, storage.taken))
-    num_chunks, half_steps = chunks_in(item.live_length), spec.dim // 32
+    full, k_full, ready, tile_released = (
+        x.data_ptr() for x in (storage.full, storage.k_full, storage.ready, storage.tile_released)
+    )
+    num_chunks, half_steps = chunks_in(work_tile.live_length), spec.dim // 32
     first_stage, first_parity = ring_place(spec.key_stages, base)
     if num_chunks > 0:
         cute.arch.mbarrier_wait(k_full + first_stage, first_parity)
@@ -144,7 +149,7 @@ def state_chunks(spec, storage, params, sources, registers, at, item, base, segm
         key_stage, _ = ring_place(spec.key_stages, count)
         following, following_parity = ring_place(spec.key_stages, count + 1)
         buffer, turn = count & 1, count >> 1 & 1
-        valid = cutlass.min(item.live_length - step * CHUNK, CHUNK)
+        valid = cutlass.min(work_tile.live_length - step * CHUNK, CHUNK)
         vector = vectors + buffer * shape.VECTOR_BYTES
         # What the next steps need is asked for before the products that keep this warp waiting are issued.
         cute.arch.mbarrier_wait(full + stage, parity)
@@ -209,17 +214,17 @@ def state_chunks(spec, storage, params, sources, registers, at, item, base, segm
         put_outputs(spec, outputs, value_lane + stage * spec.value_bytes)
         if lane == 0:
             cute.arch.mbarrier_arrive(storage.stored.data_ptr() + stage)
-            arrive_taken(spec, taken, buffer)
+            arrive_released(spec, tile_released, buffer)
         warpgroup.wait_group(0)
         if cutlass.const_expr(spec.has_checkpoints):
-            if (step + 1) * CHUNK <= item.live_length:
+            if (step + 1) * CHUNK <= work_tile.live_length:
                 # A segment knows the tokens before it: the address of its sequence's offset, kept from where the segment was
                 # looked up, would be two registers too many.
                 is_whole = cutlass.const_expr(segment is None)
-                before = item.begin - Int32(params.cu_seqlens[item.sequence]) if is_whole else segment.before
+                before = work_tile.begin - Int32(params.cu_seqlens[work_tile.sequence]) if is_whole else segment.before
                 done = before + (step + 1) * CHUNK
-                row0 = item.piece * spec.columns + (warp * 16 + at.row)
-                store_checkpoints(spec, params, state, item.sequence, item.head, done, row0, pair)
+                row0 = work_tile.piece * spec.columns + (warp * 16 + at.row)
+                store_checkpoints(spec, params, state, work_tile.sequence, work_tile.head, done, row0, pair)
 
 
 def issue_keys(spec: Any, by_key: Any, registers: Any, keys: Any, stage: Any, order: str = "by steps") -> None:
@@ -282,12 +287,12 @@ def put_outputs(spec, outputs, value_lane):
     cute.arch.sync_warp()
 
 
-def arrive_taken(spec: Any, taken: Any, buffer: Any) -> None:
+def arrive_released(spec: Any, tile_released: Any, buffer: Any) -> None:
     """Arrives at the block that fills the buffer."""
     if spec.paired:
-        ptx.arrive_in_cluster(ptx.in_block(taken.toint() + buffer * 8, buffer))
+        ptx.arrive_in_cluster(ptx.in_block(tile_released.toint() + buffer * 8, buffer))
     else:
-        cute.arch.mbarrier_arrive(taken + buffer)
+        cute.arch.mbarrier_arrive(tile_released + buffer)
 
 
 @cute.jit

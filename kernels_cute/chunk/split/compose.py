@@ -9,8 +9,8 @@ the smallest is left out.
 import cutlass.cute as cute
 from cutlass import Int32
 
-from gdn.problems import ChunkParams
-from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies, works
+from gdn.ops.delta_rule.problem import ChunkParams
+from kernels_cute.chunk.arguments import TokenCopies, is_selected_launch, packed_params, token_copies
 from kernels_cute.chunk.fused import launch_shape, run_block
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.segments import find_segment
@@ -40,7 +40,7 @@ class SplitChunk:
 
     @cute.kernel
     def kernel(self, params: ChunkParams, copies: TokenCopies, segment_tokens: Int32, split_if_longest_exceeds: Int32):
-        if works(self.spec, params.cu_seqlens, split_if_longest_exceeds):
+        if is_selected_launch(self.spec, params.cu_seqlens, split_if_longest_exceeds):
             block, _, _ = cute.arch.block_idx()
             slot = block // (self.spec.slices * self.spec.heads)
             segment = find_segment(self.spec, params, slot, segment_tokens)

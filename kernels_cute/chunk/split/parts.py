@@ -16,25 +16,25 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from gdn.problems import ChunkSummaryParams
+from gdn.ops.delta_rule.problem import ChunkSummaryParams
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.arguments import TokenCopies, token_tensor
-from kernels_cute.chunk.barriers import summary_barriers
 from kernels_cute.chunk.fused import launch_shape
 from kernels_cute.chunk.operands import load_factors, multiply, set_registers, smem_operand_b, tiled_mma
-from kernels_cute.chunk.rings import OwnChunks, chunks_in
+from kernels_cute.chunk.rings import PreparedChunks, chunks_in
 from kernels_cute.chunk.roles.copies import hand_over_warp
 from kernels_cute.chunk.roles.gates import gate_warp
 from kernels_cute.chunk.roles.inverse import inverse_warpgroup
-from kernels_cute.chunk.roles.state import add_values, arrive_taken, issue_keys, mask_sums, state_registers, value_address
+from kernels_cute.chunk.roles.state import add_values, arrive_released, issue_keys, mask_sums, state_registers, value_address
 from kernels_cute.chunk.roles.tile_blocks import lane_of, zero_keys
 from kernels_cute.chunk.scheduler import WorkTile, sequence_of
 from kernels_cute.chunk.shape import BUFFERS, CHUNK, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split import summary
+from kernels_cute.chunk.split.barriers import summary_barriers, summary_fields
 from kernels_cute.chunk.split.shape import summary_spec
 from kernels_cute.chunk.state_memory import write_state
-from kernels_cute.chunk.storage import summary_storage
+from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
 from kernels_cute.common.memory import without_batch
@@ -77,7 +77,7 @@ class PartSummaries:
 def run_block(spec, params, copies, sequence, head, rank):
     """The whole of a block; rank: in the pair."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    storage = cutlass.utils.SmemAllocator().allocate(summary_storage(spec))
+    storage = cutlass.utils.SmemAllocator().allocate(struct_of(summary_fields(spec)))
     if warp == 0:
         cpasync.prefetch_descriptor(copies.k_atom)
         cpasync.prefetch_descriptor(copies.v_atom)
@@ -97,29 +97,29 @@ def run_block(spec, params, copies, sequence, head, rank):
     else:
         cute.arch.sync_threads()
 
-    item = WorkTile(sequence, head, 0, None, *sequence_of(spec, params, sequence))
+    work_tile = WorkTile(sequence, head, 0, None, *sequence_of(spec, params, sequence))
     # For the roles that only count chunks, and do that in whole ones.
-    whole = item._replace(length=chunks_in(item.length) * CHUNK)
-    own = OwnChunks(rank if cutlass.const_expr(spec.paired) else Int32(0), spec.aux_step)
+    whole = work_tile._replace(length=chunks_in(work_tile.length) * CHUNK)
+    prepared = PreparedChunks(rank if cutlass.const_expr(spec.paired) else Int32(0), spec.aux_step)
     if warp < 4 * summary.STATE_GROUPS:
         set_registers(spec, _STATE_REGISTERS)
-        part_warpgroup(spec, storage, params, item, rank, warp // 4, warp % 4)
+        part_warpgroup(spec, storage, params, work_tile, rank, warp // 4, warp % 4)
     elif warp < 4 * (summary.STATE_GROUPS + 1):
         set_registers(spec, _INVERSE_REGISTERS)
-        inverse_warpgroup(spec, storage, own, item.length, warp % 4)
+        inverse_warpgroup(spec, storage, prepared, work_tile.length, warp % 4)
     else:
         set_registers(spec, _COPY_REGISTERS)
         copier = warp % 4
         if copier == 0:
             summary.copy_keys_warp(spec, storage, copies, whole, rank)
         if copier == 1:
-            gate_warp(spec, storage, params, item, own)
+            gate_warp(spec, storage, params, work_tile, prepared)
         if copier == 2:
-            summary.vector_warp(spec, storage, whole.length, own)
+            summary.vector_warp(spec, storage, whole.length, prepared)
         if cutlass.const_expr(spec.paired):
             if copier == 3:
                 tiles = ((storage.m, TILE_BYTES), (storage.vectors, VECTOR_BYTES))
-                hand_over_warp(storage, tiles, own, item.length, rank)
+                hand_over_warp(storage, tiles, prepared, work_tile.length, rank)
     if cutlass.const_expr(spec.paired):
         # The other block may still write to this one's shared memory.
         cute.arch.cluster_arrive()
@@ -127,10 +127,10 @@ def run_block(spec, params, copies, sequence, head, rank):
 
 
 @cute.jit
-def part_warpgroup(spec, storage, params, item, rank, half, warp):
+def part_warpgroup(spec, storage, params, work_tile, rank, half, warp):
     """64 columns of h or of P."""
     at = lane_of(warp)
-    lane, pair, dim, length = at.lane, at.pair, spec.dim, item.length
+    lane, pair, dim, length = at.lane, at.pair, spec.dim, work_tile.length
     by_key, by_token = tiled_mma(spec.dtype, CHUNK), tiled_mma(spec.dtype, dim, True)
     keys = smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, spec.stages))
     tokens = smem_operand_b(by_token, storage.k, operands.by_columns(spec.dtype, CHUNK, dim, spec.stages))
@@ -141,7 +141,9 @@ def part_warpgroup(spec, storage, params, item, rank, half, warp):
     group = half if cutlass.const_expr(spec.paired) else Int32(0)  # of 64 columns
     is_transition = (rank if cutlass.const_expr(spec.paired) else half) == 1
     row0 = group * 64 + warp * 16 + at.row
-    full, empty, ready, taken = (x.data_ptr() for x in (storage.k_full, storage.empty, storage.ready, storage.taken))
+    full, empty, ready, tile_released = (
+        x.data_ptr() for x in (storage.k_full, storage.empty, storage.ready, storage.tile_released)
+    )
     vectors = storage.vectors.data_ptr().toint() + pair * 8
     values_base, values_step = storage.v.data_ptr().toint() + group * TILE_BYTES, Int32(spec.key_bytes)
     if is_transition:
@@ -193,7 +195,7 @@ def part_warpgroup(spec, storage, params, item, rank, half, warp):
         warpgroup.wait_group(0)
         add_values(spec, by_token, registers, tokens, stage, factors)
         if lane == 0:
-            arrive_taken(spec, taken, buffer)
+            arrive_released(spec, tile_released, buffer)
         if step + 1 < num_chunks:
             cute.arch.mbarrier_wait(full + following, (step + 1) // spec.stages & 1)
         warpgroup.wait_group(0)
@@ -203,9 +205,9 @@ def part_warpgroup(spec, storage, params, item, rank, half, warp):
         warpgroup.wait_group(0)
 
     if is_transition:
-        write_state(spec, params.P, item.read_slot, state, item.head, row0, pair)
+        write_state(spec, params.P, work_tile.read_slot, state, work_tile.head, row0, pair)
     else:
-        write_state(spec, params.h, item.read_slot, state, item.head, row0, pair)
+        write_state(spec, params.h, work_tile.read_slot, state, work_tile.head, row0, pair)
 
 
 @cute.jit

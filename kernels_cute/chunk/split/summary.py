@@ -17,24 +17,24 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from gdn.problems import ChunkParams
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import operands, shape
-from kernels_cute.chunk.arguments import TokenCopies, partition_tiles, works
-from kernels_cute.chunk.barriers import summary_barriers
+from kernels_cute.chunk.arguments import TokenCopies, is_selected_launch, partition_tiles
 from kernels_cute.chunk.operands import exp2_clamped, load_factors, multiply, set_registers, smem_operand_b, tiled_mma
-from kernels_cute.chunk.rings import OwnChunks
+from kernels_cute.chunk.rings import PreparedChunks
 from kernels_cute.chunk.roles.copies import hand_over_warp
 from kernels_cute.chunk.roles.gates import gate_warp
 from kernels_cute.chunk.roles.inverse import inverse_warpgroup
-from kernels_cute.chunk.roles.state import add_values, arrive_taken, issue_keys, state_registers, value_address
+from kernels_cute.chunk.roles.state import add_values, arrive_released, issue_keys, state_registers, value_address
 from kernels_cute.chunk.roles.tile_blocks import lane_of
 from kernels_cute.chunk.scheduler import segment_work_tile
 from kernels_cute.chunk.shape import BUFFERS, CHUNK, CUM, KEY_BETA, KEY_FACTOR, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.chunk.split.barriers import summary_barriers, summary_fields
 from kernels_cute.chunk.split.segments import find_segment, store_summary, summary_address, transition_address
 from kernels_cute.chunk.split.shape import summary_spec
 from kernels_cute.chunk.state_memory import load_state
-from kernels_cute.chunk.storage import summary_storage
+from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
 
@@ -50,7 +50,7 @@ class SummaryChunk:
 
     @cute.kernel
     def kernel(self, params: ChunkParams, copies: TokenCopies, segment_tokens: Int32, split_if_longest_exceeds: Int32):
-        if works(self.spec, params.cu_seqlens, split_if_longest_exceeds):
+        if is_selected_launch(self.spec, params.cu_seqlens, split_if_longest_exceeds):
             block, _, _ = cute.arch.block_idx()
             slot = block // (self.spec.sharers * self.spec.heads)
             segment = find_segment(self.spec, params, slot, segment_tokens)
@@ -63,7 +63,7 @@ class SummaryChunk:
 def summarize(spec, params, copies, head, rank, segment):
     """The whole of a block; rank: in the pair."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    storage = cutlass.utils.SmemAllocator().allocate(summary_storage(spec))
+    storage = cutlass.utils.SmemAllocator().allocate(struct_of(summary_fields(spec)))
     if warp == 0:
         cpasync.prefetch_descriptor(copies.k_atom)
         cpasync.prefetch_descriptor(copies.v_atom)
@@ -83,27 +83,27 @@ def summarize(spec, params, copies, head, rank, segment):
     else:
         cute.arch.sync_threads()
 
-    item = segment_work_tile(segment, head, 0)._replace(live_length=segment.length)
-    own = OwnChunks(rank if cutlass.const_expr(spec.paired) else Int32(0), spec.aux_step)
+    work_tile = segment_work_tile(segment, head, 0)._replace(live_length=segment.length)
+    prepared = PreparedChunks(rank if cutlass.const_expr(spec.paired) else Int32(0), spec.aux_step)
     if warp < 4 * STATE_GROUPS:
         set_registers(spec, _STATE_REGISTERS)
         summary_warpgroup(spec, storage, params, head, segment, rank, warp // 4, warp % 4)
     elif warp < 4 * (STATE_GROUPS + 1):
         set_registers(spec, _INVERSE_REGISTERS)
-        inverse_warpgroup(spec, storage, own, item.length, warp % 4)
+        inverse_warpgroup(spec, storage, prepared, work_tile.length, warp % 4)
     else:
         set_registers(spec, _COPY_REGISTERS)
         copier = warp % 4
         if copier == 0:
-            copy_keys_warp(spec, storage, copies, item, rank)
+            copy_keys_warp(spec, storage, copies, work_tile, rank)
         if copier == 1:
-            gate_warp(spec, storage, params, item, own)
+            gate_warp(spec, storage, params, work_tile, prepared)
         if copier == 2:
-            vector_warp(spec, storage, item.length, own)
+            vector_warp(spec, storage, work_tile.length, prepared)
         if cutlass.const_expr(spec.paired):
             if copier == 3:
                 tiles = ((storage.m, TILE_BYTES), (storage.vectors, VECTOR_BYTES))
-                hand_over_warp(storage, tiles, own, item.length, rank)
+                hand_over_warp(storage, tiles, prepared, work_tile.length, rank)
     if cutlass.const_expr(spec.paired):
         # The other block may still write to this one's shared memory.
         cute.arch.cluster_arrive()
@@ -111,10 +111,10 @@ def summarize(spec, params, copies, head, rank, segment):
 
 
 @cute.jit
-def copy_keys_warp(spec, storage, copies, item, rank):
+def copy_keys_warp(spec, storage, copies, work_tile, rank):
     """K, and V where this block runs h."""
-    pieces, stages, begin = spec.dim // 64, spec.stages, item.begin
-    k_head, v_head = item.head // spec.k_group, item.head // spec.v_group
+    pieces, stages, begin = spec.dim // 64, spec.stages, work_tile.begin
+    k_head, v_head = work_tile.head // spec.k_group, work_tile.head // spec.v_group
     to_k, from_k = partition_tiles(spec, storage.k, copies.k_atom, copies.k, spec.dim, stages, begin, k_head, 0)
     to_v, from_v = partition_tiles(spec, storage.v, copies.v_atom, copies.v, 64, pieces * stages, begin, v_head, None)
     full, empty = storage.k_full.data_ptr(), storage.empty.data_ptr()
@@ -122,7 +122,7 @@ def copy_keys_warp(spec, storage, copies, item, rank):
     if cutlass.const_expr(spec.paired):
         if rank == 1:
             has_values, num_bytes = Boolean(False), Int32(spec.key_bytes)
-    for step in cutlass.range(item.length // CHUNK, unroll=1):
+    for step in cutlass.range(work_tile.length // CHUNK, unroll=1):
         stage, parity = step % spec.stages, step // spec.stages & 1
         cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
         with cute.arch.elect_one():
@@ -135,19 +135,19 @@ def copy_keys_warp(spec, storage, copies, item, rank):
 
 
 @cute.jit
-def vector_warp(spec, storage, length, own):
+def vector_warp(spec, storage, length, prepared):
     """The factors that the state warpgroups need of the chunks that this block prepares."""
     lane = cute.arch.lane_idx()
-    ready, taken = storage.ready.data_ptr(), storage.taken.data_ptr()
-    for step in cutlass.range(own.first, length // CHUNK, own.stride, unroll=1):
+    ready, tile_released = storage.ready.data_ptr(), storage.tile_released.data_ptr()
+    for step in cutlass.range(prepared.first, length // CHUNK, prepared.stride, unroll=1):
         buffer, turn = step % BUFFERS, step // BUFFERS & 1
-        half = step // spec.aux_step % 2
-        half_turn = step // spec.aux_step // 2 & 1
-        rows = storage.rows.data_ptr().toint() + half * shape.AUX_BYTES
+        gate_buffer = step // spec.aux_step % 2
+        gate_turn = step // spec.aux_step // 2 & 1
+        rows = storage.rows.data_ptr().toint() + gate_buffer * shape.AUX_BYTES
         vectors = storage.vectors.data_ptr().toint() + buffer * VECTOR_BYTES
-        cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + half, half_turn)
-        cute.arch.mbarrier_wait(storage.factors_full.data_ptr() + half, half_turn)
-        cute.arch.mbarrier_wait(taken + buffer, turn ^ 1)
+        cute.arch.mbarrier_wait(storage.gates_full.data_ptr() + gate_buffer, gate_turn)
+        cute.arch.mbarrier_wait(storage.factors_full.data_ptr() + gate_buffer, gate_turn)
+        cute.arch.mbarrier_wait(tile_released + buffer, turn ^ 1)
         total = ptx.load_one(rows + shape.LAST_CUM)
         for i in cutlass.range_constexpr(CHUNK // 32):
             token = lane + 32 * i
@@ -158,7 +158,7 @@ def vector_warp(spec, storage, length, own):
             ptx.store_one(vectors + shape.LAST_DECAY, cute.math.exp2(total, fastmath=True))
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + half)
+            cute.arch.mbarrier_arrive(storage.gates_free.data_ptr() + gate_buffer)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(ready + buffer)
 
@@ -178,7 +178,9 @@ def summary_warpgroup(spec, storage, params, head, segment, rank, half, warp):
     group = half if cutlass.const_expr(spec.paired) else Int32(0)  # of 64 columns
     is_transition = (rank if cutlass.const_expr(spec.paired) else half) == 1
     row0 = group * 64 + warp * 16 + at.row
-    full, empty, ready, taken = (x.data_ptr() for x in (storage.k_full, storage.empty, storage.ready, storage.taken))
+    full, empty, ready, tile_released = (
+        x.data_ptr() for x in (storage.k_full, storage.empty, storage.ready, storage.tile_released)
+    )
     vectors = storage.vectors.data_ptr().toint() + pair * 8
     values_base, values_step = storage.v.data_ptr().toint() + group * TILE_BYTES, Int32(spec.key_bytes)
     if is_transition:
@@ -220,7 +222,7 @@ def summary_warpgroup(spec, storage, params, head, segment, rank, half, warp):
         warpgroup.wait_group(0)
         add_values(spec, by_token, registers, tokens, stage, factors)
         if lane == 0:
-            arrive_taken(spec, taken, buffer)
+            arrive_released(spec, tile_released, buffer)
         if step + 1 < num_chunks:
             cute.arch.mbarrier_wait(full + following, (step + 1) // spec.stages & 1)
         warpgroup.wait_group(0)

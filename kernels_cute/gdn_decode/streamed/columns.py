@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64
 
-from gdn.problems import GdnDecodeParams
+from gdn.ops.layer_step.problem import GdnDecodeParams
 from kernels_cute.common import ptx, ring
 from kernels_cute.common.ring import Live, load_columns
 from kernels_cute.common.ring_batch import halved

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Int32, Int64, Uint32
 
-from gdn.problems import GdnDecodeParams
+from gdn.ops.layer_step.problem import GdnDecodeParams
 from kernels_cute.common import ptx
 from kernels_cute.common.ring import row_of
 from kernels_cute.gdn_decode.streamed.items import COUNTS, is_live, item_of, load_counts

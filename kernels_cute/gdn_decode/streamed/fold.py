@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.problems import GdnDecodeParams
+from gdn.ops.layer_step.problem import GdnDecodeParams
 from kernels_cute.common import ptx
 from kernels_cute.common.ring import Entries, Live, log_decays
 from kernels_cute.common.rounding import key_of, mixed_seed, rounded

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from gdn.problems import GdnDecodeParams
+from gdn.ops.layer_step.problem import GdnDecodeParams
 from kernels_cute.common.memory import narrowed
 from kernels_cute.common.ring import boundary, is_served
 from kernels_cute.common.state_tile import Place

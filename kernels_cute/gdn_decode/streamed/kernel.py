@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from gdn.problems import GdnDecodeParams
+from gdn.ops.layer_step.problem import GdnDecodeParams
 from kernels_cute.common.init_barriers import init_barriers
 from kernels_cute.common.memory import heads_of
 from kernels_cute.gdn_decode.projections import flat_views

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from gdn.problems import GdnDecodeParams
+from gdn.ops.layer_step.problem import GdnDecodeParams
 from kernels_cute.common.ring import live_entries
 from kernels_cute.gdn_decode.spec import Registers
 from kernels_cute.gdn_decode.streamed.handover import publish, publish_end

@@ -1,6 +1,8 @@
 """Sizes of the streamed form that its choice of a configuration needs, and which problems it serves."""
 
-from gdn.problems import DTYPE_BYTES, GdnDecodeProblem, most_tokens
+from gdn.ops.delta_rule.problem import most_tokens
+from gdn.ops.layer_step.problem import GdnDecodeProblem
+from gdn.problem import DTYPE_BYTES
 from kernels_cute.gdn_decode.shape import CHANNELS
 
 DIM = 128  # K and V

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from gdn.device import DeviceSpec
-from gdn.problems import DTYPE_BYTES, SparseDecodeParams, SparseDecodeProblem
+from gdn.ops.attention.problem import SparseDecodeParams, SparseDecodeProblem
+from gdn.problem import DTYPE_BYTES
 from kernels_tl.attention.decode.sizes import ROWS, TILE, Spec
 from kernels_tl.common.launch import arguments
 

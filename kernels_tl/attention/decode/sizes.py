@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from gdn.problems import DTYPE_BYTES, SparseDecodeProblem
+from gdn.ops.attention.problem import SparseDecodeProblem
+from gdn.problem import DTYPE_BYTES
 
 THREADS = 128
 TILE = 64  # positions of a tile

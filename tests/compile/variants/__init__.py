@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gdn.device import H100
-from gdn.problems import Problem
+from gdn.problem import Problem
 from tests.compile import pairwise, shrink
 from tests.compile.variants.base import Axes, Row, Variant, Variants, of
 

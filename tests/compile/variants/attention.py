@@ -3,7 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gdn.problems import AttentionProblem, Problem
+from gdn.ops.attention.problem import AttentionProblem
+from gdn.problem import Problem
 from tests.compile.expectations import Expectation
 from tests.compile.variants.attention_prefill import sparse_attention_prefill
 from tests.compile.variants.base import Row, Variants, example

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection
 
-from gdn.problems import Problem, SparsePrefillProblem
+from gdn.ops.attention.problem import SparsePrefillProblem
+from gdn.problem import Problem
 from tests.compile.expectations import Expectation
 from tests.compile.variants.base import Axes, Row, Variants, example
 

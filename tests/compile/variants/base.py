@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gdn.models import QWEN3_NEXT_80B
-from gdn.problems import Problem
+from gdn.problem import Problem
 from gdn.runtime import registry
 from tests.compile import pairwise
 from tests.compile.expectations import Expectation

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gdn.problems import ContextPartsProblem, ContextStartProblem, ContextTotalProblem, Problem
+from gdn.ops.context.problem import ContextPartsProblem, ContextStartProblem, ContextTotalProblem
+from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants.base import Row, Variants, example
 

@@ -5,7 +5,8 @@ from collections.abc import Collection
 from typing import Any
 
 from gdn.device import H100
-from gdn.problems import GdnDecodeProblem, GdnPrefillProblem, Problem
+from gdn.ops.layer_step.problem import GdnDecodeProblem, GdnPrefillProblem
+from gdn.problem import Problem
 from tests.compile.expectations import TENSOR_CORES, Expectation
 from tests.compile.variants import least
 from tests.compile.variants.base import CONVOLUTION_POOLS, Axes, Row, Variant, Variants, example

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from gdn.device import H100
-from gdn.problems import ChunkProblem, ChunkSummaryProblem, Problem, RecurrentProblem
+from gdn.ops.delta_rule.problem import ChunkProblem, ChunkSummaryProblem, RecurrentProblem
+from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants import least
 from tests.compile.variants.base import Axes, Row, Variant, Variants, example

@@ -3,15 +3,15 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gdn.problems import (
+from gdn.ops.indexer.problem import (
     CompressIndexerKeysProblem,
     ExpandTopkGroupsProblem,
     GatherIndexerCacheProblem,
     PrepareIndexerProblem,
-    Problem,
     QuantizeFp8Problem,
     WriteIndexerCacheProblem,
 )
+from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants.base import Row, Variants, example
 

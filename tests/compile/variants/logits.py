@@ -3,7 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gdn.problems import LogitsProblem, Problem
+from gdn.ops.indexer.problem import LogitsProblem
+from gdn.problem import Problem
 from tests.compile.expectations import Expectation
 from tests.compile.variants.base import Row, Variants, example
 

@@ -3,7 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
-from gdn.problems import AcceptDraftTreeProblem, FoldStatesProblem, Problem
+from gdn.ops.delta_rule.problem import AcceptDraftTreeProblem, FoldStatesProblem
+from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants.base import CONVOLUTION_POOLS, Axes, Row, Variants, example
 

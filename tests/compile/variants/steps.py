@@ -3,7 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gdn.problems import AddRmsNormProblem, ConvolutionProblem, GatingProblem, Problem, RmsNormGatedProblem, SplitProblem
+from gdn.ops.layer_step.problem import AddRmsNormProblem, ConvolutionProblem, GatingProblem, RmsNormGatedProblem, SplitProblem
+from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants.base import CONVOLUTION_POOLS, Row, Variants, example
 

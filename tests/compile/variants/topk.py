@@ -2,7 +2,8 @@
 
 from collections.abc import Collection
 
-from gdn.problems import Problem, TopkProblem
+from gdn.ops.indexer.problem import TopkProblem
+from gdn.problem import Problem
 from tests.compile.expectations import TENSOR_CORES, Expectation
 from tests.compile.variants.base import Row, Variants, example
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from gdn.problems import entry_width
+from gdn.ops.delta_rule.problem import entry_width
 from tests.ops.spoiling.call import Call, Draw
 from tests.ops.spoiling.rings import give_ring
 

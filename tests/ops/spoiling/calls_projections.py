@@ -2,7 +2,7 @@
 
 import torch
 
-from gdn.problems import entry_width
+from gdn.ops.delta_rule.problem import entry_width
 from tests.ops.spoiling.call import Call, Draw
 from tests.ops.spoiling.calls_delta_rule import checkpoint_states, intermediate, slots_of, state_of
 from tests.ops.spoiling.rings import give_ring

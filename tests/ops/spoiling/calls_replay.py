@@ -2,7 +2,7 @@
 
 import torch
 
-from gdn.problems import entry_width, state_position
+from gdn.ops.delta_rule.problem import entry_width, state_position
 from tests.ops.spoiling.call import Call, Draw
 from tests.ops.spoiling.calls_delta_rule import parents_of, slots_of
 from tests.ops.spoiling.rings import ring_of

@@ -2,7 +2,7 @@
 
 import torch
 
-from gdn.reference.logits import page_views
+from gdn.ops.indexer.reference import page_views
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.rings import has_ring, replayed_elements
 

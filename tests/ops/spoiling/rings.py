@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from gdn.problems import entry_width, most_tokens, state_position
+from gdn.ops.delta_rule.problem import entry_width, most_tokens, state_position
 from tests.ops.spoiling.call import Call, Draw
 
 Tensor = torch.Tensor

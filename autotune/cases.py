@@ -1,0 +1,28 @@
+"""A shape as work on a device: inputs, the exact answer, a verdict on a kernel's result, and calls to time.
+
+Each family of operators has a module `cases`, with a `gdn.core.tunable.Tunable` per operator under the operator's name.
+
+Inputs rotate: there are enough sets of them that none is found in the L2 cache. The set that is checked is never timed, so
+that timing, which updates states in place, cannot change what is checked.
+"""
+
+import torch
+
+from gdn.core.tunable import Call, Case, Shape, Tunable, WrongResult, launch_of
+from gdn.device import DeviceSpec
+from gdn.runtime import registry
+from gdn.testing import timing
+
+__all__ = ["Call", "Case", "Shape", "Tunable", "WrongResult", "launch_of", "make", "tunable"]
+
+
+def tunable(op: str) -> Tunable:
+    """The tuner's description of an operator."""
+    found: Tunable = registry.operator(op).described("cases")
+    return found
+
+
+def make(shape: Shape, device: torch.device, spec: DeviceSpec) -> Case:
+    """The case of a shape, with as many sets of inputs as exceed the device's L2 cache."""
+    copies = timing.copies_beyond_l2(shape.problem.bytes_moved(), spec.l2_bytes)
+    return tunable(shape.op).case(shape, device, copies)

@@ -1,0 +1,263 @@
+"""Repeated calls: an eager call that matches an earlier one skips the checks, the problem and the choice of a kernel.
+
+An operator that finds no plan takes its ordinary path and then passes the kernel's Params to `Memo.record`. The resulting
+Plan says which of the call's tensors, which views of them, which constants and which created tensors (`make`: outputs,
+workspace, arguments in another dtype) to launch with.
+The plan matches later calls that agree in
+
+    every argument that is not a tensor             the flags, part of the key; with their type where equal values differ (1, 1.0)
+    type, dtype, device, shape, strides of tensors  the guard
+    alignment of addresses                          for tensors that kernels read 16 bytes at a time
+    shared memory of tensors                        none with a written tensor, decided once for a set of addresses
+    the switches, and that no call is explained     so that GDN_VALIDATE, reload and explain take effect
+
+so everything that the checks and the choice read is the same; a call that raised has no plan and raises again.
+A call whose kernel gets tensors of another origin, such as copies for alignment, is not recorded: it always takes the ordinary
+path.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn.core.overlap import shares_element, span_bytes
+from gdn.core.tensors import ALIGNMENT
+from gdn.runtime import env, guards, is_explaining
+
+Created = tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]  # a tensor that is not an argument, its maker, its sources
+Tensors = tuple[Tensor | None, ...]  # every tensor argument of a call, None where it was left out
+
+_LIMIT = 2048  # keys, enough for the decode batches and prefill lengths of one process
+_PLANS_PER_KEY = 8
+_ADDRESSES_PER_PLAN = 512  # sets of addresses that a plan remembers as admitted
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, type})  # types of flags whose equal values are the same
+
+
+class Recorded(NamedTuple):
+    """One launch, as a plan repeats it."""
+
+    launch: Callable[..., None]
+    params: Any  # the operator's Params
+    results: Sequence[Tensor | None]  # of the call
+    created: Sequence[Created]
+    aligned: Sequence[Tensor | None]  # tensors whose addresses are multiples of 16 bytes
+
+
+class _Origins(NamedTuple):
+    """Origins of a launch's values and of the results of its call."""
+
+    places: list[int]  # of each value and result in [*tensors, *created, *constants, *views]
+    makers: tuple[tuple[Callable[..., Tensor], tuple[int, ...]], ...]  # of the created tensors, with the places of their sources
+    constants: list[Any]
+    views: tuple[tuple[int, torch.Size, tuple[int, ...]], ...]  # place of the viewed tensor, size, strides
+
+
+class Likeness:
+    """Whether the tensors of a call are like those of an earlier one: all that the checks read is the same.
+
+    aligned: those of them whose addresses are multiples of 16 bytes. written: those that the call writes.
+    """
+
+    __slots__ = (
+        "_absent", "_aligned", "_disjoint", "_given", "_good", "_guard", "_last", "_nothing", "_pairs", "_spans", "_watched",
+    )  # fmt: skip
+
+    def __init__(self, tensors: Tensors, aligned_ones: Sequence[Tensor | None], written: Sequence[Tensor | None]) -> None:
+        given = [place for place, tensor in enumerate(tensors) if tensor is not None]
+        self._guard = guards.maker()([tensor for tensor in tensors if tensor is not None])
+        aligned, targets = _places_of(aligned_ones, tensors), _places_of(written, tensors)
+        self._given = _tuple_of(given)
+        absent = [place for place, tensor in enumerate(tensors) if tensor is None]
+        self._absent, self._nothing = _tuple_of(absent), (None,) * len(absent)
+        # Where only new tensors are written, no addresses matter except those that must be aligned.
+        watched = given if targets else aligned
+        self._watched = None if watched == given else _tuple_of([given.index(place) for place in watched])
+        self._aligned = [watched.index(place) for place in aligned]
+        self._spans = [span_bytes(tensor) for place in watched if (tensor := tensors[place]) is not None]
+        ours = [watched.index(place) for place in targets]
+        self._pairs = [(a, b) for a in ours for b in range(len(watched)) if b != a and not (b in ours and b < a)]
+        self._good: dict[tuple[int, ...], None] = {}
+        self._last: tuple[int, ...] | None = None  # the last admitted addresses
+        self._disjoint: dict[tuple[int, int, int], bool] = {}  # places of a pair, difference of addresses -> disjoint
+
+    def _admit(self, watched: tuple[Tensor, ...], addresses: tuple[int, ...]) -> bool:
+        """Whether addresses are aligned, and no written tensor shares an element with another tensor."""
+        if any(addresses[place] % ALIGNMENT for place in self._aligned):
+            return False
+        for a, b in self._pairs:
+            first, second = addresses[a], addresses[b]
+            if first + self._spans[a] <= second or second + self._spans[b] <= first:
+                continue
+            key = (a, b, second - first)
+            apart = self._disjoint.get(key)
+            if apart is None:
+                apart = self._disjoint[key] = not shares_element(watched[a], watched[b], first, second)
+            if not apart:
+                return False
+        if len(self._good) >= _ADDRESSES_PER_PLAN:
+            self._good.clear()
+            self._disjoint.clear()
+        self._good[addresses] = None
+        self._last = addresses
+        return True
+
+    def holds(self, tensors: tuple[Any, ...]) -> bool:
+        given = self._given(tensors)
+        try:
+            if self._absent(tensors) != self._nothing or not self._guard(*given):
+                return False
+        except ValueError:  # an array of another library, which compares with None element by element: the checks name it
+            return False
+        watched = given if self._watched is None else self._watched(given)
+        addresses = (*map(_address, watched),)
+        return addresses == self._last or addresses in self._good or self._admit(watched, addresses)
+
+
+class Plan(Likeness):
+    """Derivation of a kernel's launch from the tensors of a call."""
+
+    __slots__ = ("_arguments", "_constants", "_is_plain", "_launch", "_makers", "_params", "_results", "_views")
+
+    def __init__(self, tensors: Tensors, recorded: Recorded, origins: _Origins, written: Sequence[Tensor | None]) -> None:
+        super().__init__(tensors, recorded.aligned, written)
+        # Not _make, which counts the values again.
+        self._launch, self._params = recorded.launch, functools.partial(tuple.__new__, type(recorded.params))
+        self._makers, self._constants, self._views = origins.makers, tuple(origins.constants), origins.views
+        self._is_plain = not origins.makers and not origins.views
+        count = len(recorded.params)
+        self._arguments, self._results = itemgetter(*origins.places[:count]), itemgetter(*origins.places[count:])
+
+    def run(self, tensors: tuple[Any, ...]) -> Any:
+        """Launches and returns the call's results; None where the tensors do not match the plan."""
+        if not self.holds(tensors):
+            return None
+        known: Any
+        if self._is_plain:
+            known = (*tensors, *self._constants)
+        else:
+            known = list(tensors)
+            for maker, places in self._makers:
+                known.append(maker(*[tensors[place] for place in places]))
+            known += self._constants
+            for place, size, stride in self._views:
+                known.append(guards.view_of(known[place], size, stride))
+        self._launch(self._params(self._arguments(known)))
+        return self._results(known)
+
+
+class Memo:
+    """Plans of one operator, bounded; dropped when the switches are read again."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, tuple[Plan, ...]] = {}
+        self._switches: env.Switches | None = None
+        self._lock = threading.Lock()  # for writers
+
+    def run(self, tensors: tuple[Any, ...], flags: object) -> Any:
+        """Launches and returns the call's results, or None where no plan matches.
+
+        tensors: every tensor argument, None where it was left out, always in the same order; the two whose shapes differ
+        most from call to call come first. flags: all other arguments.
+        """
+        if env.current() is not self._switches or is_explaining():
+            return None
+        second = tensors[1] if len(tensors) > 1 else None
+        try:  # the same as _key, without a function call
+            plans = self._plans.get((tensors[0].shape, None if second is None else second.shape, flags), ())
+        except (TypeError, AttributeError):  # an unhashable flag or not a tensor: the checks name it
+            return None
+        for plan in plans:
+            found = plan.run(tensors)
+            if found is not None:
+                return found
+        return None
+
+    def record(
+        self,
+        tensors: Tensors,
+        flags: tuple[Any, ...],
+        switches: env.Switches,
+        recorded: Recorded,
+        written: Sequence[Tensor],
+        key: object = None,
+    ) -> None:
+        """Records a checked call.
+
+        switches: those in effect when it was checked and prepared. written: by the launch. key: what `run` gets for the flags.
+        """
+        if switches.validate or switches is not env.current() or not _PLAIN.issuperset(map(type, flags)):
+            return
+        origins = _origins(tensors, recorded)
+        if origins is None:
+            return
+        plan = Plan(tensors, recorded, origins, written)
+        place = _key(tensors, flags if key is None else key)
+        with self._lock:
+            if switches is not self._switches:
+                self._plans.clear()
+                self._switches = switches
+            others = self._plans.pop(place, ())
+            while len(self._plans) >= _LIMIT:
+                del self._plans[next(iter(self._plans))]  # the oldest
+            self._plans[place] = (plan, *others)[:_PLANS_PER_KEY]
+
+
+_address = Tensor.data_ptr  # a method of C, so that map() calls it without a Python frame
+
+
+def _tuple_of(places: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """Function that takes these places of a sequence as a tuple: itemgetter, which returns no tuple for fewer than two."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    if not places:
+        return lambda _: ()
+    place = places[0]
+    return lambda sequence: (sequence[place],)
+
+
+def _key(tensors: tuple[Any, ...], flags: object) -> tuple[Any, ...]:
+    first, second = tensors[0], tensors[1] if len(tensors) > 1 else None
+    return first.shape, None if second is None else second.shape, flags
+
+
+def _places_of(some: Sequence[Tensor | None], tensors: Tensors) -> list[int]:
+    wanted = {id(tensor) for tensor in some if tensor is not None}
+    return [place for place, tensor in enumerate(tensors) if id(tensor) in wanted]
+
+
+def _origins(tensors: Tensors, recorded: Recorded) -> _Origins | None:
+    """Origins of the values of a launch and of its results; None where one is unknown or ambiguous.
+
+    A value must be one of the call's tensors, a created tensor, a constant, or a view from the start of one of these tensors.
+    """
+    sources = [*tensors, *[tensor for tensor, _, _ in recorded.created]]
+    place_of = {id(source): place for place, source in enumerate(sources) if source is not None}
+    place_at = {source.data_ptr(): place for place, source in enumerate(tensors) if source is not None}
+    if len(place_at) < len([tensor for tensor in tensors if tensor is not None]):
+        return None  # the same memory twice: the origin of a value is ambiguous
+    place_at |= {tensor.data_ptr(): place for place, (tensor, _, _) in enumerate(recorded.created, len(tensors))}
+    constants: list[Any] = []
+    views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+    kinds: list[tuple[int, int]] = []  # per value: 0 source, 1 constant, 2 view; its place there
+    for value in (*recorded.params, *recorded.results):
+        place = place_of.get(id(value))
+        if place is not None:
+            kinds.append((0, place))
+        elif not isinstance(value, Tensor):
+            kinds.append((1, len(constants)))
+            constants.append(value)
+        else:
+            place = place_at.get(value.data_ptr())
+            source = None if place is None else sources[place]
+            if place is None or source is None or source.dtype != value.dtype or value.numel() == 0:
+                return None
+            kinds.append((2, len(views)))
+            views.append((place, value.shape, value.stride()))
+    starts = (0, len(sources), len(sources) + len(constants))
+    makers = tuple((maker, tuple(place_of[id(source)] for source in origins)) for _, maker, origins in recorded.created)
+    return _Origins([starts[kind] + place for kind, place in kinds], makers, constants, tuple(views))
