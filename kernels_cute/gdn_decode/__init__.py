@@ -196,9 +196,10 @@ def _heads(problem: GdnDecodeProblem) -> int:
 def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     """The measured choice (LAB-NOTES.md), by the value heads of the call: too few for the device, one wave, several, many."""
     streamed = _streamed(problem, device)
-    # Drafts: an item for every third SM; with one for every fourth the other form takes as long, with fewer it is faster. One
-    # token: the other form is faster up to an item an SM, and takes as long with two.
-    least = device.num_sms // 3 if problem.has_accepted else 3 * device.num_sms // 2
+    # An item for every third SM; with one for every fourth the other form takes as long, with fewer it is faster. One token
+    # without offsets (with them: not measured): the other form is faster up to an item an SM, and takes as long with two.
+    has_one_token = problem.ring_rows is not None and problem.cu_seqlens_dtype is None
+    least = 3 * device.num_sms // 2 if has_one_token else device.num_sms // 3
     if streamed is not None and max(problem.num_sequences, 1) * problem.num_k_heads >= least:
         return streamed
     space = [config for config in configs(problem, device) if not config.stages]
@@ -214,7 +215,7 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     # can be.
     k_first = not problem.state_v_first
 
-    if problem.ring_rows is not None and not k_first and problem.cu_seqlens_dtype is None:  # for any number of heads
+    if has_one_token and not k_first:  # for any number of heads
         return min(space, key=lambda c: _ring_tiles(problem).index(_tiles(c)))
     if heads < device.num_sms:  # as many blocks as there can be
         return min(space, key=lambda c: (-blocks(c), -state(c), c.threads_per_column))
