@@ -101,3 +101,4 @@ def test_tiles_that_spill_do_not_fit() -> None:
     assert not cute.fits(DRAFTS, recurrent_tiles.Config(128, 8, 4, 512), H100)
     assert cute.fits(DRAFTS, recurrent_tiles.Config(256, 8, 4, 512), H100)
     assert not cute.fits(ALL["noise, drafts"], recurrent_tiles.Config(256, 8, 4, 512), H100)
+    assert not cute.fits(ALL["wide"], recurrent_tiles.Config(256, 16, 4, 512), H100)

@@ -247,8 +247,8 @@ def _spills_cute(problem: RecurrentProblem, tiles: Tiles) -> bool:
         return has_drafts or is_much and (has_noise or DTYPE_BYTES[problem.state_dtype] == 2)
     if not (is_much and has_drafts):
         return False
-    # 256 threads hold drafts with next to no register to spare: not all forms with wider slots fit.
-    return has_noise or tiles.threads != 256 or problem.index_dtype != "int32"
+    # 256 threads hold drafts with next to no register to spare: not all forms with wider slots or larger heads fit.
+    return has_noise or tiles.threads != 256 or problem.index_dtype != "int32" or problem.head_k_dim > 128
 
 
 def spills_tilelang(problem: RecurrentProblem, tiles: Tiles) -> bool:
