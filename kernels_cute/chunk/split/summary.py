@@ -1,11 +1,15 @@
-"""The first launch of a split call: the summary (h, P) of every segment but a sequence's last.
+"""The summaries (h, P) of segments, in the first launch of a split call, and of whole sequences (parts.py).
 
-Both are runs of the chain of fused.py over the segment's chunks without outputs: h from a zero state (segment 0: from the
-sequence's own), P with V = 0 from the identity. A segment has only whole chunks here.
+A split call needs the summary of every segment but a sequence's last. Both h and P are runs of the chain of fused.py over the
+chunks without outputs: h from a zero state (segment 0: from the sequence's own), P with V = 0 from the identity.
 
 At D = 128 the two blocks of a head and segment are a cluster: block 0 runs h, block 1 runs P, with two state warpgroups of 64
 columns each, and block b prepares the chunks of parity b for both. At D = 64 one block has a warpgroup for each. The other
 warpgroups: inverse (M, as in the fused kernel), and one whose warps copy K and V in, make the gates, the vectors, and hand over.
+
+Such a segment has only whole chunks. The last chunk of a sequence may be partial, and the rows after the sequence's end are
+another's, NaN perhaps. V of these rows is masked in W. K is zeroed in shared memory: by the inverse role in the block's own
+chunks, and by the state warpgroups in the others, whose M comes from the other block.
 
 The barriers: barriers.py. A state warp waits for what inverse made of a stage before it frees the stage.
 """
@@ -21,19 +25,19 @@ from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.arguments import TokenCopies, is_selected_launch, partition_tiles
 from kernels_cute.chunk.operands import exp2_clamped, load_factors, multiply, set_registers, smem_operand_b, tiled_mma
-from kernels_cute.chunk.rings import PreparedChunks
+from kernels_cute.chunk.rings import PreparedChunks, chunks_in
 from kernels_cute.chunk.roles.copies import hand_over_warp
 from kernels_cute.chunk.roles.gates import gate_warp
 from kernels_cute.chunk.roles.inverse import inverse_warpgroup
-from kernels_cute.chunk.roles.state import add_values, arrive_released, issue_keys, state_registers, value_address
-from kernels_cute.chunk.roles.tile_blocks import lane_of
-from kernels_cute.chunk.scheduler import segment_work_tile
+from kernels_cute.chunk.roles.state import add_values, arrive_released, issue_keys, mask_sums, state_registers, value_address
+from kernels_cute.chunk.roles.tile_blocks import lane_of, zero_keys
+from kernels_cute.chunk.scheduler import WorkTile, segment_work_tile, sequence_of
 from kernels_cute.chunk.shape import BUFFERS, CHUNK, CUM, KEY_BETA, KEY_FACTOR, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.barriers import summary_barriers, summary_fields
 from kernels_cute.chunk.split.segments import find_segment, store_summary, summary_address, transition_address
 from kernels_cute.chunk.split.shape import summary_spec
-from kernels_cute.chunk.state_memory import load_state
+from kernels_cute.chunk.state_memory import load_state, write_state
 from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
@@ -56,12 +60,12 @@ class SummaryChunk:
             segment = find_segment(self.spec, params, slot, segment_tokens)
             if segment.is_summarized & (segment.index < segment.count - 1):
                 head, rank = block // self.spec.sharers % self.spec.heads, block % 2
-                summarize(self.spec, params, copies, head, rank, segment)
+                summarize(self.spec, params, copies, segment.sequence, head, rank, segment)
 
 
 @cute.jit
-def summarize(spec, params, copies, head, rank, segment):
-    """The whole of a block; rank: in the pair."""
+def summarize(spec, params, copies, sequence, head, rank, segment=None):
+    """Run a whole block. rank: in the pair; segment: of a split call, None where the summary is of a whole sequence."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = cutlass.utils.SmemAllocator().allocate(struct_of(summary_fields(spec)))
     if warp == 0:
@@ -83,11 +87,15 @@ def summarize(spec, params, copies, head, rank, segment):
     else:
         cute.arch.sync_threads()
 
-    work_tile = segment_work_tile(segment, head, 0)._replace(live_length=segment.length)
+    if cutlass.const_expr(segment is not None):
+        whole = work_tile = segment_work_tile(segment, head, 0)._replace(live_length=segment.length)
+    else:
+        work_tile = WorkTile(sequence, head, 0, None, *sequence_of(spec, params, sequence))
+        whole = work_tile._replace(length=chunks_in(work_tile.length) * CHUNK)  # for roles that count whole chunks
     prepared = PreparedChunks(rank if cutlass.const_expr(spec.paired) else Int32(0), spec.aux_step)
     if warp < 4 * STATE_GROUPS:
         set_registers(spec, _STATE_REGISTERS)
-        summary_warpgroup(spec, storage, params, head, segment, rank, warp // 4, warp % 4)
+        summary_warpgroup(spec, storage, params, work_tile, rank, warp // 4, warp % 4, segment)
     elif warp < 4 * (STATE_GROUPS + 1):
         set_registers(spec, _INVERSE_REGISTERS)
         inverse_warpgroup(spec, storage, prepared, work_tile.length, warp % 4)
@@ -95,11 +103,11 @@ def summarize(spec, params, copies, head, rank, segment):
         set_registers(spec, _COPY_REGISTERS)
         copier = warp % 4
         if copier == 0:
-            copy_keys_warp(spec, storage, copies, work_tile, rank)
+            copy_keys_warp(spec, storage, copies, whole, rank)
         if copier == 1:
             gate_warp(spec, storage, params, work_tile, prepared)
         if copier == 2:
-            vector_warp(spec, storage, work_tile.length, prepared)
+            vector_warp(spec, storage, whole.length, prepared)
         if cutlass.const_expr(spec.paired):
             if copier == 3:
                 tiles = ((storage.m, TILE_BYTES), (storage.vectors, VECTOR_BYTES))
@@ -164,10 +172,10 @@ def vector_warp(spec, storage, length, prepared):
 
 
 @cute.jit
-def summary_warpgroup(spec, storage, params, head, segment, rank, half, warp):
-    """64 columns of h or of P."""
-    at = lane_of(warp)
-    lane, pair, dim = at.lane, at.pair, spec.dim
+def summary_warpgroup(spec, storage, params, work_tile, rank, half, warp, segment):
+    """Compute 64 columns of h or of P."""
+    at, may_end_inside = lane_of(warp), segment is None
+    lane, pair, dim, head, length = at.lane, at.pair, spec.dim, work_tile.head, work_tile.length
     by_key, by_token = tiled_mma(spec.dtype, CHUNK), tiled_mma(spec.dtype, dim, True)
     keys = smem_operand_b(by_key, storage.k, operands.by_rows(spec.dtype, CHUNK, dim, spec.stages))
     tokens = smem_operand_b(by_token, storage.k, operands.by_columns(spec.dtype, CHUNK, dim, spec.stages))
@@ -190,14 +198,20 @@ def summary_warpgroup(spec, storage, params, head, segment, rank, half, warp):
 
     # As in the fused kernel: products but M's a k step at a time, nothing in flight where the loop closes. Here one U too
     # many is issued, and dropped.
-    num_chunks = segment.length // CHUNK
-    cute.arch.mbarrier_wait(full, 0)
+    if cutlass.const_expr(may_end_inside):
+        num_chunks = chunks_in(length)
+        if num_chunks > 0:
+            cute.arch.mbarrier_wait(full, 0)
+    else:
+        num_chunks = length // CHUNK
+        cute.arch.mbarrier_wait(full, 0)
     issue_keys(spec, by_key, registers, keys, Int32(0))
     warpgroup.wait_group(0)
     for step in cutlass.range(num_chunks, unroll=1):
         stage, following = step % spec.stages, (step + 1) % spec.stages
         buffer, turn = step % BUFFERS, step // BUFFERS & 1
-        vector = vectors + buffer * shape.VECTOR_BYTES
+        vector = vectors + buffer * VECTOR_BYTES
+        valid = cutlass.min(length - step * CHUNK, CHUNK)
         cute.arch.mbarrier_wait(ready + buffer, turn)
 
         # W and M; W is the accumulator of the product
@@ -211,10 +225,20 @@ def summary_warpgroup(spec, storage, params, head, segment, rank, half, warp):
                     place = 4 * n + 2 * side
                     sums[place] = value0 - factors[0] * sums[place]
                     sums[place + 1] = value1 - factors[1] * sums[place + 1]
-                    operand_words[2 * n + side] = ptx.pack(spec.dtype, sums[place], sums[place + 1])
+        if cutlass.const_expr(may_end_inside):
+            if valid < CHUNK:
+                mask_sums(sums, valid, pair)
+        for i in cutlass.range_constexpr(CHUNK // 4):
+            operand_words[i] = ptx.pack(spec.dtype, sums[2 * i], sums[2 * i + 1])
         warpgroup.fence()
         multiply(by_key, sums, operand, m_operand[None, None, None, buffer], False)
         warpgroup.commit_group()
+        if cutlass.const_expr(may_end_inside and spec.paired):
+            if valid < CHUNK:
+                # Both warpgroups store the same zeros; each waits for its own.
+                zero_keys(spec, storage.k.data_ptr().toint() + stage * spec.key_bytes, valid, warp * 32 + lane)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                operands.sync_warpgroup(shape.STATE_BARRIER + half)
         last = ptx.load_one(vector + shape.LAST_DECAY - pair * 8)
         for i in cutlass.range_constexpr(dim // 2):
             state[i] = state[i] * last
@@ -231,7 +255,12 @@ def summary_warpgroup(spec, storage, params, head, segment, rank, half, warp):
         issue_keys(spec, by_key, registers, keys, following)
         warpgroup.wait_group(0)
 
-    if is_transition:
+    if cutlass.const_expr(segment is None):
+        if is_transition:
+            write_state(spec, params.P, work_tile.read_slot, state, head, row0, pair)
+        else:
+            write_state(spec, params.h, work_tile.read_slot, state, head, row0, pair)
+    elif is_transition:
         if segment.index > 0:
             store_transition(spec, transition_address(spec, segment, segment.index, head), state, row0, pair)
     else:
@@ -240,6 +269,7 @@ def summary_warpgroup(spec, storage, params, head, segment, rank, half, warp):
 
 @cute.jit
 def start_summary(spec, params, state, head, segment, is_transition, row0, group, warp, lane):
+    """P starts from the identity, and h from zero, but in segment 0 from the sequence's state."""
     state.fill(0.0)
     pair = lane % 4
     if is_transition:
@@ -247,9 +277,11 @@ def start_summary(spec, params, state, head, segment, is_transition, row0, group
             for i in cutlass.range_constexpr(4):
                 if row0 + i // 2 * 8 == 8 * n + 2 * pair + i % 2:
                     state[4 * n + i] = Float32(1.0)
-    elif segment.index == 0:
-        load_state(spec, params, state, segment, head, row0, pair)
-        store_summary(spec, summary_address(spec, segment, segment.count - 1, head), group, warp, lane, state)
+    else:
+        if cutlass.const_expr(segment is not None):
+            if segment.index == 0:
+                load_state(spec, params, state, segment, head, row0, pair)
+                store_summary(spec, summary_address(spec, segment, segment.count - 1, head), group, warp, lane, state)
 
 
 def store_transition(spec: Any, address: Any, state: Any, row0: Any, pair: Any) -> None:
