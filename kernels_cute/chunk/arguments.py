@@ -64,7 +64,7 @@ def token_copies(spec: ChunkSpec, params: ChunkParams, multicast: bool = False) 
 
 
 @cute.jit
-def token_tensor(x):
+def token_tensor(x: cute.Tensor):
     """[tokens, heads, D] as (tokens, D, heads); strides are multiples of 16 bytes by contract."""
     tokens, heads, dim = x.shape
     token_stride = cute.assume(x.stride[0], divby=8)
@@ -74,7 +74,7 @@ def token_tensor(x):
 
 
 @cute.jit
-def z_copy(spec, z, is_grouped):
+def z_copy(spec: ChunkSpec, z: cute.Tensor, is_grouped: bool):
     """The bulk copy of tiles of z [tokens, heads, V], or with heads in groups: its atom, and its tensor [tokens, V, heads]."""
     head_strides = z.stride[1]
     if cutlass.const_expr(not is_grouped):
@@ -105,7 +105,7 @@ def partition_keys(spec: Any, storage: Any, copies: Any, work_tile: Any, q_stage
 
 
 @cute.jit
-def is_selected_launch(spec, cu_seqlens, split_if_longest_exceeds):
+def is_selected_launch(spec: ChunkSpec, cu_seqlens: cute.Tensor, split_if_longest_exceeds: Int32):
     """Whether it is this launch's turn, in every thread: segments' where a sequence has more tokens.
 
     A call of whole sequences or segments launches both, and those whose turn it is not return at once: whole sequences take as
@@ -124,7 +124,7 @@ def is_selected_launch(spec, cu_seqlens, split_if_longest_exceeds):
 
 
 @cute.jit
-def longest_sequence(cu_seqlens):
+def longest_sequence(cu_seqlens: cute.Tensor):
     """Tokens of the longest sequence, by each warp for itself."""
     most, count = Int32(0), cute.size(cu_seqlens, mode=[0]) - 1
     for first in cutlass.range(0, count, 32, unroll=1):

@@ -47,14 +47,14 @@ from kernels_cute.chunk.rings import chunks_in, prepared_chunks
 from kernels_cute.chunk.roles.copies import copy_warp, hand_over_warp, store_normed_warp, store_warp
 from kernels_cute.chunk.roles.gates import gate_warp, schedule_and_gate
 from kernels_cute.chunk.roles.inverse import inverse_warpgroup
-from kernels_cute.chunk.roles.norm import norm_rest, place_of
+from kernels_cute.chunk.roles.norm import NormTerms, norm_rest, place_of
 from kernels_cute.chunk.roles.score import score_warpgroup
 from kernels_cute.chunk.roles.state import state_warpgroup
 from kernels_cute.chunk.roles.tile_blocks import lane_of
 from kernels_cute.chunk.scheduler import has_more_tiles, take_work_tile
 from kernels_cute.chunk.shape import BUFFERS, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
-from kernels_cute.chunk.split.segments import bring_start
+from kernels_cute.chunk.split.segments import Segment, bring_start
 from kernels_cute.chunk.state_memory import prefetch_state
 from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
@@ -73,7 +73,7 @@ class FusedChunk:
         self.spec = spec
 
     @cute.jit
-    def launch(self, *values):
+    def launch(self, *values: Any):
         """values: Params, clusters of the grid at most, split_if_longest_exceeds, stream."""
         params, (max_clusters, split_if_longest_exceeds, stream) = packed_params(values)
         work_tiles = (cute.size(params.cu_seqlens, mode=[0]) - 1) * self.spec.units
@@ -96,7 +96,7 @@ class FusedChunk:
 
 
 @cute.jit
-def run_block(spec, params, copies, segment, terms=None):
+def run_block(spec: ChunkSpec, params: ChunkParams, copies: TokenCopies, segment: Segment | None, terms: NormTerms | None = None):
     """The whole of a block; segment: what a block of a split call works on, None = a sequence; terms: of the norm."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = cutlass.utils.SmemAllocator().allocate(struct_of(block_fields(spec)))

@@ -80,7 +80,7 @@ def multiply_step(mma: Any, sums: Any, left: Any, right: Any, step: int, clear: 
 
 
 @cute.jit
-def select(condition, value, other):
+def select(condition: Any, value: Any, other: Any):
     result = other
     if condition:
         result = value

@@ -17,8 +17,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkSummaryParams
 from kernels_cute.chunk.deal import RECORD_BYTES, RECORDS, SORTED, load_slots
 from kernels_cute.chunk.rings import chunks_in
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.state_memory import starts_from_initial
 from kernels_cute.common import ptx
 
@@ -46,7 +48,7 @@ def num_clusters(spec: Any) -> Any:
 
 
 @cute.jit
-def sequence_of(spec, params, sequence):
+def sequence_of(spec: ChunkSpec, params: ChunkParams | ChunkSummaryParams, sequence: Int32):
     """First token, tokens, tokens or 0 in a padding sequence, and slot of the initial state."""
     begin = Int32(params.cu_seqlens[sequence])
     length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - begin, 0)
@@ -59,14 +61,14 @@ def sequence_of(spec, params, sequence):
 
 
 @cute.jit
-def chunks_of(spec, params, sequence):
+def chunks_of(spec: ChunkSpec, params: ChunkParams, sequence: Int32):
     """Chunks of a sequence, 0 in a padding sequence."""
     _, _, live_length, _ = sequence_of(spec, params, sequence)
     return chunks_in(live_length)
 
 
 @cute.jit
-def write_keys(spec, storage, params, thread):
+def write_keys(spec: ChunkSpec, storage: Any, params: ChunkParams, thread: Int32):
     """Sort keys of the sequences, all different: the larger the earlier; in the place of L."""
     if thread < SORTED:
         key = Int32(-1)
@@ -76,7 +78,7 @@ def write_keys(spec, storage, params, thread):
 
 
 @cute.jit
-def sort_sequences(storage, cu_seqlens, thread):
+def sort_sequences(storage: Any, cu_seqlens: cute.Tensor, thread: Int32):
     """order[rank] = sequence, by counting the keys before each."""
     sequences = cute.size(cu_seqlens, mode=[0]) - 1
     keys = storage.lower.data_ptr().toint()
@@ -91,7 +93,7 @@ def sort_sequences(storage, cu_seqlens, thread):
 
 
 @cute.jit
-def sequence_at(storage, is_sorted, rank):
+def sequence_at(storage: Any, is_sorted: Boolean, rank: Int32):
     sequence = rank
     if is_sorted:
         sequence = ptx.load_byte(storage.order.data_ptr().toint() + rank)
@@ -99,7 +101,7 @@ def sequence_at(storage, is_sorted, rank):
 
 
 @cute.jit
-def cost_at(spec, storage, params, is_sorted, rank):
+def cost_at(spec: ChunkSpec, storage: Any, params: ChunkParams, is_sorted: Boolean, rank: Int32):
     """(sequence, cost of a work tile of it); beyond the last sequence (-1, 0)."""
     sequence, cost = Int32(-1), Int32(0)
     if rank < cute.size(params.cu_seqlens, mode=[0]) - 1:
@@ -109,7 +111,7 @@ def cost_at(spec, storage, params, is_sorted, rank):
 
 
 @cute.jit
-def start_loads(spec, storage, loads, params, is_sorted):
+def start_loads(spec: ChunkSpec, storage: Any, loads: cute.Tensor, params: ChunkParams, is_sorted: Boolean):
     """loads: of cluster lane + 32 i, with the work tile that it begins with; then this lane's one of 32 ranks: its sequence and
     what a work tile of it costs."""
     clusters = num_clusters(spec)
@@ -123,13 +125,16 @@ def start_loads(spec, storage, loads, params, is_sorted):
 
 
 @cute.jit
-def load_ranks(spec, storage, loads, params, is_sorted, first):
+def load_ranks(spec: ChunkSpec, storage: Any, loads: cute.Tensor, params: ChunkParams, is_sorted: Boolean, first: Int32):
     sequence, cost = cost_at(spec, storage, params, is_sorted, first + cute.arch.lane_idx())
     loads[load_slots(spec.paired)], loads[load_slots(spec.paired) + 1] = sequence, cost
 
 
 @cute.jit
-def schedule_next(spec, storage, loads, params, is_sorted, cluster, rank, unit):
+def schedule_next(
+    spec: ChunkSpec, storage: Any, loads: cute.Tensor, params: ChunkParams, is_sorted: Boolean, cluster: Int32, rank: Int32,
+    unit: Int32,
+):  # fmt: skip
     """Deals from unit `unit` of the sequence at `rank` on, until this cluster gets one: (rank, unit, its sequence or -1,
     its unit). The clusters whose loads are the least take one each of the sequence's units at the same time."""
     slots = load_slots(spec.paired)
@@ -162,7 +167,7 @@ def schedule_next(spec, storage, loads, params, is_sorted, cluster, rank, unit):
 
 
 @cute.jit
-def describe(spec, params, sequence, unit, rank):
+def describe(spec: ChunkSpec, params: ChunkParams, sequence: Int32, unit: Int32, rank: Int32):
     """A work tile; rank: of the block in the pair."""
     begin, length, live_length, head, piece = (Int32(0),) * 5
     read_slot, starts = Int64(sequence), Boolean(False)
@@ -178,7 +183,7 @@ def describe(spec, params, sequence, unit, rank):
 
 
 @cute.jit
-def write_record(storage, number, work_tile):
+def write_record(storage: Any, number: Int32, work_tile: WorkTile):
     record = number % RECORDS
     starts = Int32(0)
     if work_tile.starts:
@@ -193,7 +198,7 @@ def write_record(storage, number, work_tile):
 
 
 @cute.jit
-def read_record(storage, number):
+def read_record(storage: Any, number: Int32):
     """The block's work tile `number`, as soon as it is dealt."""
     record = number % RECORDS
     cute.arch.mbarrier_wait(storage.work_full.data_ptr() + record, number // RECORDS & 1)
@@ -204,7 +209,7 @@ def read_record(storage, number):
 
 
 @cute.jit
-def note_record(storage, number):
+def note_record(storage: Any, number: Int32):
     """This warp needs the record no longer."""
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
@@ -212,7 +217,7 @@ def note_record(storage, number):
 
 
 @cute.jit
-def take_work_tile(storage, number, single_tile):
+def take_work_tile(storage: Any, number: Int32, single_tile: WorkTile | None):
     """The block's work tile `number`; single_tile: the one there is, None = they come in records."""
     work_tile = single_tile
     if cutlass.const_expr(single_tile is None):
@@ -222,7 +227,7 @@ def take_work_tile(storage, number, single_tile):
 
 
 @cute.jit
-def has_more_tiles(work_tile, single_tile):
+def has_more_tiles(work_tile: WorkTile, single_tile: WorkTile | None):
     """Whether there may be another work tile after this one."""
     has_more = Boolean(False)
     if cutlass.const_expr(single_tile is None):

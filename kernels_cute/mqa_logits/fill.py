@@ -4,21 +4,22 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from gdn.ops.indexer.problem import MqaLogitsParams, PagedMqaLogitsParams
 from kernels_cute.mqa_logits.orders import KEY_ROWS
 from kernels_cute.mqa_logits.paged_schedule import row_length
 from kernels_cute.mqa_logits.ragged_schedule import row_range
-from kernels_cute.mqa_logits.tiles import ranges_of
+from kernels_cute.mqa_logits.tiles import Lengths, PagedTiles, RaggedTiles, Work, ranges_of
 
 
 @cute.jit
-def fill(row, element_type: cutlass.Constexpr, first, end, step):
+def fill(row: cute.Pointer, element_type: cutlass.Constexpr, first: Int32, end: Int32, step: Int32):
     """-inf in every step-th column of a row from first to end."""
     for column in cutlass.range(first, end, step, unroll=4):
         cute.make_tensor(row + column, cute.make_layout(1))[0] = element_type(-Float32.inf)
 
 
 @cute.jit
-def ragged_warp(tiles, params, work, half):
+def ragged_warp(tiles: RaggedTiles, params: MqaLogitsParams, work: Work, half: Int32):
     """-inf in the columns of a part that lie outside a row's range; two warps share the rows."""
     ranges = ranges_of(params._replace(skip_rows_up_to=Int32(0)), work)
     out, dtype, lane = params.out, params.out.element_type, cute.arch.lane_idx()
@@ -47,7 +48,7 @@ def ragged_warp(tiles, params, work, half):
 
 
 @cute.jit
-def paged_warp(tiles, params, lengths, half):
+def paged_warp(tiles: PagedTiles, params: PagedMqaLogitsParams, lengths: Lengths, half: Int32):
     """-inf from each row's length on. Rows are dealt over blocks; where they are few, parts of rows are."""
     out = params.out
     columns = cute.size(out, mode=[1])

@@ -11,6 +11,8 @@ items that no range touches are passed over. Paged it is a run of tiles of one j
 in pieces of gcd(page_size, tile) keys.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -22,7 +24,7 @@ from kernels_cute.mqa_logits.barriers import COSTS, arrive_named, initialise
 from kernels_cute.mqa_logits.orders import KEY_ROWS
 from kernels_cute.mqa_logits.products import tiled_mma
 from kernels_cute.mqa_logits.ragged_schedule import clear_costs, head_items, sum_costs
-from kernels_cute.mqa_logits.tiles import Lengths, PagedTiles, RaggedTiles, Tma, Work
+from kernels_cute.mqa_logits.tiles import Lengths, LogitsTiles, PagedTiles, RaggedTiles, Tma, Work
 
 FILL_TILES = 32  # key tiles' worth of columns that a warp fills with -inf at a time, at most
 ROLE_WARPS = 4
@@ -43,7 +45,7 @@ def descriptors(tiles, q, query_rows, batches, k_view) -> Tma:
 
 
 @cute.jit
-def begin(tiles, storage, tma, warp):
+def begin(tiles: LogitsTiles, storage: Any, tma: Tma, warp: Int32):
     """Warp COPY_WARP prepares descriptors and barriers; the caller synchronises."""
     if warp == COPY_WARP:
         cpasync.prefetch_descriptor(tma.query_atom)
@@ -60,7 +62,7 @@ class RaggedLogits:
         self.tiles = tiles
 
     @cute.jit
-    def __call__(self, *values):
+    def __call__(self, *values: Any):
         """values: MqaLogitsParams, flat, and the stream."""
         params, stream = MqaLogitsParams(*values[:-1]), values[-1]
         tiles = self.tiles
@@ -136,7 +138,7 @@ class PagedLogits:
         self.tiles = tiles
 
     @cute.jit
-    def __call__(self, *values):
+    def __call__(self, *values: Any):
         """values: PagedMqaLogitsParams, flat, the most keys that a draft can see, and the stream."""
         params, most_keys, stream = PagedMqaLogitsParams(*values[:-2]), values[-2], values[-1]
         tiles, cache = self.tiles, params.cache

@@ -1,19 +1,22 @@
 """A math warpgroup of the paged logits kernel."""
 
 from functools import partial
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
+from gdn.ops.indexer.problem import PagedMqaLogitsParams
 from kernels_cute.mqa_logits import products
 from kernels_cute.mqa_logits.barriers import TURN, arrive_named, wait, wait_named
 from kernels_cute.mqa_logits.orders import KEY_ROWS
+from kernels_cute.mqa_logits.tiles import PagedTiles
 
 
 @cute.jit
-def math_warpgroup(tiles, storage, params, mma, half, warp):
+def math_warpgroup(tiles: PagedTiles, storage: Any, params: PagedMqaLogitsParams, mma: cute.TiledMma, half: Int32, warp: Int32):
     """half: number of the math warpgroup; warp: within it."""
     operands, rProducts = products.operands_of(tiles, storage, mma), products.product_tensor(tiles, mma)
     rWeights = cute.make_rmem_tensor(cute.make_layout(tiles.groups * tiles.lane_heads), Float32)  # of this lane
@@ -31,7 +34,10 @@ def math_warpgroup(tiles, storage, params, mma, half, warp):
 
 
 @cute.jit
-def score_item(tiles, storage, params, operands, registers, lanes_at, item, key_ring):
+def score_item(
+    tiles: PagedTiles, storage: Any, params: PagedMqaLogitsParams, operands: Any, registers: Any, lanes_at: Any, item: Any,
+    key_ring: Any,
+):  # fmt: skip
     """The scores of an item; the next place of the ring of keys."""
     rProducts, rWeights, rEnds, rTotals = registers
     half, draft, store_lane, scale_lane = lanes_at
@@ -70,7 +76,7 @@ def score_item(tiles, storage, params, operands, registers, lanes_at, item, key_
 
 
 @cute.jit
-def read_drafts(tiles, storage, rWeights, rEnds, stage):
+def read_drafts(tiles: PagedTiles, storage: Any, rWeights: cute.Tensor, rEnds: cute.Tensor, stage: Int32):
     """Lengths and weights of this lane's drafts of an item."""
     lane, lanes = cute.arch.lane_idx(), tiles.lanes_per_query
     part, draft = lane % lanes, lane % 4 // lanes  # of the quad: which heads of which draft
@@ -89,7 +95,9 @@ def read_drafts(tiles, storage, rWeights, rEnds, stage):
 
 
 @cute.jit
-def key_factors(tiles, storage, scale, key_stage, scale_lane, first_kv: cutlass.Constexpr):
+def key_factors(
+    tiles: PagedTiles, storage: Any, scale: Float32, key_stage: Int32, scale_lane: Int32, first_kv: cutlass.Constexpr
+):
     """Scales of the keys whose sums this lane ends with, for the key heads of a round; with several key heads each sum is scaled
     before lanes exchange, so both keys'."""
     sides = 1 if tiles.lanes_per_query > 1 and tiles.num_kv_heads == 1 else 2
@@ -105,7 +113,10 @@ def key_factors(tiles, storage, scale, key_stage, scale_lane, first_kv: cutlass.
 
 
 @cute.jit
-def store_scores(tiles, element_type: cutlass.Constexpr, place, key, end, rFactors, low, high):
+def store_scores(
+    tiles: PagedTiles, element_type: cutlass.Constexpr, place: cute.Pointer, key: Int32, end: Int32, rFactors: cute.Tensor,
+    low: Float32, high: Float32,
+):  # fmt: skip
     """Scores of one draft for this lane's keys, key and key + 8, or with several lanes a draft the one at key."""
     if cutlass.const_expr(tiles.lanes_per_query == 1):
         if cutlass.const_expr(tiles.num_kv_heads == 1):
@@ -120,7 +131,7 @@ def store_scores(tiles, element_type: cutlass.Constexpr, place, key, end, rFacto
 
 
 @cute.jit
-def lane_sums(tiles, low, high):
+def lane_sums(tiles: PagedTiles, low: Float32, high: Float32):
     """The whole sum over heads of one of the two keys: even lanes take the first, odd lanes the second."""
     odd = cute.arch.lane_idx() % 2 != 0
     kept, given = low, high

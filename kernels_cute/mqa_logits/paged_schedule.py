@@ -4,17 +4,20 @@ A job is a pass over one sequence: some of its drafts against all keys that one 
 line, and every block takes an equal run of it, to the tile.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from kernels_cute.mqa_logits.products import running_sum
+from kernels_cute.mqa_logits.tiles import Lengths, PagedTiles
 
 JOBS_AT_ONCE = 4  # lengths a lane asks for before it adds any
 
 
 @cute.jit
-def row_length(tiles, lengths, sequence, draft):
+def row_length(tiles: PagedTiles, lengths: Lengths, sequence: Int32, draft: Int32):
     """Keys that a draft sees; draft < next_n."""
     context_lens = lengths.context_lens
     length = Int32(0)
@@ -28,7 +31,7 @@ def row_length(tiles, lengths, sequence, draft):
 
 
 @cute.jit
-def job_length(tiles, lengths, job, jobs):
+def job_length(tiles: PagedTiles, lengths: Lengths, job: Int32, jobs: Int32):
     """Keys that some draft of a job sees; 0 where they are too few to be scored, and beyond the last job.
 
     Loads come before the conditions and travel together.
@@ -51,12 +54,12 @@ def job_length(tiles, lengths, job, jobs):
 
 
 @cute.jit
-def tiles_of(tiles, length):
+def tiles_of(tiles: PagedTiles, length: Int32):
     return (length + (tiles.tile - 1)) >> (tiles.tile.bit_length() - 1)
 
 
 @cute.jit
-def run(tiles, total):
+def run(tiles: PagedTiles, total: Int64):
     """(first tile, tiles) of this block, of a line of `total` (Int64) tiles."""
     block, _, _ = cute.arch.block_idx()
     start = Int32(total * block // tiles.blocks)
@@ -64,7 +67,7 @@ def run(tiles, total):
 
 
 @cute.jit
-def likely_first(tiles, lengths, jobs):
+def likely_first(tiles: PagedTiles, lengths: Lengths, jobs: Int32):
     """(job, tile) where this block's run starts if every sequence is as long as it can be. For prefetches only."""
     tiles_each = cutlass.max(tiles_of(tiles, lengths.most_keys), 1)
     start, _ = run(tiles, Int64(jobs) * tiles_each)
@@ -72,7 +75,7 @@ def likely_first(tiles, lengths, jobs):
 
 
 @cute.jit
-def first_work(tiles, lengths, jobs):
+def first_work(tiles: PagedTiles, lengths: Lengths, jobs: Int32):
     """(job, tile, tiles): where this block's run starts and how long it is. By a whole warp; all lanes return the same."""
     lane = cute.arch.lane_idx()
     own = Int32(0)
@@ -99,7 +102,7 @@ def first_work(tiles, lengths, jobs):
 
 
 @cute.jit
-def walk_jobs(tiles, lengths, take: cutlass.Constexpr, places):
+def walk_jobs(tiles: PagedTiles, lengths: Lengths, take: cutlass.Constexpr, places: Any):
     """places = take(job, first tile, tiles, keys of the job, places) for this block's items in turn; every warp that walks meets
     the same."""
     lane, jobs = cute.arch.lane_idx(), lengths.batch * tiles.passes

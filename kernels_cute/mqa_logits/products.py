@@ -10,10 +10,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from kernels_cute.common.ptx import run
 from kernels_cute.mqa_logits.barriers import TURN, arrive, arrive_named, wait, wait_named
 from kernels_cute.mqa_logits.orders import KEY_ROWS
+from kernels_cute.mqa_logits.tiles import LogitsTiles
 
 
 @cute.jit
-def advance(stage, parity, stages: cutlass.Constexpr):
+def advance(stage: Int32, parity: Int32, stages: cutlass.Constexpr):
     """The next place of a ring."""
     stage = stage + 1
     if stage == stages:
@@ -23,7 +24,7 @@ def advance(stage, parity, stages: cutlass.Constexpr):
 
 
 @cute.jit
-def running_sum(value):
+def running_sum(value: Int32):
     """Sum over a warp's lanes up to and including this one."""
     lane, total = cute.arch.lane_idx(), value
     for power in cutlass.range_constexpr(5):
@@ -76,7 +77,7 @@ def product_tensor(tiles, mma):
 
 
 @cute.jit
-def walk_published(tiles, storage, half, take: cutlass.Constexpr):
+def walk_published(tiles: LogitsTiles, storage: Any, half: Int32, take: cutlass.Constexpr):
     """key_ring = take((stage, query row, first, end or count), key_ring) for each item that is published, in a math warp.
 
     half: number of the math warpgroup. With turns, warpgroup 1 hands out the first and warpgroup 0 takes the last.
@@ -102,7 +103,7 @@ def walk_published(tiles, storage, half, take: cutlass.Constexpr):
 
 
 @cute.jit
-def release_keys(tiles, storage, key_ring):
+def release_keys(tiles: LogitsTiles, storage: Any, key_ring: Any):
     """Frees a stage of keys that this warp has read; the next place of the ring."""
     key_stage, key_parity = key_ring
     if cute.arch.lane_idx() == 0:
@@ -113,8 +114,9 @@ def release_keys(tiles, storage, key_ring):
 
 @cute.jit
 def issue_products(
-    tiles, rProducts, operands, prefixes: cutlass.Constexpr, stages, first_kv: cutlass.Constexpr, commit_steps: cutlass.Constexpr
-):
+    tiles: LogitsTiles, rProducts: cute.Tensor, operands: Any, prefixes: cutlass.Constexpr, stages: Any,
+    first_kv: cutlass.Constexpr, commit_steps: cutlass.Constexpr,
+):  # fmt: skip
     """Queues the products of one round's key heads; each tensor step is a group of its own, or all of them are one.
 
     prefixes, stages: (of the keys, of the queries), coordinates of the operands before the stage, and the stage.
@@ -136,7 +138,10 @@ def issue_products(
 
 
 @cute.jit
-def head_sums(tiles, rProducts, rWeights, group: cutlass.Constexpr, first_kv: cutlass.Constexpr, nth: cutlass.Constexpr):
+def head_sums(
+    tiles: LogitsTiles, rProducts: cute.Tensor, rWeights: cute.Tensor, group: cutlass.Constexpr, first_kv: cutlass.Constexpr,
+    nth: cutlass.Constexpr,
+):  # fmt: skip
     """Sums over this lane's heads of one query and one key head (the `nth` of a round), for the lane's two keys. Even and odd
     heads run as chains of their own."""
     rParts = cute.make_rmem_tensor(cute.make_layout((2, 2)), Float32)
@@ -150,8 +155,8 @@ def head_sums(tiles, rProducts, rWeights, group: cutlass.Constexpr, first_kv: cu
 
 @cute.jit
 def add_pair(
-    tiles, rParts, rProducts, rWeights, place: cutlass.Constexpr, group: cutlass.Constexpr, heads: cutlass.Constexpr,
-    is_first: cutlass.Constexpr,
+    tiles: LogitsTiles, rParts: cute.Tensor, rProducts: cute.Tensor, rWeights: cute.Tensor, place: cutlass.Constexpr,
+    group: cutlass.Constexpr, heads: cutlass.Constexpr, is_first: cutlass.Constexpr,
 ):  # fmt: skip
     """Adds two heads of a query, the place-th eight columns of the products, to its sums; None is no head.
 
@@ -175,7 +180,10 @@ def add_pair(
 
 
 @cute.jit
-def add_round(tiles, rTotals, rProducts, rWeights, rFactors, group: cutlass.Constexpr, first_kv: cutlass.Constexpr):
+def add_round(
+    tiles: LogitsTiles, rTotals: cute.Tensor, rProducts: cute.Tensor, rWeights: cute.Tensor, rFactors: cute.Tensor,
+    group: cutlass.Constexpr, first_kv: cutlass.Constexpr,
+):  # fmt: skip
     """Adds the sums of a round's key heads, each times its scale, to the totals of a group's query."""
     for nth in cutlass.range_constexpr(tiles.kv_heads_per_round):
         sums = head_sums(tiles, rProducts, rWeights, group, first_kv, nth)

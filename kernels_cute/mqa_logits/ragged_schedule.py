@@ -7,15 +7,18 @@ same cost: an item's number of key tiles plus a few more for its queries. See DE
     tails[p]    cost of the p-th part of the items held back
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
+from gdn.ops.indexer.problem import MqaLogitsParams
 from kernels_cute.mqa_logits.barriers import COSTS, wait_named
 from kernels_cute.mqa_logits.orders import KEY_ROWS
 from kernels_cute.mqa_logits.products import running_sum
 from kernels_cute.mqa_logits.shape import PARTS
-from kernels_cute.mqa_logits.tiles import ROWS_PER_LANE, ranges_of
+from kernels_cute.mqa_logits.tiles import ROWS_PER_LANE, RaggedTiles, Ranges, Work, ranges_of
 
 NO_KEY = 2**31 - 1
 DONE = 2  # value of `tail`: 0 = round robin, 1 = the run
@@ -23,7 +26,7 @@ EVERYTHING = 2**30
 
 
 @cute.jit
-def row_range(tiles, ranges, row):
+def row_range(tiles: RaggedTiles, ranges: Ranges, row: Int32):
     """A query's keys as (first, end), (0, 0) where it sees none, or too few to be scored, or there is no such row."""
     params, work, num_queries, num_columns = ranges
     # Loads come before the conditions, so that those of several rows travel together.
@@ -43,7 +46,7 @@ def row_range(tiles, ranges, row):
 
 
 @cute.jit
-def seen(tiles, ranges, query_tile, wanted):
+def seen(tiles: RaggedTiles, ranges: Ranges, query_tile: Int32, wanted: Boolean):
     """Keys [low, high) that some query of a tile sees, the same in all of the tile's `item_lanes` lanes; high 0: none."""
     low, high = Int32(NO_KEY), Int32(0)
     local0 = cute.arch.lane_idx() % tiles.item_lanes * ROWS_PER_LANE
@@ -61,7 +64,7 @@ def seen(tiles, ranges, query_tile, wanted):
 
 
 @cute.jit
-def item_span(tiles, ranges, base, stride, limit):
+def item_span(tiles: RaggedTiles, ranges: Ranges, base: Int32, stride: Int32, limit: Int32):
     """Key tiles [first, end) that some query sees, of `batch` items from base on, one in `item_lanes` lanes each; empty from
     limit on. Reading a batch at once pays the latency of the ranges once."""
     item, work = base + cute.arch.lane_idx() // tiles.item_lanes * stride, ranges.work
@@ -73,7 +76,7 @@ def item_span(tiles, ranges, base, stride, limit):
 
 
 @cute.jit
-def walk_items(tiles, storage, ranges, take: cutlass.Constexpr, places):
+def walk_items(tiles: RaggedTiles, storage: Any, ranges: Ranges, take: cutlass.Constexpr, places: Any):
     """places = take(first query row, first key tile, end of the key tiles, places) for this block's items in turn, empty ones
     too; every warp that walks meets the same."""
     work = ranges.work
@@ -107,7 +110,7 @@ def walk_items(tiles, storage, ranges, take: cutlass.Constexpr, places):
 
 
 @cute.jit
-def head_items(tiles, all_tiles, num_items, blocks):
+def head_items(tiles: RaggedTiles, all_tiles: Int64, num_items: Int32, blocks: Int32):
     """Items dealt round robin: whole rounds. All of them where costs might not fit 32 bits."""
     head = num_items
     if cutlass.const_expr(tiles.balanced_fraction > 0):
@@ -120,14 +123,14 @@ def head_items(tiles, all_tiles, num_items, blocks):
 
 
 @cute.jit
-def part_items(tiles, work):
+def part_items(tiles: RaggedTiles, work: Work):
     """Items of one part: whole batches."""
     batches = (work.num_items - work.head_items + (tiles.batch - 1)) // tiles.batch
     return cutlass.max((batches + (PARTS - 1)) // PARTS, 1) * tiles.batch
 
 
 @cute.jit
-def clear_costs(tiles, storage):
+def clear_costs(tiles: RaggedTiles, storage: Any):
     thread, _, _ = cute.arch.thread_idx()
     sLoads = storage.loads.get_tensor(cute.make_layout(tiles.load_words))
     for word in cutlass.range(thread, tiles.load_words, 32 * tiles.num_warps, unroll=1):
@@ -135,7 +138,7 @@ def clear_costs(tiles, storage):
 
 
 @cute.jit
-def sum_costs(tiles, storage, params, work, worker, workers: cutlass.Constexpr):
+def sum_costs(tiles: RaggedTiles, storage: Any, params: MqaLogitsParams, work: Work, worker: Int32, workers: cutlass.Constexpr):
     """Fills loads and tails, cleared before; each of `workers` warps takes its share. The caller synchronises afterwards."""
     ranges, lane = ranges_of(params, work), cute.arch.lane_idx()
     loads = storage.loads.data_ptr().toint()
@@ -161,7 +164,7 @@ def sum_costs(tiles, storage, params, work, worker, workers: cutlass.Constexpr):
 
 
 @cute.jit
-def tail_run(tiles, storage, work):
+def tail_run(tiles: RaggedTiles, storage: Any, work: Work):
     """This block's run of the items held back: (item to start from, cost from the run's start to there, at most 0, cost of the
     run)."""
     if cutlass.const_expr(tiles.balanced_fraction < 8):
@@ -189,7 +192,7 @@ def tail_run(tiles, storage, work):
 
 
 @cute.jit
-def skip(tiles, lane_first, lane_end, position, tail):
+def skip(tiles: RaggedTiles, lane_first: Int32, lane_end: Int32, position: Int32, tail: Int32):
     """(items of a batch to look at, position): none where the whole batch comes before this block's run."""
     steps = Int32(tiles.batch)
     if tail != 0:
@@ -203,7 +206,7 @@ def skip(tiles, lane_first, lane_end, position, tail):
 
 
 @cute.jit
-def cut(tiles, lane_first, lane_end, step, position, count, tail):
+def cut(tiles: RaggedTiles, lane_first: Int32, lane_end: Int32, step: Int32, position: Int32, count: Int32, tail: Int32):
     """Key tiles [first, end) of an item of the batch that are in this block's run, and the position after the item."""
     item_first = cute.arch.shuffle_sync(lane_first, step * tiles.item_lanes)
     num_tiles = cute.arch.shuffle_sync(lane_end, step * tiles.item_lanes) - item_first

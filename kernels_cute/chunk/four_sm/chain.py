@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.four_sm.shape import SLOTS
 from kernels_cute.chunk.operands import load_factors, multiply, multiply_step, smem_operand_b, tiled_mma
@@ -17,13 +18,15 @@ from kernels_cute.chunk.rings import chunks_in
 from kernels_cute.chunk.roles.copies import zero_rows
 from kernels_cute.chunk.roles.state import issue_keys, put_outputs, scale_columns, state_registers, value_address
 from kernels_cute.chunk.roles.tile_blocks import lane_of, set_words
+from kernels_cute.chunk.scheduler import WorkTile
 from kernels_cute.chunk.shape import CHUNK, TILE_BYTES
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.state_memory import load_state, store_checkpoints, store_state
 from kernels_cute.common import ptx
 
 
 @cute.jit
-def chain_warpgroup(spec, form, storage, route, params, work_tile, warp):
+def chain_warpgroup(spec: ChunkSpec, form: Any, storage: Any, route: Any, params: ChunkParams, work_tile: WorkTile, warp: Int32):
     length, sequence, dim, stages = work_tile.live_length, work_tile.sequence, spec.dim, spec.stages
     free_slot = form.free_slot  # a name of its own, see run_block
     at = lane_of(warp)
@@ -116,7 +119,7 @@ def chain_warpgroup(spec, form, storage, route, params, work_tile, warp):
 
 
 @cute.jit
-def mask_words(words, i: cutlass.Constexpr, valid, pair):
+def mask_words(words: cute.Tensor, i: cutlass.Constexpr, valid: Int32, pair: Int32):
     """Zero in columns from valid on of k step i: they come from rows of the next sequence and may be anything."""
     for m in cutlass.range_constexpr(2):
         column = 16 * i + 8 * m + 2 * pair
@@ -130,7 +133,10 @@ def mask_words(words, i: cutlass.Constexpr, valid, pair):
 
 
 @cute.jit
-def expect_chunk(spec, storage, state, values, factors, step, num_chunks, warp, lane):
+def expect_chunk(
+    spec: ChunkSpec, storage: Any, state: cute.Tensor, values: cute.Tensor, factors: cute.Tensor, step: Int32, num_chunks: Int32,
+    warp: Int32, lane: Int32,
+):  # fmt: skip
     """Fetches all that a chunk needs besides U: V, the factors of K S, S decayed to its last token; waits for Q."""
     stage, slot = step % spec.stages, step % SLOTS
     vector = vector_address(storage, slot, lane % 4)

@@ -3,19 +3,23 @@
 The barriers: barriers.py; who waits for whom: kernel.py.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32
 
-from kernels_cute.chunk.arguments import partition_keys, partition_tiles
+from kernels_cute.chunk.arguments import TokenCopies, partition_keys, partition_tiles
 from kernels_cute.chunk.four_sm.shape import CHAINS, KEY_BYTES, MAKERS, ROUND, SET_KEY_STAGES, SETS
 from kernels_cute.chunk.rings import chunks_in
 from kernels_cute.chunk.roles.copies import store_outputs
+from kernels_cute.chunk.scheduler import WorkTile
 from kernels_cute.chunk.shape import TILE_BYTES
+from kernels_cute.chunk.spec import ChunkSpec
 
 
 @cute.jit
-def maker_copy_warp(spec, form, storage, copies, work_tile):
+def maker_copy_warp(spec: ChunkSpec, form: Any, storage: Any, copies: TokenCopies, work_tile: WorkTile):
     """K and Q of this block's chunks, for either set. K first: M is made from it, and takes longest."""
     number, num_chunks = work_tile.piece, chunks_in(work_tile.live_length)
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, SETS, spec.key_stages)
@@ -40,7 +44,7 @@ def maker_copy_warp(spec, form, storage, copies, work_tile):
 
 
 @cute.jit
-def chain_copy_warp(spec, form, storage, copies, work_tile):
+def chain_copy_warp(spec: ChunkSpec, form: Any, storage: Any, copies: TokenCopies, work_tile: WorkTile):
     """K and Q of a chain block: one chain loads for both, the other arms its own barriers."""
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, spec.stages, spec.stages)
     k_full, k_empty, q_full, q_empty = (x.data_ptr() for x in (storage.k_full, storage.k_empty, storage.q_full, storage.q_empty))
@@ -54,7 +58,10 @@ def chain_copy_warp(spec, form, storage, copies, work_tile):
 
 
 @cute.jit
-def bring(atom, source, target, full, empty, parity, rank, loader: cutlass.Constexpr):
+def bring(
+    atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer, empty: cute.Pointer, parity: Int32,
+    rank: Int32, loader: cutlass.Constexpr,
+):  # fmt: skip
     """Arms `full`, and loads where it is this block that does so. The other block's copy may come before `full` is armed: a
     phase does not end without its arrival."""
     if rank == loader:
@@ -68,7 +75,7 @@ def bring(atom, source, target, full, empty, parity, rank, loader: cutlass.Const
 
 
 @cute.jit
-def value_warp(spec, storage, copies, out, work_tile):
+def value_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, out: cute.Tensor, work_tile: WorkTile):
     """V in, and O out of the same places; once an O is read, the place takes another V."""
     begin, head, piece, stages = work_tile.begin, work_tile.head, work_tile.piece, spec.stages
     v_head = head // spec.v_group
@@ -88,7 +95,9 @@ def value_warp(spec, storage, copies, out, work_tile):
 
 
 @cute.jit
-def load_values(spec, storage, v_atom, from_v, to_v, step, num_chunks):
+def load_values(
+    spec: ChunkSpec, storage: Any, v_atom: cute.CopyAtom, from_v: cute.Tensor, to_v: cute.Tensor, step: Int32, num_chunks: Int32
+):
     stage, full = step % spec.stages, storage.v_full.data_ptr()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_BYTES)

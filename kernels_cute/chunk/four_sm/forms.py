@@ -45,7 +45,7 @@ class ClusterForm:
     key_loader, query_loader = 0, 1
 
     @cute.jit
-    def place(self, chain, workspace, warp):
+    def place(self, chain: Any, workspace: cute.Tensor, warp: Int32):
         # Another launch may begin next to this one, once all of this one's blocks have begun.
         cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
@@ -53,7 +53,7 @@ class ClusterForm:
         return block // shape.BLOCKS, 1 - rank // shape.CHAINS, rank % shape.CHAINS
 
     @cute.jit
-    def route(self, chain, maker, workspace, group):
+    def route(self, chain: Any, maker: Any, workspace: cute.Tensor, group: Int32):
         """Barriers and tiles of a chain's first slot, and a maker's `tile_released`: addresses as in that block."""
         return tuple(x.data_ptr().toint() for x in (chain.ready, chain.z, chain.p, chain.vectors, maker.tile_released))
 
@@ -65,7 +65,7 @@ class ClusterForm:
         ptx.arrive_in_cluster(ptx.in_block(route[4] + slot // shape.MAKERS * 8, shape.CHAINS + slot % shape.MAKERS))
 
     @cute.jit
-    def hand_over_set(self, storage, route, length, number, group):
+    def hand_over_set(self, storage: Any, route: Any, length: Int32, number: Int32, group: Int32):
         """Z, P M and the vectors of a set's chunks to both chains."""
         ready, *tiles, _ = route
         slot = number + group * shape.MAKERS
@@ -100,7 +100,7 @@ class RingForm:
             ptx.store_global_words(workspace.iterator.toint() + place, [Int32(0)] * 4)
 
     @cute.jit
-    def place(self, chain, workspace, warp):
+    def place(self, chain: Any, workspace: cute.Tensor, warp: Int32):
         """The block's place by the ticket of its pair."""
         block, _, _ = cute.arch.block_idx()
         rank = block % 2
@@ -118,7 +118,7 @@ class RingForm:
         return ticket // 2, ticket % 2, rank
 
     @cute.jit
-    def route(self, chain, maker, workspace, group):
+    def route(self, chain: Any, maker: Any, workspace: cute.Tensor, group: Int32):
         """The group's words and slots, and `free` of the chain that loads tiles."""
         blocks, _, _ = cute.arch.grid_dim()
         words = workspace.iterator.toint() + Int64(group + 1) * shape.WORDS_BYTES
@@ -127,7 +127,7 @@ class RingForm:
         return words, slots, ptx.in_block(chain.free.data_ptr().toint(), Int32(shape.TILE_LOADER))
 
     @cute.jit
-    def leave(self, chain):
+    def leave(self, chain: Any):
         """Waits for the other launch, because the stream's next work waits for this launch alone. The last group's
         blocks do: the others' SMs are free for what has not begun."""
         blocks, _, _ = cute.arch.grid_dim()
@@ -138,7 +138,7 @@ class RingForm:
         ptx.arrive_in_cluster(route[2] + slot * 8)
 
     @cute.jit
-    def wait_for_count(self, word, count):
+    def wait_for_count(self, word: Int64, count: Int32):
         """Waits until a word that only grows is at least `count`; returns what it is."""
         found = ptx.load_acquire(word)
         while found < count:
@@ -148,7 +148,7 @@ class RingForm:
         return found
 
     @cute.jit
-    def hand_over_set(self, storage, route, length, number, group):
+    def hand_over_set(self, storage: Any, route: Any, length: Int32, number: Int32, group: Int32):
         """Z, P M and the vectors of a set's chunks to the ring."""
         words, slots, _ = route
         first = number + group * shape.MAKERS
@@ -168,7 +168,7 @@ class RingForm:
                 ptx.store_release(made, step // shape.ROUND + 1)
 
     @cute.jit
-    def tile_warp(self, storage, route, length, rank):
+    def tile_warp(self, storage: Any, route: Any, length: Int32, rank: Int32):
         """Z, P M and the vectors from the ring: one chain loads them for both, the other arms its own barrier once the last fill
         of the slot is there."""
         words, slots, _ = route

@@ -72,7 +72,7 @@ class FourSmChunk:
         self.four, self.ring = FourSmBlock(spec, ClusterForm()), FourSmBlock(spec, self.ring_form)
 
     @cute.jit
-    def launch(self, *values):
+    def launch(self, *values: Any):
         """values: Params, groups of the L2 ring (the last ones), split_if_longest_exceeds, stream."""
         params, (ring_groups, split_if_longest_exceeds, stream) = packed_params(values)
         copies = token_copies(self.spec, params, multicast=True)
@@ -113,7 +113,7 @@ class FourSmBlock:
 
 
 @cute.jit
-def run_block(spec, form, params, copies, first_group):
+def run_block(spec: ChunkSpec, form: Any, params: ChunkParams, copies: TokenCopies, first_group: Int32):
     """The whole of a block."""
     # Names of their own: inside a dynamic `if` the DSL takes a call of an object's method for a change of the object.
     tile_warp, hand_over_set = form.tile_warp, form.hand_over_set

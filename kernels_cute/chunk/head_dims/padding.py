@@ -54,7 +54,7 @@ class _Copies:
         self.slices = -(-sum(self.token_heads) * self.pieces // _THREADS)  # blocks that share a tile of tokens
 
     @cute.jit
-    def __call__(self, *values):
+    def __call__(self, *values: Any):
         params, stream = CopyParams(*values[:-1]), values[-1]
         blocks = self.token_blocks(params.q)
         if cutlass.const_expr(self.has_states):
@@ -107,7 +107,7 @@ class _Copies:
                     self.move_state(params.final_state, target, head, first, Boolean(True), rS, True)
 
     @cute.jit
-    def copy_tokens(self, source, target, first, head, piece):
+    def copy_tokens(self, source: cute.Tensor, target: cute.Tensor, first: Int32, head: Int32, piece: Int32):
         """8 columns of a head in `_TOKENS` tokens; those beyond either tensor's head dim are zero, or not stored."""
         rX = cute.make_rmem_tensor(_TOKENS * _COLUMNS, source.element_type)
         rX.fill(0.0)
@@ -120,7 +120,10 @@ class _Copies:
                 self.move_columns(target, first + u, head, column, rX, u * _COLUMNS, True)
 
     @cute.jit
-    def move_columns(self, x, token, head, column, rX, start: cutlass.Constexpr, stores: cutlass.Constexpr):
+    def move_columns(
+        self, x: cute.Tensor, token: Int32, head: Int32, column: Int32, rX: cute.Tensor, start: cutlass.Constexpr,
+        stores: cutlass.Constexpr,
+    ):  # fmt: skip
         """8 columns of a token from x to rX[start : start + 8], or back."""
         is_whole = cutlass.const_expr(x.shape[3] % _COLUMNS == 0 and x.shape[3] == self.dim)
         width = cutlass.const_expr(_COLUMNS if is_whole else 4)
@@ -130,7 +133,9 @@ class _Copies:
                 self.move(pointer(x, offset + place, 2 * width), width, rX, start + place, stores)
 
     @cute.jit
-    def move_state(self, x, slot, head, first, reads, rS, stores: cutlass.Constexpr):
+    def move_state(
+        self, x: cute.Tensor, slot: Int64, head: Int32, first: Int32, reads: Boolean, rS: cute.Tensor, stores: cutlass.Constexpr
+    ):
         """Pieces first, first + 128, ... of a state, where it has them (and, read, is to be read), to rS or from it."""
         dim = cutlass.const_expr(x.shape[3])
         for i in cutlass.range_constexpr(_STATE_PIECES):
@@ -147,11 +152,11 @@ class _Copies:
             load(place, width, registers, start, True)
 
     @cute.jit
-    def length(self, cu_seqlens, sequence):
+    def length(self, cu_seqlens: cute.Tensor, sequence: Int32):
         return cutlass.max(Int32(cu_seqlens[sequence + 1]) - Int32(cu_seqlens[sequence]), 0)
 
     @cute.jit
-    def is_live(self, params, sequence):
+    def is_live(self, params: CopyParams, sequence: Int32):
         """Whether a sequence has a state at all. Without a pool an empty one passes its state through."""
         live = Boolean(True)
         if cutlass.const_expr(self.pooled):
@@ -160,7 +165,7 @@ class _Copies:
         return live
 
     @cute.jit
-    def write_slots(self, params, sequence, live):
+    def write_slots(self, params: CopyParams, sequence: Int32, live: Boolean):
         slot = Int32(-1)
         if live:
             slot = sequence
@@ -171,7 +176,7 @@ class _Copies:
                 params.checkpoint_slots[sequence, column] = params.cu_seqlens.shape[0] - 1 + sequence * columns + column
 
     @cute.jit
-    def source(self, params, sequence):
+    def source(self, params: CopyParams, sequence: Int32):
         """Slot of the state that a sequence starts from, and whether it does."""
         slot, reads = Int64(sequence), Boolean(True)
         if cutlass.const_expr(self.pooled):
@@ -181,7 +186,7 @@ class _Copies:
         return slot, reads
 
     @cute.jit
-    def target(self, params, place):
+    def target(self, params: CopyParams, place: Int32):
         """Slot for the state at `place`; null_slot = nowhere."""
         sequences = params.cu_seqlens.shape[0] - 1
         target = params.null_slot

@@ -1,16 +1,20 @@
 """The warp that copies K, Q and the V of several state heads in."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from kernels_cute.chunk.arguments import partition_keys, partition_tiles
+from kernels_cute.chunk.arguments import TokenCopies, partition_keys, partition_tiles
 from kernels_cute.chunk.rings import chunks_in, ring_place
 from kernels_cute.chunk.roles.copies import copy_keys
+from kernels_cute.chunk.scheduler import WorkTile
+from kernels_cute.chunk.spec import ChunkSpec
 
 
 @cute.jit
-def copy_warp(spec, storage, copies, work_tile, base):
+def copy_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, work_tile: WorkTile, base: Int32):
     """K a chunk ahead of Q, and of the V of every head."""
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, spec.stages, spec.key_stages)
     sides = []
@@ -47,7 +51,10 @@ def copy_warp(spec, storage, copies, work_tile, base):
 
 
 @cute.jit
-def copy_tile(full, empty, atom, source, targets, stage, parity, size: cutlass.Constexpr):
+def copy_tile(
+    full: cute.Pointer, empty: cute.Pointer, atom: cute.CopyAtom, source: cute.Tensor, targets: cute.Tensor, stage: Int32,
+    parity: Int32, size: cutlass.Constexpr,
+):  # fmt: skip
     """One tile into its stage, as soon as it is free."""
     cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
     with cute.arch.elect_one():

@@ -5,6 +5,8 @@ carries 64 V columns of both heads, and makes M, P and the vectors of both for t
 persistent: scheduler.py. Data flow, registers, shared memory and barriers: DESIGN.md; the table of barriers: barriers.py.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
@@ -43,7 +45,7 @@ class KeyHeadChunk:
         self.spec = key_head_spec(spec)
 
     @cute.jit
-    def launch(self, *values):
+    def launch(self, *values: Any):
         """values: Params, clusters of the grid at most, split_if_longest_exceeds (0), stream."""
         params, (max_clusters, _, stream) = packed_params(values)
         work_tiles = (cute.size(params.cu_seqlens, mode=[0]) - 1) * self.spec.units
@@ -57,7 +59,7 @@ class KeyHeadChunk:
 
 
 @cute.jit
-def run_block(spec, params, copies):
+def run_block(spec: ChunkSpec, params: ChunkParams, copies: TokenCopies):
     """The whole of a block."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = cutlass.utils.SmemAllocator().allocate(struct_of(key_head_fields(spec)))

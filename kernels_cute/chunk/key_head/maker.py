@@ -13,10 +13,12 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.key_head import shape as head_shape
 from kernels_cute.chunk.key_head.tiles import block_address
-from kernels_cute.chunk.rings import chunks_in, gate_place, key_place, ring_place
+from kernels_cute.chunk.rings import PreparedChunks, chunks_in, gate_place, key_place, ring_place
 from kernels_cute.chunk.roles import inverse, score
 from kernels_cute.chunk.roles import tile_blocks as blocks
+from kernels_cute.chunk.roles.tile_blocks import Lane
 from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, CUM, KEY_BETA, KEY_FACTOR, LAST_CUM, QUERY_FACTOR, TILE_BYTES, VECTOR_BYTES
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 _HALF = 8
@@ -24,7 +26,7 @@ _TRIANGLE = head_shape.TRIANGLE_BYTES
 
 
 @cute.jit
-def maker_warpgroup(spec, storage, scale, prepared, length, warp):
+def maker_warpgroup(spec: ChunkSpec, storage: Any, scale: Float32, prepared: PreparedChunks, length: Int32, warp: Int32):
     """Tiles of a block's own chunks. Rows 16 warp .. of a tile are this warp's."""
     heads = spec.state_heads
     lane = cute.arch.lane_idx()
@@ -110,7 +112,10 @@ def maker_warpgroup(spec, storage, scale, prepared, length, warp):
 
 
 @cute.jit
-def invert(spec, at, kk, diagonal, rows, lowers, scratch, last_words, keeps):
+def invert(
+    spec: ChunkSpec, at: Lane, kk: cute.Tensor, diagonal: cute.Tensor, rows: list[Int32], lowers: list[Int32], scratch: Int32,
+    last_words: list[cute.Tensor], keeps: Any,
+):  # fmt: skip
     """Makes, for each head, the warp's blocks of L, negated, and its inverted diagonal block, to the head's `lower`, the latter
     as a block of M to last_words, too. diagonal: of K K^T.
 
@@ -163,7 +168,7 @@ def lower_words(scaled: Any, columns: Any) -> list[Any]:
 
 
 @cute.jit
-def column_parts(at, rows, scratch):
+def column_parts(at: Lane, rows: list[Int32], scratch: Int32):
     """Computes each head's decays from the last token before the warp's diagonal block to each column left of it, and those times
     the columns' factors of P: by a lane a column instead of by all that have its elements. Returns where this lane's begin."""
     references = [ptx.load_one(own + CUM + cutlass.max(at.warp * 16 - 1, 0) * 4) for own in rows]
@@ -178,7 +183,10 @@ def column_parts(at, rows, scratch):
 
 
 @cute.jit
-def store_m(spec, at, rows, lowers, last_words, scratch, tiles):
+def store_m(
+    spec: ChunkSpec, at: Lane, rows: list[Int32], lowers: list[Int32], last_words: list[cute.Tensor], scratch: Int32,
+    tiles: list[Int32],
+):  # fmt: skip
     """Every head's M. A warp has its own rows' diagonal blocks, and three blocks left of them, whose rows may be others: row 3 of
     blocks of one head, or row 2 of one head and row 1 of the other. scratch: the first warp's."""
     for i in cutlass.range_constexpr(len(rows)):
@@ -234,7 +242,10 @@ def left_blocks(spec: Any, at: Any, number: int, lower: Any, rows: Any, parts: A
 
 
 @cute.jit
-def make_p(spec, at, qk, diagonal, rows, row_query, keeps, to_words):
+def make_p(
+    spec: ChunkSpec, at: Lane, qk: cute.Tensor, diagonal: cute.Tensor, rows: list[Int32], row_query: Any, keeps: Any,
+    to_words: Any,
+):  # fmt: skip
     """Every head's blocks of P, of the warp's rows."""
     row_words, column_parts = to_words
     blocks.diagonal_block(qk, diagonal, at.warp)
@@ -271,7 +282,7 @@ def store_all(at: Any, u: Any, tiles: Any, words: Any, address: Any = blocks.squ
 
 
 @cute.jit
-def vector_values(shared, rows, token):
+def vector_values(shared: Int32, rows: Int32, token: Int32):
     """A token's elements of the row vectors, and the chunk's whole decay. shared: rows with the norms."""
     cum, total = ptx.load_one(rows + CUM + token * 4), ptx.load_one(rows + LAST_CUM)
     key_beta = ptx.load_one(rows + KEY_BETA + token * 4)
@@ -281,7 +292,7 @@ def vector_values(shared, rows, token):
 
 
 @cute.jit
-def publish(spec, storage, values, buffer, at):
+def publish(spec: ChunkSpec, storage: Any, values: Any, buffer: Int32, at: Lane):
     """The row vectors of each head, by 64 threads each."""
     head, token = at.thread // CHUNK, at.thread % CHUNK
     vectors = storage.vectors.data_ptr().toint() + (buffer * spec.state_heads + head) * VECTOR_BYTES

@@ -11,11 +11,15 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.rings import chunks_in, ring_place
 from kernels_cute.chunk.roles import state as common
-from kernels_cute.chunk.roles.tile_blocks import zero_keys
+from kernels_cute.chunk.roles.tile_blocks import Lane, zero_keys
+from kernels_cute.chunk.scheduler import WorkTile
 from kernels_cute.chunk.shape import BUFFERS, CHUNK, VECTOR_BYTES
+from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.chunk.split.segments import Segment
 from kernels_cute.chunk.state_memory import store_checkpoints
 from kernels_cute.common import ptx
 
@@ -33,7 +37,10 @@ def head_sources(spec: Any, storage: Any, by_key: Any, by_token: Any, at: Any, h
 
 
 @cute.jit
-def head_chunks(spec, storage, params, sources, registers, at, work_tile, base, segment):
+def head_chunks(
+    spec: ChunkSpec, storage: Any, params: ChunkParams, sources: Any, registers: Any, at: Lane, work_tile: WorkTile, base: Int32,
+    segment: Segment | None,
+):  # fmt: skip
     """S^T of one head through the chunks of a work tile; base: chunks before it. segment: None."""
     by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors, head = sources
     state, sums, outputs, _, _, operand, operand_words, _, _ = registers

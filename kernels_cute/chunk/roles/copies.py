@@ -1,19 +1,23 @@
 """The warps of the fused chunk kernel that copy: K, Q and V in, O out, tiles to the other block of a pair; and rows of zeros."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from kernels_cute.chunk import operands
-from kernels_cute.chunk.arguments import partition_keys, partition_tiles
-from kernels_cute.chunk.rings import chunks_in, ring_place
+from kernels_cute.chunk.arguments import TokenCopies, partition_keys, partition_tiles
+from kernels_cute.chunk.rings import PreparedChunks, chunks_in, ring_place
+from kernels_cute.chunk.scheduler import WorkTile
 from kernels_cute.chunk.shape import CHUNK, TILE_BYTES, Z_BUFFERS
 from kernels_cute.chunk.signals import announce_outputs, await_rows
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 
 @cute.jit
-def copy_warp(spec, storage, copies, work_tile, base):
+def copy_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, work_tile: WorkTile, base: Int32):
     """K, Q and V into shared memory."""
     if cutlass.const_expr(spec.follows_rows):
         cute.arch.griddepcontrol_wait()
@@ -59,7 +63,9 @@ def copy_warp(spec, storage, copies, work_tile, base):
 
 
 @cute.jit
-def copy_keys(spec, storage, k_atom, from_k, to_k, step, base):
+def copy_keys(
+    spec: ChunkSpec, storage: Any, k_atom: cute.CopyAtom, from_k: cute.Tensor, to_k: cute.Tensor, step: Int32, base: Int32
+):
     stage, parity = ring_place(spec.key_stages, base + step)
     full = storage.k_full.data_ptr() + stage
     cute.arch.mbarrier_wait(storage.k_empty.data_ptr() + stage, parity ^ 1)
@@ -69,7 +75,9 @@ def copy_keys(spec, storage, k_atom, from_k, to_k, step, base):
 
 
 @cute.jit
-def copy_queries(spec, storage, q_atom, from_q, to_q, step, base):
+def copy_queries(
+    spec: ChunkSpec, storage: Any, q_atom: cute.CopyAtom, from_q: cute.Tensor, to_q: cute.Tensor, step: Int32, base: Int32
+):
     """Copies Q into a ring of its own, with the norm: V's place is free long after Q's."""
     stage, parity = ring_place(spec.query_stages, base + step)
     full = storage.q_full.data_ptr() + stage
@@ -80,7 +88,7 @@ def copy_queries(spec, storage, q_atom, from_q, to_q, step, base):
 
 
 @cute.jit
-def store_normed_warp(spec, storage, copies, out, work_tile, base):
+def store_normed_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, out: cute.Tensor, work_tile: WorkTile, base: Int32):
     """The same of results that score has made of the outputs, and z into shared memory for it, two chunks ahead: the place of z
     of the chunk before last is free when its result is there."""
     from_o, to_o = partition_tiles(
@@ -105,7 +113,9 @@ def store_normed_warp(spec, storage, copies, out, work_tile, base):
 
 
 @cute.jit
-def copy_gates(spec, storage, z_atom, from_z, to_z, step, base):
+def copy_gates(
+    spec: ChunkSpec, storage: Any, z_atom: cute.CopyAtom, from_z: cute.Tensor, to_z: cute.Tensor, step: Int32, base: Int32
+):
     buffer, _ = ring_place(Z_BUFFERS, base + step)
     full = storage.z_full.data_ptr() + buffer
     with cute.arch.elect_one():
@@ -114,7 +124,9 @@ def copy_gates(spec, storage, z_atom, from_z, to_z, step, base):
 
 
 @cute.jit
-def store_warp(spec, storage, copies, out, work_tile, base, empty):
+def store_warp(
+    spec: ChunkSpec, storage: Any, copies: TokenCopies, out: cute.Tensor, work_tile: WorkTile, base: Int32, empty: str
+):
     """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read. empty: name
     of its barriers. The heads of a work tile take turns."""
     owners = [work_tile if i == 0 else work_tile._replace(head=work_tile.head + i) for i in range(spec.state_heads)]
@@ -142,7 +154,10 @@ def store_warp(spec, storage, copies, out, work_tile, base, empty):
 
 
 @cute.jit
-def store_outputs(spec, storage, atom, source, target, out, work_tile, step, stage):
+def store_outputs(
+    spec: ChunkSpec, storage: Any, atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, out: cute.Tensor,
+    work_tile: WorkTile, step: Int32, stage: Int32,
+):  # fmt: skip
     """A chunk of O from its stage to memory, in a bulk group of its own."""
     lane = cute.arch.lane_idx()
     # Here, not in the warps that wrote O: they would wait for it.
@@ -160,7 +175,10 @@ def store_outputs(spec, storage, atom, source, target, out, work_tile, step, sta
 
 
 @cute.jit
-def zero_rows(out, work_tile, column0, warp, lane, first, last, step, begin=0):
+def zero_rows(
+    out: cute.Tensor, work_tile: WorkTile, column0: Int32, warp: Int32, lane: Int32, first: Int32, last: Int32, step: Int32,
+    begin: Any = 0,
+):  # fmt: skip
     """Zeros in 64 columns of rows begin + first up to begin + last, 16 of every `step`: those of a padding sequence, or a
     sequence's share of those beyond the last sequence."""
     row, column = warp * 4 + lane // 8, column0 + lane % 8 * 8
@@ -171,7 +189,7 @@ def zero_rows(out, work_tile, column0, warp, lane, first, last, step, begin=0):
 
 
 @cute.jit
-def hand_over_warp(storage, tiles, prepared, length, rank):
+def hand_over_warp(storage: Any, tiles: Any, prepared: PreparedChunks, length: Int32, rank: Int32):
     """M, the vectors and, where there is one, P of this block's chunks to the other block. tiles: (field, bytes of a buffer)."""
     other = rank ^ 1
     ready = storage.ready.data_ptr() + rank

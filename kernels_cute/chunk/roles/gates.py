@@ -6,14 +6,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkSummaryParams
 from kernels_cute.chunk import scheduler
-from kernels_cute.chunk.rings import chunks_in, gate_place, prepared_chunks
+from kernels_cute.chunk.rings import PreparedChunks, chunks_in, gate_place, prepared_chunks
+from kernels_cute.chunk.scheduler import WorkTile
 from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, CUM, KEY_BETA, LOG2E, LOWEST_LOG_DECAY, SOFTPLUS_THRESHOLD
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 
 @cute.jit
-def gate_warp(spec, storage, params, work_tile, prepared, prefetched=None):
+def gate_warp(
+    spec: ChunkSpec, storage: Any, params: ChunkParams | ChunkSummaryParams, work_tile: WorkTile, prepared: PreparedChunks,
+    prefetched: Any = None,
+):  # fmt: skip
     """Compute the cumulative log2 decay and beta of every chunk this block prepares. The loads of the next chunk are issued
     first, so the wait for a free buffer hides their latency. prefetched: loads of the first chunk, if they are on their way."""
     begin, length, head = work_tile.begin, work_tile.live_length, work_tile.head
@@ -39,7 +45,9 @@ def gate_warp(spec, storage, params, work_tile, prepared, prefetched=None):
 
 
 @cute.jit
-def schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, work_tile):
+def schedule_and_gate(
+    spec: ChunkSpec, storage: Any, params: ChunkParams, is_sorted: Boolean, cluster: Int32, rank: Int32, work_tile: WorkTile
+):
     """Does all of the gate warp's work. work tile: the first one, where nothing is sorted."""
     clusters = scheduler.num_clusters(spec)
     loads = cute.make_rmem_tensor(cute.make_layout(scheduler.load_slots(spec.paired) + 2), Int32)
@@ -97,7 +105,10 @@ def head_offset(x: Any, head: Any) -> Any:
 
 
 @cute.jit
-def make_gates(spec, params, words, minus_rate, bias, valid, lane):
+def make_gates(
+    spec: ChunkSpec, params: ChunkParams | ChunkSummaryParams, words: cute.Tensor, minus_rate: Float32, bias: Float32,
+    valid: Int32, lane: Int32,
+):  # fmt: skip
     """Cumulative log2 decays and beta of a lane's two tokens; those past the end have g = 0 and beta = 0."""
     logs, strengths = (cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2))
     for i in cutlass.range_constexpr(2):

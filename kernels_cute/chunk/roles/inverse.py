@@ -11,10 +11,12 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands, shape
-from kernels_cute.chunk.rings import chunks_in, gate_place, key_place
+from kernels_cute.chunk.rings import PreparedChunks, chunks_in, gate_place, key_place
 from kernels_cute.chunk.roles import tile_blocks as blocks
 from kernels_cute.chunk.roles.maker_tiles import store_scaled
+from kernels_cute.chunk.roles.tile_blocks import Lane
 from kernels_cute.chunk.shape import CHUNK, CUM, KEY_BETA, KEY_FACTOR, TILE_BYTES
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 _BLOCK = 16  # diagonal blocks of the inverse
@@ -23,7 +25,7 @@ _COLUMN_PITCH = 80  # bytes of a row of a diagonal block of L, by columns
 
 
 @cute.jit
-def inverse_warpgroup(spec, storage, prepared, length, warp):
+def inverse_warpgroup(spec: ChunkSpec, storage: Any, prepared: PreparedChunks, length: Int32, warp: Int32):
     """M of a block's own chunks. Rows 16 warp .. of a tile are this warp's; of the lower triangle it computes the 16 x 16 blocks
     left of the diagonal and the diagonal one, the rest stays zero. A set of a maker block leaves M with its diagonal, in `plain`,
     and in `m` M with rows decayed to the last token and scaled by norms and beta, in parts."""
@@ -119,7 +121,7 @@ def inverse_warpgroup(spec, storage, prepared, length, warp):
 
 
 @cute.jit
-def key_factors(spec, at, diagonal, rows):
+def key_factors(spec: ChunkSpec, at: Lane, diagonal: cute.Tensor, rows: Any):
     """1 / |k| from the diagonal of K K^T, by the lanes that hold it; and that times beta, where beta was. rows: of a head; a list
     of several has 1 / |k| in the first head's."""
     heads = rows if isinstance(rows, list) else [rows]
@@ -135,7 +137,7 @@ def key_factors(spec, at, diagonal, rows):
 
 
 @cute.jit
-def store_lower(at, kk, lower, columns, row_scale):
+def store_lower(at: Lane, kk: cute.Tensor, lower: Int32, columns: Int32, row_scale: Any):
     """The warp's blocks of L left of the diagonal, negated, from those of K K^T."""
     for u in cutlass.range_constexpr(3):
         if u < at.warp:
@@ -148,7 +150,10 @@ def store_lower(at, kk, lower, columns, row_scale):
 
 
 @cute.jit
-def invert_block(at, diagonal, inverse, row_scale, columns, lower, scratch, lane_column):
+def invert_block(
+    at: Lane, diagonal: cute.Tensor, inverse: cute.Tensor, row_scale: Any, columns: Int32, lower: Int32, scratch: Int32,
+    lane_column: Float32,
+):  # fmt: skip
     """The warp's diagonal block of (I + L)^-1; to `inverse` and, in float16, to `lower`. diagonal: of K K^T; columns: of the
     block's rows of factors. With the block as [[B, 0], [N, C]], both halves by forward substitution in float32, a lane per
     column, side by side; then -C^-1 N B^-1 as two products of float16."""
@@ -204,7 +209,9 @@ def join_halves(upper: Any, last: Any, below: Any) -> list[Any]:
 
 
 @cute.jit
-def next_block(at, left, lower, columns, reference, row_decay, u: cutlass.Constexpr):
+def next_block(
+    at: Lane, left: cute.Tensor, lower: Int32, columns: Int32, reference: Float32, row_decay: Any, u: cutlass.Constexpr
+):
     """Block u of the warp's row of A, to `left`, from those right of it; returns it with decays, as M has it."""
     matrix_row, zero = at.lane % 16, (Float32(0.0),) * 4
     sums = [zero, zero]

@@ -4,12 +4,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.operands import accumulators, multiply, register_operand, smem_operand_b, tiled_mma
 from kernels_cute.chunk.roles import tile_blocks as blocks
+from kernels_cute.chunk.roles.tile_blocks import Lane
 from kernels_cute.chunk.shape import CHUNK, TILE_BYTES
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 
@@ -28,7 +31,10 @@ def store_scaled(spec: Any, at: Any, plain: Any, m_tile: Any, u: Any, values: An
 
 
 @cute.jit
-def fold_tiles(spec, storage, at, p_words, stage, group, sets: cutlass.Constexpr, parity):
+def fold_tiles(
+    spec: ChunkSpec, storage: Any, at: Lane, p_words: cute.Tensor, stage: Int32, group: Int32, sets: cutlass.Constexpr,
+    parity: Int32,
+):  # fmt: skip
     """Z = (M exp(c_last - c) f beta)^T K and P M, with M from the inverse warpgroup: what the state is multiplied with.
 
     sets: number of them in the block.

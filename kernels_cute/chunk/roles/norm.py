@@ -23,6 +23,7 @@ from cutlass import Float32, Int32, Int64
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.rings import ring_place
 from kernels_cute.chunk.shape import SUM_BUFFERS, TILE_BYTES, Z_BUFFERS
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 from kernels_cute.common.memory import load, pointer, sigmoid
 
@@ -61,7 +62,9 @@ def sums_address(storage: Any, place: Place, count: Any, is_own: bool) -> Any:
 
 
 @cute.jit
-def norm_chunks(spec, storage, terms, place, first, last, chunks, done):
+def norm_chunks(
+    spec: ChunkSpec, storage: Any, terms: NormTerms, place: Place, first: Int32, last: Int32, chunks: Int32, done: Int32
+):
     """A(n) and B(n - 1) for n from first up to last; chunks: those with outputs, of all; done: those that `norm_rest` has
     finished."""
     for count in cutlass.range(first, last, unroll=1):
@@ -78,7 +81,7 @@ def unfinished(chunks: Any, rank: Any) -> Any:
 
 
 @cute.jit
-def send_sums(spec, storage, place, count):
+def send_sums(spec: ChunkSpec, storage: Any, place: Place, count: Int32):
     """A."""
     stage, parity = ring_place(spec.stages, count)
     cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
@@ -103,7 +106,7 @@ def send_sums(spec, storage, place, count):
 
 
 @cute.jit
-def apply_norm(spec, storage, terms, place, count):
+def apply_norm(spec: ChunkSpec, storage: Any, terms: NormTerms, place: Place, count: Int32):
     """B."""
     column = (place.other ^ 1) * 64 + place.unit * _VECTOR
     rWeight = cute.make_rmem_tensor(_VECTOR, Float32)

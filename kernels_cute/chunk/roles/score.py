@@ -11,16 +11,21 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands, shape
-from kernels_cute.chunk.rings import chunks_in, gate_place, key_place, ring_place
+from kernels_cute.chunk.rings import PreparedChunks, chunks_in, gate_place, key_place, ring_place
 from kernels_cute.chunk.roles import tile_blocks as blocks
 from kernels_cute.chunk.roles.maker_tiles import fold_tiles
 from kernels_cute.chunk.roles.norm import norm_chunks
+from kernels_cute.chunk.roles.tile_blocks import Lane
 from kernels_cute.chunk.shape import CHUNK, CUM, KEY_BETA, KEY_FACTOR, QUERY_FACTOR
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 
 @cute.jit
-def score_warpgroup(spec, storage, scale, prepared, length, warp, norm=None, done=None):
+def score_warpgroup(
+    spec: ChunkSpec, storage: Any, scale: Float32, prepared: PreparedChunks, length: Int32, warp: Int32, norm: Any = None,
+    done: Int32 | None = None,
+):  # fmt: skip
     """P and the vectors of the same chunks, rows and blocks as inverse_warpgroup's; in a maker block, Z and P M instead of P.
     norm, done: (terms, place) and `done` of norm_chunks; with them the outputs of the two chunks before one of these."""
     in_maker_block = prepared.group is not None
@@ -93,7 +98,10 @@ def score_warpgroup(spec, storage, scale, prepared, length, warp, norm=None, don
 
 
 @cute.jit
-def make_p(spec, at, qk, diagonal, p_words, rows, row_query, keeps):
+def make_p(
+    spec: ChunkSpec, at: Lane, qk: cute.Tensor, diagonal: cute.Tensor, p_words: cute.Tensor, rows: Int32, row_query: Any,
+    keeps: Any,
+):  # fmt: skip
     """The warp's blocks of P, as words, from those of Q K^T."""
     columns, warp = rows + at.pair * 8, at.warp
     row_cum = blocks.row_values(rows + CUM, at.row0)
@@ -195,7 +203,7 @@ def query_squares_by_elements(spec: Any, words: Any) -> list[Any]:
 
 
 @cute.jit
-def publish_vectors(vectors, rows, thread):
+def publish_vectors(vectors: Int32, rows: Int32, thread: Int32):
     cum, total = ptx.load_one(rows + CUM + thread * 4), ptx.load_one(rows + shape.LAST_CUM)
     key, key_beta, query = (ptx.load_one(rows + kind + thread * 4) for kind in (KEY_FACTOR, KEY_BETA, QUERY_FACTOR))
     grown = cute.math.exp2(cum, fastmath=True)

@@ -10,13 +10,15 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.rings import chunks_in, ring_place
 from kernels_cute.chunk.roles.copies import zero_rows
-from kernels_cute.chunk.roles.tile_blocks import lane_of, zero_keys
-from kernels_cute.chunk.scheduler import note_record, read_record
+from kernels_cute.chunk.roles.tile_blocks import Lane, lane_of, zero_keys
+from kernels_cute.chunk.scheduler import WorkTile, note_record, read_record
 from kernels_cute.chunk.shape import BUFFERS, CHUNK
-from kernels_cute.chunk.split.segments import start_of_segment
+from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.chunk.split.segments import Segment, start_of_segment
 from kernels_cute.chunk.state_memory import fetch_state, settle_state, store_checkpoints, store_state
 from kernels_cute.common import ptx
 
@@ -57,7 +59,10 @@ def of_head(work_tile: Any, head: Any) -> Any:
 
 
 @cute.jit
-def state_warpgroup(spec, storage, params, warp, segment, single_tile, form=None, head=None):
+def state_warpgroup(
+    spec: ChunkSpec, storage: Any, params: ChunkParams, warp: Int32, segment: Segment | None, single_tile: WorkTile | None,
+    form: Any = None, head: Int32 | None = None,
+):  # fmt: skip
     """Run the state role over all work tiles of this block. single_tile: the block's only tile; None reads tiles from the
     scheduler's records. form: what makes the sources and what takes the state through the chunks of a work tile, None =
     state_sources and state_chunks; head: of_head."""
@@ -123,7 +128,10 @@ def state_warpgroup(spec, storage, params, warp, segment, single_tile, form=None
 
 
 @cute.jit
-def state_chunks(spec, storage, params, sources, registers, at, work_tile, base, segment):
+def state_chunks(
+    spec: ChunkSpec, storage: Any, params: ChunkParams, sources: Any, registers: Any, at: Lane, work_tile: WorkTile, base: Int32,
+    segment: Segment | None,
+):  # fmt: skip
     """S^T through the chunks of a work tile; base: chunks before it; sources: of state_warpgroup.
 
     Products but M's are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
@@ -279,7 +287,7 @@ def scale_columns(sums: Any, factors: Any) -> None:
 
 
 @cute.jit
-def put_outputs(spec, outputs, value_lane):
+def put_outputs(spec: ChunkSpec, outputs: cute.Tensor, value_lane: Int32):
     """O, turned on its way to shared memory, takes the place of the V that this warp has read."""
     for i in cutlass.range_constexpr(CHUNK // 16):
         words = [ptx.pack(spec.dtype, outputs[8 * i + 2 * j], outputs[8 * i + 2 * j + 1]) for j in range(4)]
@@ -296,7 +304,7 @@ def arrive_released(spec: Any, tile_released: Any, buffer: Any) -> None:
 
 
 @cute.jit
-def mask_sums(sums, valid, pair):
+def mask_sums(sums: cute.Tensor, valid: Int32, pair: Int32):
     """Zero in columns from valid on: they come from rows of the next sequence and may be anything."""
     for n in cutlass.range_constexpr(CHUNK // 8):
         for odd in cutlass.range_constexpr(2):

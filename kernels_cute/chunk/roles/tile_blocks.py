@@ -4,11 +4,12 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.operands import select
 from kernels_cute.chunk.shape import CHUNK, CUM, TILE_BYTES, WARPGROUP
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 
@@ -77,7 +78,7 @@ def set_words(words: Any, number: int, values: Any) -> None:
 
 
 @cute.jit
-def zero_keys(spec, tile, valid, thread):
+def zero_keys(spec: ChunkSpec, tile: Int32, valid: Int32, thread: Int32):
     """Rows of K from valid on."""
     for i in cutlass.range(cutlass.max(valid, 0) * 8 + thread, CHUNK * 8, WARPGROUP, unroll=1):
         for part in cutlass.range_constexpr(spec.dim // 64):
@@ -85,7 +86,7 @@ def zero_keys(spec, tile, valid, thread):
 
 
 @cute.jit
-def diagonal_block(sums, diagonal, warp):
+def diagonal_block(sums: cute.Tensor, diagonal: cute.Tensor, warp: Int32):
     """The warp's 16 x 16 block on the diagonal out of its 16 rows."""
     for w in cutlass.range_constexpr(4):
         if warp == w:
@@ -112,7 +113,7 @@ def store_block(tile: Any, at: Lane, u: Any, words: Any, address: Any = square_a
 
 
 @cute.jit
-def store_blocks(tile, at, words, address=square_address):
+def store_blocks(tile: Int32, at: Lane, words: cute.Tensor, address: Any = square_address):
     """A warp's blocks: number u of words is column block u, the last one the diagonal block."""
     for u in cutlass.range_constexpr(3):
         if u < at.warp:

@@ -30,7 +30,7 @@ class PartSummaries:
         self.spec = summary_spec(spec)
 
     @cute.jit
-    def launch(self, *values):
+    def launch(self, *values: Any):
         """values: Params, stream."""
         params, stream = ChunkSummaryParams(*values[:-1]), values[-1]
         present = [name for name in _PER_TOKEN if getattr(params, name) is not None]

@@ -27,10 +27,12 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.operands import accumulators, register_operand, tiled_mma
 from kernels_cute.chunk.scheduler import sequence_of
 from kernels_cute.chunk.shape import CHUNK, START_BUFFERS
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.shape import summary_bytes
 from kernels_cute.chunk.state_memory import load_state
 from kernels_cute.common import ptx
@@ -54,7 +56,7 @@ class Segment(NamedTuple):
 
 
 @cute.jit
-def find_segment(spec, params, slot, segment_tokens):
+def find_segment(spec: ChunkSpec, params: ChunkParams, slot: Int32, segment_tokens: Int32):
     sequence = find_sequence(slot, params.cu_seqlens, segment_tokens)
     start, length, _, read_slot = sequence_of(spec, params, sequence)
     first = start // segment_tokens + sequence
@@ -74,7 +76,7 @@ def find_segment(spec, params, slot, segment_tokens):
 
 
 @cute.jit
-def find_sequence(slot, cu_seqlens, segment_tokens):
+def find_sequence(slot: Int32, cu_seqlens: cute.Tensor, segment_tokens: Int32):
     """The last sequence whose first slot is not beyond `slot`: a warp narrows the range 32 fold at a time."""
     lane = cute.arch.lane_idx()
     low = Int32(0)
@@ -119,7 +121,7 @@ def summary_place(spec: Any, address: Any, group: Any, n: int, warp: Any, lane: 
 
 
 @cute.jit
-def bring_start(spec, storage, head, segment):
+def bring_start(spec: ChunkSpec, storage: Any, head: Int32, segment: Segment):
     """The copying warp, before its first chunk."""
     if segment.is_summarized & (segment.index > 1):
         size = spec.transition_tiles * spec.key_bytes
@@ -138,7 +140,10 @@ def bring_start(spec, storage, head, segment):
 
 
 @cute.jit
-def start_of_segment(spec, storage, params, state, head, segment, group, warp, lane):
+def start_of_segment(
+    spec: ChunkSpec, storage: Any, params: ChunkParams, state: cute.Tensor, head: Int32, segment: Segment, group: Int32,
+    warp: Int32, lane: Int32,
+):  # fmt: skip
     """state: S^T before the segment, of the 64 V columns `group`."""
     if segment.is_summarized:
         first = Int32(0)
@@ -153,7 +158,9 @@ def start_of_segment(spec, storage, params, state, head, segment, group, warp, l
 
 
 @cute.jit
-def compose(spec, storage, state, head, segment, group, warp, lane):
+def compose(
+    spec: ChunkSpec, storage: Any, state: cute.Tensor, head: Int32, segment: Segment, group: Int32, warp: Int32, lane: Int32
+):
     """S_1 to S_s of the V columns `group`, s = segment.index > 1."""
     dim, steps = spec.dim, CHUNK // 16
     mma = tiled_mma(BFloat16, dim, True)

@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from gdn.ops.delta_rule.problem import ChunkParams
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkSummaryParams
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.arguments import TokenCopies, is_selected_launch, partition_tiles
 from kernels_cute.chunk.operands import exp2_clamped, load_factors, multiply, set_registers, smem_operand_b, tiled_mma
@@ -35,7 +35,7 @@ from kernels_cute.chunk.scheduler import WorkTile, segment_work_tile, sequence_o
 from kernels_cute.chunk.shape import BUFFERS, CHUNK, CUM, KEY_BETA, KEY_FACTOR, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.barriers import summary_barriers, summary_fields
-from kernels_cute.chunk.split.segments import find_segment, store_summary, summary_address, transition_address
+from kernels_cute.chunk.split.segments import Segment, find_segment, store_summary, summary_address, transition_address
 from kernels_cute.chunk.split.shape import summary_spec
 from kernels_cute.chunk.state_memory import load_state, write_state
 from kernels_cute.chunk.storage import struct_of
@@ -64,7 +64,10 @@ class SummaryChunk:
 
 
 @cute.jit
-def summarize(spec, params, copies, sequence, head, rank, segment=None):
+def summarize(
+    spec: ChunkSpec, params: ChunkParams | ChunkSummaryParams, copies: TokenCopies, sequence: Int32, head: Int32, rank: Int32,
+    segment: Segment | None = None,
+):  # fmt: skip
     """Run a whole block. rank: in the pair; segment: of a split call, None where the summary is of a whole sequence."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = cutlass.utils.SmemAllocator().allocate(struct_of(summary_fields(spec)))
@@ -119,7 +122,7 @@ def summarize(spec, params, copies, sequence, head, rank, segment=None):
 
 
 @cute.jit
-def copy_keys_warp(spec, storage, copies, work_tile, rank):
+def copy_keys_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, work_tile: WorkTile, rank: Int32):
     """K, and V where this block runs h."""
     pieces, stages, begin = spec.dim // 64, spec.stages, work_tile.begin
     k_head, v_head = work_tile.head // spec.k_group, work_tile.head // spec.v_group
@@ -143,7 +146,7 @@ def copy_keys_warp(spec, storage, copies, work_tile, rank):
 
 
 @cute.jit
-def vector_warp(spec, storage, length, prepared):
+def vector_warp(spec: ChunkSpec, storage: Any, length: Int32, prepared: PreparedChunks):
     """The factors that the state warpgroups need of the chunks that this block prepares."""
     lane = cute.arch.lane_idx()
     ready, tile_released = storage.ready.data_ptr(), storage.tile_released.data_ptr()
@@ -172,7 +175,10 @@ def vector_warp(spec, storage, length, prepared):
 
 
 @cute.jit
-def summary_warpgroup(spec, storage, params, work_tile, rank, half, warp, segment):
+def summary_warpgroup(
+    spec: ChunkSpec, storage: Any, params: ChunkParams | ChunkSummaryParams, work_tile: WorkTile, rank: Int32, half: Int32,
+    warp: Int32, segment: Segment | None,
+):  # fmt: skip
     """Compute 64 columns of h or of P."""
     at, may_end_inside = lane_of(warp), segment is None
     lane, pair, dim, head, length = at.lane, at.pair, spec.dim, work_tile.head, work_tile.length
@@ -268,7 +274,10 @@ def summary_warpgroup(spec, storage, params, work_tile, rank, half, warp, segmen
 
 
 @cute.jit
-def start_summary(spec, params, state, head, segment, is_transition, row0, group, warp, lane):
+def start_summary(
+    spec: ChunkSpec, params: ChunkParams | ChunkSummaryParams, state: cute.Tensor, head: Int32, segment: Segment | None,
+    is_transition: Boolean, row0: Int32, group: Int32, warp: Int32, lane: Int32,
+):  # fmt: skip
     """P starts from the identity, and h from zero, but in segment 0 from the sequence's state."""
     state.fill(0.0)
     pair = lane % 4
