@@ -31,7 +31,7 @@ def word_address(words, number):
 
 @cute.jit
 def count_release(address: Int64):
-    """Adds 1 to a word, after all that this thread has written or seen written."""
+    """Add 1 to a word, after everything that this thread has written or has seen written."""
     word = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
     cute.arch.atomic_add(word, Int32(1), sem="release", scope="gpu")
 
@@ -55,7 +55,8 @@ def await_rows(spec: ChunkSpec, copies: TokenCopies, work_tile: WorkTile, step: 
 
 @cute.jit
 def announce_outputs(spec: ChunkSpec, copies: TokenCopies, work_tile: WorkTile, step: Int32, in_flight: cutlass.Constexpr):
-    """Announces this warp's outputs of a chunk once they are in memory; in_flight: of its bulk groups, those of later chunks."""
+    """Announce this warp's outputs of a chunk once they are in memory. in_flight: how many of its bulk groups, those of later
+    chunks, may still be under way."""
     cute.arch.cp_async_bulk_wait_group(in_flight, read=False)
     cute.arch.sync_warp()
     number = chunk_number(work_tile.begin, work_tile.sequence, step)

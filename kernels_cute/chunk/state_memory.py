@@ -25,7 +25,7 @@ def starts_from_initial(spec: ChunkSpec, has_initial_state: cute.Tensor, sequenc
 
 
 def load_state(spec: Any, params: Any, state: Any, owner: Any, head: Any, row0: Any, pair: Any) -> None:
-    """owner: the work tile or segment whose sequence the state belongs to."""
+    """Load the state that a work tile or segment starts from. owner: that work tile or segment."""
     starts = starts_from_initial(spec, params.has_initial_state, owner.sequence, owner.live_length)
     fetch_state(spec, params.initial_state, state, starts, owner.read_slot, head, row0, pair)
     settle_state(spec, params.initial_state, state, state, pair)
@@ -36,16 +36,16 @@ def fetch_state(
     spec: ChunkSpec, initial_state: cute.Tensor, fetched: cute.Tensor, starts: Boolean, read_slot: Int64, head: Int32,
     row0: Int32, pair: Int32,
 ):  # fmt: skip
-    """Asks for a lane's entries of a state, in the order of memory; settle_state makes the state of it."""
+    """Issue the loads of a lane's entries of a state, in the order of memory. settle_state turns them into accumulators."""
     fetched.fill(0.0)
     if cutlass.const_expr(spec.has_initial):
         if starts:
             if cutlass.const_expr(has_wide_accesses(spec, initial_state)):
                 source = wide_address(spec, initial_state, read_slot, head, row0, pair)
-                for place in cutlass.range_constexpr(spec.dim // 8):
-                    values = ptx.load_global_four(source + wide_offset(spec, place))
+                for access in cutlass.range_constexpr(spec.dim // 8):
+                    values = ptx.load_global_four(source + wide_offset(spec, access))
                     for i in cutlass.range_constexpr(4):
-                        fetched[4 * place + i] = values[i]
+                        fetched[4 * access + i] = values[i]
             else:
                 source = state_pointer(spec, initial_state, read_slot, head, row0, pair)
                 for n in cutlass.range_constexpr(spec.dim // 8):
@@ -57,7 +57,7 @@ def fetch_state(
 
 @cute.jit
 def settle_state(spec: ChunkSpec, initial_state: cute.Tensor, fetched: cute.Tensor, state: cute.Tensor, pair: Int32):
-    """The accumulators of what fetch_state asked for. May be the same registers."""
+    """Make the accumulators from what fetch_state has loaded. Both may be the same registers."""
     if cutlass.const_expr(spec.has_initial and has_wide_accesses(spec, initial_state)):
         is_odd = pair % 2 == 1
         for n in cutlass.range_constexpr(0, spec.dim // 8, 2):
@@ -92,7 +92,7 @@ def store_state(spec: ChunkSpec, params: ChunkParams, state: cute.Tensor, work_t
 def store_checkpoints(
     spec: ChunkSpec, params: ChunkParams, state: cute.Tensor, sequence: Int32, head: Int32, done: Int32, row0: Int32, pair: Int32
 ):
-    """The state after `done` tokens of the sequence, to every slot that asks for it: of the pool, or of a tensor of their own."""
+    """Store the state after `done` tokens of the sequence to every slot that asks for it, of the pool or of checkpoint_states."""
     target = params.final_state
     if cutlass.const_expr(params.checkpoint_states is not None):
         target = params.checkpoint_states
@@ -144,9 +144,9 @@ def wide_address(spec: Any, states: Any, slot: Any, head: Any, row0: Any, pair: 
     return states.iterator.toint() + offset * 4
 
 
-def wide_offset(spec: Any, place: int) -> int:
-    """Bytes to a lane's four number `place`: 16 K columns and 8 V rows take turns."""
-    return place // 2 * 64 + place % 2 * 8 * spec.dim * 4
+def wide_offset(spec: Any, access: int) -> int:
+    """Return the bytes to access number `access` of a lane, of four values: 16 K columns and 8 V rows take turns."""
+    return access // 2 * 64 + access % 2 * 8 * spec.dim * 4
 
 
 def state_pointer(spec: Any, states: Any, slot: Any, head: Any, row0: Any, pair: Any) -> Any:

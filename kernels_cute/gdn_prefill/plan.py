@@ -128,7 +128,8 @@ def _clusters(problem: GdnPrefillProblem, device: DeviceSpec, conv_blocks: int) 
 
 
 def _time(problem: GdnPrefillProblem, takes_turns: bool) -> float:
-    """Microseconds side by side, where all work tiles run at once, or a cluster has a head of every sequence in turn."""
+    """Return the microseconds of the call side by side, where all work tiles run at once, or where a cluster takes one head of
+    every sequence in turn."""
     sequences = max(problem.num_sequences, 1)
     if takes_turns:
         return (problem.num_tokens / CHUNK + sequences / 2) * _CHUNK_IN_TURN + sequences * _WORK_TILE_IN_TURN + _ENDS

@@ -48,7 +48,7 @@ def conv_fakes(problem: GdnPrefillProblem) -> Conv1dParams:
 
 
 class PrefillNorm(RmsNormGated, params=RmsNormGatedParams):
-    """The gated norm in place: rows of zeros, which are those of padding, stay zero whatever z holds there."""
+    """The gated norm in place. Rows of zeros, which are those of padding, stay zero whatever z holds there."""
 
     def __init__(self, problem: GdnPrefillProblem, config: NormConfig) -> None:
         super().__init__(parts.norm_problem(problem), config)

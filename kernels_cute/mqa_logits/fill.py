@@ -13,14 +13,14 @@ from kernels_cute.mqa_logits.tiles import Lengths, PagedTiles, RaggedTiles, Work
 
 @cute.jit
 def fill(row: cute.Pointer, element_type: cutlass.Constexpr, first: Int32, end: Int32, step: Int32):
-    """-inf in every step-th column of a row from first to end."""
+    """Write -inf to every step-th column of a row, from first to end."""
     for column in cutlass.range(first, end, step, unroll=4):
         cute.make_tensor(row + column, cute.make_layout(1))[0] = element_type(-Float32.inf)
 
 
 @cute.jit
 def ragged_warp(tiles: RaggedTiles, params: MqaLogitsParams, work: Work, half: Int32):
-    """-inf in the columns of a part that lie outside a row's range; two warps share the rows."""
+    """Write -inf to the columns that lie outside of each row's range. Two warps share the rows of a block's parts."""
     ranges = ranges_of(params._replace(skip_rows_up_to=Int32(0)), work)
     out, dtype, lane = params.out, params.out.element_type, cute.arch.lane_idx()
     block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -49,7 +49,7 @@ def ragged_warp(tiles: RaggedTiles, params: MqaLogitsParams, work: Work, half: I
 
 @cute.jit
 def paged_warp(tiles: PagedTiles, params: PagedMqaLogitsParams, lengths: Lengths, half: Int32):
-    """-inf from each row's length on. Rows are dealt over blocks; where they are few, parts of rows are."""
+    """Write -inf from each row's length on. Rows are dealt over blocks; if there are few, parts of rows are."""
     out = params.out
     columns = cute.size(out, mode=[1])
     lane = cute.arch.lane_idx()

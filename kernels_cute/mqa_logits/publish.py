@@ -45,7 +45,7 @@ def publish_ragged_item(
     tiles: RaggedTiles, storage: Any, weights: cute.Tensor, ranges: Ranges, row0: Int32, tile_first: Int32, tile_end: Int32,
     ring: Any,
 ):  # fmt: skip
-    """Publishes one item, where it holds anything; the place that comes next in the ring."""
+    """Publish one item, if it holds anything. Return the stage and parity that come next in the ring."""
     stage, parity = ring
     lane = cute.arch.lane_idx()
     sItems = storage.items.get_tensor(cute.make_layout(4 * tiles.query_stages))
@@ -87,7 +87,7 @@ def publish_paged_item(
     tiles: PagedTiles, storage: Any, weights: cute.Tensor, lengths: Lengths, job: Int32, tile: Int32, num_tiles: Int32, _: Int32,
     ring: Any,
 ):  # fmt: skip
-    """Lengths and weights of an item's drafts; 0 for a draft beyond the last: nothing of it is stored."""
+    """Publish the lengths and weights of an item's drafts. A draft beyond the last has length 0, so nothing of it is stored."""
     stage, parity = ring
     lane, sequence, draft0 = cute.arch.lane_idx(), job // tiles.passes, job % tiles.passes * tiles.drafts
     sItems = storage.items.get_tensor(cute.make_layout(4 * tiles.query_stages))

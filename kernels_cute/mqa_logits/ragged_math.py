@@ -47,18 +47,18 @@ def math_warpgroup(tiles: RaggedTiles, storage: Any, params: MqaLogitsParams, mm
     else:
         rTotals = cute.make_rmem_tensor(cute.make_layout(2 * tiles.groups), Float32)  # over the key heads of a tile
         registers = (products.product_tensor(tiles, mma), rWeights, rTotals)
-    place = (half, warp, key_lane, query_lane)
-    take = partial(score_item, tiles, storage, params._replace(scale=scale), operands, registers, rWeights, place)
+    lane_at = (half, warp, key_lane, query_lane)
+    take = partial(score_item, tiles, storage, params._replace(scale=scale), operands, registers, rWeights, lane_at)
     products.walk_published(tiles, storage, half, take)
 
 
 @cute.jit
 def score_item(
-    tiles: RaggedTiles, storage: Any, params: Any, operands: Any, registers: Any, rWeights: cute.Tensor, place: Any, item: Any,
-    key_ring: Any,
+    tiles: RaggedTiles, storage: Any, params: MqaLogitsParams, operands: Any, registers: Any, rWeights: cute.Tensor, lane_at: Any,
+    item: Any, key_ring: Any,
 ):  # fmt: skip
-    """The scores of an item; the next place of the ring of keys."""
-    half, warp, key_lane, query_lane = place
+    """Compute and store the scores of an item. Return the stage and parity that come next in the ring of keys."""
+    half, warp, key_lane, query_lane = lane_at
     stage, row0, tile_first, tile_end = item
     sWeights = storage.weights.get_tensor(cute.make_layout(tiles.slots * tiles.num_heads))
     slot = stage * tiles.queries + query_lane
@@ -76,7 +76,8 @@ def score_item(
 
 @cute.jit
 def key_factors(tiles: RaggedTiles, scales: Any, first_kv: cutlass.Constexpr):
-    """Scales of this lane's two keys for the key heads of a round. Asked for before the products, they cost no wait."""
+    """Load the scales of this lane's two keys for the key heads of a round. The loads are issued before the products, whose time
+    hides them."""
     k_scale, key, _ = scales
     rFactors = cute.make_rmem_tensor(cute.make_layout(2 * tiles.kv_heads_per_round), Float32)
     rFactors.fill(1.0)
@@ -95,7 +96,7 @@ def key_factors(tiles: RaggedTiles, scales: Any, first_kv: cutlass.Constexpr):
 def tile_with_one_set(
     tiles: RaggedTiles, storage: Any, operands: Any, registers: Any, scales: Any, target: Target, tile: Int32, key_ring: Any
 ):
-    """The scores of one key tile; the next place of the ring of keys."""
+    """Score one key tile with one set of accumulators. Return the stage and parity that come next in the ring of keys."""
     rProducts, rWeights, rTotals = registers
     half = target.half
     if cutlass.const_expr(tiles.num_kv_heads > 1):
@@ -135,7 +136,7 @@ def tile_with_one_set(
 def tile_with_two_sets(
     tiles: RaggedTiles, storage: Any, operands: Any, registers: Any, scales: Any, target: Target, tile: Int32, key_ring: Any
 ):
-    """The scores of one key tile; the next place of the ring of keys."""
+    """Score one key tile with two sets of accumulators. Return the stage and parity that come next in the ring of keys."""
     rFirst, rSecond, rWeights, rParts = registers
     half = target.half
     rFactors = key_factors(tiles, scales, 0)
@@ -164,8 +165,8 @@ def half_sums(
     tiles: RaggedTiles, storage: Any, registers: Any, column_half: cutlass.Constexpr, rFactors: cute.Tensor, scale: Float32,
     target: Target, tile: Int32,
 ):  # fmt: skip
-    """Sums a half of the columns, eight of them (two heads of four queries) at a time, and stores the queries that end in it.
-    rParts: the sums of a query that the first half left unfinished."""
+    """Sum half of the columns, eight of them (two heads of four queries) at a time, and store the queries that end in it. rParts:
+    the sums of the query that the first half left unfinished."""
     rProducts, rWeights, rParts = registers
     blocks, pairs = tiles.columns // 16, tiles.num_heads // 2
     for block in cutlass.range_constexpr(blocks):
@@ -189,14 +190,14 @@ def target_of(tiles: RaggedTiles, out: cute.Tensor, row0: Int32, stage: Int32, h
 
 @cute.jit
 def begin_tile(tiles: RaggedTiles, target: Target):
-    """Waits, before a tile's first `put`, until the scores of the tile before have been read from shared memory."""
+    """Wait, before a tile's first `put`, until the scores of the tile before have been read from shared memory."""
     if cutlass.const_expr(tiles.store_width == 32):
         wait_named(SCORES, target.half)
 
 
 @cute.jit
 def put(tiles: RaggedTiles, storage: Any, target: Target, tile: Int32, group: cutlass.Constexpr, low: Float32, high: Float32):
-    """Scores of this lane's query of a group; its keys are key and key + 8."""
+    """Store the scores of this lane's query of a group, for keys key and key + 8, or put them into shared memory."""
     out, lane = target.out, cute.arch.lane_idx()
     key = tile * KEY_ROWS + 16 * target.warp + lane // 4
     if cutlass.const_expr(tiles.store_width == 8):
@@ -213,7 +214,7 @@ def put(tiles: RaggedTiles, storage: Any, target: Target, tile: Int32, group: cu
 
 @cute.jit
 def finish_tile(tiles: RaggedTiles, storage: Any, target: Target, tile: Int32):
-    """Writes, after a tile's last `put`, what went through shared memory."""
+    """Store, after a tile's last `put`, the scores that went through shared memory."""
     if cutlass.const_expr(tiles.store_width == 32):
         out, lane = target.out, cute.arch.lane_idx()
         sScores = storage.scores.get_tensor(cute.make_layout(tiles.score_words))

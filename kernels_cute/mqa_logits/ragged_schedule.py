@@ -27,7 +27,8 @@ EVERYTHING = 2**30
 
 @cute.jit
 def row_range(tiles: RaggedTiles, ranges: Ranges, row: Int32):
-    """A query's keys as (first, end), (0, 0) where it sees none, or too few to be scored, or there is no such row."""
+    """Return a query's keys as (first, end): (0, 0) if it sees none, if they are too few to be scored, or if there is no such
+    row."""
     params, work, num_queries, num_columns = ranges
     # Loads come before the conditions, so that those of several rows travel together.
     near = cutlass.min(row, num_queries - 1)
@@ -47,7 +48,8 @@ def row_range(tiles: RaggedTiles, ranges: Ranges, row: Int32):
 
 @cute.jit
 def seen(tiles: RaggedTiles, ranges: Ranges, query_tile: Int32, wanted: Boolean):
-    """Keys [low, high) that some query of a tile sees, the same in all of the tile's `item_lanes` lanes; high 0: none."""
+    """Return the keys [low, high) that some query of a tile sees; high is 0 if there are none. All `item_lanes` lanes of the tile
+    return the same."""
     low, high = Int32(NO_KEY), Int32(0)
     local0 = cute.arch.lane_idx() % tiles.item_lanes * ROWS_PER_LANE
     if wanted:
@@ -65,8 +67,8 @@ def seen(tiles: RaggedTiles, ranges: Ranges, query_tile: Int32, wanted: Boolean)
 
 @cute.jit
 def item_span(tiles: RaggedTiles, ranges: Ranges, base: Int32, stride: Int32, limit: Int32):
-    """Key tiles [first, end) that some query sees, of `batch` items from base on, one in `item_lanes` lanes each; empty from
-    limit on. Reading a batch at once pays the latency of the ranges once."""
+    """Return the key tiles [first, end) that some query sees, of the `batch` items from base on, each in `item_lanes` lanes;
+    empty from limit on. A batch pays the latency of the ranges once."""
     item, work = base + cute.arch.lane_idx() // tiles.item_lanes * stride, ranges.work
     query_tile, span = item % work.query_tiles, item // work.query_tiles * work.item_tiles
     low, high = seen(tiles, ranges, query_tile, item < limit)
@@ -76,9 +78,9 @@ def item_span(tiles: RaggedTiles, ranges: Ranges, base: Int32, stride: Int32, li
 
 
 @cute.jit
-def walk_items(tiles: RaggedTiles, storage: Any, ranges: Ranges, take: cutlass.Constexpr, places: Any):
-    """places = take(first query row, first key tile, end of the key tiles, places) for this block's items in turn, empty ones
-    too; every warp that walks meets the same."""
+def walk_items(tiles: RaggedTiles, storage: Any, ranges: Ranges, take: cutlass.Constexpr, carried: Any):
+    """Call carried = take(first query row, first key tile, end of the key tiles, carried) for each item of this block, empty ones
+    too, in the same order in every warp that walks."""
     work = ranges.work
     block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     if cutlass.const_expr(tiles.balanced_fraction > 0):
@@ -94,7 +96,7 @@ def walk_items(tiles: RaggedTiles, storage: Any, ranges: Ranges, take: cutlass.C
                 for step in cutlass.range(steps, unroll=1):
                     tile_first, tile_end, position = cut(tiles, lane_first, lane_end, step, position, count, tail)
                     row0 = (base + step * stride) % work.query_tiles * tiles.queries
-                    places = take(row0, tile_first, tile_end, places)
+                    carried = take(row0, tile_first, tile_end, carried)
                 base = base + tiles.batch * stride
             else:
                 tail = Int32(DONE)
@@ -105,13 +107,13 @@ def walk_items(tiles: RaggedTiles, storage: Any, ranges: Ranges, take: cutlass.C
                 tile_first = cute.arch.shuffle_sync(lane_first, step * tiles.item_lanes)
                 tile_end = cute.arch.shuffle_sync(lane_end, step * tiles.item_lanes)
                 row0 = (base + step * blocks) % work.query_tiles * tiles.queries
-                places = take(row0, tile_first, tile_end, places)
-    return places
+                carried = take(row0, tile_first, tile_end, carried)
+    return carried
 
 
 @cute.jit
 def head_items(tiles: RaggedTiles, all_tiles: Int64, num_items: Int32, blocks: Int32):
-    """Items dealt round robin: whole rounds. All of them where costs might not fit 32 bits."""
+    """Return the number of items dealt round robin, whole rounds. All items are, if costs might not fit 32 bits."""
     head = num_items
     if cutlass.const_expr(tiles.balanced_fraction > 0):
         rounds = num_items // blocks
@@ -139,7 +141,8 @@ def clear_costs(tiles: RaggedTiles, storage: Any):
 
 @cute.jit
 def sum_costs(tiles: RaggedTiles, storage: Any, params: MqaLogitsParams, work: Work, worker: Int32, workers: cutlass.Constexpr):
-    """Fills loads and tails, cleared before; each of `workers` warps takes its share. The caller synchronises afterwards."""
+    """Fill loads and tails, which have been cleared. Each of `workers` warps adds up its share; the caller synchronises
+    afterwards."""
     ranges, lane = ranges_of(params, work), cute.arch.lane_idx()
     loads = storage.loads.data_ptr().toint()
     blocks, _, _ = cute.arch.grid_dim()
@@ -158,15 +161,15 @@ def sum_costs(tiles: RaggedTiles, storage: Any, params: MqaLogitsParams, work: W
             word = item % blocks
             if item >= work.head_items:
                 word = tiles.num_blocks + (item - work.head_items) // items_of_part
-            place = cute.make_ptr(Int32, loads + 4 * word, cute.AddressSpace.smem, assumed_align=4)
-            cute.arch.red(place, num_tiles + tiles.item_cost, op="add", dtype=Int32, sem="relaxed", scope="cta")
+            address = cute.make_ptr(Int32, loads + 4 * word, cute.AddressSpace.smem, assumed_align=4)
+            cute.arch.red(address, num_tiles + tiles.item_cost, op="add", dtype=Int32, sem="relaxed", scope="cta")
             span = span + tiles.item_lanes
 
 
 @cute.jit
 def tail_run(tiles: RaggedTiles, storage: Any, work: Work):
-    """This block's run of the items held back: (item to start from, cost from the run's start to there, at most 0, cost of the
-    run)."""
+    """Return this block's run of the items held back: the item to start from, the cost from the run's start to that item (at most
+    0), and the cost of the run."""
     if cutlass.const_expr(tiles.balanced_fraction < 8):
         wait_named(COSTS)
     lane = cute.arch.lane_idx()
@@ -193,7 +196,8 @@ def tail_run(tiles: RaggedTiles, storage: Any, work: Work):
 
 @cute.jit
 def skip(tiles: RaggedTiles, lane_first: Int32, lane_end: Int32, position: Int32, tail: Int32):
-    """(items of a batch to look at, position): none where the whole batch comes before this block's run."""
+    """Return the items of a batch to look at, and the position. There are none if the whole batch comes before this block's
+    run."""
     steps = Int32(tiles.batch)
     if tail != 0:
         own = Int32(0)
@@ -207,7 +211,7 @@ def skip(tiles: RaggedTiles, lane_first: Int32, lane_end: Int32, position: Int32
 
 @cute.jit
 def cut(tiles: RaggedTiles, lane_first: Int32, lane_end: Int32, step: Int32, position: Int32, count: Int32, tail: Int32):
-    """Key tiles [first, end) of an item of the batch that are in this block's run, and the position after the item."""
+    """Return the key tiles [first, end) of an item of the batch that are in this block's run, and the position after the item."""
     item_first = cute.arch.shuffle_sync(lane_first, step * tiles.item_lanes)
     num_tiles = cute.arch.shuffle_sync(lane_end, step * tiles.item_lanes) - item_first
     tile_first, tile_end = item_first, item_first + num_tiles

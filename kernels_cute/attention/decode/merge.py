@@ -20,7 +20,7 @@ _load_pair_of_words = ptx.instruction("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];
 
 @cute.jit
 def load_gates(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work, rGates: cute.Tensor):
-    """Gates of the units that the thread will write, two words each; where it writes fewer, any."""
+    """Load the gates of the units that the thread will write, two words each. A thread that writes fewer units loads any."""
     thread, _, _ = cute.arch.thread_idx()
     row_units = cutlass.const_expr(spec.dim // VECTOR)
     for place in cutlass.range_constexpr(0, spec.gate_words, 2):
@@ -33,7 +33,7 @@ def load_gates(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: 
 
 @cute.jit
 def merge(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, work: Work, rGates):
-    """Merges the parts that the math warps have stored, by all threads of the block."""
+    """Merge the parts that the math warps have stored. All threads of the block take part."""
     thread, _, _ = cute.arch.thread_idx()
     ring, sums = storage.ring.data_ptr().toint(), storage.sums.data_ptr().toint()
     block_part = ring + 4 * spec.math_warps * spec.part_floats
@@ -86,7 +86,7 @@ load_pair_from_block, load_four_from_block = _from_block(2), _from_block(4)
 
 @cute.jit
 def combined(places: cutlass.Constexpr, load_pair: cutlass.Constexpr, load_four: cutlass.Constexpr):
-    """(best, total, four entries of O) over parts; places: addresses of (best, total), and of the entries."""
+    """Return (best, total, four entries of O) over all parts. places: the addresses of (best, total) and of the entries."""
     sums = [load_pair(of_sums) for of_sums, _ in places]
     parts = [load_four(of_part) for _, of_part in places]
     best = Float32(LOWEST)
@@ -104,7 +104,8 @@ def combined(places: cutlass.Constexpr, load_pair: cutlass.Constexpr, load_four:
 
 @cute.jit
 def write(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work, head, d, best, total, values, rGates):
-    """Entries of O, and with the first of a head its log-sum-exp. Takes the gates' first two words, and moves the others up."""
+    """Write entries of O, and with a head's first entry its log-sum-exp. The gates' first two words are used up, and the others
+    move up."""
     row = work.kv_set * spec.heads + head
     factor, lse = Float32(0.0), -Float32.inf
     if total != 0.0:  # NaN too

@@ -47,7 +47,8 @@ def copy_warp(tiles: cutlass.Constexpr, storage, params, lists, warp, lane):
 
 @cute.jit
 def take_item(tiles: cutlass.Constexpr, storage, params, lists, number, warp, lane):
-    """The next item that has queries: (steps, -1 = there is none; first token, queries, key head, tile)."""
+    """Take the next item that has queries. Return (steps, or -1 if there is none; first token, number of queries, key head,
+    tile)."""
     sTaken = storage.taken.get_tensor(cute.make_layout(2 * ITEM_WORDS))
     slot = (number & 1) * ITEM_WORDS  # two, so that no warp still reads what the first writes
     if warp == 0 and lane == 0:
@@ -75,7 +76,8 @@ def take_item(tiles: cutlass.Constexpr, storage, params, lists, number, warp, la
 
 @cute.jit
 def publish(storage, number, item, warp, lane):
-    """Tells the math warps the item; the copies of its queries count with it. queries_free was waited for."""
+    """Tell the math warps about the item. The copies of its queries count on the same barrier; the caller has waited for
+    queries_free."""
     sRecords = storage.records.get_tensor(cute.make_layout(2 * ITEM_WORDS))
     full = place(storage, "queries_full")
     if warp == 0 and lane == 0:
@@ -87,7 +89,8 @@ def publish(storage, number, item, warp, lane):
 
 @cute.jit
 def copy_item(tiles: cutlass.Constexpr, storage, params, lists, item, rings, number, warp, lane):
-    """All steps of an item; the next places of the rings. Keys go a step ahead of values, as the math warps take them."""
+    """Copy all steps of an item, keys one step ahead of values, as the math warps take them. Return the stages and parities that
+    come next in the rings."""
     steps, first, count, kv_head, tile = item
     unit = lane % tiles.units
     k_head = params.k_cache.iterator.toint() + (Int64(kv_head) * params.k_cache.stride[2]) * 2 + unit * 16
@@ -130,7 +133,7 @@ def copy_item(tiles: cutlass.Constexpr, storage, params, lists, item, rings, num
 
 @cute.jit
 def copy_queries(tiles: cutlass.Constexpr, storage, params, item, number, warp, lane):
-    """The 128 rows of an item's queries. Rows that are no query's repeat the last one's; what becomes of them is not stored."""
+    """Copy the 128 rows of an item's queries. Rows without a query repeat the last one; their results are not stored."""
     steps, first, count, kv_head, tile = item
     base = params.q.iterator.toint() + lane % tiles.units * 16
     cute.arch.mbarrier_wait(place(storage, "queries_free"), (number & 1) ^ 1)
@@ -144,7 +147,7 @@ def copy_queries(tiles: cutlass.Constexpr, storage, params, item, number, warp, 
 
 @cute.jit
 def gather(tiles: cutlass.Constexpr, tile, base, offset, warp, lane):
-    """16 rows of a tile in shared memory. base: of this lane's unit of a row; offset: bytes, of row lane % 16."""
+    """Copy 16 rows of a tile to shared memory. base: of this lane's unit of a row; offset: bytes, of row lane % 16."""
     unit = lane % tiles.units
     piece = tile + (unit // 8) * (STEP * PIECE_BYTES) + warp * (WARP_ROWS * PIECE_BYTES)
     low, high = Int32(offset & Int64(0xFFFFFFFF)), Int32(offset >> 32)

@@ -32,7 +32,7 @@ def by_rows(tiles: Any, count: int) -> Any:
 
 
 def by_columns(tiles: Any, count: int) -> Any:
-    """(dim, rows, count): the same bytes as an operand whose contraction runs along rows."""
+    """(dim, rows, count): the bytes of `by_rows`, as an operand whose contraction runs along rows."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, tiles.dtype)
     return cute.tile_to_shape(atom, (tiles.dim, STEP, count), order=(1, 0, 2))
 
@@ -183,7 +183,7 @@ def release(storage, name: cutlass.Constexpr, stage, lane):
 
 @cute.jit
 def weigh(tiles: cutlass.Constexpr, storage, registers, lanes, stage):
-    """p in place of the scores, m and the sums; factors of o for the new m. Frees the stage of the keys."""
+    """Replace the scores by p, update m and the sums, and return the factors of o for the new m. Frees the stage of the keys."""
     rScores, _, _, rMost, rSums = registers
     bits, factor, lane = lanes
     masks = storage.masks.data_ptr().toint() + stage * (STEP * tiles.mask_bytes) + lane % 4 * (2 * tiles.mask_bytes)
@@ -221,7 +221,7 @@ def weigh(tiles: cutlass.Constexpr, storage, registers, lanes, stage):
 
 
 def column_masks(tiles: Any, address: Any) -> tuple[Any, Any]:
-    """Words that hold the masks of two neighbouring columns; of 16 bits, the second is in the upper half."""
+    """Return the words that hold the masks of two neighbouring columns. With 16-bit masks the second one is in the upper half."""
     if tiles.mask_bytes == 2:
         word = Uint32(ptx.load_word(address))
         return word, word

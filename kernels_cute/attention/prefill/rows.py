@@ -87,7 +87,7 @@ def store_lse(tiles: cutlass.Constexpr, params, place, row, most, total):
 
 @cute.jit
 def repeat_row(tiles: cutlass.Constexpr, params, lists, item, row, lane):
-    """A row from its own query's positions alone, by a warp: a lane has dim / 32 neighbouring columns."""
+    """Compute a row again from its own query's positions alone. A warp does it; a lane has dim / 32 neighbouring columns."""
     steps, first, count, kv_head, tile = item
     bit = Int32(1) << (row // tiles.group)
     rows, masks = rows_address(lists, tile), masks_address(tiles, lists, tile)

@@ -30,8 +30,8 @@ ITEM_WORDS = 8  # of an item's record in shared memory: steps, first token, quer
 
 
 def barriers(key_stages: int, value_stages: int) -> BarrierTable:
-    """Three rings: an item's queries with its record (one stage), keys with their masks, values. Completion of a thread's copies
-    is an arrival of its own on x_full. The dealer is the first copy warp, which takes the items."""
+    """Make three rings: an item's queries with its record (one stage), keys with their masks, and values. A thread arrives once
+    on x_full when its copies complete. The dealer is the first copy warp, which takes the items."""
     copied, read = Arrivals("copy", "thread", what="copied"), Arrivals("math", "warp", what="read")
     record = Arrivals("dealer", "role", what="record")
     return BarrierTable(

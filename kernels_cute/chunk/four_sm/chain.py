@@ -74,8 +74,8 @@ def chain_warpgroup(spec: ChunkSpec, form: Any, storage: Any, route: Any, params
                 n = 2 * i + m
                 for side in cutlass.range_constexpr(2):
                     value0, value1 = ptx.unpack(spec.dtype, values[4 * i + 2 * m + side])
-                    place = 4 * n + 2 * side
-                    word = (value0 - factors[2 * n] * sums[place], value1 - factors[2 * n + 1] * sums[place + 1])
+                    index = 4 * n + 2 * side
+                    word = (value0 - factors[2 * n] * sums[index], value1 - factors[2 * n + 1] * sums[index + 1])
                     operand_words[2 * n + side] = ptx.pack(spec.dtype, *word)
             if valid < 16 * (i + 1):
                 mask_words(operand_words, i, valid, pair)
@@ -120,16 +120,16 @@ def chain_warpgroup(spec: ChunkSpec, form: Any, storage: Any, route: Any, params
 
 @cute.jit
 def mask_words(words: cute.Tensor, i: cutlass.Constexpr, valid: Int32, pair: Int32):
-    """Zero in columns from valid on of k step i: they come from rows of the next sequence and may be anything."""
+    """Zero the columns of k step i from `valid` on. They come from rows of the next sequence and may hold anything."""
     for m in cutlass.range_constexpr(2):
         column = 16 * i + 8 * m + 2 * pair
         for side in cutlass.range_constexpr(2):
-            place = 4 * i + 2 * m + side
+            index = 4 * i + 2 * m + side
             if column + 1 >= valid:
-                word = words[place] & 0xFFFF
+                word = words[index] & 0xFFFF
                 if column >= valid:
                     word = Int32(0)
-                words[place] = word
+                words[index] = word
 
 
 @cute.jit
@@ -137,7 +137,7 @@ def expect_chunk(
     spec: ChunkSpec, storage: Any, state: cute.Tensor, values: cute.Tensor, factors: cute.Tensor, step: Int32, num_chunks: Int32,
     warp: Int32, lane: Int32,
 ):  # fmt: skip
-    """Fetches all that a chunk needs besides U: V, the factors of K S, S decayed to its last token; waits for Q."""
+    """Fetch what a chunk needs besides U: V and the factors of K S. Decay the state to the chunk's last token, and wait for Q."""
     stage, slot = step % spec.stages, step % SLOTS
     vector = vector_address(storage, slot, lane % 4)
     if step < num_chunks:

@@ -20,7 +20,7 @@ from kernels_cute.chunk.spec import ChunkSpec
 
 @cute.jit
 def maker_copy_warp(spec: ChunkSpec, form: Any, storage: Any, copies: TokenCopies, work_tile: WorkTile):
-    """K and Q of this block's chunks, for either set. K first: M is made from it, and takes longest."""
+    """Load K and Q of this block's chunks, for either set. K comes first: M is made from it, and takes longest."""
     number, num_chunks = work_tile.piece, chunks_in(work_tile.live_length)
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, SETS, spec.key_stages)
     here = Int32(1) << (number + form.first_maker)  # a bit for every rank that gets a tile
@@ -45,7 +45,7 @@ def maker_copy_warp(spec: ChunkSpec, form: Any, storage: Any, copies: TokenCopie
 
 @cute.jit
 def chain_copy_warp(spec: ChunkSpec, form: Any, storage: Any, copies: TokenCopies, work_tile: WorkTile):
-    """K and Q of a chain block: one chain loads for both, the other arms its own barriers."""
+    """Load K and Q of a chain block. One chain loads for both; the other only arms its own barriers."""
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, spec.stages, spec.stages)
     k_full, k_empty, q_full, q_empty = (x.data_ptr() for x in (storage.k_full, storage.k_empty, storage.q_full, storage.q_empty))
     for step in cutlass.range(chunks_in(work_tile.live_length), unroll=1):
@@ -62,8 +62,8 @@ def bring(
     atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer, empty: cute.Pointer, parity: Int32,
     rank: Int32, loader: cutlass.Constexpr,
 ):  # fmt: skip
-    """Arms `full`, and loads where it is this block that does so. The other block's copy may come before `full` is armed: a
-    phase does not end without its arrival."""
+    """Arm `full`, and load if this block is the one that loads. The other block's copy may arrive before `full` is armed; the
+    phase still ends only after the arrival here."""
     if rank == loader:
         cute.arch.mbarrier_wait(empty, parity ^ 1)
     else:
@@ -76,7 +76,7 @@ def bring(
 
 @cute.jit
 def value_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, out: cute.Tensor, work_tile: WorkTile):
-    """V in, and O out of the same places; once an O is read, the place takes another V."""
+    """Load V and store O, which lies where V was. A stage takes the next V once its O has been read."""
     begin, head, piece, stages = work_tile.begin, work_tile.head, work_tile.piece, spec.stages
     v_head = head // spec.v_group
     to_v, from_v = partition_tiles(spec, storage.v, copies.v_atom, copies.v, spec.columns, stages, begin, v_head, piece)

@@ -95,26 +95,26 @@ class RingForm:
         """Zeroes the words."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        place = (block * CLEAR_THREADS + thread) * 16
-        if place < num_bytes:
-            ptx.store_global_words(workspace.iterator.toint() + place, [Int32(0)] * 4)
+        offset = (block * CLEAR_THREADS + thread) * 16
+        if offset < num_bytes:
+            ptx.store_global_words(workspace.iterator.toint() + offset, [Int32(0)] * 4)
 
     @cute.jit
     def place(self, chain: Any, workspace: cute.Tensor, warp: Int32):
         """The block's place by the ticket of its pair."""
         block, _, _ = cute.arch.block_idx()
         rank = block % 2
-        ticket_place = chain.ticket.data_ptr().toint()
+        ticket_address = chain.ticket.data_ptr().toint()
         if warp == 0:
             if rank == 0:
                 with cute.arch.elect_one():
-                    ptx.store_word(ticket_place, ptx.count_up(workspace.iterator.toint()))
+                    ptx.store_word(ticket_address, ptx.count_up(workspace.iterator.toint()))
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        ticket = cute.arch.make_warp_uniform(ptx.load_from_block(ptx.in_block(ticket_place, Int32(0))))
+        ticket = cute.arch.make_warp_uniform(ptx.load_from_block(ptx.in_block(ticket_address, Int32(0))))
         if warp == 0:
             # For the end, where it would have cost a register all the way.
-            ptx.store_word(ticket_place + 4, ticket)
+            ptx.store_word(ticket_address + 4, ticket)
         return ticket // 2, ticket % 2, rank
 
     @cute.jit
@@ -128,8 +128,8 @@ class RingForm:
 
     @cute.jit
     def leave(self, chain: Any):
-        """Waits for the other launch, because the stream's next work waits for this launch alone. The last group's
-        blocks do: the others' SMs are free for what has not begun."""
+        """Wait for the other launch in the blocks of the last group: the stream's next work waits for this launch alone. The
+        other blocks leave, so that their SMs are free for blocks that have not begun."""
         blocks, _, _ = cute.arch.grid_dim()
         if ptx.load_word(chain.ticket.data_ptr().toint() + 4) // 2 == blocks // shape.BLOCKS - 1:
             cute.arch.griddepcontrol_wait()
@@ -139,7 +139,7 @@ class RingForm:
 
     @cute.jit
     def wait_for_count(self, word: Int64, count: Int32):
-        """Waits until a word that only grows is at least `count`; returns what it is."""
+        """Wait until a word that only grows is at least `count`, and return its value."""
         found = ptx.load_acquire(word)
         while found < count:
             ptx.sleep(_POLL_NANOSECONDS)
@@ -169,8 +169,8 @@ class RingForm:
 
     @cute.jit
     def tile_warp(self, storage: Any, route: Any, length: Int32, rank: Int32):
-        """Z, P M and the vectors from the ring: one chain loads them for both, the other arms its own barrier once the last fill
-        of the slot is there."""
+        """Load Z, P M and the vectors from the ring. One chain loads for both. The other arms its own barrier once the last fill
+        of the slot has arrived."""
         words, slots, _ = route
         made, next1, next2, next3 = Int32(0), Int32(0), Int32(0), Int32(0)  # by the set of this step, of the next, ...
         for step in cutlass.range(chunks_in(length), unroll=1):
@@ -188,8 +188,8 @@ class RingForm:
                 with cute.arch.elect_one():
                     source = slots + step % shape.RING * shape.HANDED_BYTES
                     for field, size, before in handed(storage):
-                        place, chains = field.data_ptr().toint() + slot * size, Int16((1 << shape.CHAINS) - 1)
-                        ptx.copy_from_global_to_blocks(place, source + before, Int32(size), ready.toint(), chains)
+                        target, chains = field.data_ptr().toint() + slot * size, Int16((1 << shape.CHAINS) - 1)
+                        ptx.copy_from_global_to_blocks(target, source + before, Int32(size), ready.toint(), chains)
                     if step % shape.TAKEN_EVERY == shape.TAKEN_EVERY - 1:
                         # What was in this slot has left the ring. Rarely, for a release takes long.
                         ptx.store_release(words + shape.TAKEN * shape.WORD_BYTES, step - shape.SLOTS + 1)

@@ -15,7 +15,7 @@ from kernels_cute.chunk.spec import ChunkSpec
 
 @cute.jit
 def copy_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, work_tile: WorkTile, base: Int32):
-    """K a chunk ahead of Q, and of the V of every head."""
+    """Load K, one chunk ahead of Q and of the V of every head."""
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, spec.stages, spec.key_stages)
     sides = []
     for i in cutlass.range_constexpr(spec.state_heads):
@@ -38,8 +38,8 @@ def copy_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, work_tile: Wor
         copy_tile(q_full, q_empty, copies.q_atom, from_q[None, step], to_q, stage, parity, spec.key_bytes)
         for i in cutlass.range_constexpr(spec.state_heads):
             to_v, from_v = sides[i]
-            place, turn = ring_place(spec.value_stages, (base + step) * spec.state_heads + i)
-            copy_tile(v_full, v_empty, copies.v_atom, from_v[None, step], to_v, place, turn, spec.value_bytes)
+            value_stage, value_parity = ring_place(spec.value_stages, (base + step) * spec.state_heads + i)
+            copy_tile(v_full, v_empty, copies.v_atom, from_v[None, step], to_v, value_stage, value_parity, spec.value_bytes)
         if cutlass.const_expr(spec.prefetch > 0):
             if step + spec.prefetch < num_chunks:
                 for atom, source in (
@@ -55,7 +55,7 @@ def copy_tile(
     full: cute.Pointer, empty: cute.Pointer, atom: cute.CopyAtom, source: cute.Tensor, targets: cute.Tensor, stage: Int32,
     parity: Int32, size: cutlass.Constexpr,
 ):  # fmt: skip
-    """One tile into its stage, as soon as it is free."""
+    """Copy one tile into its stage, as soon as the stage is free."""
     cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, size)

@@ -18,7 +18,7 @@ from kernels_cute.common import ptx
 
 @cute.jit
 def copy_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, work_tile: WorkTile, base: Int32):
-    """K, Q and V into shared memory."""
+    """Load K, Q and V into shared memory."""
     if cutlass.const_expr(spec.follows_rows):
         cute.arch.griddepcontrol_wait()
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, spec.query_stages, spec.key_stages)
@@ -78,7 +78,7 @@ def copy_keys(
 def copy_queries(
     spec: ChunkSpec, storage: Any, q_atom: cute.CopyAtom, from_q: cute.Tensor, to_q: cute.Tensor, step: Int32, base: Int32
 ):
-    """Copies Q into a ring of its own, with the norm: V's place is free long after Q's."""
+    """Copy Q into a ring of its own, with the norm: V's place is free long after Q's."""
     stage, parity = ring_place(spec.query_stages, base + step)
     full = storage.q_full.data_ptr() + stage
     cute.arch.mbarrier_wait(storage.q_empty.data_ptr() + stage, parity ^ 1)
@@ -89,8 +89,8 @@ def copy_queries(
 
 @cute.jit
 def store_normed_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, out: cute.Tensor, work_tile: WorkTile, base: Int32):
-    """The same of results that score has made of the outputs, and z into shared memory for it, two chunks ahead: the place of z
-    of the chunk before last is free when its result is there."""
+    """Copy the normalised outputs to global memory, and load z two chunks ahead. A z buffer is free once the result of its chunk
+    has been written."""
     from_o, to_o = partition_tiles(
         spec, storage.v, copies.out_atom, copies.out, 64, spec.stages, work_tile.begin, work_tile.head, work_tile.piece
     )
@@ -127,8 +127,8 @@ def copy_gates(
 def store_warp(
     spec: ChunkSpec, storage: Any, copies: TokenCopies, out: cute.Tensor, work_tile: WorkTile, base: Int32, empty: str
 ):
-    """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read. empty: name
-    of its barriers. The heads of a work tile take turns."""
+    """Copy the outputs to global memory, and free their stage: everything else of it has been read by then. empty: name of the
+    stage's barriers. The heads of a work tile take turns."""
     owners = [work_tile if i == 0 else work_tile._replace(head=work_tile.head + i) for i in range(spec.state_heads)]
     sides = [
         partition_tiles(spec, storage.v, copies.out_atom, copies.out, 64, spec.value_stages, one.begin, one.head, one.piece)
@@ -158,7 +158,7 @@ def store_outputs(
     spec: ChunkSpec, storage: Any, atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, out: cute.Tensor,
     work_tile: WorkTile, step: Int32, stage: Int32,
 ):  # fmt: skip
-    """A chunk of O from its stage to memory, in a bulk group of its own."""
+    """Copy one chunk of O from its stage to global memory, in a bulk group of its own."""
     lane = cute.arch.lane_idx()
     # Here, not in the warps that wrote O: they would wait for it.
     cute.arch.fence_proxy("async.shared", space="cta")
@@ -179,8 +179,8 @@ def zero_rows(
     out: cute.Tensor, work_tile: WorkTile, column0: Int32, warp: Int32, lane: Int32, first: Int32, last: Int32, step: Int32,
     begin: Any = 0,
 ):  # fmt: skip
-    """Zeros in 64 columns of rows begin + first up to begin + last, 16 of every `step`: those of a padding sequence, or a
-    sequence's share of those beyond the last sequence."""
+    """Write zeros to 64 columns of rows begin + first to begin + last, 16 rows in every `step`: for a padding sequence, or for
+    this sequence's share of the rows after the last one."""
     row, column = warp * 4 + lane // 8, column0 + lane % 8 * 8
     zero = [Int32(0)] * 4
     for i in cutlass.range(first + row, last, step, unroll=1):
@@ -190,7 +190,8 @@ def zero_rows(
 
 @cute.jit
 def hand_over_warp(storage: Any, tiles: Any, prepared: PreparedChunks, length: Int32, rank: Int32):
-    """M, the vectors and, where there is one, P of this block's chunks to the other block. tiles: (field, bytes of a buffer)."""
+    """Copy M, the vectors and, where there is one, P of the chunks that this block prepares to the other block. tiles: (field,
+    bytes of a buffer)."""
     other = rank ^ 1
     ready = storage.ready.data_ptr() + rank
     barrier = ptx.in_block(storage.ready.data_ptr().toint() + rank * 8, other)

@@ -48,7 +48,8 @@ def gate_warp(
 def schedule_and_gate(
     spec: ChunkSpec, storage: Any, params: ChunkParams, is_sorted: Boolean, cluster: Int32, rank: Int32, work_tile: WorkTile
 ):
-    """Does all of the gate warp's work. work tile: the first one, where nothing is sorted."""
+    """Do all work of the gate warp in a persistent grid: deal work tiles, and make the gates of each. work_tile: the first one,
+    where sequences are not sorted."""
     clusters = scheduler.num_clusters(spec)
     loads = cute.make_rmem_tensor(cute.make_layout(scheduler.load_slots(spec.paired) + 2), Int32)
     if is_sorted:
@@ -75,7 +76,8 @@ def schedule_and_gate(
 
 
 def prefetch_work_tile(spec: Any, params: Any, work_tile: Any, first: Any, lane: Any) -> Any:
-    """ask_gates of a work tile's chunk `first`, and constants of its heads: for each (words, A_log, dt_bias)."""
+    """Issue the loads of chunk `first` of a work tile, and of the constants of its heads. Return (words, A_log, dt_bias) of each
+    head."""
     prefetched = []
     for i in range(spec.state_heads):
         words, head = cute.make_rmem_tensor(cute.make_layout(4), Int32), work_tile.head + i
@@ -87,13 +89,13 @@ def prefetch_work_tile(spec: Any, params: Any, work_tile: Any, first: Any, lane:
 # Loaded values stay as they are in memory until they are used: a conversion, or a branch around the load, would
 # have the warp wait for one answer of the memory after the other.
 def prefetch_gates(spec: Any, params: Any, words: Any, begin: Any, offset: Any, length: Any, head: Any, lane: Any) -> None:
-    """Lane l asks for tokens 2 l and 2 l + 1 of the chunk: g, then beta; 0 past the end."""
+    """Issue the loads of g, then beta, of tokens 2 l and 2 l + 1 of a chunk in lane l; 0 past the sequence's end."""
     for i in range(2):
         token = offset + 2 * lane + i
         for kind, x in enumerate((params.g, params.beta)):
             if x is not None:
-                place, size = Int64(begin + token) * x.stride[0] + head_offset(x, head), x.element_type.width // 8
-                words[2 * kind + i] = ptx.load_global_if(x.iterator.toint() + place * size, size, length - token)
+                element, size = Int64(begin + token) * x.stride[0] + head_offset(x, head), x.element_type.width // 8
+                words[2 * kind + i] = ptx.load_global_if(x.iterator.toint() + element * size, size, length - token)
 
 
 def head_offset(x: Any, head: Any) -> Any:
@@ -109,7 +111,7 @@ def make_gates(
     spec: ChunkSpec, params: ChunkParams | ChunkSummaryParams, words: cute.Tensor, minus_rate: Float32, bias: Float32,
     valid: Int32, lane: Int32,
 ):  # fmt: skip
-    """Cumulative log2 decays and beta of a lane's two tokens; those past the end have g = 0 and beta = 0."""
+    """Return the cumulative log2 decays and the betas of a lane's two tokens. Tokens past the end have g = 0 and beta = 0."""
     logs, strengths = (cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2))
     for i in cutlass.range_constexpr(2):
         log_decay = ptx.number(params.g.element_type, words[i]) if cutlass.const_expr(spec.has_gate) else Float32(0.0)

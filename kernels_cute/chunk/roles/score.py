@@ -26,8 +26,12 @@ def score_warpgroup(
     spec: ChunkSpec, storage: Any, scale: Float32, prepared: PreparedChunks, length: Int32, warp: Int32, norm: Any = None,
     done: Int32 | None = None,
 ):  # fmt: skip
-    """P and the vectors of the same chunks, rows and blocks as inverse_warpgroup's; in a maker block, Z and P M instead of P.
-    norm, done: (terms, place) and `done` of norm_chunks; with them the outputs of the two chunks before one of these."""
+    """Compute P and the row vectors of the chunks that this block prepares. In a maker block, compute Z and P M instead of P. A
+    warp has the rows and blocks that inverse_warpgroup gives it.
+
+    norm, done: (terms, NormLane) and `done` of norm_chunks. With them the outputs of the two chunks before are normed after each
+    P.
+    """
     in_maker_block = prepared.group is not None
     group = prepared.group if cutlass.const_expr(in_maker_block) else 0
     at = blocks.lane_of(warp)
@@ -72,7 +76,7 @@ def score_warpgroup(
             if at.lane == 0:
                 cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + group)
         operands.sync_warpgroup(
-            prepared.sets.score_barrier + group if cutlass.const_expr(in_maker_block) else shape.SCORE_BARRIER
+            prepared.sets.score_barrier + group if cutlass.const_expr(in_maker_block) else shape.NamedBarrier.SCORE
         )
         cute.arch.mbarrier_wait(storage.factors_full.data_ptr() + gate_buffer, gate_turn)
 
@@ -92,9 +96,9 @@ def score_warpgroup(
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive((storage.made if cutlass.const_expr(in_maker_block) else storage.ready).data_ptr() + buffer)
         if cutlass.const_expr(norm is not None):
-            terms, place = norm
+            terms, norm_lane = norm
             count = prepared.base + step
-            norm_chunks(spec, storage, terms, place, cutlass.max(count - 2, done), count, count, done)
+            norm_chunks(spec, storage, terms, norm_lane, cutlass.max(count - 2, done), count, count, done)
 
 
 @cute.jit
@@ -115,8 +119,8 @@ def make_p(
 
 
 def left_scores(qk: Any, u: int, columns: Any, reference: Any, row_part: Any) -> list[Any]:
-    """Block u of P, left of the diagonal block, of the warp's rows. columns: this lane's of the rows of factors; row_part: those
-    of its two rows down to `reference`, which is that of tile_blocks.row_decays."""
+    """Return block u of P, left of the diagonal block, of the warp's rows. columns: this lane's, of the rows of factors;
+    row_part: factors of its two rows down to `reference`, the token of tile_blocks.row_decays."""
     values: list[Any] = [None] * 8
     for m in range(2):
         n = 2 * u + m
@@ -148,8 +152,8 @@ def last_scores(at: Any, diagonal: Any, columns: Any, row_cum: Any, row_query: A
 
 
 def query_factors(spec: Any, words: Any, scale: Any, squares: Any) -> tuple[Any, Any]:
-    """scale / |q| of this lane's two rows, whose columns four lanes share. squares: makes |q|^2 of
-    what it is given as words."""
+    """Return scale / |q| of this lane's two rows, whose columns four lanes share. squares: function of (spec, words) that returns
+    |q|^2."""
     if not spec.normalize:
         return scale, scale
     first, second = squares(spec, words)
@@ -157,8 +161,8 @@ def query_factors(spec: Any, words: Any, scale: Any, squares: Any) -> tuple[Any,
 
 
 def query_squares(spec: Any, words: Any) -> list[Any]:
-    """|q|^2 of this lane's two rows: from the diagonals of the products of the warp's rows with the first and the last eight
-    of them, an eighth of the instructions that single elements take."""
+    """Return |q|^2 of this lane's two rows, from the diagonals of the products of the warp's rows with the first and the last
+    eight of them. That takes an eighth of the instructions of sums over single elements."""
     lane = cute.arch.lane_idx()
     row = lane // 4
     holder = row * 4 + row // 2  # of the four lanes of a row
@@ -173,9 +177,10 @@ def query_squares(spec: Any, words: Any) -> list[Any]:
     return squares
 
 
-def row_squares(spec: Any, place: Any) -> list[Any]:
-    """The same from the tile of Q in shared memory, of which few words are in registers at a time. place: (Lane, tile)."""
-    at, tile = place
+def row_squares(spec: Any, queries: Any) -> list[Any]:
+    """Return |q|^2 of this lane's two rows from the tile of Q in shared memory, with few of its words in registers at a time.
+    queries: (Lane, tile)."""
+    at, tile = queries
     holder = at.row * 4 + at.row // 2
     sums = [(Float32(0.0),) * 4 for _ in range(2)]
     for step in range(spec.dim // 16):
@@ -187,7 +192,7 @@ def row_squares(spec: Any, place: Any) -> list[Any]:
 
 
 def query_squares_by_elements(spec: Any, words: Any) -> list[Any]:
-    """The same by single elements: a maker's warpgroup has no registers for more products."""
+    """Return |q|^2 of this lane's two rows by single elements: a maker's warpgroup has no registers for products."""
     squares = []
     for side in range(2):
         sums = [Float32(0.0)] * 2

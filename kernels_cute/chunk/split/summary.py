@@ -14,6 +14,7 @@ chunks, and by the state warpgroups in the others, whose M comes from the other 
 The barriers: barriers.py. A state warp waits for what inverse made of a stage before it frees the stage.
 """
 
+from enum import IntEnum
 from typing import Any
 
 import cutlass
@@ -43,7 +44,23 @@ from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
 
 _STATE_REGISTERS, _INVERSE_REGISTERS, _COPY_REGISTERS = 168, 136, 40  # a thread
-STATE_GROUPS = 2
+
+
+class Role(IntEnum):
+    """First warp of each role of a block; that of COPY loads."""
+
+    STATE = 0  # two warpgroups
+    INVERSE = 8
+    COPY = 12
+
+
+class Copier(IntEnum):
+    """Warps of the copying warpgroup."""
+
+    LOAD = 0
+    GATES = 1
+    VECTORS = 2
+    HAND_OVER = 3
 
 
 class SummaryChunk:
@@ -96,23 +113,23 @@ def summarize(
         work_tile = WorkTile(sequence, head, 0, None, *sequence_of(spec, params, sequence))
         whole = work_tile._replace(length=chunks_in(work_tile.length) * CHUNK)  # for roles that count whole chunks
     prepared = PreparedChunks(rank if cutlass.const_expr(spec.paired) else Int32(0), spec.aux_step)
-    if warp < 4 * STATE_GROUPS:
+    if warp < Role.INVERSE:
         set_registers(spec, _STATE_REGISTERS)
         summary_warpgroup(spec, storage, params, work_tile, rank, warp // 4, warp % 4, segment)
-    elif warp < 4 * (STATE_GROUPS + 1):
+    elif warp < Role.COPY:
         set_registers(spec, _INVERSE_REGISTERS)
         inverse_warpgroup(spec, storage, prepared, work_tile.length, warp % 4)
     else:
         set_registers(spec, _COPY_REGISTERS)
         copier = warp % 4
-        if copier == 0:
+        if copier == Copier.LOAD:
             copy_keys_warp(spec, storage, copies, whole, rank)
-        if copier == 1:
+        if copier == Copier.GATES:
             gate_warp(spec, storage, params, work_tile, prepared)
-        if copier == 2:
+        if copier == Copier.VECTORS:
             vector_warp(spec, storage, whole.length, prepared)
         if cutlass.const_expr(spec.paired):
-            if copier == 3:
+            if copier == Copier.HAND_OVER:
                 tiles = ((storage.m, TILE_BYTES), (storage.vectors, VECTOR_BYTES))
                 hand_over_warp(storage, tiles, prepared, work_tile.length, rank)
     if cutlass.const_expr(spec.paired):
@@ -123,7 +140,7 @@ def summarize(
 
 @cute.jit
 def copy_keys_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, work_tile: WorkTile, rank: Int32):
-    """K, and V where this block runs h."""
+    """Load K, and V in a block that runs h."""
     pieces, stages, begin = spec.dim // 64, spec.stages, work_tile.begin
     k_head, v_head = work_tile.head // spec.k_group, work_tile.head // spec.v_group
     to_k, from_k = partition_tiles(spec, storage.k, copies.k_atom, copies.k, spec.dim, stages, begin, k_head, 0)
@@ -147,7 +164,7 @@ def copy_keys_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, work_tile
 
 @cute.jit
 def vector_warp(spec: ChunkSpec, storage: Any, length: Int32, prepared: PreparedChunks):
-    """The factors that the state warpgroups need of the chunks that this block prepares."""
+    """Compute the factors that the state warpgroups need of the chunks that this block prepares."""
     lane = cute.arch.lane_idx()
     ready, tile_released = storage.ready.data_ptr(), storage.tile_released.data_ptr()
     for step in cutlass.range(prepared.first, length // CHUNK, prepared.stride, unroll=1):
@@ -228,9 +245,9 @@ def summary_warpgroup(
                 factors = ptx.load_pair(vector + shape.STATE_KEY + n * 32)
                 for side in cutlass.range_constexpr(2):
                     value0, value1 = ptx.unpack(spec.dtype, values[2 * m + side])
-                    place = 4 * n + 2 * side
-                    sums[place] = value0 - factors[0] * sums[place]
-                    sums[place + 1] = value1 - factors[1] * sums[place + 1]
+                    index = 4 * n + 2 * side
+                    sums[index] = value0 - factors[0] * sums[index]
+                    sums[index + 1] = value1 - factors[1] * sums[index + 1]
         if cutlass.const_expr(may_end_inside):
             if valid < CHUNK:
                 mask_sums(sums, valid, pair)
@@ -244,7 +261,7 @@ def summary_warpgroup(
                 # Both warpgroups store the same zeros; each waits for its own.
                 zero_keys(spec, storage.k.data_ptr().toint() + stage * spec.key_bytes, valid, warp * 32 + lane)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                operands.sync_warpgroup(shape.STATE_BARRIER + half)
+                operands.sync_warpgroup(shape.NamedBarrier.STATE + half)
         last = ptx.load_one(vector + shape.LAST_DECAY - pair * 8)
         for i in cutlass.range_constexpr(dim // 2):
             state[i] = state[i] * last
@@ -294,16 +311,16 @@ def start_summary(
 
 
 def store_transition(spec: Any, address: Any, state: Any, row0: Any, pair: Any) -> None:
-    """This warpgroup's rows of P^T, as summands, in the order of K tiles."""
+    """Store this warpgroup's rows of P^T, as two bfloat16 summands, in the order of K tiles."""
     tile = address + Int64(row0 // CHUNK * spec.key_bytes)
     row = row0 % CHUNK
     for n in range(spec.dim // 8):
         piece = tile + n // 8 * TILE_BYTES
         for side in range(2):
-            place = operands.address(Int32(0), row + 8 * side, n % 8) + pair * 4
+            offset = operands.address(Int32(0), row + 8 * side, n % 8) + pair * 4
             first, second = state[4 * n + 2 * side], state[4 * n + 2 * side + 1]
             word = ptx.pack(BFloat16, first, second)
-            ptx.store_global_word(piece + Int64(place), word)
+            ptx.store_global_word(piece + Int64(offset), word)
             high0, high1 = ptx.unpack(BFloat16, word)
             rest = ptx.pack(BFloat16, first - high0, second - high1)
-            ptx.store_global_word(piece + Int64(place + spec.dim * spec.dim * 2), rest)
+            ptx.store_global_word(piece + Int64(offset + spec.dim * spec.dim * 2), rest)
