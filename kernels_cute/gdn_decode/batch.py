@@ -16,6 +16,7 @@ from kernels_cute.common.state_tile import opaque_place
 from kernels_cute.gdn_decode.convolution import convolve_row, loaded_item, place_in_row, store_column
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
 from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, place_of_gates
+from kernels_cute.gdn_decode.token import total_of_parts
 
 
 def opaque_block(block: Block) -> Block:
@@ -107,10 +108,4 @@ def wait_for_squares(spec: Spec, block: Block, turn: Int32, parity: Int32, share
 def sum_of_squares(spec: Spec, token: Int32, parity: Int32, shared: Shared):
     """The head's sum of squares of a token's outputs."""
     sums = shared.sums + parity * spec.parity_bytes + token * (4 * spec.padded_parts)
-    total = Float32(0.0)
-    for i in cutlass.range_constexpr(0, spec.parts - 3, 4):
-        four = ptx.load_four(sums + 4 * i)
-        total += (four[0] + four[1]) + (four[2] + four[3])
-    for i in cutlass.range_constexpr(spec.parts // 4 * 4, spec.parts):
-        total += ptx.load_one(sums + 4 * i)
-    return total
+    return total_of_parts(spec, sums)

@@ -218,10 +218,21 @@ def store_intermediate(spec: Spec, params: GdnDecodeParams, block: Block, step: 
 
 
 @cute.jit
+def total_of_parts(spec: Spec, sums: Int32):
+    """Return the sum of the parts of all warps of the head, from shared memory."""
+    total = Float32(0.0)
+    for i in cutlass.range_constexpr(0, spec.parts - 3, 4):
+        four = ptx.load_four(sums + 4 * i)
+        total += (four[0] + four[1]) + (four[2] + four[3])
+    for i in cutlass.range_constexpr(spec.parts // 4 * 4, spec.parts):
+        total += ptx.load_one(sums + 4 * i)
+    return total
+
+
+@cute.jit
 def sum_of_squares(spec: Spec, block: Block, step: Int32, parity: Int32, shared: Shared):
     """Return the head's sum of squares of outputs, once all its warps have sent theirs."""
     sums, sums_full = shared.sums, shared.sums_full
-    total = Float32(0.0)
     if cutlass.const_expr(spec.splits > 1):
         cute.arch.mbarrier_wait(sums_full + parity, step // 2 % 2)
         if cutlass.const_expr(spec.has_several_tokens):
@@ -230,12 +241,7 @@ def sum_of_squares(spec: Spec, block: Block, step: Int32, parity: Int32, shared:
         sums = sums + parity * spec.parity_bytes
     else:
         cute.arch.sync_threads()
-    for i in cutlass.range_constexpr(0, spec.parts - 3, 4):
-        four = ptx.load_four(sums + 4 * i)
-        total += (four[0] + four[1]) + (four[2] + four[3])
-    for i in cutlass.range_constexpr(spec.parts // 4 * 4, spec.parts):
-        total += ptx.load_one(sums + 4 * i)
-    return total
+    return total_of_parts(spec, sums)
 
 
 @cute.jit

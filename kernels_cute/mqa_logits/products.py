@@ -46,8 +46,8 @@ def query_partition(tiles, tma, sQueries, kv_head):
 
 
 def tiled_mma(tiles):
-    """Make a wgmma that takes KEY_ROWS keys and the columns of one product. Every user makes its own, since `set` changes the
-    value only where it is called."""
+    """Make a wgmma that takes KEY_ROWS keys and the columns of one product. Each place that uses one makes it anew, because `set`
+    turns it into a value of that place."""
     columns, k_major, source = tiles.product_columns // tiles.accumulator_sets, OperandMajorMode.K, warpgroup.OperandSource.SMEM
     if tiles.dtype is cutlass.BFloat16:
         op = warpgroup.MmaF16BF16Op(tiles.dtype, Float32, (KEY_ROWS, columns, 16), source, k_major, k_major)

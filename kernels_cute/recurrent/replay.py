@@ -163,12 +163,7 @@ def log_gates(spec: Spec, inputs: Inputs, gate: HeadGate):
         log_alpha = inputs.g[0].to(Float32)
         if cutlass.const_expr(spec.use_gate):
             log_alpha = log_decay(log_alpha + gate.bias, gate.minus_decay)
-    beta = Float32(1.0)
-    if cutlass.const_expr(spec.has_beta):
-        beta = inputs.beta[0].to(Float32)
-        if cutlass.const_expr(spec.problem.use_beta_sigmoid):
-            beta = 1.0 / (1.0 + cute.math.exp(-beta))
-    return log_alpha, beta
+    return log_alpha, tokens.beta_of(spec, inputs)
 
 
 @cute.jit

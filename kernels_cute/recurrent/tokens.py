@@ -159,18 +159,24 @@ def multiply(spec: Spec, inputs: Inputs, gate: HeadGate, rState: cute.Tensor, wo
 
 
 @cute.jit
+def beta_of(spec: Spec, inputs: Any):
+    """Return the token's beta, 1 where the problem has none."""
+    beta = Float32(1.0)
+    if cutlass.const_expr(spec.has_beta):
+        beta = inputs.beta[0].to(Float32)
+        if cutlass.const_expr(spec.problem.use_beta_sigmoid):
+            beta = 1.0 / (1.0 + cute.math.exp(-beta))
+    return beta
+
+
+@cute.jit
 def gates(spec: Spec, inputs: Inputs, gate: HeadGate):
     """Decay and beta of a token."""
     alpha = Float32(1.0)
     if cutlass.const_expr(spec.has_gate):
         g = inputs.g[0].to(Float32)
         alpha = decay(g + gate.bias, gate.minus_decay) if spec.use_gate else cute.math.exp(g)
-    beta = Float32(1.0)
-    if cutlass.const_expr(spec.has_beta):
-        beta = inputs.beta[0].to(Float32)
-        if cutlass.const_expr(spec.problem.use_beta_sigmoid):
-            beta = 1.0 / (1.0 + cute.math.exp(-beta))
-    return alpha, beta
+    return alpha, beta_of(spec, inputs)
 
 
 @cute.jit

@@ -96,14 +96,14 @@ def copy_row(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams,
     gKeys, gValues = params.k_cache, params.v_cache
     head = Int64(work.kv_set * spec.kv_heads)
     base = gKeys.iterator.toint()
-    place = block * gKeys.stride[0] + Int64(offset) * gKeys.stride[1] + head * gKeys.stride[2]
+    element = block * gKeys.stride[0] + Int64(offset) * gKeys.stride[1] + head * gKeys.stride[2]
     head_stride = gKeys.stride[2]
     if lane >= TILE:
         base = gValues.iterator.toint()
-        place = block * gValues.stride[0] + Int64(offset) * gValues.stride[1] + head * gValues.stride[2]
+        element = block * gValues.stride[0] + Int64(offset) * gValues.stride[1] + head * gValues.stride[2]
         head_stride = gValues.stride[2]
     target = storage.ring.data_ptr().toint() + stage * spec.stage_bytes + lane * spec.pitch
     full = (storage.full.data_ptr() + stage).toint()
     for piece in cutlass.range_constexpr(spec.pieces):
-        source = base + (place + piece * head_stride) * (gKeys.element_type.width // 8)
+        source = base + (element + piece * head_stride) * (gKeys.element_type.width // 8)
         ptx.copy_from_global(target + piece * spec.piece_bytes, source, Int32(spec.piece_bytes), full)

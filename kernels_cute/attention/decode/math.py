@@ -71,11 +71,11 @@ def load_queries(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work
     address = params.q.iterator.toint() + row * spec.head_bytes + lane % 4 * 4
     words = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
     gWords = cute.make_tensor(words, cute.make_layout(spec.dim // 2))
-    for place in cutlass.range_constexpr(2 * spec.steps):
-        word = gWords[4 * place]
+    for index in cutlass.range_constexpr(2 * spec.steps):
+        word = gWords[4 * index]
         if head >= spec.group:
             word = Int32(0)
-        rQuery[place] = word
+        rQuery[index] = word
 
 
 @cute.jit

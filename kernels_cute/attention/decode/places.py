@@ -22,9 +22,9 @@ def sequence_of(params: SparseDecodeParams, token: Int32):
     upto = Int32(0)
     for base in cutlass.range(0, count, 32 * _AT_ONCE, unroll=1):
         for part in cutlass.range_constexpr(_AT_ONCE):
-            place = base + 32 * part + lane
-            offset = offsets[cutlass.min(place, count - 1)]
-            if place < count and offset <= token:
+            number = base + 32 * part + lane
+            offset = offsets[cutlass.min(number, count - 1)]
+            if number < count and offset <= token:
                 upto += 1
     sequence = cute.arch.warp_redux_sync(upto, "add") - 1
     near = cutlass.max(cutlass.min(sequence, count - 2), 0)

@@ -20,7 +20,7 @@ from kernels_cute.attention.prefill import ptx
 from kernels_cute.attention.prefill.copy import advance
 from kernels_cute.attention.prefill.rows import finish
 from kernels_cute.attention.prefill.shape import STEP
-from kernels_cute.attention.prefill.tiles import ITEM_WORDS, place
+from kernels_cute.attention.prefill.tiles import ITEM_WORDS, barrier_at
 
 COLUMNS = STEP // 8  # groups of 8 columns of the scores
 
@@ -78,7 +78,7 @@ def math_warpgroup(tiles: cutlass.Constexpr, storage, params, lists, half, warp,
     number, going = Int32(0), Boolean(True)
     rings = (Int32(0), Int32(0), Int32(0), Int32(0))  # stage and parity of keys, and of values
     while going:
-        cute.arch.mbarrier_wait(place(storage, "queries_full"), number & 1)
+        cute.arch.mbarrier_wait(barrier_at(storage, "queries_full"), number & 1)
         steps = sRecords[(number & 1) * ITEM_WORDS]
         if steps > 0:
             rings = attend(tiles, storage, operands, registers, (bits, factor, lane), steps, rings)
@@ -88,7 +88,7 @@ def math_warpgroup(tiles: cutlass.Constexpr, storage, params, lists, half, warp,
             rSums.fill(0.0)
             cute.arch.sync_warp()
             if lane == 0:
-                cute.arch.mbarrier_arrive(place(storage, "queries_free"))
+                cute.arch.mbarrier_arrive(barrier_at(storage, "queries_free"))
         going = steps >= 0
         if going:
             # The record keeps until the queries of the next item have been read.
@@ -108,7 +108,7 @@ def bit_of(tiles: cutlass.Constexpr, row):
 
 @cute.jit
 def attend(tiles: cutlass.Constexpr, storage, operands, registers, lanes, steps, rings):
-    """o, m and the sums of an item; the next places of the rings."""
+    """Compute o, m and the sums of an item. Return the stages and parities that come next in the rings."""
     rScores, rOutputs, rShares, rMost, rSums = registers
     lane = lanes[2]
     rOutputs.fill(0.0)
@@ -149,7 +149,7 @@ def attend(tiles: cutlass.Constexpr, storage, operands, registers, lanes, steps,
 @cute.jit
 def issue_scores(tiles: cutlass.Constexpr, storage, operands, rScores, stage, parity):
     queries, keys, _ = operands
-    cute.arch.mbarrier_wait(place(storage, "keys_full", stage), parity)
+    cute.arch.mbarrier_wait(barrier_at(storage, "keys_full", stage), parity)
     # What the copy warps' cp.async wrote, the barrier has made visible to this thread; the fence does so to wgmma.
     cute.arch.fence_proxy("async.shared", space="cta")
     warpgroup.fence()
@@ -163,7 +163,7 @@ def issue_scores(tiles: cutlass.Constexpr, storage, operands, rScores, stage, pa
 @cute.jit
 def issue_outputs(tiles: cutlass.Constexpr, storage, operands, registers, stage, parity):
     values, rOutputs, rShares = operands[2], registers[1], registers[2]
-    cute.arch.mbarrier_wait(place(storage, "values_full", stage), parity)
+    cute.arch.mbarrier_wait(barrier_at(storage, "values_full", stage), parity)
     cute.arch.fence_proxy("async.shared", space="cta")
     warpgroup.fence()
     mma = output_mma(tiles)
@@ -178,7 +178,7 @@ def release(storage, name: cutlass.Constexpr, stage, lane):
     """A warp is done with a stage."""
     cute.arch.sync_warp()
     if lane == 0:
-        cute.arch.mbarrier_arrive(place(storage, name, stage))
+        cute.arch.mbarrier_arrive(barrier_at(storage, name, stage))
 
 
 @cute.jit

@@ -71,17 +71,17 @@ def gated(tiles: Any, word: Any, gate: Any, total: Any) -> Any:
 
 
 @cute.jit
-def row_address(tiles: cutlass.Constexpr, x, place, row):
-    """Address of a tile's row in q, gate or out; place: first token and key head."""
-    first, kv_head = place
+def row_address(tiles: cutlass.Constexpr, x, origin, row):
+    """Address of a tile's row in q, gate or out; origin: first token and key head."""
+    first, kv_head = origin
     token, head = first + row // tiles.group, kv_head * tiles.group + row % tiles.group
     return x.iterator.toint() + (Int64(token) * x.stride[0] + Int64(head) * x.stride[1]) * 2
 
 
 @cute.jit
-def store_lse(tiles: cutlass.Constexpr, params, place, row, most, total):
+def store_lse(tiles: cutlass.Constexpr, params, origin, row, most, total):
     """m ln 2 + ln(sum): without a position -inf + ln 0."""
-    first, kv_head = place
+    first, kv_head = origin
     params.lse[first + row // tiles.group, kv_head * tiles.group + row % tiles.group] = most * LN2 + cute.math.log(total)
 
 

@@ -132,16 +132,16 @@ def list_window(tiles: cutlass.Constexpr, storage, params, lists, thread, number
         other = sSums[lane]
     before = cute.arch.warp_redux_sync(cutlass.select_(lane < warp, other, Int32(0)), "add")
     after = total + cute.arch.warp_redux_sync(other, "add")
-    place = total + before
+    list_index = total + before
     rows, masks = rows_address(lists, number), masks_address(tiles, lists, number)
     below = (Uint32(1) << Uint32(lane)) - Uint32(1)  # lanes before this one
     for group in cutlass.range(first, end, unroll=1):
         found_masks = masks_of(tiles, ptx.load_word(words + group * 128))
         ballots = [cute.arch.vote_ballot_sync(mask != 0) for mask in found_masks]
-        slot = place
+        slot = list_index
         for ballot in ballots:
             slot = slot + cute.arch.popc(Uint32(ballot) & below)
-            place = place + cute.arch.popc(ballot)
+            list_index = list_index + cute.arch.popc(ballot)
         for i in cutlass.range_constexpr(each):
             mask = found_masks[i]
             if mask != 0:
@@ -173,11 +173,11 @@ def cache_row(tiles: cutlass.Constexpr, params, sequence, position):
 @cute.jit
 def pad_list(tiles: cutlass.Constexpr, lists, thread, number, total):
     """Fill the last step with its last row, which no query selects a second time."""
-    place = total + thread
-    if total > 0 and place < (total + (STEP - 1)) // STEP * STEP and thread < STEP:
+    list_index = total + thread
+    if total > 0 and list_index < (total + (STEP - 1)) // STEP * STEP and thread < STEP:
         rows, masks = rows_address(lists, number), masks_address(tiles, lists, number)
-        ptx.store_global_word(rows + Int64(place) * 4, ptx.load_global_word(rows + Int64(total - 1) * 4))
+        ptx.store_global_word(rows + Int64(list_index) * 4, ptx.load_global_word(rows + Int64(total - 1) * 4))
         if cutlass.const_expr(tiles.mask_bytes == 2):
-            ptx.store_global_half(masks + Int64(place) * 2, Uint32(0))
+            ptx.store_global_half(masks + Int64(list_index) * 2, Uint32(0))
         else:
-            ptx.store_global_word(masks + Int64(place) * 4, Uint32(0))
+            ptx.store_global_word(masks + Int64(list_index) * 4, Uint32(0))

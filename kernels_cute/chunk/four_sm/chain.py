@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import operands, shape
+from kernels_cute.chunk.four_sm.forms import Form
 from kernels_cute.chunk.four_sm.shape import SLOTS
 from kernels_cute.chunk.operands import load_factors, multiply, multiply_step, smem_operand_b, tiled_mma
 from kernels_cute.chunk.rings import chunks_in
@@ -26,7 +27,7 @@ from kernels_cute.common import ptx
 
 
 @cute.jit
-def chain_warpgroup(spec: ChunkSpec, form: Any, storage: Any, route: Any, params: ChunkParams, work_tile: WorkTile, warp: Int32):
+def chain_warpgroup(spec: ChunkSpec, form: Form, storage: Any, route: Any, params: ChunkParams, work_tile: WorkTile, warp: Int32):
     length, sequence, dim, stages = work_tile.live_length, work_tile.sequence, spec.dim, spec.stages
     free_slot = form.free_slot  # a name of its own, see run_block
     at = lane_of(warp)

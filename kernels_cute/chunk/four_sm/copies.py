@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int16, Int32
 
 from kernels_cute.chunk.arguments import TokenCopies, partition_keys, partition_tiles
+from kernels_cute.chunk.four_sm.forms import Form
 from kernels_cute.chunk.four_sm.shape import CHAINS, KEY_BYTES, MAKERS, ROUND, SET_KEY_STAGES, SETS
 from kernels_cute.chunk.rings import chunks_in
 from kernels_cute.chunk.roles.copies import store_outputs
@@ -19,7 +20,7 @@ from kernels_cute.chunk.spec import ChunkSpec
 
 
 @cute.jit
-def maker_copy_warp(spec: ChunkSpec, form: Any, storage: Any, copies: TokenCopies, work_tile: WorkTile):
+def maker_copy_warp(spec: ChunkSpec, form: Form, storage: Any, copies: TokenCopies, work_tile: WorkTile):
     """Load K and Q of this block's chunks, for either set. K comes first: M is made from it, and takes longest."""
     number, num_chunks = work_tile.piece, chunks_in(work_tile.live_length)
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, SETS, spec.key_stages)
@@ -44,7 +45,7 @@ def maker_copy_warp(spec: ChunkSpec, form: Any, storage: Any, copies: TokenCopie
 
 
 @cute.jit
-def chain_copy_warp(spec: ChunkSpec, form: Any, storage: Any, copies: TokenCopies, work_tile: WorkTile):
+def chain_copy_warp(spec: ChunkSpec, form: Form, storage: Any, copies: TokenCopies, work_tile: WorkTile):
     """Load K and Q of a chain block. One chain loads for both; the other only arms its own barriers."""
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, spec.stages, spec.stages)
     k_full, k_empty, q_full, q_empty = (x.data_ptr() for x in (storage.k_full, storage.k_empty, storage.q_full, storage.q_empty))

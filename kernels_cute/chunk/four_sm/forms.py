@@ -194,3 +194,6 @@ class RingForm:
                         # What was in this slot has left the ring. Rarely, for a release takes long.
                         ptx.store_release(words + shape.TAKEN * shape.WORD_BYTES, step - shape.SLOTS + 1)
             made, next1, next2, next3 = next1, next2, next3, made
+
+
+Form = ClusterForm | RingForm

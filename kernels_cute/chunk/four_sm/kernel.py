@@ -46,7 +46,7 @@ from kernels_cute.chunk.four_sm import shape
 from kernels_cute.chunk.four_sm.barriers import chain_barriers, chain_fields, maker_barriers, maker_fields
 from kernels_cute.chunk.four_sm.chain import chain_warpgroup
 from kernels_cute.chunk.four_sm.copies import chain_copy_warp, maker_copy_warp, value_warp
-from kernels_cute.chunk.four_sm.forms import CLEAR_THREADS, ClusterForm, RingForm
+from kernels_cute.chunk.four_sm.forms import CLEAR_THREADS, ClusterForm, Form, RingForm
 from kernels_cute.chunk.four_sm.shape import BLOCKS, MAKERS, ROUND, SET_KEY_STAGES, SETS, WARPGROUPS
 from kernels_cute.chunk.operands import set_registers
 from kernels_cute.chunk.rings import ALL_SETS, PreparedChunks, Sets
@@ -123,7 +123,7 @@ class FourSmBlock:
     free_slot, hand_over_set, tile_warp, leave
     """
 
-    def __init__(self, spec: ChunkSpec, form: Any):
+    def __init__(self, spec: ChunkSpec, form: Form):
         self.spec, self.form = spec, form
 
     @cute.kernel
@@ -133,7 +133,7 @@ class FourSmBlock:
 
 
 @cute.jit
-def run_block(spec: ChunkSpec, form: Any, params: ChunkParams, copies: TokenCopies, first_group: Int32):
+def run_block(spec: ChunkSpec, form: Form, params: ChunkParams, copies: TokenCopies, first_group: Int32):
     """Run a whole block, of either kind."""
     # Names of their own: inside a dynamic `if` the DSL takes a call of an object's method for a change of the object.
     tile_warp, hand_over_set = form.tile_warp, form.hand_over_set

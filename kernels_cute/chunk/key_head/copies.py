@@ -8,7 +8,7 @@ from cutlass import Int32
 
 from kernels_cute.chunk.arguments import TokenCopies, partition_keys, partition_tiles
 from kernels_cute.chunk.rings import chunks_in, ring_place
-from kernels_cute.chunk.roles.copies import copy_keys
+from kernels_cute.chunk.roles.copies import copy_rows
 from kernels_cute.chunk.scheduler import WorkTile
 from kernels_cute.chunk.spec import ChunkSpec
 
@@ -30,10 +30,10 @@ def copy_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, work_tile: Wor
     )
     num_chunks = chunks_in(work_tile.live_length)
     if num_chunks > 0:
-        copy_keys(spec, storage, copies.k_atom, from_k, to_k, Int32(0), base)
+        copy_rows(spec, storage, "k", spec.key_stages, copies.k_atom, from_k, to_k, Int32(0), base)
     for step in cutlass.range(num_chunks, unroll=1):
         if step + 1 < num_chunks:
-            copy_keys(spec, storage, copies.k_atom, from_k, to_k, step + 1, base)
+            copy_rows(spec, storage, "k", spec.key_stages, copies.k_atom, from_k, to_k, step + 1, base)
         stage, parity = ring_place(spec.stages, base + step)
         copy_tile(q_full, q_empty, copies.q_atom, from_q[None, step], to_q, stage, parity, spec.key_bytes)
         for i in cutlass.range_constexpr(spec.state_heads):

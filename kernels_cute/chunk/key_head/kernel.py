@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync
 from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import scheduler
 from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies
-from kernels_cute.chunk.fused import launch_shape
+from kernels_cute.chunk.fused import Copier, launch_shape
 from kernels_cute.chunk.key_head import shape
 from kernels_cute.chunk.key_head.barriers import key_head_barriers, key_head_fields
 from kernels_cute.chunk.key_head.copies import copy_warp
@@ -43,15 +43,6 @@ class Role(IntEnum):
     STATE = 0  # a warpgroup for each state head
     MAKER = 8
     COPY = 12
-
-
-class Copier(IntEnum):
-    """Warps of the copying warpgroup."""
-
-    LOAD = 0
-    GATES = 1
-    STORE = 2
-    HAND_OVER = 3
 
 
 class KeyHeadChunk:

@@ -38,14 +38,15 @@ def copy_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, work_tile: Wor
     if num_chunks > 0:
         if cutlass.const_expr(spec.row_makers > 0):
             await_rows(spec, copies, work_tile, Int32(0))
-        copy_keys(spec, storage, copies.k_atom, from_k, to_k, Int32(0), base)
+        copy_rows(spec, storage, "k", spec.key_stages, copies.k_atom, from_k, to_k, Int32(0), base)
     for step in cutlass.range(num_chunks, unroll=1):
         if step + 1 < num_chunks:
             if cutlass.const_expr(spec.row_makers > 0):
                 await_rows(spec, copies, work_tile, step + 1)
-            copy_keys(spec, storage, copies.k_atom, from_k, to_k, step + 1, base)
+            copy_rows(spec, storage, "k", spec.key_stages, copies.k_atom, from_k, to_k, step + 1, base)
         if cutlass.const_expr(spec.has_norm):
-            copy_queries(spec, storage, copies.q_atom, from_q, to_q, step, base)
+            # In a ring of its own: V's place is free long after Q's.
+            copy_rows(spec, storage, "q", spec.query_stages, copies.q_atom, from_q, to_q, step, base)
         stage, parity = ring_place(spec.stages, base + step)
         cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
         announced = spec.key_bytes + spec.value_bytes
@@ -63,28 +64,17 @@ def copy_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, work_tile: Wor
 
 
 @cute.jit
-def copy_keys(
-    spec: ChunkSpec, storage: Any, k_atom: cute.CopyAtom, from_k: cute.Tensor, to_k: cute.Tensor, step: Int32, base: Int32
-):
-    stage, parity = ring_place(spec.key_stages, base + step)
-    full = storage.k_full.data_ptr() + stage
-    cute.arch.mbarrier_wait(storage.k_empty.data_ptr() + stage, parity ^ 1)
+def copy_rows(
+    spec: ChunkSpec, storage: Any, name: cutlass.Constexpr, stages: cutlass.Constexpr, atom: cute.CopyAtom, source: cute.Tensor,
+    target: cute.Tensor, step: Int32, base: Int32,
+):  # fmt: skip
+    """Copy a chunk of K or Q into its own ring. name: "k" or "q"."""
+    stage, parity = ring_place(stages, base + step)
+    full = getattr(storage, f"{name}_full").data_ptr() + stage
+    cute.arch.mbarrier_wait(getattr(storage, f"{name}_empty").data_ptr() + stage, parity ^ 1)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, spec.key_bytes)
-    cute.copy(k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full)
-
-
-@cute.jit
-def copy_queries(
-    spec: ChunkSpec, storage: Any, q_atom: cute.CopyAtom, from_q: cute.Tensor, to_q: cute.Tensor, step: Int32, base: Int32
-):
-    """Copy Q into a ring of its own, with the norm: V's place is free long after Q's."""
-    stage, parity = ring_place(spec.query_stages, base + step)
-    full = storage.q_full.data_ptr() + stage
-    cute.arch.mbarrier_wait(storage.q_empty.data_ptr() + stage, parity ^ 1)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, spec.key_bytes)
-    cute.copy(q_atom, from_q[None, step], to_q[None, stage], tma_bar_ptr=full)
+    cute.copy(atom, source[None, step], target[None, stage], tma_bar_ptr=full)
 
 
 @cute.jit
