@@ -39,8 +39,8 @@ class TokenCopies(NamedTuple):
 
 
 def packed_params(values: tuple[Any, ...]) -> tuple[ChunkParams, tuple[Any, ...]]:
-    """The Params among a launch's values, and what follows them. Token tensors are [tokens, ...] in the result; the launch may
-    have been given them as [1, tokens, ...]."""
+    """Return the Params among a launch's values, and the values after them. Token tensors become [tokens, ...] where the launch
+    was given [1, tokens, ...]."""
     params = ChunkParams(*values[:NUM_PARAMS])
     if cute.rank(params.q) == 3:
         return params, values[NUM_PARAMS:]
@@ -50,7 +50,7 @@ def packed_params(values: tuple[Any, ...]) -> tuple[ChunkParams, tuple[Any, ...]
 
 
 def token_copies(spec: ChunkSpec, params: ChunkParams, multicast: bool = False) -> TokenCopies:
-    """multicast: a tile of K or Q may go to several blocks of a cluster."""
+    """Make the bulk copies of q, k, v and out. multicast: a tile of K or Q may go to several blocks of a cluster."""
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     to_several = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else load
     found: list[Any] = []
@@ -64,7 +64,7 @@ def token_copies(spec: ChunkSpec, params: ChunkParams, multicast: bool = False) 
 
 
 @cute.jit
-def token_tensor(x):
+def token_tensor(x: cute.Tensor):
     """[tokens, heads, D] as (tokens, D, heads); strides are multiples of 16 bytes by contract."""
     tokens, heads, dim = x.shape
     token_stride = cute.assume(x.stride[0], divby=8)
@@ -74,8 +74,9 @@ def token_tensor(x):
 
 
 @cute.jit
-def z_copy(spec, z, is_grouped):
-    """The bulk copy of tiles of z [tokens, heads, V], or with heads in groups: its atom, and its tensor [tokens, V, heads]."""
+def z_copy(spec: ChunkSpec, z: cute.Tensor, is_grouped: bool):
+    """Make the bulk copy of tiles of z [tokens, heads, V], whose heads may be in groups: the atom, and the tensor [tokens, V,
+    heads]."""
     head_strides = z.stride[1]
     if cutlass.const_expr(not is_grouped):
         # As in token_tensor.
@@ -97,7 +98,7 @@ def partition_tiles(spec: Any, field: Any, atom: Any, x: Any, width: int, stages
 
 
 def partition_keys(spec: Any, storage: Any, copies: Any, work_tile: Any, q_stages: int, k_stages: int) -> Any:
-    """The same of a work tile's Q and K: shared and global side of either."""
+    """Return the shared and the global side of a work tile's Q, then those of its K."""
     q_head, k_head = work_tile.head // spec.q_group, work_tile.head // spec.k_group
     to_q, from_q = partition_tiles(spec, storage.q, copies.q_atom, copies.q, spec.dim, q_stages, work_tile.begin, q_head, 0)
     to_k, from_k = partition_tiles(spec, storage.k, copies.k_atom, copies.k, spec.dim, k_stages, work_tile.begin, k_head, 0)
@@ -105,11 +106,13 @@ def partition_keys(spec: Any, storage: Any, copies: Any, work_tile: Any, q_stage
 
 
 @cute.jit
-def is_selected_launch(spec, cu_seqlens, split_if_longest_exceeds):
-    """Whether it is this launch's turn, in every thread: segments' where a sequence has more tokens.
+def is_selected_launch(spec: ChunkSpec, cu_seqlens: cute.Tensor, split_if_longest_exceeds: Int32):
+    """Return whether this launch has to work: segments where some sequence has more tokens than the bound, whole sequences
+    elsewhere.
 
-    A call of whole sequences or segments launches both, and those whose turn it is not return at once: whole sequences take as
-    long as the longest one, segments as long as all tokens together, and the host does not know the lengths.
+    A call that may be split launches both forms, and the blocks of the one that is not selected return at once. Whole sequences
+    take as long as the longest one, segments as long as all tokens together, and the host does not know the lengths. All threads
+    get the same answer.
     """
     if cutlass.const_expr(not spec.has_both_variants):
         return Boolean(True)
@@ -124,8 +127,8 @@ def is_selected_launch(spec, cu_seqlens, split_if_longest_exceeds):
 
 
 @cute.jit
-def longest_sequence(cu_seqlens):
-    """Tokens of the longest sequence, by each warp for itself."""
+def longest_sequence(cu_seqlens: cute.Tensor):
+    """Return the tokens of the longest sequence. Each warp finds it for itself."""
     most, count = Int32(0), cute.size(cu_seqlens, mode=[0]) - 1
     for first in cutlass.range(0, count, 32, unroll=1):
         sequence = first + cute.arch.lane_idx()

@@ -28,7 +28,8 @@ _BYTES = DTYPE_BYTES | {"uint8": 1, "int64": 8}
 
 
 def shared_bytes(fields: Fields) -> int:
-    """Bytes of shared memory: one field after the other, each at a multiple of its alignment, and the whole of the largest."""
+    """Return the bytes of shared memory. Fields follow one another, each at a multiple of its alignment; the size is a multiple
+    of the largest alignment."""
     end = 0
     for one in fields.values():
         end = _aligned(end, one.align) + one.num_bytes
@@ -85,7 +86,7 @@ def block_barriers(spec: ChunkSpec, is_complete: bool = False) -> BarrierTable:
 
 
 def record_barriers(warps: dict[str, int]) -> list[Barrier]:
-    """Records of work tiles; empty: a warp is done with the record."""
+    """Barriers of the records of work tiles. A warp arrives on `work_empty` when it needs the record no longer."""
     return [
         Barrier("work_full", RECORDS, one_arrival("gates"), tuple(warps)),
         Barrier("work_empty", RECORDS, tuple(Arrivals(role, "warp") for role in warps), ("gates",)),
@@ -127,7 +128,8 @@ def work_fields() -> Fields:
 
 
 def row_fields(buffers: int, sets: int) -> Fields:
-    """Vectors of `buffers` chunks; and for each set of an inverse and a score warpgroup the rows that they share, and scratch."""
+    """Return the row vectors of `buffers` chunks and, for each set of an inverse and a score warpgroup, the rows that the two
+    share and their scratch."""
     sizes = {"vectors": buffers * VECTOR_BYTES, "rows": sets * 2 * AUX_BYTES, "scratch": sets * 4 * SCRATCH_BYTES}
     return {name: Field("float32", size // 4, 128) for name, size in sizes.items() if size}
 

@@ -6,7 +6,7 @@ RECORD_BYTES = 32
 
 
 def load_slots(paired: bool) -> int:
-    """Clusters a lane of the gate warp keeps the loads of; no SM90 device has more than 144 multiprocessors."""
+    """Return how many clusters' loads a lane of the gate warp keeps. No SM90 device has more than 144 multiprocessors."""
     return 3 if paired else 5
 
 

@@ -31,6 +31,7 @@ Stages, buffers and phases follow the count of chunks since the block began, ove
 and P run ahead into the next work tile while the state ends the last. Both blocks of a pair have the same work tiles.
 """
 
+from enum import IntEnum
 from typing import Any
 
 import cutlass
@@ -47,18 +48,36 @@ from kernels_cute.chunk.rings import chunks_in, prepared_chunks
 from kernels_cute.chunk.roles.copies import copy_warp, hand_over_warp, store_normed_warp, store_warp
 from kernels_cute.chunk.roles.gates import gate_warp, schedule_and_gate
 from kernels_cute.chunk.roles.inverse import inverse_warpgroup
-from kernels_cute.chunk.roles.norm import norm_rest, place_of
+from kernels_cute.chunk.roles.norm import NormTerms, norm_lane_of, norm_rest
 from kernels_cute.chunk.roles.score import score_warpgroup
-from kernels_cute.chunk.roles.state import state_warpgroup
+from kernels_cute.chunk.roles.state import state_chunks, state_sources, state_warpgroup
 from kernels_cute.chunk.roles.tile_blocks import lane_of
 from kernels_cute.chunk.scheduler import has_more_tiles, take_work_tile
 from kernels_cute.chunk.shape import BUFFERS, TILE_BYTES, VECTOR_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
-from kernels_cute.chunk.split.segments import bring_start
+from kernels_cute.chunk.split.segments import Segment, bring_start
 from kernels_cute.chunk.state_memory import prefetch_state
 from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
+
+
+class Role(IntEnum):
+    """First warp of each role of a block; that of COPY loads."""
+
+    STATE = 0
+    INVERSE = 4
+    SCORE = 8
+    COPY = 12
+
+
+class Copier(IntEnum):
+    """Warps of the copying warpgroup."""
+
+    LOAD = 0
+    GATES = 1
+    STORE = 2
+    HAND_OVER = 3
 
 
 def launch_shape(spec: ChunkSpec) -> dict[str, Any]:
@@ -73,7 +92,7 @@ class FusedChunk:
         self.spec = spec
 
     @cute.jit
-    def launch(self, *values):
+    def launch(self, *values: Any):
         """values: Params, clusters of the grid at most, split_if_longest_exceeds, stream."""
         params, (max_clusters, split_if_longest_exceeds, stream) = packed_params(values)
         work_tiles = (cute.size(params.cu_seqlens, mode=[0]) - 1) * self.spec.units
@@ -96,16 +115,16 @@ class FusedChunk:
 
 
 @cute.jit
-def run_block(spec, params, copies, segment, terms=None):
-    """The whole of a block; segment: what a block of a split call works on, None = a sequence; terms: of the norm."""
+def run_block(spec: ChunkSpec, params: ChunkParams, copies: TokenCopies, segment: Segment | None, terms: NormTerms | None = None):
+    """Run a whole block. segment: the block's segment in a split call, None where it has whole sequences; terms: of the gated
+    norm, None without it."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = cutlass.utils.SmemAllocator().allocate(struct_of(block_fields(spec)))
     block, _, _ = cute.arch.block_idx()
     rank = block % 2  # in the pair
-    # The warp that copies in makes the barriers: it need not wait for the others to begin.
-    first_copier = 12
+    # The warp that loads makes the barriers: it need not wait for the others to begin.
     starts_early = spec.paired and segment is None
-    if warp == first_copier:
+    if warp == Role.COPY:
         for atom in (copies.q_atom, copies.k_atom, copies.v_atom, copies.out_atom, copies.z_atom):
             if cutlass.const_expr(atom is not None):
                 cpasync.prefetch_descriptor(atom)
@@ -142,28 +161,28 @@ def run_block(spec, params, copies, segment, terms=None):
         # A releasing arrival waits for global memory too; for the other block the fences above are enough.
         cute.arch.fence_acq_rel_cta()
         cute.arch.cluster_arrive_relaxed()
-        if (warp != first_copier) | Boolean(not starts_early):
+        if (warp != Role.COPY) | Boolean(not starts_early):
             cute.arch.cluster_wait()
     else:
         cute.arch.sync_threads()
 
     # Every role counts work tiles, and the chunks of those before.
     number, base, has_more = Int32(0), Int32(0), Boolean(True)
-    if warp < 4:
+    if warp < Role.INVERSE:
         set_registers(spec, shape.STATE_REGISTERS)
-        state_warpgroup(spec, storage, params, warp % 4, segment, single_tile)
-    elif warp < 8:
+        state_warpgroup(spec, storage, params, warp % 4, segment, single_tile, state_sources, state_chunks)
+    elif warp < Role.SCORE:
         set_registers(spec, shape.INVERSE_REGISTERS)
         while has_more:
             work_tile = take_work_tile(storage, number, single_tile)
             inverse_warpgroup(spec, storage, prepared_chunks(spec, base, rank), work_tile.live_length, warp % 4)
             number, base = number + 1, base + chunks_in(work_tile.live_length)
             has_more = has_more_tiles(work_tile, single_tile)
-    elif warp < 12:
+    elif warp < Role.COPY:
         set_registers(spec, shape.SCORE_REGISTERS)
         norm, done = None, Int32(0)
         if cutlass.const_expr(terms is not None):
-            norm = (terms, place_of(lane_of(warp % 4), rank))
+            norm = (terms, norm_lane_of(lane_of(warp % 4), rank))
         while has_more:
             work_tile = take_work_tile(storage, number, single_tile)
             score_warpgroup(
@@ -178,7 +197,7 @@ def run_block(spec, params, copies, segment, terms=None):
     else:
         set_registers(spec, shape.COPY_REGISTERS)
         copier = warp % 4
-        if copier == 0:
+        if copier == Copier.LOAD:
             if cutlass.const_expr(segment is not None):
                 bring_start(spec, storage, single_tile.head, segment)
             while has_more:
@@ -192,12 +211,12 @@ def run_block(spec, params, copies, segment, terms=None):
             if cutlass.const_expr(starts_early):
                 # Nothing of the other block was touched; the barrier at the end needs this one done.
                 cute.arch.cluster_wait()
-        if copier == 1:
+        if copier == Copier.GATES:
             if cutlass.const_expr(spec.is_persistent):
                 schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, first_work_tile)
             else:
                 gate_warp(spec, storage, params, single_tile, prepared_chunks(spec, base, rank))
-        if copier == 2:
+        if copier == Copier.STORE:
             while has_more:
                 work_tile = take_work_tile(storage, number, single_tile)
                 if cutlass.const_expr(terms is not None):
@@ -207,7 +226,7 @@ def run_block(spec, params, copies, segment, terms=None):
                 number, base = number + 1, base + chunks_in(work_tile.live_length)
                 has_more = has_more_tiles(work_tile, single_tile)
         if cutlass.const_expr(spec.paired):
-            if copier == 3:
+            if copier == Copier.HAND_OVER:
                 tiles = ((storage.m, TILE_BYTES), (storage.vectors, VECTOR_BYTES), (storage.p, TILE_BYTES))
                 while has_more:
                     work_tile = take_work_tile(storage, number, single_tile)

@@ -7,7 +7,7 @@ block's shared memory: roles/. Which block works on what: scheduler.py; tiles in
 sequence is split into segments that run side by side: split/segments.py (slots, workspace), split/summary.py (first launch),
 split/compose.py (second). With `num_four_sm_clusters` a head has four SMs instead of two: four_sm/kernel.py. With
 `split_if_longest_exceeds` both whole sequences and segments are launched, and the lengths decide on the device which of the
-launches work: `arguments.works`.
+launches work: `arguments.is_selected_launch`.
 """
 
 import functools
@@ -148,7 +148,8 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Config]:
 
 
 def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
-    """Candidates to measure; all launch both variants where lengths that nobody knows decide: no table should."""
+    """Yield the configurations to measure. Where lengths that the host does not know decide, every one launches both variants: a
+    table should not decide for them."""
     model = Model(problem, device)
     narrow, splits = _narrow_config(model), model.splits_to_try()
     if narrow.split_if_longest_exceeds:
@@ -170,8 +171,8 @@ def _space(problem: ChunkProblem, device: DeviceSpec) -> Iterator[Config]:
 
 
 def variants(config: Config) -> tuple[Config, ...]:
-    """The launches to issue: with `split_if_longest_exceeds` those of whole sequences and those of segments, each of which exits
-    early if the lengths call for the other one; else the configuration itself."""
+    """Return the launches to issue: with `split_if_longest_exceeds` one of whole sequences and one of segments, of which the one
+    that the lengths do not call for exits early; else the configuration itself."""
     return _both_variants(config) if config.split_if_longest_exceeds else (config,)
 
 
@@ -182,7 +183,7 @@ def _both_variants(config: Config) -> tuple[Config, ...]:
 
 
 def workspace_bytes(problem: ChunkProblem, config: Config) -> int:
-    """Bytes of the variant that needs more: one of them works at a time."""
+    """Return the bytes of the variant that needs more: only one of them works in a call."""
     return max(_workspace_bytes(problem, variant) for variant in variants(config))
 
 
@@ -224,7 +225,8 @@ def launch_with(functions: Mapping[str, Callable[..., Any]], problem: ChunkProbl
 
 
 def scalars(config: Config, heads: int, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
-    """The last arguments of a launch: tokens of a segment and slots, or groups of the L2 ring, or clusters; then the length.
+    """Return the last arguments of a launch: tokens of a segment and slots, or groups of the L2 ring, or clusters; then the bound
+    on the longest sequence.
 
     heads: of the states.
     """

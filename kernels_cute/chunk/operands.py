@@ -21,7 +21,7 @@ def by_rows(dtype: Any, rows: int, columns: int, *outer: int) -> cute.ComposedLa
 
 
 def by_columns(dtype: Any, rows: int, columns: int, *outer: int) -> cute.ComposedLayout:
-    """(columns, rows, *outer): the same bytes as an operand whose contraction runs along rows."""
+    """(columns, rows, *outer): the bytes of `by_rows`, as an operand whose contraction runs along rows."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, dtype)
     return cute.tile_to_shape(atom, (columns, rows, *outer), order=(1, 0, *range(2, 2 + len(outer))))
 
@@ -39,7 +39,7 @@ def tiled_mma(dtype: Any, columns: int, by_columns: bool = False) -> Any:
 
 
 def smem_mma(dtype: Any, columns: int) -> Any:
-    """The same with A, too, in shared memory, by rows."""
+    """The tiled instruction of `tiled_mma` with A in shared memory too, by rows."""
     major = OperandMajorMode.K
     op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, columns, 16), warpgroup.OperandSource.SMEM, major, major)
     return cute.make_tiled_mma(op)
@@ -80,7 +80,7 @@ def multiply_step(mma: Any, sums: Any, left: Any, right: Any, step: int, clear: 
 
 
 @cute.jit
-def select(condition, value, other):
+def select(condition: Any, value: Any, other: Any):
     result = other
     if condition:
         result = value

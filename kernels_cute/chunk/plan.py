@@ -104,15 +104,16 @@ class Model:
 
     def clusters(self) -> int:
         """Clusters that take one work tile after the other: as many as run side by side, 0 where none would get a second one."""
-        places = min(self.num_sms // self.slices, max_scheduled_clusters(self.slices == 2))
-        return places if self.sequences * self.blocks // self.slices > places else 0
+        side_by_side = min(self.num_sms // self.slices, max_scheduled_clusters(self.slices == 2))
+        return side_by_side if self.sequences * self.blocks // self.slices > side_by_side else 0
 
     def shares_keys(self) -> bool:
         """Whether a work tile is of two state heads that share K and Q, where all SMs are busy."""
         return self.sharers >= _LEAST_SHARERS and self.chunks <= _MOST_SHARED_CHUNKS and self.clusters() > 0
 
     def prefetch(self, segment: int, clusters: int) -> int:
-        """Chunks ahead that the L2 cache is asked for: pays where a block has many of one work tile."""
+        """Return how many chunks ahead are prefetched into the L2 cache. It pays where a block has many chunks of one work
+        tile."""
         return 2 if not clusters and (segment or self.chunks) >= _FEW_CHUNKS else 0
 
     def _longest_whole(self, time: float) -> int:

@@ -50,7 +50,7 @@ def ring_place(stages: int, count: Any) -> tuple[Any, Any]:
 
 
 def key_place(spec: Any, prepared: PreparedChunks, step: Any) -> tuple[Any, Any]:
-    """The same of chunk `step` in the ring of K."""
+    """Return the stage of chunk `step` in the ring of K, and the parity of that stage's turn."""
     if prepared.group is None:
         return ring_place(spec.key_stages, prepared.base + step)
     turn, stages = step // prepared.sets.round, prepared.sets.key_stages
@@ -58,7 +58,7 @@ def key_place(spec: Any, prepared: PreparedChunks, step: Any) -> tuple[Any, Any]
 
 
 def gate_place(prepared: PreparedChunks, step: Any) -> tuple[Any, Any]:
-    """The same in `gate_buffer`, the two buffers of gates and factors."""
+    """Return the buffer of chunk `step` among the two of gates and factors (`gate_buffer`), and the parity of its turn."""
     if prepared.group is None:
         count = prepared.base + step >> (prepared.stride - 1)
         return count & 1, count >> 1 & 1

@@ -17,14 +17,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkSummaryParams
 from kernels_cute.chunk.deal import RECORD_BYTES, RECORDS, SORTED, load_slots
 from kernels_cute.chunk.rings import chunks_in
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.state_memory import starts_from_initial
 from kernels_cute.common import ptx
 
 _TAKEN = 0x7FFFFFFF  # the load of a cluster that is not there
 # Units of a cluster's load, in quarters of a chunk's time: a work tile's end and start take 0.75 of a chunk.
-_CHUNK_COST, _ITEM_COST = 4, 3
+_CHUNK_COST, _TILE_COST = 4, 3
 
 
 class WorkTile(NamedTuple):
@@ -46,8 +48,8 @@ def num_clusters(spec: Any) -> Any:
 
 
 @cute.jit
-def sequence_of(spec, params, sequence):
-    """First token, tokens, tokens or 0 in a padding sequence, and slot of the initial state."""
+def sequence_of(spec: ChunkSpec, params: ChunkParams | ChunkSummaryParams, sequence: Int32):
+    """Return a sequence's first token, its tokens, its tokens or 0 if it is padding, and the slot of its initial state."""
     begin = Int32(params.cu_seqlens[sequence])
     length = cutlass.max(Int32(params.cu_seqlens[sequence + 1]) - begin, 0)
     live_length, read_slot = length, Int64(sequence)
@@ -59,15 +61,15 @@ def sequence_of(spec, params, sequence):
 
 
 @cute.jit
-def chunks_of(spec, params, sequence):
+def chunks_of(spec: ChunkSpec, params: ChunkParams, sequence: Int32):
     """Chunks of a sequence, 0 in a padding sequence."""
     _, _, live_length, _ = sequence_of(spec, params, sequence)
     return chunks_in(live_length)
 
 
 @cute.jit
-def write_keys(spec, storage, params, thread):
-    """Sort keys of the sequences, all different: the larger the earlier; in the place of L."""
+def write_keys(spec: ChunkSpec, storage: Any, params: ChunkParams, thread: Int32):
+    """Write the sort keys of the sequences in the place of L. All differ; sequences with larger keys come earlier."""
     if thread < SORTED:
         key = Int32(-1)
         if thread < cute.size(params.cu_seqlens, mode=[0]) - 1:
@@ -76,8 +78,8 @@ def write_keys(spec, storage, params, thread):
 
 
 @cute.jit
-def sort_sequences(storage, cu_seqlens, thread):
-    """order[rank] = sequence, by counting the keys before each."""
+def sort_sequences(storage: Any, cu_seqlens: cute.Tensor, thread: Int32):
+    """Set order[rank] = sequence. A sequence's rank is the number of keys larger than its own."""
     sequences = cute.size(cu_seqlens, mode=[0]) - 1
     keys = storage.lower.data_ptr().toint()
     if thread < sequences:
@@ -91,7 +93,7 @@ def sort_sequences(storage, cu_seqlens, thread):
 
 
 @cute.jit
-def sequence_at(storage, is_sorted, rank):
+def sequence_at(storage: Any, is_sorted: Boolean, rank: Int32):
     sequence = rank
     if is_sorted:
         sequence = ptx.load_byte(storage.order.data_ptr().toint() + rank)
@@ -99,19 +101,19 @@ def sequence_at(storage, is_sorted, rank):
 
 
 @cute.jit
-def cost_at(spec, storage, params, is_sorted, rank):
-    """(sequence, cost of a work tile of it); beyond the last sequence (-1, 0)."""
+def cost_at(spec: ChunkSpec, storage: Any, params: ChunkParams, is_sorted: Boolean, rank: Int32):
+    """Return the sequence at a rank and the cost of one of its work tiles; (-1, 0) beyond the last sequence."""
     sequence, cost = Int32(-1), Int32(0)
     if rank < cute.size(params.cu_seqlens, mode=[0]) - 1:
         sequence = sequence_at(storage, is_sorted, rank)
-        cost = chunks_of(spec, params, sequence) * _CHUNK_COST + _ITEM_COST
+        cost = chunks_of(spec, params, sequence) * _CHUNK_COST + _TILE_COST
     return sequence, cost
 
 
 @cute.jit
-def start_loads(spec, storage, loads, params, is_sorted):
-    """loads: of cluster lane + 32 i, with the work tile that it begins with; then this lane's one of 32 ranks: its sequence and
-    what a work tile of it costs."""
+def start_loads(spec: ChunkSpec, storage: Any, loads: cute.Tensor, params: ChunkParams, is_sorted: Boolean):
+    """Fill `loads`: the loads of clusters lane + 32 i after the work tiles that they begin with, then the sequence at this lane's
+    rank, of 32 ranks, and the cost of one of its work tiles."""
     clusters = num_clusters(spec)
     for i in cutlass.range_constexpr(load_slots(spec.paired)):
         cluster = cute.arch.lane_idx() + 32 * i
@@ -123,15 +125,19 @@ def start_loads(spec, storage, loads, params, is_sorted):
 
 
 @cute.jit
-def load_ranks(spec, storage, loads, params, is_sorted, first):
+def load_ranks(spec: ChunkSpec, storage: Any, loads: cute.Tensor, params: ChunkParams, is_sorted: Boolean, first: Int32):
     sequence, cost = cost_at(spec, storage, params, is_sorted, first + cute.arch.lane_idx())
     loads[load_slots(spec.paired)], loads[load_slots(spec.paired) + 1] = sequence, cost
 
 
 @cute.jit
-def schedule_next(spec, storage, loads, params, is_sorted, cluster, rank, unit):
-    """Deals from unit `unit` of the sequence at `rank` on, until this cluster gets one: (rank, unit, its sequence or -1,
-    its unit). The clusters whose loads are the least take one each of the sequence's units at the same time."""
+def schedule_next(
+    spec: ChunkSpec, storage: Any, loads: cute.Tensor, params: ChunkParams, is_sorted: Boolean, cluster: Int32, rank: Int32,
+    unit: Int32,
+):  # fmt: skip
+    """Deal work tiles, from unit `unit` of the sequence at `rank` on, until this cluster gets one. Return the rank and unit to go
+    on from, and the sequence (or -1) and unit that this cluster got. All clusters with the least load take a unit of the sequence
+    at the same time."""
     slots = load_slots(spec.paired)
     sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
     own_sequence, own_unit = Int32(-1), Int32(0)
@@ -149,9 +155,9 @@ def schedule_next(spec, storage, loads, params, is_sorted, cluster, rank, unit):
             if (load == least) & (taken + cute.arch.popc(mask & before_lane) < left):
                 load = least + cost
             loads[i] = load
-            place = taken + cute.arch.popc(mask & before_own)
-            if (cluster // 32 == i) & ((mask >> cluster % 32) & 1 == 1) & (place < left):
-                own_sequence, own_unit = sequence, unit + place
+            position = taken + cute.arch.popc(mask & before_own)
+            if (cluster // 32 == i) & ((mask >> cluster % 32) & 1 == 1) & (position < left):
+                own_sequence, own_unit = sequence, unit + position
             taken = taken + cute.arch.popc(mask)
         unit = unit + cutlass.min(taken, left)
         if unit == spec.units:
@@ -162,8 +168,8 @@ def schedule_next(spec, storage, loads, params, is_sorted, cluster, rank, unit):
 
 
 @cute.jit
-def describe(spec, params, sequence, unit, rank):
-    """A work tile; rank: of the block in the pair."""
+def describe(spec: ChunkSpec, params: ChunkParams, sequence: Int32, unit: Int32, rank: Int32):
+    """Return a unit of a sequence as a work tile. rank: of the block in the pair."""
     begin, length, live_length, head, piece = (Int32(0),) * 5
     read_slot, starts = Int64(sequence), Boolean(False)
     if sequence >= 0:
@@ -178,42 +184,42 @@ def describe(spec, params, sequence, unit, rank):
 
 
 @cute.jit
-def write_record(storage, number, work_tile):
+def write_record(storage: Any, number: Int32, work_tile: WorkTile):
     record = number % RECORDS
     starts = Int32(0)
     if work_tile.starts:
         starts = Int32(1)
     cute.arch.mbarrier_wait(storage.work_empty.data_ptr() + record, number // RECORDS & 1 ^ 1)
     if cute.arch.lane_idx() == 0:
-        place = storage.records.data_ptr().toint() + record * RECORD_BYTES
-        ptx.store_words(place, (work_tile.sequence, work_tile.head, 2 * work_tile.piece + starts, work_tile.begin))
+        address = storage.records.data_ptr().toint() + record * RECORD_BYTES
+        ptx.store_words(address, (work_tile.sequence, work_tile.head, 2 * work_tile.piece + starts, work_tile.begin))
         slot = work_tile.read_slot
-        ptx.store_words(place + 16, (work_tile.length, work_tile.live_length, Int32(slot), Int32(slot >> 32)))
+        ptx.store_words(address + 16, (work_tile.length, work_tile.live_length, Int32(slot), Int32(slot >> 32)))
         cute.arch.mbarrier_arrive(storage.work_full.data_ptr() + record)
 
 
 @cute.jit
-def read_record(storage, number):
-    """The block's work tile `number`, as soon as it is dealt."""
+def read_record(storage: Any, number: Int32):
+    """Wait until the block's work tile `number` is dealt, and return it."""
     record = number % RECORDS
     cute.arch.mbarrier_wait(storage.work_full.data_ptr() + record, number // RECORDS & 1)
-    place = storage.records.data_ptr().toint() + record * RECORD_BYTES
-    first, second = ptx.load_words(place), ptx.load_words(place + 16)
+    address = storage.records.data_ptr().toint() + record * RECORD_BYTES
+    first, second = ptx.load_words(address), ptx.load_words(address + 16)
     read_slot = (Int64(second[3]) << 32) | (Int64(second[2]) & 0xFFFFFFFF)
     return WorkTile(first[0], first[1], first[2] >> 1, (first[2] & 1) == 1, first[3], second[0], second[1], read_slot)
 
 
 @cute.jit
-def note_record(storage, number):
-    """This warp needs the record no longer."""
+def note_record(storage: Any, number: Int32):
+    """Say that this warp needs the record no longer."""
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
         cute.arch.mbarrier_arrive(storage.work_empty.data_ptr() + number % RECORDS)
 
 
 @cute.jit
-def take_work_tile(storage, number, single_tile):
-    """The block's work tile `number`; single_tile: the one there is, None = they come in records."""
+def take_work_tile(storage: Any, number: Int32, single_tile: WorkTile | None):
+    """Return the block's work tile `number`. single_tile: the block's only tile; None reads tiles from the records."""
     work_tile = single_tile
     if cutlass.const_expr(single_tile is None):
         work_tile = read_record(storage, number)
@@ -222,7 +228,7 @@ def take_work_tile(storage, number, single_tile):
 
 
 @cute.jit
-def has_more_tiles(work_tile, single_tile):
+def has_more_tiles(work_tile: WorkTile, single_tile: WorkTile | None):
     """Whether there may be another work tile after this one."""
     has_more = Boolean(False)
     if cutlass.const_expr(single_tile is None):

@@ -1,10 +1,10 @@
 """Sizes, named barriers and numeric constants that the roles of the chunk kernels share."""
 
+from enum import IntEnum
+
 CHUNK = 64
 WARPGROUP = 128
 BUFFERS = 2
-# Named barriers; 0 is the block's.
-INVERSE_BARRIER, SCORE_BARRIER, STATE_BARRIER = 1, 2, 3
 ROW_BYTES = 128  # of a piece of 64 columns in shared memory
 TILE_BYTES = CHUNK * ROW_BYTES  # a 64 x 64 tile of 16-bit elements
 _ROW = CHUNK * 4  # bytes of 64 float32
@@ -34,3 +34,12 @@ STAGES = 4
 KEY_STAGES = STAGES + 1
 # With the gated norm in the kernel: chunks of Q, which has a ring of its own; of z; and of the other block's sums of squares.
 NORM_QUERY_STAGES, Z_BUFFERS, SUM_BUFFERS = 3, 2, 4
+
+
+class NamedBarrier(IntEnum):
+    """Named barriers on which the warps of one role meet. 0 is the whole block's."""
+
+    INVERSE = 1
+    MAKER = 1  # a maker is inverse and score in one
+    SCORE = 2
+    STATE = 3  # of the first state warpgroup; a second one has the next

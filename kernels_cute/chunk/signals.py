@@ -12,7 +12,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from kernels_cute.chunk.arguments import TokenCopies
+from kernels_cute.chunk.scheduler import WorkTile
 from kernels_cute.chunk.shape import CHUNK
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 _POLL_NANOSECONDS = 32
@@ -27,14 +30,14 @@ def word_address(words, number):
 
 
 @cute.jit
-def count_release(address):
-    """Adds 1 to a word, after all that this thread has written or seen written."""
+def count_release(address: Int64):
+    """Add 1 to a word, after everything that this thread has written or has seen written."""
     word = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
     cute.arch.atomic_add(word, Int32(1), sem="release", scope="gpu")
 
 
 @cute.jit
-def await_count(address, count):
+def await_count(address: Int64, count: Int32):
     found = ptx.load_acquire(address)
     while found < count:
         ptx.sleep(_POLL_NANOSECONDS)
@@ -42,7 +45,7 @@ def await_count(address, count):
 
 
 @cute.jit
-def await_rows(spec, copies, work_tile, step):
+def await_rows(spec: ChunkSpec, copies: TokenCopies, work_tile: WorkTile, step: Int32):
     """Waits until all of a chunk's rows of q, k and v are there."""
     valid = cutlass.min(work_tile.live_length - step * CHUNK, CHUNK)
     count = (valid + (spec.row_tile - 1)) // spec.row_tile * spec.row_makers
@@ -51,8 +54,9 @@ def await_rows(spec, copies, work_tile, step):
 
 
 @cute.jit
-def announce_outputs(spec, copies, work_tile, step, in_flight: cutlass.Constexpr):
-    """Announces this warp's outputs of a chunk once they are in memory; in_flight: of its bulk groups, those of later chunks."""
+def announce_outputs(spec: ChunkSpec, copies: TokenCopies, work_tile: WorkTile, step: Int32, in_flight: cutlass.Constexpr):
+    """Announce this warp's outputs of a chunk once they are in memory. in_flight: how many of its bulk groups, those of later
+    chunks, may still be under way."""
     cute.arch.cp_async_bulk_wait_group(in_flight, read=False)
     cute.arch.sync_warp()
     number = chunk_number(work_tile.begin, work_tile.sequence, step)

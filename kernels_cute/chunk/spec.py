@@ -53,7 +53,8 @@ class ChunkSpec:
 
     @property
     def sorts_sequences(self) -> bool:
-        """Whether the longest sequence is dealt first; where another kernel writes the rows at the same time, its order holds."""
+        """Whether the longest sequence is dealt first. Where another kernel writes the rows at the same time, sequences keep that
+        kernel's order."""
         return self.is_persistent and not self.row_makers
 
     @property
@@ -64,7 +65,7 @@ class ChunkSpec:
         return CUTE_DTYPES[self.dtype_name]
 
     def changed(self, **changes: Any) -> "ChunkSpec":
-        """The same with other values of these attributes."""
+        """Return a copy with other values of these attributes."""
         made = copy.copy(self)
         vars(made).update(changes)
         return made

@@ -6,12 +6,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk.operands import select
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 
 @cute.jit
-def starts_from_initial(spec, has_initial_state, sequence, live_length):
+def starts_from_initial(spec: ChunkSpec, has_initial_state: cute.Tensor, sequence: Int32, live_length: Int32):
     """Whether a sequence starts from its initial state, not from zero."""
     starts = Boolean(spec.has_initial)
     if cutlass.const_expr(spec.has_initial):
@@ -23,24 +25,27 @@ def starts_from_initial(spec, has_initial_state, sequence, live_length):
 
 
 def load_state(spec: Any, params: Any, state: Any, owner: Any, head: Any, row0: Any, pair: Any) -> None:
-    """owner: the work tile or segment whose sequence the state belongs to."""
+    """Load the state that a work tile or segment starts from. owner: that work tile or segment."""
     starts = starts_from_initial(spec, params.has_initial_state, owner.sequence, owner.live_length)
     fetch_state(spec, params.initial_state, state, starts, owner.read_slot, head, row0, pair)
     settle_state(spec, params.initial_state, state, state, pair)
 
 
 @cute.jit
-def fetch_state(spec, initial_state, fetched, starts, read_slot, head, row0, pair):
-    """Asks for a lane's entries of a state, in the order of memory; settle_state makes the state of it."""
+def fetch_state(
+    spec: ChunkSpec, initial_state: cute.Tensor, fetched: cute.Tensor, starts: Boolean, read_slot: Int64, head: Int32,
+    row0: Int32, pair: Int32,
+):  # fmt: skip
+    """Issue the loads of a lane's entries of a state, in the order of memory. settle_state turns them into accumulators."""
     fetched.fill(0.0)
     if cutlass.const_expr(spec.has_initial):
         if starts:
             if cutlass.const_expr(has_wide_accesses(spec, initial_state)):
                 source = wide_address(spec, initial_state, read_slot, head, row0, pair)
-                for place in cutlass.range_constexpr(spec.dim // 8):
-                    values = ptx.load_global_four(source + wide_offset(spec, place))
+                for access in cutlass.range_constexpr(spec.dim // 8):
+                    values = ptx.load_global_four(source + wide_offset(spec, access))
                     for i in cutlass.range_constexpr(4):
-                        fetched[4 * place + i] = values[i]
+                        fetched[4 * access + i] = values[i]
             else:
                 source = state_pointer(spec, initial_state, read_slot, head, row0, pair)
                 for n in cutlass.range_constexpr(spec.dim // 8):
@@ -51,8 +56,8 @@ def fetch_state(spec, initial_state, fetched, starts, read_slot, head, row0, pai
 
 
 @cute.jit
-def settle_state(spec, initial_state, fetched, state, pair):
-    """The accumulators of what fetch_state asked for. May be the same registers."""
+def settle_state(spec: ChunkSpec, initial_state: cute.Tensor, fetched: cute.Tensor, state: cute.Tensor, pair: Int32):
+    """Make the accumulators from what fetch_state has loaded. Both may be the same registers."""
     if cutlass.const_expr(spec.has_initial and has_wide_accesses(spec, initial_state)):
         is_odd = pair % 2 == 1
         for n in cutlass.range_constexpr(0, spec.dim // 8, 2):
@@ -69,7 +74,7 @@ def settle_state(spec, initial_state, fetched, state, pair):
 
 
 @cute.jit
-def store_state(spec, params, state, work_tile, row0, pair):
+def store_state(spec: ChunkSpec, params: ChunkParams, state: cute.Tensor, work_tile: Any, row0: Int32, pair: Int32):
     if cutlass.const_expr(spec.has_final):
         written = cutlass.Boolean(True)
         write_slot = work_tile.read_slot
@@ -84,8 +89,10 @@ def store_state(spec, params, state, work_tile, row0, pair):
 
 
 @cute.jit
-def store_checkpoints(spec, params, state, sequence, head, done, row0, pair):
-    """The state after `done` tokens of the sequence, to every slot that asks for it: of the pool, or of a tensor of their own."""
+def store_checkpoints(
+    spec: ChunkSpec, params: ChunkParams, state: cute.Tensor, sequence: Int32, head: Int32, done: Int32, row0: Int32, pair: Int32
+):
+    """Store the state after `done` tokens of the sequence to every slot that asks for it, of the pool or of checkpoint_states."""
     target = params.final_state
     if cutlass.const_expr(params.checkpoint_states is not None):
         target = params.checkpoint_states
@@ -99,7 +106,10 @@ def store_checkpoints(spec, params, state, sequence, head, done, row0, pair):
 
 
 @cute.jit
-def write_state(spec, final_state, slot, state, head, row0, pair, may_be_wide: cutlass.Constexpr = True):
+def write_state(
+    spec: ChunkSpec, final_state: cute.Tensor, slot: Int64, state: cute.Tensor, head: Int32, row0: Int32, pair: Int32,
+    may_be_wide: cutlass.Constexpr = True,
+):  # fmt: skip
     if cutlass.const_expr(may_be_wide and has_wide_accesses(spec, final_state)):
         target = wide_address(spec, final_state, slot, head, row0, pair)
         is_odd = pair % 2 == 1
@@ -134,9 +144,9 @@ def wide_address(spec: Any, states: Any, slot: Any, head: Any, row0: Any, pair: 
     return states.iterator.toint() + offset * 4
 
 
-def wide_offset(spec: Any, place: int) -> int:
-    """Bytes to a lane's four number `place`: 16 K columns and 8 V rows take turns."""
-    return place // 2 * 64 + place % 2 * 8 * spec.dim * 4
+def wide_offset(spec: Any, access: int) -> int:
+    """Return the bytes to access number `access` of a lane, of four values: 16 K columns and 8 V rows take turns."""
+    return access // 2 * 64 + access % 2 * 8 * spec.dim * 4
 
 
 def state_pointer(spec: Any, states: Any, slot: Any, head: Any, row0: Any, pair: Any) -> Any:
@@ -157,7 +167,7 @@ def state_pair(spec, first, n: int, side: int) -> Any:
 
 
 @cute.jit
-def prefetch_state(spec, initial_state, work_tile):
+def prefetch_state(spec: ChunkSpec, initial_state: cute.Tensor, work_tile: Any):
     """Asks the L2 cache for the state that a work tile starts from."""
     if cutlass.const_expr(spec.has_initial):
         if work_tile.starts:

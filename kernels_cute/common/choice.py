@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from gdn.device import DeviceSpec
+
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 HALF_DTYPES, INDEX_DTYPES = ("bfloat16", "float16"), ("int32", "int64")
 ACCESS_BYTES = 16  # the widest load and store
@@ -20,13 +22,19 @@ def unserved(tensors: Mapping[tuple[str, ...], Mapping[str, str | None]]) -> str
     return None
 
 
+def long_ring(ring_rows: int, device: DeviceSpec) -> str:
+    """Return the reason of the refusal of a ring that is too long for shared memory."""
+    most = device.shared_bytes_per_block
+    return f"requires a ring of which a head fits in {most} bytes of shared memory, got {ring_rows} rows"
+
+
 def launch(compiled: Any, params: Any) -> None:
     """Launches a kernel of one entry."""
     launch_with(compiled.functions, params)
 
 
 def launch_with(functions: Mapping[str, Callable[..., Any]], params: Any) -> None:
-    """The same of another operator's kernel that has this one's entry. functions: the entry alone."""
+    """Launch the kernel of one entry for an operator that has the entry among its own. functions: the entry alone."""
     (function,) = functions.values()
     function(*params)
 

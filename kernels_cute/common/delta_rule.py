@@ -91,8 +91,8 @@ def row_factors(tile: StateTile, rSums: cute.Tensor, scale: Float32, has_norms: 
 
 @cute.jit
 def combine(tile: StateTile, factors: Any, lane: Int32, work: Work):
-    """work.u = what the columns take up of k; returns the output of column `lane`, and the thread's sum of squares of outputs:
-    of all its columns, or of `lane` alone where several warps share a column. factors: decay, beta, those of k and q."""
+    """Set work.u to each column's update. Return the output of column `lane` and this thread's sum of squared outputs: of column
+    `lane` alone if several warps share a column, else of all its columns. factors: decay, beta, those of k and q."""
     alpha, beta, k_factor, q_factor = factors
     rSums, rU, rV = work.sums, work.u, work.v
     columns = cutlass.const_expr(tile.v_per_thread)

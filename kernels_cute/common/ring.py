@@ -27,7 +27,7 @@ from kernels_cute.common.state_sums import load_some
 from kernels_cute.common.state_tile import Place, StateTile
 
 _WARP, TEAM = 32, 8
-_MOST_TURNS = 16  # of a loop over entries that is unrolled
+_MOST_ENTRY_TURNS = 16  # of a loop over entries that is unrolled
 _COPIES = {1: ptx.copy_one, 2: ptx.copy_pair, 4: ptx.copy_four}
 
 
@@ -159,7 +159,7 @@ def copy_rows(ring: RingTile, of_rows: Any, source: Int64, target: Int32, units:
         exists = exists & (unit * size < left)
     source, target = source + unit * size, target + (first * number + unit) * size
     turns = cutlass.const_expr(-(-ring.most_live // at_once))
-    for turn in cutlass.range(turns, unroll=cutlass.const_expr(turns if turns <= _MOST_TURNS else 1)):
+    for turn in cutlass.range(turns, unroll=cutlass.const_expr(turns if turns <= _MOST_ENTRY_TURNS else 1)):
         entry = first + turn * at_once
         if exists & (entry < count):
             row = source + Int64(row_of(ring, base, entry)) * pitch
@@ -311,8 +311,8 @@ def load_columns(at: Any, columns: int) -> list[Any]:
 
 @cute.jit
 def combine(tile: StateTile, factors: Any, lane: Int32, work: Work):
-    """work.u = the corrections of the columns; returns what `delta_rule.combine` does: the output of column `lane`, and the
-    thread's sum of squares of outputs. factors: beta, those of k and q."""
+    """Set work.u to the correction of each column. Return the output of column `lane` and this thread's sum of squared outputs,
+    as `delta_rule.combine` does. factors: beta, those of k and q."""
     beta, k_factor, q_factor = factors
     rSums, rU, rV = work.sums, work.u, work.v
     columns = cutlass.const_expr(tile.v_per_thread)

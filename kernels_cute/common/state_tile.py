@@ -30,7 +30,8 @@ class Place(NamedTuple):
 
 
 def opaque_place(place: Place) -> Place:
-    """The same place with a head and a lane that the compiler does not know: what follows from them is computed here."""
+    """Return the place with a head and a lane that the compiler does not know, so that what follows from them is computed
+    here."""
     return Place(opaque(place.head), opaque(place.lane), place.v_start)
 
 

@@ -98,12 +98,12 @@ class Convolution(Kernel):
         return channel
 
     @cute.jit
-    def load_row(self, gX: cute.Tensor, token: Int32, channel: Int32, rLine: cute.Tensor, place: Constexpr):
+    def load_row(self, gX: cute.Tensor, token: Int32, channel: Int32, rLine: cute.Tensor, line_row: Constexpr):
         offset = Int64(token) * gX.stride[0] + self.column_of(channel)
         if cutlass.const_expr(rLine.element_type is Int32):
-            load(words(gX, offset, 16), WORDS, rLine, place * WORDS, True)
+            load(words(gX, offset, 16), WORDS, rLine, line_row * WORDS, True)
         else:
-            load(pointer(gX, offset, 16), CHANNELS, rLine, place * CHANNELS, True)
+            load(pointer(gX, offset, 16), CHANNELS, rLine, line_row * CHANNELS, True)
 
     @cute.jit
     def load_history(self, gStates: cute.Tensor, slot: Int64, first: Int32, channel: Int32, rLine: cute.Tensor):
@@ -121,10 +121,10 @@ class Convolution(Kernel):
 
     @cute.jit
     def store_column(
-        self, rRows: cute.Tensor, place: Constexpr, gStates: cute.Tensor, slot: Int64, column: Int32, channel: Int32
+        self, rRows: cute.Tensor, line_row: Constexpr, gStates: cute.Tensor, slot: Int64, column: Int32, channel: Int32
     ):
         offset = window_offset(gStates, slot, column, channel)
-        store_channels(rRows, place * CHANNELS, CHANNELS, gStates, offset, self.channels_contiguous)
+        store_channels(rRows, line_row * CHANNELS, CHANNELS, gStates, offset, self.channels_contiguous)
 
     @cute.jit
     def store_window(self, rRows: cute.Tensor, first: Constexpr, gStates: cute.Tensor, slot: Int64, channel: Int32):
@@ -148,13 +148,13 @@ class Convolution(Kernel):
             rTo[target * CHANNELS + e] = rFrom[source * CHANNELS + e]
 
     @cute.jit
-    def convolve(self, registers: Registers, place: Constexpr):
-        """Fills registers.out with the output of the token whose oldest input is row `place` of the line."""
+    def convolve(self, registers: Registers, line_row: Constexpr):
+        """Fills registers.out with the output of the token whose oldest input is row `line_row` of the line."""
         rWeight, rBias, rLine, rOut = registers
         for c in cutlass.range_constexpr(CHANNELS):
             total = rBias[c]
             for j in cutlass.range_constexpr(self.width):
-                total += rWeight[c * self.width + j] * self.value_of(rLine, (place + j) * CHANNELS + c)
+                total += rWeight[c * self.width + j] * self.value_of(rLine, (line_row + j) * CHANNELS + c)
             if cutlass.const_expr(self.silu):
                 total = total * sigmoid(total)
             rOut[c] = total

@@ -134,15 +134,15 @@ class _Conv1dUpdate(Convolution, params=Conv1dUpdateParams):
             node = Int32(t)
             newest = Int32(history - 1)  # row of the starting window that is next before the root
             for back in cutlass.range_constexpr(1, self.width):
-                place = cutlass.const_expr(history - back)
+                line_row = cutlass.const_expr(history - back)
                 if node >= 0:
                     node = params.parent_token[begin + node]
                 if node >= 0:
-                    self.load_row(params.x, begin + node, channel, rNode, place)
+                    self.load_row(params.x, begin + node, channel, rNode, line_row)
                 else:
-                    for h in cutlass.range_constexpr(place, history):
+                    for h in cutlass.range_constexpr(line_row, history):
                         if newest == h:
-                            self.copy_row(registers.line, h, rNode, place)
+                            self.copy_row(registers.line, h, rNode, line_row)
                     newest -= 1
             self.convolve(registers._replace(line=rNode), 0)
             self.store_row(registers.out, params.out, begin + t, channel)

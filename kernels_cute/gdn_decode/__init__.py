@@ -23,7 +23,7 @@ from gdn.ops.delta_rule.tiles import k_vector, reads_lines, v_per_thread_k_first
 from gdn.ops.layer_step.problem import GdnDecodeProblem
 from gdn.problem import DTYPE_BYTES
 from kernels_cute.common import choice
-from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, unserved
+from kernels_cute.common.choice import FLOAT_DTYPES, HALF_DTYPES, long_ring, unserved
 from kernels_cute.gdn_decode.config import Config as Config
 from kernels_cute.gdn_decode.shape import CHANNELS
 from kernels_cute.gdn_decode.streamed import sizes
@@ -59,8 +59,7 @@ def refusal(problem: GdnDecodeProblem) -> str | None:
         return reason
     if not _space(problem, H100):
         if problem.ring_rows is not None and _space(replace(problem, ring_rows=2, fold_every=1), H100):
-            most = H100.shared_bytes_per_block
-            return f"requires a ring of which a head fits in {most} bytes of shared memory, got {problem.ring_rows} rows"
+            return long_ring(problem.ring_rows, H100)
         heads = f"H={problem.num_k_heads}, HV={problem.num_v_heads}"
         return f"requires value heads of a key head that {_MOST_BLOCKS} blocks can share, got {heads}, K={k}, V={v}"
     return None
@@ -72,7 +71,7 @@ def _entries(problem: GdnDecodeProblem, threads_per_column: int) -> int:
 
 
 def _registers(problem: GdnDecodeProblem, config: Config) -> int:
-    """Estimate of the registers that a thread cannot do without, from compiled variants."""
+    """Estimate the registers that a thread cannot do without, from compiled variants."""
     entries = _entries(problem, config.threads_per_column)
     state = config.v_per_thread * entries
     items = (2 * problem.head_k_dim + config.block_v) // CHANNELS
@@ -121,7 +120,7 @@ def _tiles(config: Config) -> tuple[int, ...]:
 
 
 def _streamed(problem: GdnDecodeProblem, device: DeviceSpec, stages: int | None = None) -> Config | None:
-    """The configuration that streams states through this many stages, None = all that fit; None where there is none."""
+    """Return the configuration that streams states through this many stages (None: all that fit), or None if there is none."""
     if sizes.refusal(problem) is not None:
         return None
     most = sizes.most_stages(problem)
@@ -165,7 +164,7 @@ def fits(problem: GdnDecodeProblem, config: Config, device: DeviceSpec) -> bool:
 
 
 def _space(problem: GdnDecodeProblem, device: DeviceSpec) -> list[Config]:
-    """Configurations with the tightest cap on registers that the estimate allows, if any, one for each shape."""
+    """Return one configuration for each shape: the one with the tightest cap on registers that the estimate allows, if any."""
     shapes = product((64, 128, 256), (4, 8, 16, 32), (1, 2, 4, 8))
     space = [[Config(*shape, least) for least in _MIN_THREADS_PER_SM] for shape in shapes]
     found = [next((config for config in some if fits(problem, config, device)), None) for some in space]
@@ -194,7 +193,8 @@ def _heads(problem: GdnDecodeProblem) -> int:
 
 
 def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
-    """The measured choice (LAB-NOTES.md), by the value heads of the call: too few for the device, one wave, several, many."""
+    """Return the measured choice (LAB-NOTES.md). It depends on the value heads of the call: too few for the device, one wave,
+    several, many."""
     streamed = _streamed(problem, device)
     # An item for every third SM; with one for every fourth the other form takes as long, with fewer it is faster. One token
     # without offsets (with them: not measured): the other form is faster up to an item an SM, and takes as long with two.

@@ -16,10 +16,11 @@ from kernels_cute.common.state_tile import opaque_place
 from kernels_cute.gdn_decode.convolution import convolve_row, loaded_item, place_in_row, store_column
 from kernels_cute.gdn_decode.shape import CHANNELS, WORDS
 from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spec, place_of_gates
+from kernels_cute.gdn_decode.token import total_of_parts
 
 
 def opaque_block(block: Block) -> Block:
-    """The same block and thread, of which the compiler knows nothing."""
+    """Return the block and thread as values of which the compiler knows nothing."""
     place = opaque_place(block.place)._replace(v_start=ptx.opaque(block.place.v_start))
     parts = [ptx.opaque(part) for part in (block.sequence, block.key_head, block.rank, block.thread)]
     return Block(*parts, place)
@@ -30,8 +31,8 @@ def load_rows(
     spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, first: Int32, registers: Registers,
     before: Constexpr = 0,
 ):  # fmt: skip
-    """Inputs of the batch from token `first` on; a token beyond the last is the last one again. before: the inputs before them
-    that the line gets too, which are the call's own after its first batch."""
+    """Load the inputs of the batch from token `first` on; a token beyond the last is the last one again. before: how many inputs
+    before them the line gets too; after the call's first batch those are its own."""
     gX, batch = params.mixed_qkv, cutlass.const_expr(spec.batch)
     last = sequence.begin + sequence.count - 1
     for p in cutlass.range_constexpr(spec.passes):
@@ -49,14 +50,15 @@ def load_rows(
 
 
 def gates(registers: Registers) -> tuple[Any, Any]:
-    """Log decay and beta of the thread's token, from what `load_rows` has loaded: made there they would wait for the loads."""
+    """Return the log decay and beta of the thread's token, from what `load_rows` has loaded. Made there, they would wait for the
+    loads."""
     A_log, dt_bias, a, b = [rX[0].to(Float32) for rX in registers.gates]
     return log_decay(a + dt_bias, -cute.math.exp(A_log)), 1.0 / (1.0 + cute.math.exp(-b))
 
 
 @cute.jit
 def write_rows(spec: Spec, block: Block, registers: Registers, shared: Shared):
-    """q, k and v of the batch after the convolution to shared memory."""
+    """Write q, k and v of the batch after the convolution to shared memory."""
     rOut, pitch = registers.out, cutlass.const_expr(4 * spec.token_floats)
     for p in cutlass.range_constexpr(spec.passes):
         item = p * spec.tiles.threads + block.thread
@@ -80,7 +82,7 @@ def z_of(spec: Spec, params: GdnDecodeParams, token: Any, block: Block, column: 
 def store_columns(
     spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, first: Int32, count: Int32, rLine: cute.Tensor
 ):
-    """The windows' columns of the batch's inputs; with the first token also those before."""
+    """Store the windows' columns of the batch's inputs, and with the first token also the columns before."""
     history, slot, batch = spec.history, Int64(sequence.window_slot), cutlass.const_expr(spec.batch)
     for p in cutlass.range_constexpr(spec.passes):
         if first == 0:
@@ -93,7 +95,7 @@ def store_columns(
 
 @cute.jit
 def wait_for_squares(spec: Spec, block: Block, turn: Int32, parity: Int32, shared: Shared):
-    """Waits until all warps of the head have sent the sums of this batch."""
+    """Wait until all warps of the head have sent the sums of this batch."""
     if cutlass.const_expr(spec.splits > 1):
         cute.arch.mbarrier_wait(shared.sums_full + parity, turn // 2 % 2)
         if block.thread == 0:  # for the batch after the next one
@@ -106,10 +108,4 @@ def wait_for_squares(spec: Spec, block: Block, turn: Int32, parity: Int32, share
 def sum_of_squares(spec: Spec, token: Int32, parity: Int32, shared: Shared):
     """The head's sum of squares of a token's outputs."""
     sums = shared.sums + parity * spec.parity_bytes + token * (4 * spec.padded_parts)
-    total = Float32(0.0)
-    for i in cutlass.range_constexpr(0, spec.parts - 3, 4):
-        four = ptx.load_four(sums + 4 * i)
-        total += (four[0] + four[1]) + (four[2] + four[3])
-    for i in cutlass.range_constexpr(spec.parts // 4 * 4, spec.parts):
-        total += ptx.load_one(sums + 4 * i)
-    return total
+    return total_of_parts(spec, sums)

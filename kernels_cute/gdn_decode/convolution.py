@@ -20,13 +20,13 @@ from kernels_cute.gdn_decode.spec import Block, Registers, Spec, column_in_head,
 
 @cute.jit
 def convolve(spec: Spec, p: Constexpr, registers: Registers):
-    """registers.out [CHANNELS] = the convolution's output for item p of the thread."""
+    """Set registers.out [CHANNELS] to the convolution's output for item p of the thread."""
     convolve_row(spec, p, p * spec.line_rows * WORDS, registers, registers.line)
 
 
 @cute.jit
 def convolve_row(spec: Spec, p: Constexpr, start: Constexpr, registers: Registers, rLine: cute.Tensor):
-    """The same for the rows that begin with word `start` of the line."""
+    """Set registers.out as `convolve` does, for the rows that begin with word `start` of the line."""
     rOut, rBias, taps = registers.out, registers.bias, spec.problem.width
     for c in cutlass.range_constexpr(CHANNELS):
         rOut[c] = rBias[p * CHANNELS + c]
@@ -70,7 +70,8 @@ def place_in_row(spec: Spec, item: Any, block: Block) -> Any:
 
 
 def loaded_item(spec: Spec, p: int, thread: Any) -> Any:
-    """The item whose inputs a thread loads in pass p: one beyond the last loads the last, so that nothing branches."""
+    """Return the item whose inputs a thread loads in pass p. An item beyond the last is the last one, so that nothing
+    branches."""
     return cutlass.min(p * spec.tiles.threads + thread, spec.items - 1)
 
 
@@ -91,14 +92,14 @@ def load_filter(spec: Spec, params: GdnDecodeParams, block: Block, registers: Re
 
 @cute.jit
 def load_gates(spec: Spec, params: GdnDecodeParams, token: Int32, block: Block, rGates: cute.Tensor):
-    """Raw a and b, for the last thread, which makes log decay and beta."""
+    """Load raw a and b in the last thread, which makes log decay and beta."""
     (gA, a_at), (gB, b_at) = place_of_gates(spec, params, block)
     load_numbers(spec, block, ((gA, (token, a_at)), (gB, (token, b_at))), rGates, 2)
 
 
 @cute.jit
 def load_head_gates(spec: Spec, params: GdnDecodeParams, block: Block, rGates: cute.Tensor):
-    """The head's A_log and dt_bias, for the same thread. Two branches on one condition that write registers become one: values
+    """Load the head's A_log and dt_bias in the last thread. Two branches on one condition that write registers become one: values
     are chosen by it instead, so that these loads do not wait for those of a and b."""
     if cutlass.const_expr(spec.stages_state):
         load_numbers(spec, block, ((params.A_log, block.place.head), (params.dt_bias, block.place.head)), rGates, 0)
@@ -114,8 +115,8 @@ def load_head_gates(spec: Spec, params: GdnDecodeParams, block: Block, rGates: c
 
 @cute.jit
 def load_numbers(spec: Spec, block: Block, sources: Any, rX: cute.Tensor, start: Constexpr):
-    """Words of rX from `start` on = elements of tensors, in the last thread; `number_of` reads them. sources: pairs of a tensor
-    and a place.
+    """Load elements of tensors into the words of rX from `start` on, in the last thread; `number_of` reads them. sources: pairs
+    of a tensor and an offset.
 
     Loads to registers share six counters, so what waits for one may wait for a state that is loaded to registers. There these are
     converted in a branch, which waits for them before the state is asked for; elsewhere nobody waits for them here.
@@ -169,7 +170,7 @@ def load_row(spec: Spec, params: GdnDecodeParams, token: Int32, block: Block, re
 
 
 def is_mine(spec: Spec, item: Any, rank: Any) -> Any:
-    """Whether this block writes the window of an item: the items of q and k are dealt to the blocks of the cluster."""
+    """Return whether this block writes the window of an item. The items of q and k are dealt to the blocks of the cluster."""
     if spec.cluster == 1:
         return item < spec.items
     owner = item * spec.cluster // spec.shared_items

@@ -144,7 +144,7 @@ def block_of(spec: Spec) -> Block:
 
 @cute.jit
 def load_inputs(spec: Spec, params: GdnDecodeParams, block: Block, begin: Int32, registers: Registers):
-    """What does not wait for the slot: the filter, and of one token its row.
+    """Load what does not wait for the slot: the filter and, with one token, its row.
 
     Loads to registers share six counters, and what waits for one of them may wait for the state. Only where the state does not
     come to registers are these asked for before the slot is known.
@@ -156,7 +156,7 @@ def load_inputs(spec: Spec, params: GdnDecodeParams, block: Block, begin: Int32,
 
 @cute.jit
 def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, registers: Registers):
-    """A sequence that is no padding: all blocks of a cluster come here, or none."""
+    """Compute a sequence that is no padding. Either all blocks of a cluster call it, or none."""
     place = block.place
     storage = cutlass.utils.SmemAllocator().allocate(spec.storage())
     tokens, sums, parts = [part.data_ptr().toint() for part in (storage.tokens, storage.sums, storage.warp_parts)]

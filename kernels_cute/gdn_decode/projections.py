@@ -5,7 +5,7 @@ from kernels_cute.common.memory import columns, heads_of
 
 
 def flat_views(problem: GdnDecodeProblem, params: GdnDecodeParams) -> GdnDecodeParams:
-    """The same arguments with z, b and a of merged and concatenated rows. Rows may go on beyond q, k and v."""
+    """Return the arguments with z, b and a as views of merged or concatenated rows. Rows may go on beyond q, k and v."""
     p, rows = problem, params.mixed_qkv
     if not (p.merged or p.concatenated):
         return params

@@ -28,14 +28,14 @@ from kernels_cute.gdn_decode.token import (
     write_convolved,
 )
 
-_MOST_TURNS = 2  # of a loop of a column's lanes over entries that is unrolled
+_MOST_COLUMN_TURNS = 2  # of a loop of a column's lanes over entries that is unrolled
 
 
 @cute.jit
 def run_token(
     spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, registers: Registers, shared: Shared
 ):
-    """Token `step` of the sequence: registers hold its inputs, afterwards those of the next one."""
+    """Compute token `step` of the sequence. registers hold its inputs, and afterwards those of the next token."""
     tile, place, rState, entries = spec.tile, block.place, registers.state, shared.entries
     positions = (sequence.first, sequence.committed)
     newest = sequence.committed - sequence.first + step
@@ -64,7 +64,7 @@ def run_token(
     work = make_work(tile, 2 * tile.v_per_thread + 3)
     multiply(spec, shared.tokens, place.lane, rState, work)
     cute.arch.sync_threads()  # all weights are there
-    unrolls = cutlass.const_expr(spec.stages_state and spec.ring.most_live <= _MOST_TURNS * tile.threads_per_column)
+    unrolls = cutlass.const_expr(spec.stages_state and spec.ring.most_live <= _MOST_COLUMN_TURNS * tile.threads_per_column)
     ring.add_entries(spec.ring, entries, live, newest, None, alpha, place, block.thread, work.sums, unrolls)
     add_up(tile, work.sums, 2 * tile.v_per_thread + 3, Exchange(shared.warp_parts, step % 2))
     k_factor, q_factor = row_factors(tile, work.sums, params.scale, True)
@@ -107,7 +107,7 @@ def run_token(
 
 @cute.jit
 def write_gates(spec: Spec, params: GdnDecodeParams, block: Block, newest: Int32, registers: Registers, shared: Shared):
-    """Log decay and beta of the token to shared memory, by the thread that has loaded what they are made of."""
+    """Write the token's log decay and beta to shared memory, in the thread that has loaded what they are made of."""
     if block.thread == spec.tiles.threads - 1:
         g, beta = [of(spec, params, block, registers.gates) for of in (log_decay_of, beta_of)]
         ptx.store_one(shared.entries.decays + newest * 4, g)
@@ -116,7 +116,7 @@ def write_gates(spec: Spec, params: GdnDecodeParams, block: Block, newest: Int32
 
 @cute.jit
 def weigh(spec: Spec, entries: Entries, live: Live, newest: Int32, thread: Int32, shared: Shared):
-    """Weights of the entries before the token, to shared memory; returns D."""
+    """Write the weights of the entries before the token to shared memory, and return D."""
     if cutlass.const_expr(spec.stages_state):  # registers that the state has later are free for several entries of a warp at once
         rDecay = cute.make_rmem_tensor(1, Float32)
         ring_batch.weigh(spec.ring, entries, live, newest, 1, (shared.tokens, 0, None), thread, rDecay)
@@ -131,7 +131,7 @@ def weigh(spec: Spec, entries: Entries, live: Live, newest: Int32, thread: Int32
 
 @cute.jit
 def finish(spec: Spec, block: Block, factors: tuple[Float32, Float32, Float32], work: Work, tokens: Int32):
-    """Sets work.u to the correction of each column; returns the output of column `lane`, and the warp's sum of squares."""
+    """Set work.u to the correction of each column. Return the output of column `lane`, and the warp's sum of squared outputs."""
     tile, place = spec.tile, block.place
     for r in cutlass.range_constexpr(tile.v_per_thread):
         at = tokens + (2 * tile.head_k_dim + r) * 4
@@ -142,7 +142,7 @@ def finish(spec: Spec, block: Block, factors: tuple[Float32, Float32, Float32], 
 
 @cute.jit
 def store_window(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, registers: Registers):
-    """The window's new columns: with accepted counts those of every token, else the window after the token."""
+    """Store the window's new columns: with accepted counts those of every token, else the window after the token."""
     if cutlass.const_expr(spec.keeps_columns):
         store_columns(spec, params, block, sequence, step, registers.line)
     else:
@@ -155,7 +155,7 @@ def store_window(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
 def store_folded(
     spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, live: Live, registers: Registers, shared: Shared
 ):  # fmt: skip
-    """The state with the entries that it takes in after this call, if there are any."""
+    """Store the state with the entries that it takes in after this call, if there are any."""
     tile, place, rState = spec.tile, block.place, registers.state
     if ring.needs_fold(live):
         if cutlass.const_expr(spec.batch > 1):

@@ -33,7 +33,7 @@ _WARP = 32
 
 @cute.jit
 def run_tokens(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, registers: Registers, shared: Shared):
-    """All tokens of a sequence, a batch at a time. registers hold the inputs of the first batch."""
+    """Compute all tokens of a sequence, a batch at a time. registers hold the inputs of the first batch."""
     batch = cutlass.const_expr(spec.batch)
     for first in cutlass.range(0, sequence.count, batch, unroll=1):
         # Addresses are made in each turn: made before the first one, they would take registers all along.
@@ -44,7 +44,8 @@ def run_tokens(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequ
 
 @cute.jit
 def load_z(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, first: Int32, registers: Registers):
-    """The norm's gates of the batch, in the lanes that store outputs; after the convolution, which needs the registers."""
+    """Load the norm's gates of the batch, in the lanes that store outputs. It comes after the convolution, which needs the
+    registers."""
     place, last = block.place, sequence.begin + sequence.count - 1
     if cutlass.const_expr(spec.has_norm):
         if stores_outputs(spec, place.lane):
@@ -64,7 +65,7 @@ def run_batch(
     spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, first: Int32, registers: Registers,
     shared: Shared,
 ):  # fmt: skip
-    """The tokens from `first` on: registers hold their inputs, afterwards those of the next batch."""
+    """Compute the tokens from `first` on. registers hold their inputs, and afterwards those of the next batch."""
     tile, place, thread, entries = spec.tile, block.place, block.thread, shared.entries
     batch, columns, pitch = cutlass.const_expr(spec.batch), spec.tile.v_per_thread, cutlass.const_expr(4 * spec.token_floats)
     count = cutlass.min(sequence.count - first, Int32(batch))
@@ -131,7 +132,7 @@ def run_batch(
 
 @cute.jit
 def write_inputs(spec: Spec, block: Block, before: Int32, registers: Registers, shared: Shared):
-    """q, k and v of the batch after the convolution, log decays and betas, to shared memory."""
+    """Write q, k and v of the batch after the convolution, log decays and betas to shared memory."""
     batch, threads = cutlass.const_expr(spec.batch), spec.tiles.threads
     pitch = cutlass.const_expr(4 * spec.token_floats)
     write_rows(spec, block, registers, shared)
@@ -147,7 +148,7 @@ def append(
     spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, live: Live, before: Int32, count: Int32,
     registers: Any, shared: Shared,
 ):  # fmt: skip
-    """The tokens' entries go to their rows of the ring, and to shared memory for the tokens after them."""
+    """Write the tokens' entries to their rows of the ring, and to shared memory for the tokens after them."""
     rU, rK = registers
     place, thread, entries, gRing = block.place, block.thread, shared.entries, params.ring
     batch, columns, units = cutlass.const_expr(spec.batch), spec.tile.v_per_thread, cutlass.const_expr(spec.ring.key_units)
@@ -181,7 +182,7 @@ def append(
 
 @cute.jit
 def send_squares(spec: Spec, block: Block, rY: cute.Tensor, parity: Int32, shared: Shared):
-    """The warp's sums of squared outputs of every token to all blocks of the head."""
+    """Send the warp's sums of squared outputs, of every token, to all blocks of the head."""
     batch, lane = cutlass.const_expr(spec.batch), block.thread % _WARP
     rSquares = cute.make_rmem_tensor(batch, Float32)
     for i in cutlass.range_constexpr(batch):

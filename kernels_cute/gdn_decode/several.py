@@ -42,7 +42,7 @@ _WARP = 32
 
 @cute.jit
 def run_tokens(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, registers: Registers, shared: Shared):
-    """All tokens of a sequence, a batch at a time. registers hold the inputs of the first batch."""
+    """Compute all tokens of a sequence, a batch at a time. registers hold the inputs of the first batch."""
     uniform = [cute.arch.make_warp_uniform(value) for value in sequence[:4]]
     same = sequence._replace(begin=uniform[0], count=uniform[1], read_slot=uniform[2], window_slot=uniform[3])
     for first in cutlass.range(0, same.count, spec.batch, unroll=1):
@@ -51,8 +51,8 @@ def run_tokens(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequ
 
 
 def output_place(spec: Spec, thread: Any, number: int) -> tuple[Any, Any]:
-    """Output `number` of a lane: its token in the batch, which may lie beyond it, and its column in the block. A warp has the
-    outputs of its own columns, a row of them in neighbouring lanes."""
+    """Return output `number` of a lane: its token in the batch, which may lie beyond it, and its column in the block. A warp has
+    the outputs of its own columns, a row of them in neighbouring lanes."""
     lane, columns = thread % _WARP, spec.warp_columns
     return number * (_WARP // columns) + lane // columns, thread // _WARP * columns + lane % columns
 
@@ -62,7 +62,7 @@ def run_batch(
     spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, first: Int32, registers: Registers,
     shared: Shared,
 ):  # fmt: skip
-    """The tokens from `first` on: registers hold their inputs, afterwards those of the next batch."""
+    """Compute the tokens from `first` on. registers hold their inputs, and afterwards those of the next batch."""
     batch = cutlass.const_expr(spec.batch)
     count = cutlass.min(sequence.count - first, Int32(batch))
     write_rows(spec, block, registers, shared)
@@ -134,7 +134,7 @@ def run_batch(
 
 @cute.jit
 def write_gates(spec: Spec, block: Block, registers: Registers, shared: Shared):
-    """Decay and beta of the batch to shared memory, a token a thread."""
+    """Write the decays and betas of the batch to shared memory, a token a thread."""
     first = cutlass.const_expr(spec.tiles.threads - spec.batch)
     if block.thread >= first:
         g, beta = gates(registers)
@@ -144,7 +144,7 @@ def write_gates(spec: Spec, block: Block, registers: Registers, shared: Shared):
 
 @cute.jit
 def write_factors(spec: Spec, params: GdnDecodeParams, thread: Int32, shared: Shared):
-    """What a token's sums are multiplied with, in the place of its gates; a warp takes a token at a time."""
+    """Write the factors of a token's sums in the place of its gates. A warp takes a token at a time."""
     lane, warp, units = thread % _WARP, thread // _WARP, cutlass.const_expr(spec.problem.head_k_dim // 4)
     rSums = cute.make_rmem_tensor(3, Float32)  # k . k, q . q, q . k
     for turn in cutlass.range_constexpr(-(-spec.batch // spec.warps)):
@@ -175,7 +175,8 @@ def write_factors(spec: Spec, params: GdnDecodeParams, thread: Int32, shared: Sh
 def run_token(
     spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, token: Int32, rState: cute.Tensor
 ):
-    """Token `step` of the sequence, whose inputs begin at address `token`: its outputs to shared memory, the state after it."""
+    """Compute token `step` of the sequence, whose inputs begin at address `token`: its outputs to shared memory, and the state
+    after it."""
     tile, place = spec.tile, block.place
     columns, vector, lanes = cutlass.const_expr(tile.v_per_thread), cutlass.const_expr(tile.vector), tile.threads_per_column
     rSums = cute.make_rmem_tensor(2 * columns, Float32)  # S^T k, then S^T q
@@ -213,7 +214,7 @@ def run_token(
 
 @cute.jit
 def store_after(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, rState: cute.Tensor):
-    """The state after a token that has a place for it: of its own, or of the sequence after the last one."""
+    """Store the state after a token if it has a slot: one of its own, or, after the last token, the sequence's."""
     tile, place = spec.tile, block.place
     if cutlass.const_expr(spec.problem.intermediate_dtype is not None):
         store_intermediate(spec, params, block, step, rState)
@@ -236,7 +237,7 @@ def store_after(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Seq
 def store_windows(
     spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, first: Int32, count: Int32, rLine: cute.Tensor
 ):
-    """The window's columns of the batch, or the window after the sequence's last token."""
+    """Store the window's columns of the batch, or the window after the sequence's last token."""
     if cutlass.const_expr(spec.problem.has_columns):
         store_columns(spec, params, block, sequence, first, count, rLine)
     elif cutlass.const_expr(spec.problem.intermediate_dtype is None):
@@ -249,7 +250,7 @@ def store_windows(
 
 @cute.jit
 def send_squares(spec: Spec, block: Block, rOut: cute.Tensor, parity: Int32, shared: Shared):
-    """The warp's sums of squared outputs of every token to all blocks of the head."""
+    """Send the warp's sums of squared outputs, of every token, to all blocks of the head."""
     number_of_lane, columns = block.thread % _WARP % spec.warp_columns, cutlass.const_expr(spec.warp_columns)
     for number in cutlass.range_constexpr(spec.lane_outputs):
         token, _ = output_place(spec, block.thread, number)

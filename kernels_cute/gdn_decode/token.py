@@ -21,7 +21,7 @@ from kernels_cute.gdn_decode.spec import Block, Registers, Sequence, Shared, Spe
 def run_token(
     spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, registers: Registers, shared: Shared
 ):
-    """Token `step` of the sequence: registers hold its inputs, afterwards those of the next one."""
+    """Compute token `step` of the sequence. registers hold its inputs, and afterwards those of the next token."""
     tile, place, rState = spec.tile, block.place, registers.state
     write_inputs(spec, params, block, registers, shared)
     cute.arch.sync_threads()
@@ -82,7 +82,7 @@ def gate_of_norm(spec: Spec, registers: Registers):
 
 @cute.jit
 def write_inputs(spec: Spec, params: GdnDecodeParams, block: Block, registers: Registers, shared: Shared):
-    """q, k and v after the convolution, and decay and beta, to shared memory."""
+    """Write q, k and v after the convolution, the decay and beta to shared memory."""
     write_convolved(spec, block, registers, shared)
     if block.thread == spec.tiles.threads - 1:
         at = shared.tokens + 4 * spec.gates_at
@@ -102,7 +102,7 @@ def write_convolved(spec: Spec, block: Block, registers: Registers, shared: Shar
 
 @cute.jit
 def multiply(spec: Spec, tokens: Int32, lane: Int32, rState: cute.Tensor, work: Work):
-    """The thread's parts of a token's dot products in work.sums, k in work.k."""
+    """Compute the thread's parts of a token's dot products in work.sums, with k in work.k."""
     tile, vector = spec.tile, cutlass.const_expr(spec.tile.vector)
     work.sums.fill(0.0)
     for i in cutlass.range_constexpr(0, tile.k_per_thread, 4):
@@ -131,7 +131,7 @@ def finish(spec: Spec, block: Block, factors: Any, work: Work, tokens: Int32):
 
 @cute.jit
 def squares_of_head(spec: Spec, squares: Float32):
-    """The warp's sum of squared outputs, from those of its threads."""
+    """Return the warp's sum of squared outputs, from those of its threads."""
     tile = spec.tile
     if cutlass.const_expr(spec.has_norm):
         if cutlass.const_expr(tile.k_warps > 1):
@@ -143,7 +143,7 @@ def squares_of_head(spec: Spec, squares: Float32):
 
 @cute.jit
 def send_squares(spec: Spec, block: Block, squares: Float32, parity: Int32, shared: Shared):
-    """The warp's sum of squares to all blocks of the head."""
+    """Send the warp's sum of squares to all blocks of the head."""
     thread, rank = block.thread, block.rank
     if cutlass.const_expr(spec.splits > 1):
         own = (rank % spec.splits * spec.warps + thread // 32) * 4 + parity * spec.parity_bytes
@@ -158,7 +158,7 @@ def send_squares(spec: Spec, block: Block, squares: Float32, parity: Int32, shar
 
 @cute.jit
 def move_windows(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, rLine: cute.Tensor):
-    """The line of every item moves on by a token; with columns, the window's new columns are stored before."""
+    """Move the line of every item on by a token. With columns, the window's new columns are stored before."""
     if cutlass.const_expr(spec.problem.has_columns):
         store_columns(spec, params, block, sequence, step, rLine)
     move_line(spec, rLine)
@@ -166,7 +166,7 @@ def move_windows(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
 
 @cute.jit
 def store_columns(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, rLine: cute.Tensor):
-    """The window's column of a token; with the first token also those before."""
+    """Store the window's column of a token, and with the first token also the columns before."""
     history, slot = spec.history, sequence.window_slot
     for p in cutlass.range_constexpr(spec.passes):
         if step == 0:
@@ -187,7 +187,7 @@ def move_line(spec: Spec, rLine: cute.Tensor):
 
 @cute.jit
 def store_after_token(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Sequence, step: Int32, registers: Registers):
-    """The state after every token that has a column, or state and window after the last token."""
+    """Store the state after every token that has a column, or the state and the window after the last token."""
     tile, place, rState, rLine = spec.tile, block.place, registers.state, registers.line
     if cutlass.const_expr(spec.problem.has_columns):
         if step < params.state_indices.shape[1]:
@@ -209,7 +209,8 @@ def store_after_token(spec: Spec, params: GdnDecodeParams, block: Block, sequenc
 
 @cute.jit
 def store_intermediate(spec: Spec, params: GdnDecodeParams, block: Block, step: Int32, rState: cute.Tensor):
-    """The state after a token into the sequence's row of intermediate_states, unless that is null; the pools stay as they are."""
+    """Store the state after a token into the sequence's row of intermediate_states, unless the row is null. The pools stay as
+    they are."""
     if step < params.intermediate_states.shape[1]:
         row = Int64(params.intermediate_indices[block.sequence])
         if row > params.null_slot:
@@ -217,18 +218,9 @@ def store_intermediate(spec: Spec, params: GdnDecodeParams, block: Block, step: 
 
 
 @cute.jit
-def sum_of_squares(spec: Spec, block: Block, step: Int32, parity: Int32, shared: Shared):
-    """The head's sum of squares of outputs, once all its warps have sent theirs."""
-    sums, sums_full = shared.sums, shared.sums_full
+def total_of_parts(spec: Spec, sums: Int32):
+    """Return the sum of the parts of all warps of the head, from shared memory."""
     total = Float32(0.0)
-    if cutlass.const_expr(spec.splits > 1):
-        cute.arch.mbarrier_wait(sums_full + parity, step // 2 % 2)
-        if cutlass.const_expr(spec.has_several_tokens):
-            if block.thread == 0:  # for the token after the next one
-                cute.arch.mbarrier_arrive_and_expect_tx(sums_full + parity, 4 * spec.parts)
-        sums = sums + parity * spec.parity_bytes
-    else:
-        cute.arch.sync_threads()
     for i in cutlass.range_constexpr(0, spec.parts - 3, 4):
         four = ptx.load_four(sums + 4 * i)
         total += (four[0] + four[1]) + (four[2] + four[3])
@@ -238,8 +230,23 @@ def sum_of_squares(spec: Spec, block: Block, step: Int32, parity: Int32, shared:
 
 
 @cute.jit
+def sum_of_squares(spec: Spec, block: Block, step: Int32, parity: Int32, shared: Shared):
+    """Return the head's sum of squares of outputs, once all its warps have sent theirs."""
+    sums, sums_full = shared.sums, shared.sums_full
+    if cutlass.const_expr(spec.splits > 1):
+        cute.arch.mbarrier_wait(sums_full + parity, step // 2 % 2)
+        if cutlass.const_expr(spec.has_several_tokens):
+            if block.thread == 0:  # for the token after the next one
+                cute.arch.mbarrier_arrive_and_expect_tx(sums_full + parity, 4 * spec.parts)
+        sums = sums + parity * spec.parity_bytes
+    else:
+        cute.arch.sync_threads()
+    return total_of_parts(spec, sums)
+
+
+@cute.jit
 def slot_of(column, sequence, lane_slot, gIndices):
-    """gIndices[sequence, column], of which the lanes of a warp hold the first 32."""
+    """Return gIndices[sequence, column]. The lanes of a warp hold the first 32 columns."""
     slot = cute.arch.shuffle_sync(lane_slot, cutlass.min(column, 31))
     if column >= 32:
         slot = narrowed(gIndices[sequence, column])

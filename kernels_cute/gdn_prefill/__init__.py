@@ -121,7 +121,8 @@ def _with_steps(problem: GdnPrefillProblem, config: ChunkConfig, device: DeviceS
 
 
 def _is_one_entry(problem: GdnPrefillProblem) -> bool:
-    """Whether one after the other is one entry: other head dims have launches of their own in the chunk operator."""
+    """Whether the three steps one after the other are one entry. Head dims other than 64 and 128 have launches of their own in
+    the chunk operator."""
     return problem.head_k_dim in chunk_kernel.HEAD_DIMS
 
 

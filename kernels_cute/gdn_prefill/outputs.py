@@ -113,13 +113,13 @@ class OutputNorm:
                     weighted = weighted * gate
                 rOut[i] = weighted
             if group + u * self.groups < valid:
-                place = self.place_of(params.out, token + group + u * self.groups, head, column)
-                store(rOut, 0, _VECTOR, pointer(params.out, place, 2 * _VECTOR))
+                offset = self.offset_of(params.out, token + group + u * self.groups, head, column)
+                store(rOut, 0, _VECTOR, pointer(params.out, offset, 2 * _VECTOR))
 
-    def place_of(self, x: Any, row: Any, head: Any, column: Any) -> Any:
+    def offset_of(self, x: Any, row: Any, head: Any, column: Any) -> Any:
         return Int64(row) * x.stride[0] + head_offset(x, head) + column
 
     @cute.jit
     def load_row(self, x: cute.Tensor, row: Int32, head: Int32, column: Int32, rX: cute.Tensor, start: cutlass.Constexpr):
         align = cutlass.const_expr(min(16, _VECTOR * x.element_type.width // 8))
-        load(pointer(x, self.place_of(x, row, head, column), align), _VECTOR, rX, start, True)
+        load(pointer(x, self.offset_of(x, row, head, column), align), _VECTOR, rX, start, True)

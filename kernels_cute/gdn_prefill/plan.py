@@ -118,17 +118,18 @@ def _candidates(problem: GdnPrefillProblem, device: DeviceSpec) -> Iterator[dict
 
 def _clusters(problem: GdnPrefillProblem, device: DeviceSpec, conv_blocks: int) -> int:
     """Clusters that take work tiles one after the other; 0 where all run at once."""
-    places = min((device.num_sms - conv_blocks) // 2, max_scheduled_clusters(True))
+    most_clusters = min((device.num_sms - conv_blocks) // 2, max_scheduled_clusters(True))
     work_tiles = problem.num_sequences * problem.num_v_heads
-    if work_tiles <= places:
+    if work_tiles <= most_clusters:
         return 0
     # The heads of a sequence are equal: with fewer clusters in as many rounds, SMs are left for the norm, and every cluster has
     # its part of one sequence before the next one's rows are made.
-    return -(-problem.num_v_heads // -(-problem.num_v_heads // places))
+    return -(-problem.num_v_heads // -(-problem.num_v_heads // most_clusters))
 
 
 def _time(problem: GdnPrefillProblem, takes_turns: bool) -> float:
-    """Microseconds side by side, where all work tiles run at once, or a cluster has a head of every sequence in turn."""
+    """Return the microseconds of the call side by side, where all work tiles run at once, or where a cluster takes one head of
+    every sequence in turn."""
     sequences = max(problem.num_sequences, 1)
     if takes_turns:
         return (problem.num_tokens / CHUNK + sequences / 2) * _CHUNK_IN_TURN + sequences * _WORK_TILE_IN_TURN + _ENDS
@@ -141,9 +142,9 @@ def _time_apart(problem: GdnPrefillProblem, device: DeviceSpec) -> float:
     if model.split()[0]:
         # Segments fill the SMs that the convolution would take.
         return 0.0
-    places = device.num_sms // 2
-    if model.sequences * problem.num_v_heads > places:  # persistent: less than a start and an end for each work tile
-        chunk = -(-model.sequences * problem.num_v_heads // places) * (model.chunks * model.times.chunk + _WORK_TILE) + 8.0
+    most_clusters = device.num_sms // 2
+    if model.sequences * problem.num_v_heads > most_clusters:  # persistent: less than a start and an end for each work tile
+        chunk = -(-model.sequences * problem.num_v_heads // most_clusters) * (model.chunks * model.times.chunk + _WORK_TILE) + 8.0
     rows = parts.conv_problem(problem).bytes_moved() / _GBPS_CONV
     outputs = parts.norm_problem(problem).bytes_moved() / _GBPS_NORM if problem.has_norm else 0.0
     return chunk + (rows + outputs) / 1e3 + 4.0

@@ -80,9 +80,9 @@ class SideBySide:
         cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        place = (block * _CLEAR_THREADS + thread) * 16
-        if place < num_bytes:
-            ptx.store_global_words(first + place, [Int32(0)] * 4)
+        offset = (block * _CLEAR_THREADS + thread) * 16
+        if offset < num_bytes:
+            ptx.store_global_words(first + offset, [Int32(0)] * 4)
 
 
 def fakes(problem: GdnPrefillProblem) -> GdnPrefillParams:

@@ -24,7 +24,8 @@ _copy_part = ptx.instruction("cp.async.cg.shared.global.L2::cache_hint [{$r0}], 
 
 @cute.jit
 def span_of(conv, params: Conv1dParams, tile: Int32, sequence: Int32):
-    """First token of a tile's sequence, the tile's first and the one after its last; none where last is not after first."""
+    """Return the first token of a tile's sequence, the tile's first token and the one after its last. There is no tile if the
+    last is not after the first."""
     begin = Int32(params.cu_seqlens[sequence])
     first = begin + (tile - begin // conv.rows - sequence) * conv.rows
     stop = cutlass.min(first + conv.rows, Int32(params.cu_seqlens[sequence + 1]))
@@ -34,22 +35,22 @@ def span_of(conv, params: Conv1dParams, tile: Int32, sequence: Int32):
 
 
 @cute.jit
-def ask_for_tile(conv, params: Conv1dParams, span, channel: Int32, place: Int32):
-    """Asks for a tile before anything is known of the slot, which is further loads away. place: this thread's part of the first
-    row in shared memory."""
+def ask_for_tile(conv, params: Conv1dParams, span, channel: Int32, address: Int32):
+    """Issue the loads of a tile before the slot is known, which takes further loads. address: of this thread's part of the
+    first row in shared memory."""
     begin, first, stop = span
     if (first < stop) & (channel < conv.dim):
-        _ask_for_rows(conv, params.x, begin, first, stop, channel, place)
+        _ask_for_rows(conv, params.x, begin, first, stop, channel, address)
 
 
 @cute.jit
-def finish_tile(conv, params: Conv1dParams, tile: Int32, sequence: Int32, span, channel: Int32, place: Int32):
+def finish_tile(conv, params: Conv1dParams, tile: Int32, sequence: Int32, span, channel: Int32, address: Int32):
     begin, first, stop = span
     start_of, store_windows, zero_rows = conv.start_of, conv.store_windows, conv.zero_rows
     if (first < stop) & (channel < conv.dim):
         slot, is_live, is_continued = start_of(params, sequence)
         if is_live:
-            _convolve_rows(conv, params, first, stop, channel, place, slot, is_continued & (first == begin), first != begin)
+            _convolve_rows(conv, params, first, stop, channel, address, slot, is_continued & (first == begin), first != begin)
             store_windows(params, tile, sequence, channel)
         else:
             cute.arch.cp_async_wait_group(0)
@@ -57,23 +58,24 @@ def finish_tile(conv, params: Conv1dParams, tile: Int32, sequence: Int32, span, 
 
 
 @cute.jit
-def _ask_for_rows(conv, gX: cute.Tensor, begin: Int32, first: Int32, stop: Int32, channel: Int32, place: Int32):
-    """A tile's rows, a group of copies for each batch; with the first one those before it, if they are of its sequence."""
+def _ask_for_rows(conv, gX: cute.Tensor, begin: Int32, first: Int32, stop: Int32, channel: Int32, address: Int32):
+    """Issue the copies of a tile's rows, a group for each batch. The first group also has the rows before the tile, if they are
+    of its sequence."""
     history = cutlass.const_expr(conv.history)
     if first != begin:
         for c in cutlass.range_constexpr(history):
-            _ask_for_row(conv, gX, first - history + c, stop, channel, place + c * conv.pitch)
+            _ask_for_row(conv, gX, first - history + c, stop, channel, address + c * conv.pitch)
     for u in cutlass.range_constexpr(conv.rows):
-        _ask_for_row(conv, gX, first + u, stop, channel, place + (history + u) * conv.pitch)
+        _ask_for_row(conv, gX, first + u, stop, channel, address + (history + u) * conv.pitch)
         if cutlass.const_expr(u % conv.batch == conv.batch - 1):
             cute.arch.cp_async_commit_group()
 
 
 @cute.jit
 def _convolve_rows(
-    conv, params: Conv1dParams, first: Int32, stop: Int32, channel: Int32, place: Int32, slot: Int64, from_slot, from_rows
+    conv, params: Conv1dParams, first: Int32, stop: Int32, channel: Int32, address: Int32, slot: Int64, from_slot, from_rows
 ):
-    """from_slot, from_rows: whether the inputs before the tile are the slot's window, or rows; else they are zero."""
+    """Convolve a tile's rows. The inputs before the tile are the slot's window (from_slot), rows (from_rows), or zero."""
     history = cutlass.const_expr(conv.history)
     load_history, convolve, store_row = conv.load_history, conv.convolve, conv.store_row
     registers = Registers(
@@ -94,13 +96,13 @@ def _convolve_rows(
     cute.arch.cp_async_wait_group(conv.batches - 1)
     if from_rows:
         for c in cutlass.range_constexpr(history):
-            _take_row(conv, place + c * conv.pitch, rLine, c)
+            _take_row(conv, address + c * conv.pitch, rLine, c)
     for i in cutlass.range_constexpr(conv.batches):
         cute.arch.cp_async_wait_group(conv.batches - 1 - i)
         token = first + i * conv.batch
         if token < stop:
             for u in cutlass.range_constexpr(conv.batch):
-                _take_row(conv, place + (history + i * conv.batch + u) * conv.pitch, rLine, history + u)
+                _take_row(conv, address + (history + i * conv.batch + u) * conv.pitch, rLine, history + u)
             for u in cutlass.range_constexpr(conv.batch):
                 convolve(registers, u)
                 if token + u < stop:
@@ -110,18 +112,18 @@ def _convolve_rows(
 
 
 @cute.jit
-def _ask_for_row(conv, gX: cute.Tensor, token: Int32, stop: Int32, channel: Int32, place: Int32):
-    """Asks for a row; from `stop` on nothing is read, without a branch."""
+def _ask_for_row(conv, gX: cute.Tensor, token: Int32, stop: Int32, channel: Int32, address: Int32):
+    """Issue the copy of a row. From `stop` on nothing is read, without a branch."""
     offset = Int64(token) * gX.stride[0] + conv.column_of(channel)
     size = Int32(PART_BYTES)
     if token >= stop:
         size = Int32(0)
-    _copy_part(place, gX.iterator.toint() + offset * (conv.dtype.width // 8), size, Int64(_EVICT_FIRST))
+    _copy_part(address, gX.iterator.toint() + offset * (conv.dtype.width // 8), size, Int64(_EVICT_FIRST))
 
 
 @cute.jit
-def _take_row(conv, place: Int32, rLine: cute.Tensor, row: cutlass.Constexpr):
-    words = ptx.load_words(place)
+def _take_row(conv, address: Int32, rLine: cute.Tensor, row: cutlass.Constexpr):
+    words = ptx.load_words(address)
     for i in cutlass.range_constexpr(CHANNELS // 2):
         low, high = ptx.unpack(conv.dtype, words[i])
         rLine[row * CHANNELS + 2 * i] = low
@@ -144,12 +146,12 @@ class StagedTiles(PrefillConv, params=Conv1dParams):
         thread, _, _ = cute.arch.thread_idx()
         layout = cute.make_layout((self.history + self.rows) * self.pitch // 4)
         stage = cutlass.utils.SmemAllocator().allocate_tensor(Int32, layout, 128).iterator.toint()
-        place = stage + thread * PART_BYTES
+        address = stage + thread * PART_BYTES
         num_sequences = params.cu_seqlens.shape[0] - 1
         sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
         span = span_of(self, params, tile, sequence)
-        ask_for_tile(self, params, span, channel, place)
-        finish_tile(self, params, tile, sequence, span, channel, place)
+        ask_for_tile(self, params, span, channel, address)
+        finish_tile(self, params, tile, sequence, span, channel, address)
         if channel < self.dim:
             # Rows after the last sequence are dealt to all blocks.
             tiles = params.x.shape[0] // self.rows + num_sequences

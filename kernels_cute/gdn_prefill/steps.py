@@ -48,12 +48,12 @@ def conv_fakes(problem: GdnPrefillProblem) -> Conv1dParams:
 
 
 class PrefillNorm(RmsNormGated, params=RmsNormGatedParams):
-    """The gated norm in place: rows of zeros, which are those of padding, stay zero whatever z holds there."""
+    """The gated norm in place. Rows of zeros, which are those of padding, stay zero whatever z holds there."""
 
     def __init__(self, problem: GdnPrefillProblem, config: NormConfig) -> None:
         super().__init__(parts.norm_problem(problem), config)
 
-    def place_of(self, gX: cute.Tensor, row: Int64) -> Int64:
+    def offset_of(self, gX: cute.Tensor, row: Int64) -> Int64:
         token = row // self.heads
         head = row - token * self.heads
         first, by_head = token * gX.stride[0], gX.stride[1]
@@ -66,8 +66,8 @@ class PrefillNorm(RmsNormGated, params=RmsNormGatedParams):
         group = head // ratio
         return first + group * by_head[1] + (head - group * ratio) * by_head[0]
 
-    def place_in_out(self, gOut: cute.Tensor, row: Int64) -> Int64:
-        return self.place_of(gOut, row)
+    def offset_in_out(self, gOut: cute.Tensor, row: Int64) -> Int64:
+        return self.offset_of(gOut, row)
 
     @cute.jit
     def finish(self, value: Float32, squares: Float32):

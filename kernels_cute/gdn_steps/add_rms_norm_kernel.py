@@ -86,9 +86,9 @@ class _AddRmsNorm(build.Kernel, params=AddRmsNormParams):
         for u in cutlass.range_constexpr(rows):
             row = cutlass.min(first + u, count - 1)
             for c in cutlass.range_constexpr(self.chunks):
-                place = (c * self.threads + thread) * VECTOR
-                if place < self.dim:
-                    source = pointer(gX, row * gX.stride[0] + place, align)
+                column = (c * self.threads + thread) * VECTOR
+                if column < self.dim:
+                    source = pointer(gX, row * gX.stride[0] + column, align)
                     load(source, VECTOR, rX, u * self.elements + c * VECTOR, once)
         return rX
 
@@ -96,9 +96,9 @@ class _AddRmsNorm(build.Kernel, params=AddRmsNormParams):
     def store_rows(self, rX: cute.Tensor, gX: cute.Tensor, first: Int64, count: Int64, thread: Int32):
         for u in cutlass.range_constexpr(self.rows):
             for c in cutlass.range_constexpr(self.chunks):
-                place = (c * self.threads + thread) * VECTOR
-                if first + u < count and place < self.dim:
-                    target = pointer(gX, (first + u) * self.dim + place, 2 * VECTOR)
+                column = (c * self.threads + thread) * VECTOR
+                if first + u < count and column < self.dim:
+                    target = pointer(gX, (first + u) * self.dim + column, 2 * VECTOR)
                     store(rX, u * self.elements + c * VECTOR, VECTOR, target)
 
 

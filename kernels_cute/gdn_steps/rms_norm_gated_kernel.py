@@ -52,9 +52,9 @@ class RmsNormGated(build.Kernel, params=RmsNormGatedParams):
             self.load_row(params.x, row, lane, rX, u * self.elements)
             self.load_row(params.z, row, lane, rZ, u * self.elements)
         for c in cutlass.range_constexpr(self.chunks):
-            place = (c * self.lanes + lane) * self.vector
-            if place < self.dim:
-                self.load_piece(params.weight, Int64(place), rWeight, c * self.vector, False)
+            column = (c * self.lanes + lane) * self.vector
+            if column < self.dim:
+                self.load_piece(params.weight, Int64(column), rWeight, c * self.vector, False)
 
         rSums.fill(0.0)
         for u in cutlass.range_constexpr(self.rows):
@@ -78,17 +78,17 @@ class RmsNormGated(build.Kernel, params=RmsNormGatedParams):
             row = first + u * groups
             if row < count:
                 for c in cutlass.range_constexpr(self.chunks):
-                    place = (c * self.lanes + lane) * self.vector
-                    if place < self.dim:
-                        target = pointer(params.out, self.place_in_out(params.out, row) + place, 2 * self.vector)
+                    column = (c * self.lanes + lane) * self.vector
+                    if column < self.dim:
+                        target = pointer(params.out, self.offset_in_out(params.out, row) + column, 2 * self.vector)
                         store(rOut, c * self.vector, self.vector, target)
 
-    def place_of(self, gX: cute.Tensor, row: Int64) -> Int64:
+    def offset_of(self, gX: cute.Tensor, row: Int64) -> Int64:
         """Number of elements before a row of x or z."""
         token = row // self.heads
         return token * gX.stride[0] + (row - token * self.heads) * gX.stride[1]
 
-    def place_in_out(self, gOut: cute.Tensor, row: Int64) -> Int64:
+    def offset_in_out(self, gOut: cute.Tensor, row: Int64) -> Int64:
         return row * self.dim
 
     def finish(self, value: Float32, squares: Float32) -> Float32:
@@ -97,14 +97,14 @@ class RmsNormGated(build.Kernel, params=RmsNormGatedParams):
 
     @cute.jit
     def load_row(self, gX: cute.Tensor, row: Int64, lane: Int32, rX: cute.Tensor, start: Constexpr):
-        offset = self.place_of(gX, row)
+        offset = self.offset_of(gX, row)
         for c in cutlass.range_constexpr(self.chunks):
-            place = (c * self.lanes + lane) * self.vector
+            column = (c * self.lanes + lane) * self.vector
             is_live = Boolean(True)
             if cutlass.const_expr(self.mask):
-                is_live = place < self.dim
+                is_live = column < self.dim
             if is_live:
-                self.load_piece(gX, offset + place, rX, start + c * self.vector, True)
+                self.load_piece(gX, offset + column, rX, start + c * self.vector, True)
 
     @cute.jit
     def load_piece(self, gX: cute.Tensor, offset: Int64, rX: cute.Tensor, start: Constexpr, once: Constexpr):

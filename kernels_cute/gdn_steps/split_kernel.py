@@ -54,13 +54,13 @@ class _Split(build.Kernel, params=SplitParams):
         head = piece // self.group
         within = piece % self.group
         is_z = within >= 2 * self.key + self.value
-        place = head * self.key + within
+        target = head * self.key + within
         if is_z:
-            place = head * self.value + within - (2 * self.key + self.value)
+            target = head * self.value + within - (2 * self.key + self.value)
         elif within >= 2 * self.key:
-            place = self.v_start + head * self.value + within - 2 * self.key
+            target = self.v_start + head * self.value + within - 2 * self.key
         elif within >= self.key:
-            place = self.k_start + head * self.key + within - self.key
+            target = self.k_start + head * self.key + within - self.key
 
         rPieces = cute.make_rmem_tensor(self.rows * vector, params.mixed_qkvz.element_type)
         last = params.mixed_qkvz.shape[0] - 1
@@ -71,15 +71,15 @@ class _Split(build.Kernel, params=SplitParams):
             source = pointer(params.mixed_qkvz, Int64(row) * params.mixed_qkvz.stride[0] + piece * vector, align)
             load(source, vector, rPieces, u * vector, True)
         if is_z:
-            self.store_pieces(rPieces, first, place, last, params.z)
+            self.store_pieces(rPieces, first, target, last, params.z)
         else:
-            self.store_pieces(rPieces, first, place, last, params.mixed_qkv)
+            self.store_pieces(rPieces, first, target, last, params.mixed_qkv)
 
     @cute.jit
-    def store_pieces(self, rPieces: cute.Tensor, first: Int32, place: Int32, last: Int32, gOut: cute.Tensor):
+    def store_pieces(self, rPieces: cute.Tensor, first: Int32, target: Int32, last: Int32, gOut: cute.Tensor):
         for u in cutlass.range_constexpr(self.rows):
             if first + u <= last:
-                offset = Int64(first + u) * gOut.stride[0] + place * self.vector
+                offset = Int64(first + u) * gOut.stride[0] + target * self.vector
                 store(rPieces, u * self.vector, self.vector, pointer(gOut, offset, 2 * self.vector))
 
     @cute.jit

@@ -48,9 +48,9 @@ class _GatherIndexerCache(build.Kernel, params=GatherIndexerCacheParams):
 
         # One row per lane; lanes beyond the warp's rows repeat its last row.
         row = first + (lane if lane < self.rows else self.rows - 1)
-        page, place, is_used = self.find(params, row, page_size)
+        page, page_row, is_used = self.find(params, row, page_size)
         base = params.cache.iterator.toint() + Int64(page) * params.cache.stride[0] * (params.cache.element_type.width // 8)
-        source = base + Int64(place) * self.row_bytes
+        source = base + Int64(page_row) * self.row_bytes
         if not is_used:
             source = Int64(0)
 
@@ -58,7 +58,7 @@ class _GatherIndexerCache(build.Kernel, params=GatherIndexerCacheParams):
         for start in cutlass.range_constexpr(0, self.rounds, _MOST_PIECES):
             self.copy(source, target, num_rows - first, lane, start, min(_MOST_PIECES, self.rounds - start))
         if cutlass.const_expr(params.k_scale is not None):
-            self.copy_scales(base + Int64(page_size) * self.row_bytes, place, is_used, row, lane, num_rows, params.k_scale)
+            self.copy_scales(base + Int64(page_size) * self.row_bytes, page_row, is_used, row, lane, num_rows, params.k_scale)
 
     @cute.jit
     def find(self, params: GatherIndexerCacheParams, row: Int32, page_size: Int32):
@@ -75,14 +75,14 @@ class _GatherIndexerCache(build.Kernel, params=GatherIndexerCacheParams):
                 size = half
         start = Int64(params.cu_seqlens[sequence])
         is_used = Int64(row) < Int64(params.cu_seqlens[count]) and start <= Int64(row)
-        page, place = Int32(0), Int32(0)
+        page, page_row = Int32(0), Int32(0)
         if is_used:
             offset = row - Int32(start)
             column = offset // page_size
-            place = offset - column * page_size
+            page_row = offset - column * page_size
             column = cutlass.min(column, Int32(params.block_tables.shape[1]) - 1)
             page = cutlass.max(cutlass.min(params.block_tables[sequence, column], Int32(params.cache.shape[0]) - 1), Int32(0))
-        return page, place, is_used
+        return page, page_row, is_used
 
     @cute.jit
     def copy(
@@ -112,10 +112,12 @@ class _GatherIndexerCache(build.Kernel, params=GatherIndexerCacheParams):
         return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
 
     @cute.jit
-    def copy_scales(self, scales: Int64, place: Int32, is_used: Boolean, row: Int32, lane: Int32, num_rows: Int32, gScale):
+    def copy_scales(self, scales: Int64, page_row: Int32, is_used: Boolean, row: Int32, lane: Int32, num_rows: Int32, gScale):
         """Copies the scales of the row that this lane found."""
         if lane < self.rows and row < num_rows:
-            source = cute.make_ptr(Float32, scales + Int64(place) * (4 * self.kv_heads), cute.AddressSpace.gmem, assumed_align=4)
+            source = cute.make_ptr(
+                Float32, scales + Int64(page_row) * (4 * self.kv_heads), cute.AddressSpace.gmem, assumed_align=4
+            )
             for head in cutlass.range_constexpr(self.kv_heads):
                 scale = Float32(0.0)
                 if is_used:

@@ -91,14 +91,14 @@ class _PrepareIndexer(IndexerRows, params=PrepareIndexerParams):
         for u in cutlass.range_constexpr(self.rows):
             self.norm_and_rotate(rRows, u * WORDS, self.dtype, factors, rX, params.eps, lane)
             scale = self.encode(rRows, u * WORDS, self.dtype, self.query_form, rCodes)
-            place = Int64(token) * self.heads + part + u * self.parts
+            index = Int64(token) * self.heads + part + u * self.parts
             if is_live:
                 width = cutlass.const_expr(params.q_out.element_type.width // 8)
-                self.store_codes(rCodes, self.query_form, params.q_out.iterator.toint() + place * (self.dim * width), lane)
+                self.store_codes(rCodes, self.query_form, params.q_out.iterator.toint() + index * (self.dim * width), lane)
                 if cutlass.const_expr(self.query_form == SCALED):
                     if lane == 0:
                         weight = rWeights[u] * (scale * self.dim**-0.5)
-                        store_scale(params.weights_out.iterator.toint() + place * 4, weight)
+                        store_scale(params.weights_out.iterator.toint() + index * 4, weight)
 
 
 def library(problem: PrepareIndexerProblem, config: Any) -> dict[str, bytes]:

@@ -55,7 +55,7 @@ class IndexerRows(Kernel):
         return item // per_token, item % per_token, is_live
 
     @cute.jit
-    def places(self, lane: Int32):
+    def columns_of(self, lane: Int32):
         """Starts of a lane's two chunks in a row."""
         first = lane * CHUNK
         second = first + self.half
@@ -68,7 +68,7 @@ class IndexerRows(Kernel):
     @cute.jit
     def load_row(self, gX: cute.Tensor, offset: Int64, lane: Int32, rWords: cute.Tensor, start: cutlass.Constexpr):
         """Fills rWords[start : start + WORDS] with a lane's part of the row at gX + offset elements; read once, past L1."""
-        first, second = self.places(lane)
+        first, second = self.columns_of(lane)
         load(words(gX, offset + first, 16), WORDS // 2, rWords, start, True)
         load(words(gX, offset + second, 16), WORDS // 2, rWords, start + WORDS // 2, True)
 
@@ -77,7 +77,7 @@ class IndexerRows(Kernel):
         """(gain, cosines, sines) of a lane's part of a row; the position is clamped to the table."""
         rGain = cute.make_rmem_tensor(ELEMENTS, Float32)
         rCos, rSin = cute.make_rmem_tensor(CHUNK, Float32), cute.make_rmem_tensor(CHUNK, Float32)
-        first, second = self.places(lane)
+        first, second = self.columns_of(lane)
         load(pointer(gWeight, Int64(first), 16), CHUNK, rGain, 0, False)
         load(pointer(gWeight, Int64(second), 16), CHUNK, rGain, CHUNK, False)
         if cutlass.const_expr(self.zero_centred):
@@ -172,7 +172,7 @@ class IndexerRows(Kernel):
         """Stores a lane's part of an encoded row that starts at this global address."""
         width = cutlass.const_expr(1 if form in (SCALED, CAST) else 2)  # bytes of a value
         count = cutlass.const_expr(CHUNK * width // 4)  # words of a chunk
-        first, second = self.places(lane)
+        first, second = self.columns_of(lane)
         store(rCodes, 0, count, word_pointer(address + first * width, 4 * count))
         store(rCodes, count, count, word_pointer(address + second * width, 4 * count))
 
@@ -190,9 +190,9 @@ class IndexerRows(Kernel):
         if is_live and row >= 0:
             page_size = page_rows // self.kv_heads
             page = row // page_size
-            place = (row - page * page_size) * self.kv_heads + head
+            index = (row - page * page_size) * self.kv_heads + head
             base = gCache.iterator.toint() + Int64(page) * gCache.stride[0] * width
-            self.store_codes(rCodes, self.form, base + Int64(place) * row_bytes, lane)
+            self.store_codes(rCodes, self.form, base + Int64(index) * row_bytes, lane)
             if cutlass.const_expr(self.form == SCALED):
                 if lane == 0:
-                    store_scale(base + Int64(page_rows) * row_bytes + Int64(place) * 4, scale)
+                    store_scale(base + Int64(page_rows) * row_bytes + Int64(index) * 4, scale)

@@ -1,19 +1,21 @@
 """The warp of a logits kernel that copies: queries once an item, keys (and, paged, their scales) through a ring."""
 
 from functools import partial
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from gdn.ops.indexer.problem import MqaLogitsParams, PagedMqaLogitsParams
 from kernels_cute.common.ptx import copy_from_global
 from kernels_cute.mqa_logits.barriers import arrive, arrive_and_expect, pointer, wait
 from kernels_cute.mqa_logits.orders import QUERIES_PER_GROUP
 from kernels_cute.mqa_logits.paged_schedule import likely_first, walk_jobs
 from kernels_cute.mqa_logits.products import advance, query_partition
 from kernels_cute.mqa_logits.ragged_schedule import walk_items
-from kernels_cute.mqa_logits.tiles import ranges_of
+from kernels_cute.mqa_logits.tiles import Lengths, LogitsTiles, PagedTiles, RaggedTiles, Tma, Work, ranges_of
 
 
 def tensors_of(tiles, storage, tma):
@@ -27,23 +29,23 @@ def tensors_of(tiles, storage, tma):
 
 
 @cute.jit
-def end_list(tiles, storage, stage, parity):
-    """The end mark carries no bytes: only the arrival that queries_full counts."""
+def end_list(tiles: LogitsTiles, storage: Any, stage: Int32, parity: Int32):
+    """Announce the end of the list. It carries no bytes: only the arrival that queries_full counts."""
     wait(tiles, storage, "queries_free", stage, parity ^ 1, by="copy")
     with cute.arch.elect_one():
         arrive(tiles, storage, "queries_full", stage, by="copy")
 
 
 @cute.jit
-def fill_stage(tiles, storage, ring: cutlass.Constexpr, stage, parity, num_bytes):
-    """Waits until a stage of a ring is free and announces what will be copied there."""
+def fill_stage(tiles: LogitsTiles, storage: Any, ring: cutlass.Constexpr, stage: Int32, parity: Int32, num_bytes: Int32):
+    """Wait until a stage of a ring is free, and announce the bytes that will be copied there."""
     wait(tiles, storage, f"{ring}_free", stage, parity ^ 1, by="copy")
     with cute.arch.elect_one():
         arrive_and_expect(tiles, storage, f"{ring}_full", stage, num_bytes, by="copy")
 
 
 @cute.jit
-def ragged_warp(tiles, storage, tma, params, work):
+def ragged_warp(tiles: RaggedTiles, storage: Any, tma: Tma, params: MqaLogitsParams, work: Work):
     ranges = ranges_of(params, work)
     take = partial(copy_ragged_item, tiles, storage, tensors_of(tiles, storage, tma))
     stage, parity, _, _ = walk_items(tiles, storage, ranges, take, (Int32(0), Int32(0), Int32(0), Int32(0)))
@@ -51,8 +53,8 @@ def ragged_warp(tiles, storage, tma, params, work):
 
 
 @cute.jit
-def copy_ragged_item(tiles, storage, tensors, row0, tile_first, tile_end, rings):
-    """Queries and keys of one item, where it holds any; the places that come next in the two rings."""
+def copy_ragged_item(tiles: RaggedTiles, storage: Any, tensors: Any, row0: Int32, tile_first: Int32, tile_end: Int32, rings: Any):
+    """Copy the queries and keys of one item, if it holds any. Return the stages and parities that come next in the two rings."""
     tma, sQueries, to_keys, from_keys = tensors
     stage, parity, key_stage, key_parity = rings
     if tile_first < tile_end:
@@ -78,26 +80,29 @@ def copy_ragged_item(tiles, storage, tensors, row0, tile_first, tile_end, rings)
 
 
 @cute.jit
-def prefetch_pages(tiles, params, lengths):
-    """Table entries of this block's first keys, if sequences are as long as they can be. Lengths, table entries and keys come
-    from memory one after the other, which is most of a short launch: here two of them travel together."""
+def prefetch_pages(tiles: PagedTiles, params: PagedMqaLogitsParams, lengths: Lengths):
+    """Prefetch the table entries of this block's first keys, as if every sequence were as long as it can be. Lengths, table
+    entries and keys come from memory one after the other, which is most of a short launch; here two of these trips overlap."""
     tables, lane = params.block_tables, cute.arch.lane_idx()
     job, tile = likely_first(tiles, lengths, lengths.batch * tiles.passes)
     page = cutlass.min((tile * tiles.tile + lane * tiles.piece) // tiles.page_size, cute.size(tables, mode=[1]) - 1)
-    place = tables.iterator + Int64(job // tiles.passes) * tables.stride[0] + page
-    cute.arch.prefetch(place.to_llvm_ptr(), cache_level="L1")
+    address = tables.iterator + Int64(job // tiles.passes) * tables.stride[0] + page
+    cute.arch.prefetch(address.to_llvm_ptr(), cache_level="L1")
 
 
 @cute.jit
-def paged_warp(tiles, storage, tma, params, lengths):
+def paged_warp(tiles: PagedTiles, storage: Any, tma: Tma, params: PagedMqaLogitsParams, lengths: Lengths):
     take = partial(copy_paged_item, tiles, storage, tensors_of(tiles, storage, tma), params)
     stage, parity, _, _ = walk_jobs(tiles, lengths, take, (Int32(0), Int32(0), Int32(0), Int32(0)))
     end_list(tiles, storage, stage, parity)
 
 
 @cute.jit
-def copy_paged_item(tiles, storage, tensors, params, job, tile, num_tiles, length, rings):
-    """Queries and keys of one item; the places that come next in the two rings."""
+def copy_paged_item(
+    tiles: PagedTiles, storage: Any, tensors: Any, params: PagedMqaLogitsParams, job: Int32, tile: Int32, num_tiles: Int32,
+    length: Int32, rings: Any,
+):  # fmt: skip
+    """Copy the queries and keys of one item. Return the stages and parities that come next in the two rings."""
     tma, sQueries, to_keys, from_keys = tensors
     stage, parity, key_stage, key_parity = rings
     tables, lane = params.block_tables, cute.arch.lane_idx()
@@ -139,19 +144,19 @@ def copy_paged_item(tiles, storage, tensors, params, job, tile, num_tiles, lengt
 
 
 @cute.jit
-def copy_scales(tiles, storage, cache, page, row, piece, key_stage):
-    """Scales of all key heads of a piece, from the end of its page."""
+def copy_scales(tiles: PagedTiles, storage: Any, cache: cute.Tensor, page: Int32, row: Int32, piece: Int32, key_stage: Int32):
+    """Copy the scales of all key heads of a piece, from the end of its page."""
     scale_bytes = 4 * tiles.num_kv_heads  # of a key
     in_page = tiles.page_size * tiles.num_kv_heads * tiles.head_dim + row * scale_bytes
     source = cache.iterator + (Int64(page) * cache.stride[0] + in_page)
-    place = storage.scales.data_ptr() + (key_stage * tiles.tile + piece * tiles.piece) * tiles.num_kv_heads
+    target = storage.scales.data_ptr() + (key_stage * tiles.tile + piece * tiles.piece) * tiles.num_kv_heads
     full = pointer(storage, "keys_full", key_stage)
     with cute.arch.elect_one():
-        copy_from_global(place.toint(), source.toint(), Int32(tiles.piece * scale_bytes), full.toint())
+        copy_from_global(target.toint(), source.toint(), Int32(tiles.piece * scale_bytes), full.toint())
 
 
 @cute.jit
-def page_numbers(tiles, line, key, length, lane):
-    """Table entries of the next 32 pieces from `key` on, one a lane; those beyond the last key repeat its entry."""
+def page_numbers(tiles: PagedTiles, line: cute.Pointer, key: Int32, length: Int32, lane: Int32):
+    """Load the table entries of the next 32 pieces from `key` on, one a lane. Pieces beyond the last key repeat its entry."""
     index = cutlass.min(key + lane * tiles.piece, length - 1) // tiles.page_size
     return cute.make_tensor(line + index, cute.make_layout(1))[0]

@@ -4,22 +4,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from gdn.ops.indexer.problem import MqaLogitsParams, PagedMqaLogitsParams
 from kernels_cute.mqa_logits.orders import KEY_ROWS
 from kernels_cute.mqa_logits.paged_schedule import row_length
 from kernels_cute.mqa_logits.ragged_schedule import row_range
-from kernels_cute.mqa_logits.tiles import ranges_of
+from kernels_cute.mqa_logits.tiles import Lengths, PagedTiles, RaggedTiles, Work, ranges_of
 
 
 @cute.jit
-def fill(row, element_type: cutlass.Constexpr, first, end, step):
-    """-inf in every step-th column of a row from first to end."""
+def fill(row: cute.Pointer, element_type: cutlass.Constexpr, first: Int32, end: Int32, step: Int32):
+    """Write -inf to every step-th column of a row, from first to end."""
     for column in cutlass.range(first, end, step, unroll=4):
         cute.make_tensor(row + column, cute.make_layout(1))[0] = element_type(-Float32.inf)
 
 
 @cute.jit
-def ragged_warp(tiles, params, work, half):
-    """-inf in the columns of a part that lie outside a row's range; two warps share the rows."""
+def ragged_warp(tiles: RaggedTiles, params: MqaLogitsParams, work: Work, half: Int32):
+    """Write -inf to the columns that lie outside of each row's range. Two warps share the rows of a block's parts."""
     ranges = ranges_of(params._replace(skip_rows_up_to=Int32(0)), work)
     out, dtype, lane = params.out, params.out.element_type, cute.arch.lane_idx()
     block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -47,8 +48,8 @@ def ragged_warp(tiles, params, work, half):
 
 
 @cute.jit
-def paged_warp(tiles, params, lengths, half):
-    """-inf from each row's length on. Rows are dealt over blocks; where they are few, parts of rows are."""
+def paged_warp(tiles: PagedTiles, params: PagedMqaLogitsParams, lengths: Lengths, half: Int32):
+    """Write -inf from each row's length on. Rows are dealt over blocks; if there are few, parts of rows are."""
     out = params.out
     columns = cute.size(out, mode=[1])
     lane = cute.arch.lane_idx()

@@ -11,6 +11,9 @@ items that no range touches are passed over. Paged it is a run of tiles of one j
 in pieces of gcd(page_size, tile) keys.
 """
 
+from enum import IntEnum
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -22,11 +25,18 @@ from kernels_cute.mqa_logits.barriers import COSTS, arrive_named, initialise
 from kernels_cute.mqa_logits.orders import KEY_ROWS
 from kernels_cute.mqa_logits.products import tiled_mma
 from kernels_cute.mqa_logits.ragged_schedule import clear_costs, head_items, sum_costs
-from kernels_cute.mqa_logits.tiles import Lengths, PagedTiles, RaggedTiles, Tma, Work
+from kernels_cute.mqa_logits.tiles import Lengths, LogitsTiles, PagedTiles, RaggedTiles, Tma, Work
 
 FILL_TILES = 32  # key tiles' worth of columns that a warp fills with -inf at a time, at most
-ROLE_WARPS = 4
-COPY_WARP, PUBLISH_WARP, FILL_WARP = range(3)  # of the first warpgroup; two warps from FILL_WARP on write -inf
+
+
+class Role(IntEnum):
+    """First warp of each role of a block."""
+
+    COPY = 0
+    PUBLISH = 1
+    FILL = 2  # two warps
+    MATH = 4
 
 
 def descriptors(tiles, q, query_rows, batches, k_view) -> Tma:
@@ -43,9 +53,9 @@ def descriptors(tiles, q, query_rows, batches, k_view) -> Tma:
 
 
 @cute.jit
-def begin(tiles, storage, tma, warp):
-    """Warp COPY_WARP prepares descriptors and barriers; the caller synchronises."""
-    if warp == COPY_WARP:
+def begin(tiles: LogitsTiles, storage: Any, tma: Tma, warp: Int32):
+    """Prepare, in the copying warp, descriptors and barriers; the caller synchronises."""
+    if warp == Role.COPY:
         cpasync.prefetch_descriptor(tma.query_atom)
         cpasync.prefetch_descriptor(tma.key_atom)
         with cute.arch.elect_one():
@@ -60,7 +70,7 @@ class RaggedLogits:
         self.tiles = tiles
 
     @cute.jit
-    def __call__(self, *values):
+    def __call__(self, *values: Any):
         """values: MqaLogitsParams, flat, and the stream."""
         params, stream = MqaLogitsParams(*values[:-1]), values[-1]
         tiles = self.tiles
@@ -111,19 +121,19 @@ class RaggedLogits:
             sum_costs(tiles, storage, params, work, warp, tiles.num_warps)
         cute.arch.sync_threads()
 
-        if warp < ROLE_WARPS:
+        if warp < Role.MATH:
             cute.arch.setmaxregister_decrease(tiles.copy_registers)
-            if warp == COPY_WARP:
+            if warp == Role.COPY:
                 copy.ragged_warp(tiles, storage, tma, params, work)
-            if warp == PUBLISH_WARP:
+            if warp == Role.PUBLISH:
                 publish.ragged_warp(tiles, storage, params, work)
             if cutlass.const_expr(0 < tiles.balanced_fraction < 8):
-                if warp >= FILL_WARP:
-                    sum_costs(tiles, storage, params, work, warp - FILL_WARP, 2)
+                if warp >= Role.FILL:
+                    sum_costs(tiles, storage, params, work, warp - Role.FILL, 2)
                     arrive_named(COSTS)
             if cutlass.const_expr(tiles.clean):
-                if warp >= FILL_WARP:
-                    fill.ragged_warp(tiles, params, work, warp - FILL_WARP)
+                if warp >= Role.FILL:
+                    fill.ragged_warp(tiles, params, work, warp - Role.FILL)
         else:
             cute.arch.setmaxregister_increase(tiles.math_registers)
             ragged_math.math_warpgroup(tiles, storage, params, mma, warp // 4 - 1, warp % 4)
@@ -136,7 +146,7 @@ class PagedLogits:
         self.tiles = tiles
 
     @cute.jit
-    def __call__(self, *values):
+    def __call__(self, *values: Any):
         """values: PagedMqaLogitsParams, flat, the most keys that a draft can see, and the stream."""
         params, most_keys, stream = PagedMqaLogitsParams(*values[:-2]), values[-2], values[-1]
         tiles, cache = self.tiles, params.cache
@@ -162,17 +172,17 @@ class PagedLogits:
         begin(tiles, storage, tma, warp)
         cute.arch.sync_threads()
 
-        if warp < ROLE_WARPS:
+        if warp < Role.MATH:
             cute.arch.setmaxregister_decrease(tiles.registers.copy)
-            if warp == COPY_WARP:
+            if warp == Role.COPY:
                 copy.paged_warp(tiles, storage, tma, params, lengths)
-            if warp == PUBLISH_WARP:
+            if warp == Role.PUBLISH:
                 publish.paged_warp(tiles, storage, params, lengths)
-            if warp == FILL_WARP:
+            if warp == Role.FILL:
                 copy.prefetch_pages(tiles, params, lengths)
             if cutlass.const_expr(tiles.clean):
-                if warp >= FILL_WARP:
-                    fill.paged_warp(tiles, params, lengths, warp - FILL_WARP)
+                if warp >= Role.FILL:
+                    fill.paged_warp(tiles, params, lengths, warp - Role.FILL)
         else:
             cute.arch.setmaxregister_increase(tiles.registers.math)
             paged_math.math_warpgroup(tiles, storage, params, mma, warp // 4 - 1, warp % 4)

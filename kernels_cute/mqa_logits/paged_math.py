@@ -1,19 +1,22 @@
 """A math warpgroup of the paged logits kernel."""
 
 from functools import partial
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
+from gdn.ops.indexer.problem import PagedMqaLogitsParams
 from kernels_cute.mqa_logits import products
 from kernels_cute.mqa_logits.barriers import TURN, arrive_named, wait, wait_named
 from kernels_cute.mqa_logits.orders import KEY_ROWS
+from kernels_cute.mqa_logits.tiles import PagedTiles
 
 
 @cute.jit
-def math_warpgroup(tiles, storage, params, mma, half, warp):
+def math_warpgroup(tiles: PagedTiles, storage: Any, params: PagedMqaLogitsParams, mma: cute.TiledMma, half: Int32, warp: Int32):
     """half: number of the math warpgroup; warp: within it."""
     operands, rProducts = products.operands_of(tiles, storage, mma), products.product_tensor(tiles, mma)
     rWeights = cute.make_rmem_tensor(cute.make_layout(tiles.groups * tiles.lane_heads), Float32)  # of this lane
@@ -31,8 +34,11 @@ def math_warpgroup(tiles, storage, params, mma, half, warp):
 
 
 @cute.jit
-def score_item(tiles, storage, params, operands, registers, lanes_at, item, key_ring):
-    """The scores of an item; the next place of the ring of keys."""
+def score_item(
+    tiles: PagedTiles, storage: Any, params: PagedMqaLogitsParams, operands: Any, registers: Any, lanes_at: Any, item: Any,
+    key_ring: Any,
+):  # fmt: skip
+    """Compute and store the scores of an item. Return the stage and parity that come next in the ring of keys."""
     rProducts, rWeights, rEnds, rTotals = registers
     half, draft, store_lane, scale_lane = lanes_at
     stage, row0, first, num_tiles = item
@@ -58,20 +64,20 @@ def score_item(tiles, storage, params, operands, registers, lanes_at, item, key_
             cute.arch.sync_warp()  # every lane's scales are read
             key_ring = products.release_keys(tiles, storage, key_ring)
             for group in cutlass.range_constexpr(tiles.groups):
-                place = line + tiles.group_queries * group * out.stride[0] + key
+                target = line + tiles.group_queries * group * out.stride[0] + key
                 low, high = Float32(0.0), Float32(0.0)
                 if cutlass.const_expr(tiles.num_kv_heads == 1):
                     low, high = products.head_sums(tiles, rProducts, rWeights, group, 0, 0)
                 else:
                     low, high = products.add_round(tiles, rTotals, rProducts, rWeights, rFactors, group, first_kv)
                 if cutlass.const_expr(kv_round == tiles.rounds - 1):
-                    store_scores(tiles, out.element_type, place, key, rEnds[group], rFactors, low, high)
+                    store_scores(tiles, out.element_type, target, key, rEnds[group], rFactors, low, high)
     return key_ring
 
 
 @cute.jit
-def read_drafts(tiles, storage, rWeights, rEnds, stage):
-    """Lengths and weights of this lane's drafts of an item."""
+def read_drafts(tiles: PagedTiles, storage: Any, rWeights: cute.Tensor, rEnds: cute.Tensor, stage: Int32):
+    """Load the lengths and weights of this lane's drafts of an item."""
     lane, lanes = cute.arch.lane_idx(), tiles.lanes_per_query
     part, draft = lane % lanes, lane % 4 // lanes  # of the quad: which heads of which draft
     sLengths = storage.lengths.get_tensor(cute.make_layout(tiles.drafts * tiles.query_stages))
@@ -89,9 +95,11 @@ def read_drafts(tiles, storage, rWeights, rEnds, stage):
 
 
 @cute.jit
-def key_factors(tiles, storage, scale, key_stage, scale_lane, first_kv: cutlass.Constexpr):
-    """Scales of the keys whose sums this lane ends with, for the key heads of a round; with several key heads each sum is scaled
-    before lanes exchange, so both keys'."""
+def key_factors(
+    tiles: PagedTiles, storage: Any, scale: Float32, key_stage: Int32, scale_lane: Int32, first_kv: cutlass.Constexpr
+):
+    """Return the scales of the keys whose sums this lane ends with, for the key heads of a round. With several key heads every
+    sum is scaled before lanes exchange, so the scales are those of both keys."""
     sides = 1 if tiles.lanes_per_query > 1 and tiles.num_kv_heads == 1 else 2
     sScales = storage.scales.get_tensor(cute.make_layout(tiles.scale_slots))
     rFactors = cute.make_rmem_tensor(cute.make_layout(sides * tiles.kv_heads_per_round), Float32)
@@ -105,23 +113,26 @@ def key_factors(tiles, storage, scale, key_stage, scale_lane, first_kv: cutlass.
 
 
 @cute.jit
-def store_scores(tiles, element_type: cutlass.Constexpr, place, key, end, rFactors, low, high):
-    """Scores of one draft for this lane's keys, key and key + 8, or with several lanes a draft the one at key."""
+def store_scores(
+    tiles: PagedTiles, element_type: cutlass.Constexpr, target: cute.Pointer, key: Int32, end: Int32, rFactors: cute.Tensor,
+    low: Float32, high: Float32,
+):  # fmt: skip
+    """Store the scores of one draft: of this lane's keys, key and key + 8, or, with several lanes a draft, of the one at key."""
     if cutlass.const_expr(tiles.lanes_per_query == 1):
         if cutlass.const_expr(tiles.num_kv_heads == 1):
             low, high = low * rFactors[0], high * rFactors[1]
-        products.store_between(element_type, place, low, key, 0, end)
-        products.store_between(element_type, place + 8, high, key + 8, 0, end)
+        products.store_between(element_type, target, low, key, 0, end)
+        products.store_between(element_type, target + 8, high, key + 8, 0, end)
     else:
         total = lane_sums(tiles, low, high)
         if cutlass.const_expr(tiles.num_kv_heads == 1):
             total = total * rFactors[0]
-        products.store_between(element_type, place, total, key, 0, end)
+        products.store_between(element_type, target, total, key, 0, end)
 
 
 @cute.jit
-def lane_sums(tiles, low, high):
-    """The whole sum over heads of one of the two keys: even lanes take the first, odd lanes the second."""
+def lane_sums(tiles: PagedTiles, low: Float32, high: Float32):
+    """Return the whole sum over heads of one of the two keys. Even lanes return the first key's, odd lanes the second's."""
     odd = cute.arch.lane_idx() % 2 != 0
     kept, given = low, high
     if odd:

@@ -4,18 +4,21 @@ A job is a pass over one sequence: some of its drafts against all keys that one 
 line, and every block takes an equal run of it, to the tile.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from kernels_cute.mqa_logits.products import running_sum
+from kernels_cute.mqa_logits.tiles import Lengths, PagedTiles
 
 JOBS_AT_ONCE = 4  # lengths a lane asks for before it adds any
 
 
 @cute.jit
-def row_length(tiles, lengths, sequence, draft):
-    """Keys that a draft sees; draft < next_n."""
+def row_length(tiles: PagedTiles, lengths: Lengths, sequence: Int32, draft: Int32):
+    """Return the number of keys that a draft sees. draft < next_n."""
     context_lens = lengths.context_lens
     length = Int32(0)
     if cutlass.const_expr(tiles.per_draft_lengths):
@@ -28,10 +31,10 @@ def row_length(tiles, lengths, sequence, draft):
 
 
 @cute.jit
-def job_length(tiles, lengths, job, jobs):
-    """Keys that some draft of a job sees; 0 where they are too few to be scored, and beyond the last job.
+def job_length(tiles: PagedTiles, lengths: Lengths, job: Int32, jobs: Int32):
+    """Return the number of keys that some draft of a job sees; 0 if they are too few to be scored, and beyond the last job.
 
-    Loads come before the conditions and travel together.
+    All loads come before the conditions, so that they overlap.
     """
     near = cutlass.min(job, jobs - 1)
     sequence, first = near // tiles.passes, near % tiles.passes * tiles.drafts
@@ -51,29 +54,31 @@ def job_length(tiles, lengths, job, jobs):
 
 
 @cute.jit
-def tiles_of(tiles, length):
+def tiles_of(tiles: PagedTiles, length: Int32):
     return (length + (tiles.tile - 1)) >> (tiles.tile.bit_length() - 1)
 
 
 @cute.jit
-def run(tiles, total):
-    """(first tile, tiles) of this block, of a line of `total` (Int64) tiles."""
+def run(tiles: PagedTiles, total: Int64):
+    """Return the first tile and the number of tiles of this block, of a line of `total` (Int64) tiles."""
     block, _, _ = cute.arch.block_idx()
     start = Int32(total * block // tiles.blocks)
     return start, Int32(total * (block + 1) // tiles.blocks) - start
 
 
 @cute.jit
-def likely_first(tiles, lengths, jobs):
-    """(job, tile) where this block's run starts if every sequence is as long as it can be. For prefetches only."""
+def likely_first(tiles: PagedTiles, lengths: Lengths, jobs: Int32):
+    """Return the job and tile where this block's run would start if every sequence were as long as it can be. For prefetches
+    only."""
     tiles_each = cutlass.max(tiles_of(tiles, lengths.most_keys), 1)
     start, _ = run(tiles, Int64(jobs) * tiles_each)
     return cutlass.min(start // tiles_each, jobs - 1), start % tiles_each
 
 
 @cute.jit
-def first_work(tiles, lengths, jobs):
-    """(job, tile, tiles): where this block's run starts and how long it is. By a whole warp; all lanes return the same."""
+def first_work(tiles: PagedTiles, lengths: Lengths, jobs: Int32):
+    """Return the job and tile where this block's run starts, and the run's length in tiles. A whole warp calls it; all lanes
+    return the same."""
     lane = cute.arch.lane_idx()
     own = Int32(0)
     for base in cutlass.range(lane, jobs, 32 * JOBS_AT_ONCE, unroll=1):
@@ -99,9 +104,9 @@ def first_work(tiles, lengths, jobs):
 
 
 @cute.jit
-def walk_jobs(tiles, lengths, take: cutlass.Constexpr, places):
-    """places = take(job, first tile, tiles, keys of the job, places) for this block's items in turn; every warp that walks meets
-    the same."""
+def walk_jobs(tiles: PagedTiles, lengths: Lengths, take: cutlass.Constexpr, carried: Any):
+    """Call carried = take(job, first tile, tiles, keys of the job, carried) for each item of this block, in the same order in
+    every warp that walks."""
     lane, jobs = cute.arch.lane_idx(), lengths.batch * tiles.passes
     job, tile, left = first_work(tiles, lengths, jobs)
     base = job
@@ -113,8 +118,8 @@ def walk_jobs(tiles, lengths, take: cutlass.Constexpr, places):
         length = cute.arch.shuffle_sync(lane_length, job - base)
         num_tiles = cutlass.min(tiles_of(tiles, length) - tile, left)
         if num_tiles > 0:
-            places = take(job, tile, num_tiles, length, places)
+            carried = take(job, tile, num_tiles, length, carried)
             left = left - num_tiles
         job = job + 1
         tile = Int32(0)
-    return places
+    return carried

@@ -10,11 +10,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from kernels_cute.common.ptx import run
 from kernels_cute.mqa_logits.barriers import TURN, arrive, arrive_named, wait, wait_named
 from kernels_cute.mqa_logits.orders import KEY_ROWS
+from kernels_cute.mqa_logits.tiles import LogitsTiles
 
 
 @cute.jit
-def advance(stage, parity, stages: cutlass.Constexpr):
-    """The next place of a ring."""
+def advance(stage: Int32, parity: Int32, stages: cutlass.Constexpr):
+    """Return the stage and parity that come next in a ring."""
     stage = stage + 1
     if stage == stages:
         stage = Int32(0)
@@ -23,8 +24,8 @@ def advance(stage, parity, stages: cutlass.Constexpr):
 
 
 @cute.jit
-def running_sum(value):
-    """Sum over a warp's lanes up to and including this one."""
+def running_sum(value: Int32):
+    """Return the sum over a warp's lanes up to and including this one."""
     lane, total = cute.arch.lane_idx(), value
     for power in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(total, 1 << power, mask_and_clamp=0)
@@ -45,7 +46,8 @@ def query_partition(tiles, tma, sQueries, kv_head):
 
 
 def tiled_mma(tiles):
-    """A wgmma that takes KEY_ROWS keys and the columns of one product; new at each place, as `set` makes it a value there."""
+    """Make a wgmma that takes KEY_ROWS keys and the columns of one product. Each place that uses one makes it anew, because `set`
+    turns it into a value of that place."""
     columns, k_major, source = tiles.product_columns // tiles.accumulator_sets, OperandMajorMode.K, warpgroup.OperandSource.SMEM
     if tiles.dtype is cutlass.BFloat16:
         op = warpgroup.MmaF16BF16Op(tiles.dtype, Float32, (KEY_ROWS, columns, 16), source, k_major, k_major)
@@ -55,8 +57,8 @@ def tiled_mma(tiles):
 
 
 def operands_of(tiles, storage, mma):
-    """(keys, queries) as wgmma reads them. Modes before a stage: of keys the math warpgroup (paged), of queries the half of the
-    columns (two sets of accumulators)."""
+    """Return (keys, queries) as wgmma reads them. The mode before the stage is, of paged keys, the math warpgroup; of queries
+    with two sets of accumulators, the half of the columns."""
     query_smem, key_smem, thread_mma = tiles.query_operand_smem(), tiles.key_operand_smem(), mma.get_slice(0)
     sQueries = storage.queries.get_tensor(query_smem.outer, swizzle=query_smem.inner)
     sKeys = storage.keys.get_tensor(key_smem.outer, swizzle=key_smem.inner)
@@ -76,8 +78,8 @@ def product_tensor(tiles, mma):
 
 
 @cute.jit
-def walk_published(tiles, storage, half, take: cutlass.Constexpr):
-    """key_ring = take((stage, query row, first, end or count), key_ring) for each item that is published, in a math warp.
+def walk_published(tiles: LogitsTiles, storage: Any, half: Int32, take: cutlass.Constexpr):
+    """Call key_ring = take((stage, query row, first, end or count), key_ring) for each item that is published, in a math warp.
 
     half: number of the math warpgroup. With turns, warpgroup 1 hands out the first and warpgroup 0 takes the last.
     """
@@ -102,8 +104,8 @@ def walk_published(tiles, storage, half, take: cutlass.Constexpr):
 
 
 @cute.jit
-def release_keys(tiles, storage, key_ring):
-    """Frees a stage of keys that this warp has read; the next place of the ring."""
+def release_keys(tiles: LogitsTiles, storage: Any, key_ring: Any):
+    """Free a stage of keys that this warp has read. Return the stage and parity that come next."""
     key_stage, key_parity = key_ring
     if cute.arch.lane_idx() == 0:
         arrive(tiles, storage, "keys_free", key_stage, by="math")
@@ -113,11 +115,12 @@ def release_keys(tiles, storage, key_ring):
 
 @cute.jit
 def issue_products(
-    tiles, rProducts, operands, prefixes: cutlass.Constexpr, stages, first_kv: cutlass.Constexpr, commit_steps: cutlass.Constexpr
-):
-    """Queues the products of one round's key heads; each tensor step is a group of its own, or all of them are one.
+    tiles: LogitsTiles, rProducts: cute.Tensor, operands: Any, prefixes: cutlass.Constexpr, stages: Any,
+    first_kv: cutlass.Constexpr, commit_steps: cutlass.Constexpr,
+):  # fmt: skip
+    """Issue the products of one round's key heads. commit_steps: every k step is a group of its own, else all of them are one.
 
-    prefixes, stages: (of the keys, of the queries), coordinates of the operands before the stage, and the stage.
+    prefixes, stages: of the keys and of the queries, the coordinates of the operand before the stage, and the stage.
     """
     keys, queries = operands
     mma = tiled_mma(tiles)
@@ -136,31 +139,34 @@ def issue_products(
 
 
 @cute.jit
-def head_sums(tiles, rProducts, rWeights, group: cutlass.Constexpr, first_kv: cutlass.Constexpr, nth: cutlass.Constexpr):
-    """Sums over this lane's heads of one query and one key head (the `nth` of a round), for the lane's two keys. Even and odd
-    heads run as chains of their own."""
+def head_sums(
+    tiles: LogitsTiles, rProducts: cute.Tensor, rWeights: cute.Tensor, group: cutlass.Constexpr, first_kv: cutlass.Constexpr,
+    nth: cutlass.Constexpr,
+):  # fmt: skip
+    """Sum over this lane's heads of one query and one key head (the `nth` of a round), for the lane's two keys. Even and odd
+    heads are added in two separate chains."""
     rParts = cute.make_rmem_tensor(cute.make_layout((2, 2)), Float32)
     rParts.fill(0.0)
     for pair in cutlass.range_constexpr(tiles.order.pairs):
-        place = group * tiles.order.pairs + pair + nth * (tiles.product_columns // 8)
+        column_block = group * tiles.order.pairs + pair + nth * (tiles.product_columns // 8)
         heads = [tiles.order.head(first_kv + nth, odd, pair) for odd in range(2)]
-        add_pair(tiles, rParts, rProducts, rWeights, place, group, heads, pair == 0)
+        add_pair(tiles, rParts, rProducts, rWeights, column_block, group, heads, pair == 0)
     return rParts[0, 0] + rParts[0, 1], rParts[1, 0] + rParts[1, 1]
 
 
 @cute.jit
 def add_pair(
-    tiles, rParts, rProducts, rWeights, place: cutlass.Constexpr, group: cutlass.Constexpr, heads: cutlass.Constexpr,
-    is_first: cutlass.Constexpr,
+    tiles: LogitsTiles, rParts: cute.Tensor, rProducts: cute.Tensor, rWeights: cute.Tensor, column_block: cutlass.Constexpr,
+    group: cutlass.Constexpr, heads: cutlass.Constexpr, is_first: cutlass.Constexpr,
 ):  # fmt: skip
-    """Adds two heads of a query, the place-th eight columns of the products, to its sums; None is no head.
+    """Add two heads of a query to its sums: eight columns of the products, number `column_block`. A head of None is left out.
 
     is_first: the sums are 0. A relu is never -0, so 0 + relu is the relu: the compiler keeps that addition where NaN stays NaN.
     """
     for side in cutlass.range_constexpr(2):
         for odd in cutlass.range_constexpr(2):
             if cutlass.const_expr(heads[odd] is not None):
-                value = rProducts[odd + 2 * side + 4 * place]
+                value = rProducts[odd + 2 * side + 4 * column_block]
                 if cutlass.const_expr(tiles.relu_as_add_abs):
                     value = value + cute.math.absf(value)
                 elif cutlass.const_expr(tiles.relu):
@@ -175,8 +181,11 @@ def add_pair(
 
 
 @cute.jit
-def add_round(tiles, rTotals, rProducts, rWeights, rFactors, group: cutlass.Constexpr, first_kv: cutlass.Constexpr):
-    """Adds the sums of a round's key heads, each times its scale, to the totals of a group's query."""
+def add_round(
+    tiles: LogitsTiles, rTotals: cute.Tensor, rProducts: cute.Tensor, rWeights: cute.Tensor, rFactors: cute.Tensor,
+    group: cutlass.Constexpr, first_kv: cutlass.Constexpr,
+):  # fmt: skip
+    """Add the sums of a round's key heads, each times its scale, to the totals of a group's query."""
     for nth in cutlass.range_constexpr(tiles.kv_heads_per_round):
         sums = head_sums(tiles, rProducts, rWeights, group, first_kv, nth)
         rTotals[2 * group] = rTotals[2 * group] + sums[0] * rFactors[2 * nth]
@@ -198,6 +207,6 @@ _STORE = {
 }
 
 
-def store_between(element_type: Any, place: Any, value: Any, key: Any, first: Any, end: Any) -> None:
-    """place[0] = value where first <= key < end: a predicated store, where a branch a store would cost more than the sum."""
-    run(_RANGE % _STORE[element_type], place, value, key, first, end)
+def store_between(element_type: Any, address: Any, value: Any, key: Any, first: Any, end: Any) -> None:
+    """address[0] = value where first <= key < end: a predicated store, where a branch a store would cost more than the sum."""
+    run(_RANGE % _STORE[element_type], address, value, key, first, end)

@@ -1,22 +1,24 @@
 """The warp of a logits kernel that tells the math warps of each item: its place, ranges or lengths, and weights in float32."""
 
 from functools import partial
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from gdn.ops.indexer.problem import MqaLogitsParams, PagedMqaLogitsParams
 from kernels_cute.mqa_logits.barriers import arrive, wait
 from kernels_cute.mqa_logits.paged_schedule import row_length, walk_jobs
 from kernels_cute.mqa_logits.products import advance
 from kernels_cute.mqa_logits.ragged_schedule import row_range, walk_items
-from kernels_cute.mqa_logits.tiles import ranges_of
+from kernels_cute.mqa_logits.tiles import Lengths, LogitsTiles, PagedTiles, RaggedTiles, Ranges, Work, ranges_of
 
 END_OF_LIST = -1  # query row of the item after the last
 
 
 @cute.jit
-def end_list(tiles, storage, stage, parity):
+def end_list(tiles: LogitsTiles, storage: Any, stage: Int32, parity: Int32):
     sItems = storage.items.get_tensor(cute.make_layout(4 * tiles.query_stages))
     wait(tiles, storage, "queries_free", stage, parity ^ 1, by="publish")
     if cute.arch.lane_idx() == 0:
@@ -31,7 +33,7 @@ def weight_at(weights, row, head):
 
 
 @cute.jit
-def ragged_warp(tiles, storage, params, work):
+def ragged_warp(tiles: RaggedTiles, storage: Any, params: MqaLogitsParams, work: Work):
     ranges = ranges_of(params, work)
     take = partial(publish_ragged_item, tiles, storage, params.weights, ranges)
     stage, parity = walk_items(tiles, storage, ranges, take, (Int32(0), Int32(0)))
@@ -39,8 +41,11 @@ def ragged_warp(tiles, storage, params, work):
 
 
 @cute.jit
-def publish_ragged_item(tiles, storage, weights, ranges, row0, tile_first, tile_end, ring):
-    """Publishes one item, where it holds anything; the place that comes next in the ring."""
+def publish_ragged_item(
+    tiles: RaggedTiles, storage: Any, weights: cute.Tensor, ranges: Ranges, row0: Int32, tile_first: Int32, tile_end: Int32,
+    ring: Any,
+):  # fmt: skip
+    """Publish one item, if it holds anything. Return the stage and parity that come next in the ring."""
     stage, parity = ring
     lane = cute.arch.lane_idx()
     sItems = storage.items.get_tensor(cute.make_layout(4 * tiles.query_stages))
@@ -71,15 +76,18 @@ def publish_ragged_item(tiles, storage, weights, ranges, row0, tile_first, tile_
 
 
 @cute.jit
-def paged_warp(tiles, storage, params, lengths):
+def paged_warp(tiles: PagedTiles, storage: Any, params: PagedMqaLogitsParams, lengths: Lengths):
     take = partial(publish_paged_item, tiles, storage, params.weights, lengths)
     stage, parity = walk_jobs(tiles, lengths, take, (Int32(0), Int32(0)))
     end_list(tiles, storage, stage, parity)
 
 
 @cute.jit
-def publish_paged_item(tiles, storage, weights, lengths, job, tile, num_tiles, _, ring):
-    """Lengths and weights of an item's drafts; 0 for a draft beyond the last: nothing of it is stored."""
+def publish_paged_item(
+    tiles: PagedTiles, storage: Any, weights: cute.Tensor, lengths: Lengths, job: Int32, tile: Int32, num_tiles: Int32, _: Int32,
+    ring: Any,
+):  # fmt: skip
+    """Publish the lengths and weights of an item's drafts. A draft beyond the last has length 0, so nothing of it is stored."""
     stage, parity = ring
     lane, sequence, draft0 = cute.arch.lane_idx(), job // tiles.passes, job % tiles.passes * tiles.drafts
     sItems = storage.items.get_tensor(cute.make_layout(4 * tiles.query_stages))

@@ -11,17 +11,30 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
+from gdn.ops.indexer.problem import MqaLogitsParams
 from kernels_cute.mqa_logits import products
 from kernels_cute.mqa_logits.barriers import SCORES, TURN, arrive_named, wait, wait_named
 from kernels_cute.mqa_logits.orders import KEY_ROWS
 from kernels_cute.mqa_logits.shape import PITCH
+from kernels_cute.mqa_logits.tiles import RaggedTiles
+
+
+class Target(NamedTuple):
+    """Destination of an item's scores."""
+
+    out: Any
+    line: Any  # pointer to this lane's first row of out
+    query: Any  # that row's number in the query tile
+    stage: Any  # of the item
+    half: Any  # math warpgroup
+    warp: Any  # in its warpgroup
 
 
 @cute.jit
-def math_warpgroup(tiles, storage, params, mma, half, warp):
+def math_warpgroup(tiles: RaggedTiles, storage: Any, params: MqaLogitsParams, mma: cute.TiledMma, half: Int32, warp: Int32):
     """half: number of the math warpgroup; warp: within it."""
     lane, operands = cute.arch.lane_idx(), products.operands_of(tiles, storage, mma)
     rWeights = cute.make_rmem_tensor(cute.make_layout(tiles.groups * tiles.num_heads), Float32)  # of this lane's queries
@@ -34,15 +47,18 @@ def math_warpgroup(tiles, storage, params, mma, half, warp):
     else:
         rTotals = cute.make_rmem_tensor(cute.make_layout(2 * tiles.groups), Float32)  # over the key heads of a tile
         registers = (products.product_tensor(tiles, mma), rWeights, rTotals)
-    place = (half, warp, key_lane, query_lane)
-    take = partial(score_item, tiles, storage, params._replace(scale=scale), operands, registers, rWeights, place)
+    lane_at = (half, warp, key_lane, query_lane)
+    take = partial(score_item, tiles, storage, params._replace(scale=scale), operands, registers, rWeights, lane_at)
     products.walk_published(tiles, storage, half, take)
 
 
 @cute.jit
-def score_item(tiles, storage, params, operands, registers, rWeights, place, item, key_ring):
-    """The scores of an item; the next place of the ring of keys."""
-    half, warp, key_lane, query_lane = place
+def score_item(
+    tiles: RaggedTiles, storage: Any, params: MqaLogitsParams, operands: Any, registers: Any, rWeights: cute.Tensor, lane_at: Any,
+    item: Any, key_ring: Any,
+):  # fmt: skip
+    """Compute and store the scores of an item. Return the stage and parity that come next in the ring of keys."""
+    half, warp, key_lane, query_lane = lane_at
     stage, row0, tile_first, tile_end = item
     sWeights = storage.weights.get_tensor(cute.make_layout(tiles.slots * tiles.num_heads))
     slot = stage * tiles.queries + query_lane
@@ -59,8 +75,9 @@ def score_item(tiles, storage, params, operands, registers, rWeights, place, ite
 
 
 @cute.jit
-def key_factors(tiles, scales, first_kv: cutlass.Constexpr):
-    """Scales of this lane's two keys for the key heads of a round. Asked for before the products, they cost no wait."""
+def key_factors(tiles: RaggedTiles, scales: Any, first_kv: cutlass.Constexpr):
+    """Load the scales of this lane's two keys for the key heads of a round. The loads are issued before the products, whose time
+    hides them."""
     k_scale, key, _ = scales
     rFactors = cute.make_rmem_tensor(cute.make_layout(2 * tiles.kv_heads_per_round), Float32)
     rFactors.fill(1.0)
@@ -76,8 +93,10 @@ def key_factors(tiles, scales, first_kv: cutlass.Constexpr):
 
 
 @cute.jit
-def tile_with_one_set(tiles, storage, operands, registers, scales, target, tile, key_ring):
-    """The scores of one key tile; the next place of the ring of keys."""
+def tile_with_one_set(
+    tiles: RaggedTiles, storage: Any, operands: Any, registers: Any, scales: Any, target: Target, tile: Int32, key_ring: Any
+):
+    """Score one key tile with one set of accumulators. Return the stage and parity that come next in the ring of keys."""
     rProducts, rWeights, rTotals = registers
     half = target.half
     if cutlass.const_expr(tiles.num_kv_heads > 1):
@@ -114,8 +133,10 @@ def tile_with_one_set(tiles, storage, operands, registers, scales, target, tile,
 
 
 @cute.jit
-def tile_with_two_sets(tiles, storage, operands, registers, scales, target, tile, key_ring):
-    """The scores of one key tile; the next place of the ring of keys."""
+def tile_with_two_sets(
+    tiles: RaggedTiles, storage: Any, operands: Any, registers: Any, scales: Any, target: Target, tile: Int32, key_ring: Any
+):
+    """Score one key tile with two sets of accumulators. Return the stage and parity that come next in the ring of keys."""
     rFirst, rSecond, rWeights, rParts = registers
     half = target.half
     rFactors = key_factors(tiles, scales, 0)
@@ -140,9 +161,12 @@ def tile_with_two_sets(tiles, storage, operands, registers, scales, target, tile
 
 
 @cute.jit
-def half_sums(tiles, storage, registers, column_half: cutlass.Constexpr, rFactors, scale, target, tile):
-    """Sums a half of the columns, eight of them (two heads of four queries) at a time, and stores the queries that end in it.
-    rParts: the sums of a query that the first half left unfinished."""
+def half_sums(
+    tiles: RaggedTiles, storage: Any, registers: Any, column_half: cutlass.Constexpr, rFactors: cute.Tensor, scale: Float32,
+    target: Target, tile: Int32,
+):  # fmt: skip
+    """Sum half of the columns, eight of them (two heads of four queries) at a time, and store the queries that end in it. rParts:
+    the sums of the query that the first half left unfinished."""
     rProducts, rWeights, rParts = registers
     blocks, pairs = tiles.columns // 16, tiles.num_heads // 2
     for block in cutlass.range_constexpr(blocks):
@@ -156,19 +180,8 @@ def half_sums(tiles, storage, registers, column_half: cutlass.Constexpr, rFactor
             put(tiles, storage, target, tile, group, low, high)
 
 
-class Target(NamedTuple):
-    """Destination of an item's scores."""
-
-    out: Any
-    line: Any  # pointer to this lane's first row of out
-    query: Any  # that row's number in the query tile
-    stage: Any  # of the item
-    half: Any  # math warpgroup
-    warp: Any  # in its warpgroup
-
-
 @cute.jit
-def target_of(tiles, out, row0, stage, half, warp):
+def target_of(tiles: RaggedTiles, out: cute.Tensor, row0: Int32, stage: Int32, half: Int32, warp: Int32):
     query = half * tiles.queries_per_warpgroup
     if cutlass.const_expr(tiles.store_width == 8):
         query = query + cute.arch.lane_idx() % 4
@@ -176,15 +189,15 @@ def target_of(tiles, out, row0, stage, half, warp):
 
 
 @cute.jit
-def begin_tile(tiles, target):
-    """Waits, before a tile's first `put`, until the scores of the tile before have been read from shared memory."""
+def begin_tile(tiles: RaggedTiles, target: Target):
+    """Wait, before a tile's first `put`, until the scores of the tile before have been read from shared memory."""
     if cutlass.const_expr(tiles.store_width == 32):
         wait_named(SCORES, target.half)
 
 
 @cute.jit
-def put(tiles, storage, target, tile, group: cutlass.Constexpr, low, high):
-    """Scores of this lane's query of a group; its keys are key and key + 8."""
+def put(tiles: RaggedTiles, storage: Any, target: Target, tile: Int32, group: cutlass.Constexpr, low: Float32, high: Float32):
+    """Store the scores of this lane's query of a group, for keys key and key + 8, or put them into shared memory."""
     out, lane = target.out, cute.arch.lane_idx()
     key = tile * KEY_ROWS + 16 * target.warp + lane // 4
     if cutlass.const_expr(tiles.store_width == 8):
@@ -200,8 +213,8 @@ def put(tiles, storage, target, tile, group: cutlass.Constexpr, low, high):
 
 
 @cute.jit
-def finish_tile(tiles, storage, target, tile):
-    """Writes, after a tile's last `put`, what went through shared memory."""
+def finish_tile(tiles: RaggedTiles, storage: Any, target: Target, tile: Int32):
+    """Store, after a tile's last `put`, the scores that went through shared memory."""
     if cutlass.const_expr(tiles.store_width == 32):
         out, lane = target.out, cute.arch.lane_idx()
         sScores = storage.scores.get_tensor(cute.make_layout(tiles.score_words))
@@ -217,14 +230,14 @@ def finish_tile(tiles, storage, target, tile):
 
 
 @cute.jit
-def range_of(tiles, storage, stage, query):
+def range_of(tiles: RaggedTiles, storage: Any, stage: Int32, query: Int32):
     sStarts = storage.starts.get_tensor(cute.make_layout(tiles.slots))
     sEnds = storage.ends.get_tensor(cute.make_layout(tiles.slots))
     return sStarts[stage * tiles.queries + query], sEnds[stage * tiles.queries + query]
 
 
 @cute.jit
-def start_of(tiles, line, first):
+def start_of(tiles: RaggedTiles, line: cute.Pointer, first: Int32):
     """Address of key 0 in a row."""
     if cutlass.const_expr(tiles.packed):
         line = line - first

@@ -7,15 +7,18 @@ same cost: an item's number of key tiles plus a few more for its queries. See DE
     tails[p]    cost of the p-th part of the items held back
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
+from gdn.ops.indexer.problem import MqaLogitsParams
 from kernels_cute.mqa_logits.barriers import COSTS, wait_named
 from kernels_cute.mqa_logits.orders import KEY_ROWS
 from kernels_cute.mqa_logits.products import running_sum
 from kernels_cute.mqa_logits.shape import PARTS
-from kernels_cute.mqa_logits.tiles import ROWS_PER_LANE, ranges_of
+from kernels_cute.mqa_logits.tiles import ROWS_PER_LANE, RaggedTiles, Ranges, Work, ranges_of
 
 NO_KEY = 2**31 - 1
 DONE = 2  # value of `tail`: 0 = round robin, 1 = the run
@@ -23,8 +26,9 @@ EVERYTHING = 2**30
 
 
 @cute.jit
-def row_range(tiles, ranges, row):
-    """A query's keys as (first, end), (0, 0) where it sees none, or too few to be scored, or there is no such row."""
+def row_range(tiles: RaggedTiles, ranges: Ranges, row: Int32):
+    """Return a query's keys as (first, end): (0, 0) if it sees none, if they are too few to be scored, or if there is no such
+    row."""
     params, work, num_queries, num_columns = ranges
     # Loads come before the conditions, so that those of several rows travel together.
     near = cutlass.min(row, num_queries - 1)
@@ -43,8 +47,9 @@ def row_range(tiles, ranges, row):
 
 
 @cute.jit
-def seen(tiles, ranges, query_tile, wanted):
-    """Keys [low, high) that some query of a tile sees, the same in all of the tile's `item_lanes` lanes; high 0: none."""
+def seen(tiles: RaggedTiles, ranges: Ranges, query_tile: Int32, wanted: Boolean):
+    """Return the keys [low, high) that some query of a tile sees; high is 0 if there are none. All `item_lanes` lanes of the tile
+    return the same."""
     low, high = Int32(NO_KEY), Int32(0)
     local0 = cute.arch.lane_idx() % tiles.item_lanes * ROWS_PER_LANE
     if wanted:
@@ -61,9 +66,9 @@ def seen(tiles, ranges, query_tile, wanted):
 
 
 @cute.jit
-def item_span(tiles, ranges, base, stride, limit):
-    """Key tiles [first, end) that some query sees, of `batch` items from base on, one in `item_lanes` lanes each; empty from
-    limit on. Reading a batch at once pays the latency of the ranges once."""
+def item_span(tiles: RaggedTiles, ranges: Ranges, base: Int32, stride: Int32, limit: Int32):
+    """Return the key tiles [first, end) that some query sees, of the `batch` items from base on, each in `item_lanes` lanes;
+    empty from limit on. A batch pays the latency of the ranges once."""
     item, work = base + cute.arch.lane_idx() // tiles.item_lanes * stride, ranges.work
     query_tile, span = item % work.query_tiles, item // work.query_tiles * work.item_tiles
     low, high = seen(tiles, ranges, query_tile, item < limit)
@@ -73,9 +78,9 @@ def item_span(tiles, ranges, base, stride, limit):
 
 
 @cute.jit
-def walk_items(tiles, storage, ranges, take: cutlass.Constexpr, places):
-    """places = take(first query row, first key tile, end of the key tiles, places) for this block's items in turn, empty ones
-    too; every warp that walks meets the same."""
+def walk_items(tiles: RaggedTiles, storage: Any, ranges: Ranges, take: cutlass.Constexpr, carried: Any):
+    """Call carried = take(first query row, first key tile, end of the key tiles, carried) for each item of this block, empty ones
+    too, in the same order in every warp that walks."""
     work = ranges.work
     block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     if cutlass.const_expr(tiles.balanced_fraction > 0):
@@ -91,7 +96,7 @@ def walk_items(tiles, storage, ranges, take: cutlass.Constexpr, places):
                 for step in cutlass.range(steps, unroll=1):
                     tile_first, tile_end, position = cut(tiles, lane_first, lane_end, step, position, count, tail)
                     row0 = (base + step * stride) % work.query_tiles * tiles.queries
-                    places = take(row0, tile_first, tile_end, places)
+                    carried = take(row0, tile_first, tile_end, carried)
                 base = base + tiles.batch * stride
             else:
                 tail = Int32(DONE)
@@ -102,13 +107,13 @@ def walk_items(tiles, storage, ranges, take: cutlass.Constexpr, places):
                 tile_first = cute.arch.shuffle_sync(lane_first, step * tiles.item_lanes)
                 tile_end = cute.arch.shuffle_sync(lane_end, step * tiles.item_lanes)
                 row0 = (base + step * blocks) % work.query_tiles * tiles.queries
-                places = take(row0, tile_first, tile_end, places)
-    return places
+                carried = take(row0, tile_first, tile_end, carried)
+    return carried
 
 
 @cute.jit
-def head_items(tiles, all_tiles, num_items, blocks):
-    """Items dealt round robin: whole rounds. All of them where costs might not fit 32 bits."""
+def head_items(tiles: RaggedTiles, all_tiles: Int64, num_items: Int32, blocks: Int32):
+    """Return the number of items dealt round robin, whole rounds. All items are, if costs might not fit 32 bits."""
     head = num_items
     if cutlass.const_expr(tiles.balanced_fraction > 0):
         rounds = num_items // blocks
@@ -120,14 +125,14 @@ def head_items(tiles, all_tiles, num_items, blocks):
 
 
 @cute.jit
-def part_items(tiles, work):
+def part_items(tiles: RaggedTiles, work: Work):
     """Items of one part: whole batches."""
     batches = (work.num_items - work.head_items + (tiles.batch - 1)) // tiles.batch
     return cutlass.max((batches + (PARTS - 1)) // PARTS, 1) * tiles.batch
 
 
 @cute.jit
-def clear_costs(tiles, storage):
+def clear_costs(tiles: RaggedTiles, storage: Any):
     thread, _, _ = cute.arch.thread_idx()
     sLoads = storage.loads.get_tensor(cute.make_layout(tiles.load_words))
     for word in cutlass.range(thread, tiles.load_words, 32 * tiles.num_warps, unroll=1):
@@ -135,8 +140,9 @@ def clear_costs(tiles, storage):
 
 
 @cute.jit
-def sum_costs(tiles, storage, params, work, worker, workers: cutlass.Constexpr):
-    """Fills loads and tails, cleared before; each of `workers` warps takes its share. The caller synchronises afterwards."""
+def sum_costs(tiles: RaggedTiles, storage: Any, params: MqaLogitsParams, work: Work, worker: Int32, workers: cutlass.Constexpr):
+    """Fill loads and tails, which have been cleared. Each of `workers` warps adds up its share; the caller synchronises
+    afterwards."""
     ranges, lane = ranges_of(params, work), cute.arch.lane_idx()
     loads = storage.loads.data_ptr().toint()
     blocks, _, _ = cute.arch.grid_dim()
@@ -155,15 +161,15 @@ def sum_costs(tiles, storage, params, work, worker, workers: cutlass.Constexpr):
             word = item % blocks
             if item >= work.head_items:
                 word = tiles.num_blocks + (item - work.head_items) // items_of_part
-            place = cute.make_ptr(Int32, loads + 4 * word, cute.AddressSpace.smem, assumed_align=4)
-            cute.arch.red(place, num_tiles + tiles.item_cost, op="add", dtype=Int32, sem="relaxed", scope="cta")
+            address = cute.make_ptr(Int32, loads + 4 * word, cute.AddressSpace.smem, assumed_align=4)
+            cute.arch.red(address, num_tiles + tiles.item_cost, op="add", dtype=Int32, sem="relaxed", scope="cta")
             span = span + tiles.item_lanes
 
 
 @cute.jit
-def tail_run(tiles, storage, work):
-    """This block's run of the items held back: (item to start from, cost from the run's start to there, at most 0, cost of the
-    run)."""
+def tail_run(tiles: RaggedTiles, storage: Any, work: Work):
+    """Return this block's run of the items held back: the item to start from, the cost from the run's start to that item (at most
+    0), and the cost of the run."""
     if cutlass.const_expr(tiles.balanced_fraction < 8):
         wait_named(COSTS)
     lane = cute.arch.lane_idx()
@@ -189,8 +195,9 @@ def tail_run(tiles, storage, work):
 
 
 @cute.jit
-def skip(tiles, lane_first, lane_end, position, tail):
-    """(items of a batch to look at, position): none where the whole batch comes before this block's run."""
+def skip(tiles: RaggedTiles, lane_first: Int32, lane_end: Int32, position: Int32, tail: Int32):
+    """Return the items of a batch to look at, and the position. There are none if the whole batch comes before this block's
+    run."""
     steps = Int32(tiles.batch)
     if tail != 0:
         own = Int32(0)
@@ -203,8 +210,8 @@ def skip(tiles, lane_first, lane_end, position, tail):
 
 
 @cute.jit
-def cut(tiles, lane_first, lane_end, step, position, count, tail):
-    """Key tiles [first, end) of an item of the batch that are in this block's run, and the position after the item."""
+def cut(tiles: RaggedTiles, lane_first: Int32, lane_end: Int32, step: Int32, position: Int32, count: Int32, tail: Int32):
+    """Return the key tiles [first, end) of an item of the batch that are in this block's run, and the position after the item."""
     item_first = cute.arch.shuffle_sync(lane_first, step * tiles.item_lanes)
     num_tiles = cute.arch.shuffle_sync(lane_end, step * tiles.item_lanes) - item_first
     tile_first, tile_end = item_first, item_first + num_tiles

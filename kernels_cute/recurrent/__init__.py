@@ -22,8 +22,8 @@ launch, workspace_bytes = choice.launch, choice.no_workspace
 
 
 def suits(problem: RecurrentProblem, config: Config) -> bool:
-    """Whether tiles tuned at other sizes are a choice here: without a prefetch each further token waits for its loads, which the
-    stores of the state cover K first."""
+    """Return whether tiles tuned at other sizes may be used here. Without a prefetch each further token waits for its loads,
+    which the stores of the state hide K first."""
     is_covered = not problem.state_v_first and problem.write_every_token
     return config.prefetch_next_token or recurrent_tiles.is_single(problem) or is_covered
 

@@ -22,7 +22,7 @@ def run_tree(
     spec: Spec, params: RecurrentParams, block: Block, begin: Int32, live_count: Int32, gate: HeadGate, seed: Int32,
     registers: Any, exchange: Exchange,
 ):  # fmt: skip
-    """All nodes of a sequence, in order. registers: of the state, inputs and work."""
+    """Compute all nodes of a sequence in order. registers: of the state, inputs and work."""
     tile, place = spec.tile, block.place
     gParents = params.parent_token
     rState, inputs, work = registers
@@ -60,13 +60,14 @@ def ancestor(node: Int32, steps: Int32, begin: Int32, gParents: cute.Tensor):
 
 @cute.jit
 def parent_of(node: Int32, begin: Int32, gParents: cute.Tensor):
-    """The parent of a node, -1 for the start. Always less than the node, whatever the tensor holds: every walk ends."""
+    """Return the parent of a node, -1 for the start. It is always less than the node, whatever the tensor holds, so every walk
+    ends."""
     return cutlass.min(gParents[begin + node], node - 1)
 
 
 @cute.jit
 def depth_of(node: Int32, begin: Int32, gParents: cute.Tensor):
-    """Number of nodes from a child of the start to this one; 0 for the start."""
+    """Return the number of nodes from a child of the start to this one; 0 for the start."""
     depth = Int32(0)
     while node >= 0:
         depth += 1

@@ -48,7 +48,7 @@ class Recurrent:
 
 @cute.jit
 def run_with_prefetch(spec: Spec, params: RecurrentParams):
-    """A sequence, head and columns of V; q, k, v and gates of the next token are loaded while the current one is computed."""
+    """Compute a sequence, head and columns of V. The inputs of the next token are loaded while the current one is computed."""
     tile, problem = spec.tile, spec.problem
     block = tokens.block_of(spec)
     sequence, place = block.sequence, block.place
@@ -120,7 +120,7 @@ def run_with_prefetch(spec: Spec, params: RecurrentParams):
 
 @cute.jit
 def slot_to_read(spec: Spec, params: RecurrentParams, sequence: Int32):
-    """The slot that a sequence of a pool starts from; null where its accepted count names no column."""
+    """Return the slot that a sequence of a pool starts from; null if its accepted count names no column."""
     if cutlass.const_expr(not spec.problem.write_every_token):
         return Int64(params.state_indices[sequence])
     accepted = Int32(1)

@@ -142,7 +142,7 @@ def load_token(spec: Spec, params: RecurrentParams, token: Int32, block: Block, 
 
 @cute.jit
 def write_row(spec: Spec, rows: Int32, thread: Int32, inputs: Inputs):
-    """The thread's part of q or k to shared memory, as float32; zeros in the entries beyond K that the tile has."""
+    """Write the thread's part of q or k to shared memory, as float32. Entries of the tile beyond K are zero."""
     units = cutlass.const_expr(spec.ring.key_units)
     for p in cutlass.range_constexpr(spec.row_passes):
         unit = thread + p * spec.tile.threads
@@ -163,12 +163,7 @@ def log_gates(spec: Spec, inputs: Inputs, gate: HeadGate):
         log_alpha = inputs.g[0].to(Float32)
         if cutlass.const_expr(spec.use_gate):
             log_alpha = log_decay(log_alpha + gate.bias, gate.minus_decay)
-    beta = Float32(1.0)
-    if cutlass.const_expr(spec.has_beta):
-        beta = inputs.beta[0].to(Float32)
-        if cutlass.const_expr(spec.problem.use_beta_sigmoid):
-            beta = 1.0 / (1.0 + cute.math.exp(-beta))
-    return log_alpha, beta
+    return log_alpha, tokens.beta_of(spec, inputs)
 
 
 @cute.jit
@@ -176,7 +171,8 @@ def run_token(
     spec: Spec, params: RecurrentParams, block: Block, at: Any, slot: Int64, positions: Any, gate: HeadGate, inputs: Inputs,
     rState: cute.Tensor, shared: Shared,
 ):  # fmt: skip
-    """A token. at: the sequence's first token, this one's number, how many there are. inputs: then those of the next one."""
+    """Compute a token. at: the sequence's first token, this token's number, and their count. inputs: this token's, afterwards
+    those of the next one."""
     tile, (_, thread, place), (begin, step, count) = spec.tile, block, at
     entries, lane = shared.entries, thread % 32
     newest = positions[1] - positions[0] + step
@@ -235,7 +231,7 @@ def path_of(node: Int32, begin: Int32, gParents: cute.Tensor):
 
 @cute.jit
 def multiply(spec: Spec, rows: Any, lane: Int32, rState: cute.Tensor, work: Work):
-    """The thread's parts of a token's dot products in work.sums, k in work.k. rows: addresses of q and k."""
+    """Compute the thread's parts of a token's dot products in work.sums, with k in work.k. rows: addresses of q and k."""
     tile, vector = spec.tile, cutlass.const_expr(spec.tile.vector)
     q_row, k_row = rows
     work.sums.fill(0.0)

@@ -111,7 +111,7 @@ def run_without_prefetch(spec: Spec, params: RecurrentParams):
 
 @cute.jit
 def starts_of(spec: Spec, params: RecurrentParams, place: Place):
-    """Addresses of a thread's first elements of q, k and v of token 0."""
+    """Return the addresses of a thread's first elements of q, k and v of token 0."""
     vector = spec.tile.vector
     q = start_of(params.q, place.head // spec.q_group, place.lane * vector)
     k = start_of(params.k, place.head // spec.k_group, place.lane * vector)
@@ -121,13 +121,13 @@ def starts_of(spec: Spec, params: RecurrentParams, place: Place):
 
 @cute.jit
 def start_of(gX: cute.Tensor, head: Int32, within: Int32):
-    """Address of a thread's first element of a head's row of token 0, computed here and not where it is used."""
+    """Return the address of a thread's first element of a head's row of token 0. It is computed here, not where it is used."""
     address = gX.iterator.toint() + (Int64(head) * gX.stride[1] + within) * (gX.element_type.width // 8)
     return run("mov.b64 {$w0}, {$r0};", address, gives=[Int64])
 
 
 def row_of(gX: cute.Tensor, start: Any, token: Any) -> Any:
-    """Address in a token's row that `start` is in the row of token 0."""
+    """Return the address in a token's row that corresponds to `start` in the row of token 0."""
     return start + Int64(token) * gX.stride[0] * (gX.element_type.width // 8)
 
 
@@ -147,7 +147,7 @@ def load_words(spec: Spec, params: RecurrentParams, token: Int32, place: Place, 
 
 @cute.jit
 def dot_products(spec: Spec, inputs: tokens.Inputs, rState: cute.Tensor, work: Work):
-    """The thread's parts of a token's dot products in work.sums, from words."""
+    """Compute the thread's parts of a token's dot products in work.sums, from words."""
     work.sums.fill(0.0)
     for word in cutlass.range_constexpr(spec.tile.k_per_thread // 2):
         q_values = unpack(spec.dtype, inputs.q[word])
@@ -159,7 +159,7 @@ def dot_products(spec: Spec, inputs: tokens.Inputs, rState: cute.Tensor, work: W
 
 @cute.jit
 def move_on(spec: Spec, alpha: Float32, work: Work, rState: cute.Tensor):
-    """`delta_rule.update` on words: k is unpacked once more, so that it takes half the registers in between."""
+    """Do `delta_rule.update` on words. k is unpacked once more, so that it takes half the registers in between."""
     for word in cutlass.range_constexpr(spec.tile.k_per_thread // 2):
         k_values = unpack_again(spec.dtype, work.k[word])
         for half in cutlass.range_constexpr(2):
@@ -169,7 +169,7 @@ def move_on(spec: Spec, alpha: Float32, work: Work, rState: cute.Tensor):
 
 
 def unpack_again(dtype: Any, word: Any) -> Any:
-    """`unpack` in other instructions: with the same ones the assembler would keep the results."""
+    """Unpack a word in other instructions than `unpack`: with the same ones the assembler would keep the first results."""
     if dtype is not cutlass.BFloat16:
         return unpack(dtype, word)
     code = "{prmt.b32 {$w0}, {$r0}, 0, 0x1044;\nprmt.b32 {$w1}, {$r0}, 0, 0x3244;}"
@@ -178,8 +178,8 @@ def unpack_again(dtype: Any, word: Any) -> Any:
 
 @cute.jit
 def slot_to_read(spec: Spec, params: RecurrentParams, sequence: Int32, thread: Int32):
-    """The slot in a sequence's index row, of which the lanes of a warp load the first columns while the accepted count is under
-    way; null where the count names no column of it."""
+    """Return the slot in a sequence's index row; null if the accepted count names no column. The lanes of a warp load the first
+    columns while the accepted count is under way."""
     gIndices, has_accepted = params.state_indices, spec.problem.has_accepted
     if cutlass.const_expr(not spec.problem.write_every_token):
         return Int64(gIndices[sequence])

@@ -87,8 +87,8 @@ def block_of(spec: Spec) -> Block:
 
 
 def rows_of(params: RecurrentParams, sequence: Any) -> tuple[Any, Any, Any]:
-    """First row and number of rows of a sequence, and the first row of the call that belongs to none; the number is less than 0
-    where cu_seqlens falls."""
+    """Return the first row and the number of rows of a sequence, and the first row of the call that belongs to none. The number
+    is negative where cu_seqlens falls."""
     begin = Int32(params.cu_seqlens[sequence])
     end = Int32(params.cu_seqlens[sequence + 1])
     return begin, end - begin, Int32(params.cu_seqlens[params.cu_seqlens.shape[0] - 1])
@@ -122,7 +122,7 @@ def load_token(spec: Spec, params: RecurrentParams, token: Int32, place: Place, 
 
 @cute.jit
 def load_q_k(tile: StateTile, place: Place, parts: Any, width: Constexpr):
-    """parts: pointers to q and k of a thread, and their registers; width: registers of a chunk."""
+    """Load a thread's part of q and k. parts: pointers to both, and their registers; width: registers of a chunk."""
     for c in cutlass.range_constexpr(tile.chunks):
         live = cutlass.Boolean(True)
         if cutlass.const_expr(tile.masks_k):
@@ -144,7 +144,8 @@ def load_v_and_gates(spec: Spec, params: RecurrentParams, token: Int32, place: P
 
 @cute.jit
 def multiply(spec: Spec, inputs: Inputs, gate: HeadGate, rState: cute.Tensor, work: Work):
-    """The thread's parts of a token's dot products in work.sums, v and k as float32 in work; returns decay and beta."""
+    """Compute the thread's parts of a token's dot products in work.sums, with v and k as float32 in work. Return the decay and
+    beta."""
     for r in cutlass.range_constexpr(spec.tile.v_per_thread):
         work.v[r] = inputs.v[r].to(Float32)
     alpha, beta = gates(spec, inputs, gate)
@@ -158,23 +159,29 @@ def multiply(spec: Spec, inputs: Inputs, gate: HeadGate, rState: cute.Tensor, wo
 
 
 @cute.jit
+def beta_of(spec: Spec, inputs: Any):
+    """Return the token's beta, 1 where the problem has none."""
+    beta = Float32(1.0)
+    if cutlass.const_expr(spec.has_beta):
+        beta = inputs.beta[0].to(Float32)
+        if cutlass.const_expr(spec.problem.use_beta_sigmoid):
+            beta = 1.0 / (1.0 + cute.math.exp(-beta))
+    return beta
+
+
+@cute.jit
 def gates(spec: Spec, inputs: Inputs, gate: HeadGate):
     """Decay and beta of a token."""
     alpha = Float32(1.0)
     if cutlass.const_expr(spec.has_gate):
         g = inputs.g[0].to(Float32)
         alpha = decay(g + gate.bias, gate.minus_decay) if spec.use_gate else cute.math.exp(g)
-    beta = Float32(1.0)
-    if cutlass.const_expr(spec.has_beta):
-        beta = inputs.beta[0].to(Float32)
-        if cutlass.const_expr(spec.problem.use_beta_sigmoid):
-            beta = 1.0 / (1.0 + cute.math.exp(-beta))
-    return alpha, beta
+    return alpha, beta_of(spec, inputs)
 
 
 @cute.jit
 def finish(spec: Spec, params: RecurrentParams, alpha: Float32, beta: Float32, place: Place, work: Work, exchange: Exchange):
-    """Adds up the threads' parts of the sums: work.u = what the columns take up of k; returns the output of column `lane`."""
+    """Add up the threads' parts of the sums. Set work.u to each column's update, and return the output of column `lane`."""
     add_up(spec.tile, work.sums, spec.num_sums, exchange)
     factors = (alpha, beta, *row_factors(spec.tile, work.sums, params.scale, spec.problem.use_qk_l2norm))
     o_value, _ = combine(spec.tile, factors, place.lane, work)
@@ -183,7 +190,7 @@ def finish(spec: Spec, params: RecurrentParams, alpha: Float32, beta: Float32, p
 
 @cute.jit
 def slot_to_write(spec: Spec, params: RecurrentParams, sequence: Int32, node: Int32):
-    """The slot for the state after token `node` of a sequence; null where it has no column."""
+    """Return the slot for the state after token `node` of a sequence; null if it has no column."""
     gIndices = params.final_state_indices if spec.problem.has_final_indices else params.state_indices
     write_slot = params.null_slot
     if node < gIndices.shape[1]:
@@ -193,14 +200,14 @@ def slot_to_write(spec: Spec, params: RecurrentParams, sequence: Int32, node: In
 
 @cute.jit
 def store_node(spec: Spec, params: RecurrentParams, write_slot: Int64, place: Place, rState: cute.Tensor, seed: Int32):
-    """Stores a state into its slot of the pool, unless that is null."""
+    """Store a state into its slot of the pool, unless the slot is null."""
     if write_slot > params.null_slot:
         store_state(spec.tile, write_slot, place, spec.tile.width, params.initial_state, rState, seed)
 
 
 @cute.jit
 def store_intermediate(spec: Spec, params: RecurrentParams, sequence: Int32, token: Int32, place: Place, rState: cute.Tensor):
-    """Stores the state after token `token` of a sequence into its row of intermediate_states, unless that is null."""
+    """Store the state after token `token` of a sequence into its row of intermediate_states, unless the row is null."""
     if token < params.intermediate_states.shape[1]:
         row = Int64(params.intermediate_indices[sequence])
         if row > params.null_slot:
@@ -209,8 +216,8 @@ def store_intermediate(spec: Spec, params: RecurrentParams, sequence: Int32, tok
 
 @cute.jit
 def store_idle(spec: Spec, params: RecurrentParams, block: Block, begin: Int32, live_count: Int32, count: Int32, written: Int32):
-    """Zero rows of out: those of a padding sequence (live_count 0 of its count), and the block's share of the rows that belong to
-    no sequence and are dealt to all blocks of the head."""
+    """Zero rows of out: those of a padding sequence (live_count is 0), and the block's share of the rows that belong to no
+    sequence, which are dealt to all blocks of the head."""
     for t in cutlass.range(live_count, count, unroll=1):
         store_out(spec.tile, params.out, begin + t, block.place, Float32(0.0))
     num_sequences = params.cu_seqlens.shape[0] - 1
@@ -221,7 +228,7 @@ def store_idle(spec: Spec, params: RecurrentParams, block: Block, begin: Int32, 
 def store_last(
     spec: Spec, params: RecurrentParams, block: Block, live_count: Int32, write_slot: Int64, rState: cute.Tensor, seed: Int32
 ):  # fmt: skip
-    """The state after the last token, where it is stored once: into its slot, or into a new tensor."""
+    """Store the state after the last token, if it is stored once: into its slot, or into a new tensor."""
     if cutlass.const_expr(not (spec.writes_new or spec.writes_last_token)):
         use(rState[0])
     if cutlass.const_expr(spec.writes_last_token):

@@ -52,27 +52,27 @@ class AcceptDraftTree(build.Kernel, params=AcceptDraftTreeParams):
         """16 bytes of every row of the path."""
         rows, stride = cutlass.const_expr(self.problem.ring_rows), params.ring.stride
         source = params.ring.iterator.toint() + (Int64(layer) * stride[0] + Int64(slot) * stride[1]) * 4 + Int64(unit) * 16
-        place = Int32(0)
+        step = Int32(0)
         while path != 0:
             node = lowest(path)
-            if node != place:
+            if node != step:
                 four = ptx.load_global_four(source + Int64(row_of(committed, node, rows)) * stride[2] * 4)
-                ptx.store_global_four(source + Int64(row_of(committed, place, rows)) * stride[2] * 4, four)
+                ptx.store_global_four(source + Int64(row_of(committed, step, rows)) * stride[2] * 4, four)
             path = path & (path - 1)
-            place += 1
+            step += 1
 
     @cute.jit
     def move_inputs(self, params: AcceptDraftTreeParams, layer: Int32, slot: Int32, path: Int32, channel: Int32):
         """A channel's inputs of every node of the path, from its column of the window to the next free one."""
         before = cutlass.const_expr(self.problem.conv_width - 2)  # columns of inputs of committed tokens
-        columns, place = params.conv_state.shape[3], Int32(0)
+        columns, step = params.conv_state.shape[3], Int32(0)
         while path != 0:
             node = lowest(path)
-            if (node != place) & (before + node < columns):
+            if (node != step) & (before + node < columns):
                 value = params.conv_state[layer, slot, channel, before + node]
-                params.conv_state[layer, slot, channel, before + place] = value
+                params.conv_state[layer, slot, channel, before + step] = value
             path = path & (path - 1)
-            place += 1
+            step += 1
 
 
 @cute.jit

@@ -13,7 +13,7 @@ from gdn.device import H100, DeviceSpec
 from gdn.ops.delta_rule.problem import FoldStatesProblem
 from gdn.ops.delta_rule.tiles import TUNED_WITHIN, Tiles, k_vector
 from kernels_cute.common import choice
-from kernels_cute.common.choice import unserved
+from kernels_cute.common.choice import long_ring, unserved
 
 __all__ = ["TUNED_WITHIN", "Config", "compile", "configs", "default_config", "fits", "launch", "refusal", "workspace_bytes"]
 
@@ -32,8 +32,7 @@ def refusal(problem: FoldStatesProblem) -> str | None:
     if (reason := unserved({("float32", "bfloat16"): {"ssm_state": problem.state_dtype}})) is not None:
         return reason
     if not configs(problem, H100):
-        most = H100.shared_bytes_per_block
-        return f"requires a ring of which a head fits in {most} bytes of shared memory, got {problem.ring_rows} rows"
+        return long_ring(problem.ring_rows, H100)
     return None
 
 

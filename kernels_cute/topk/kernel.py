@@ -52,8 +52,8 @@ class Topk(Kernel, params=TopkParams):
             position = narrowed(params.positions[row])
         first, end = row_range(params, row)
         if params.list_short != 0 and end - first <= num_selected(tiles, params.out):
-            for place in cutlass.range(thread, (end - first) * tiles.ratio, tiles.threads, unroll=1):
-                params.out[row, place] = Int32(place)
+            for index in cutlass.range(thread, (end - first) * tiles.ratio, tiles.threads, unroll=1):
+                params.out[row, index] = Int32(index)
             write_rest(tiles, params.out, row, (end - first) * tiles.ratio, position, thread)
         else:
             if cutlass.const_expr(tiles.ratio > 1):

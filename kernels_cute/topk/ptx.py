@@ -80,9 +80,9 @@ def or_shared(address: Any, bits: Any) -> None:
     cute.arch.atomic_or(_shared(address), bits)
 
 
-def set_bit(bitmap: Any, place: Any) -> None:
+def set_bit(bitmap: Any, number: Any) -> None:
     """Sets a bit of the words from an address on."""
-    or_shared(bitmap + Int32(Uint32(place) >> Uint32(5)) * 4, cute.arch.shf(Uint32(1), Uint32(1), place))
+    or_shared(bitmap + Int32(Uint32(number) >> Uint32(5)) * 4, cute.arch.shf(Uint32(1), Uint32(1), number))
 
 
 def _shared(address: Any) -> Any:

@@ -71,7 +71,7 @@ def filter(tiles: cutlass.Constexpr, storage, span, thread, lower):
     An access holds four entries of float32 and eight of bf16, which are compared two at a time; their words are listed unchanged.
     """
     base, lead, stop = span
-    passed, places = storage.passed.data_ptr().toint(), storage.keys.data_ptr().toint()
+    passed, list_address = storage.passed.data_ptr().toint(), storage.keys.data_ptr().toint()
     each = cutlass.const_expr(4 if tiles.is_float32 else 8)  # scores of an access
     accesses = cutlass.const_expr((4 * tiles.unroll + each - 1) // each)
     words = cute.make_rmem_tensor(4 * accesses, Uint32)
@@ -99,10 +99,10 @@ def filter(tiles: cutlass.Constexpr, storage, span, thread, lower):
             else:
                 load_packed(tiles, span, start + lane, words, accesses)
         hits = count(least, [words[i] for i in range(4 * accesses)])
-        place = ptx.reserve(passed, hits)
+        index = ptx.reserve(passed, hits)
         least_again = ptx.opaque_uniform(least)
-        if hits > 0 and place + hits <= tiles.list_entries:
-            slot = places + place * 8
+        if hits > 0 and index + hits <= tiles.list_entries:
+            slot = list_address + index * 8
             for u in cutlass.range_constexpr(accesses):
                 column = each * (start + lane + u * tiles.threads)
                 slot = store(least_again, [words[4 * u + j] for j in range(4)], column, slot)

@@ -81,7 +81,7 @@ def write(tiles: cutlass.Constexpr, storage, params, row, span, words, thread):
     """Writes the bitmap's columns, in order or sorted: each thread takes neighbouring words, whose columns follow its
     predecessors' in the result.
 
-    Columns are gathered in shared memory if they fit, so that neighbouring lanes write neighbouring places."""
+    Columns are gathered in shared memory if they fit, so that neighbouring lanes write neighbouring words."""
     out, lead, ratio = params.out, span.lead, cutlass.const_expr(tiles.ratio)
     s_bitmap = storage.bitmap.get_tensor(cute.make_layout(tiles.bitmap_words))
     s_columns = storage.columns.get_tensor(cute.make_layout(tiles.list_entries))
@@ -94,15 +94,15 @@ def write(tiles: cutlass.Constexpr, storage, params, row, span, words, thread):
     mine = Int32(0)
     for i in cutlass.range(first, end, unroll=1):
         mine = mine + Int32(cute.arch.popc(s_bitmap[i]))
-    place, written = sum_before(tiles, storage, thread, mine)
+    index, written = sum_before(tiles, storage, thread, mine)
     if written <= tiles.list_entries:
         for i in cutlass.range(first, end, unroll=1):
             word, column = s_bitmap[i], i * 32
             while word != 0:
                 lowest = word & (~word + 1)
-                s_columns[place] = column + Int32(cute.arch.bfind(lowest))
+                s_columns[index] = column + Int32(cute.arch.bfind(lowest))
                 word = word ^ lowest
-                place = place + 1
+                index = index + 1
         cute.arch.sync_threads()
         if cutlass.const_expr(tiles.by_score):
             sort(tiles, storage, span, thread, written)
@@ -114,9 +114,9 @@ def write(tiles: cutlass.Constexpr, storage, params, row, span, words, thread):
             while word != 0:
                 lowest = word & (~word + 1)
                 for member in cutlass.range(ratio, unroll=1):
-                    line[place * ratio + member] = (column + Int32(cute.arch.bfind(lowest))) * ratio + member
+                    line[index * ratio + member] = (column + Int32(cute.arch.bfind(lowest))) * ratio + member
                 word = word ^ lowest
-                place = place + 1
+                index = index + 1
     position = Int32(-1)
     if cutlass.const_expr(ratio > 1):
         position = storage.passed.get_tensor(cute.make_layout(4))[2]

@@ -104,7 +104,8 @@ def _positions(problem: SparseDecodeProblem, config: Config) -> int:
 
 
 def _microseconds(problem: SparseDecodeProblem, config: Config, device: DeviceSpec) -> float:
-    """Expected time: rounds of blocks, each of which starts, moves its rows at its share of the bandwidth, and merges."""
+    """Return the expected time: rounds of blocks, each of which starts, moves its rows at its share of the bandwidth, and
+    merges."""
     clusters = max(problem.num_tokens, 1) * (problem.num_kv_heads // config.kv_heads)
     at_once = CLUSTERS_AT_ONCE[config.splits] * config.blocks_per_sm * device.num_sms // H100.num_sms
     rounds = -(-clusters // at_once)

@@ -7,7 +7,7 @@ from cutlass import Int32, Int64
 from gdn.ops.attention.problem import SparseDecodeParams
 from kernels_cute.attention.decode.places import columns_of, sequence_of
 from kernels_cute.attention.decode.sizes import TILE
-from kernels_cute.attention.decode.spec import COPY_BARRIER, Spec, Work
+from kernels_cute.attention.decode.spec import NamedBarrier, Spec, Work
 from kernels_cute.common import ptx
 from kernels_cute.common.memory import narrowed
 
@@ -31,7 +31,7 @@ def copy_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams
         sequence, own = sequence_of(params, work.token)
     index, next_index, third = narrowed(found[0]), narrowed(found[1]), found[2]
     block, next_block = block_at(spec, params, sequence, index), block_at(spec, params, sequence, next_index)
-    cute.arch.barrier(barrier_id=COPY_BARRIER, number_of_threads=spec.copy_barrier_threads)  # the mbarriers are there
+    cute.arch.barrier(barrier_id=NamedBarrier.COPY, number_of_threads=spec.copy_barrier_threads)  # the mbarriers are there
 
     for tile in cutlass.range(number, (count + (TILE - 1)) // TILE, spec.copy_warps, unroll=1):
         is_valid = (column < end) & (index >= 0) & (index <= own)
@@ -49,7 +49,8 @@ def copy_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams
 
 @cute.jit
 def index_at(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work, column: Int32, end: Int32):
-    """Index in a column, as wide as it comes: to narrow it is to wait for it. From `end` on that of the last column before it."""
+    """Load the index of a column, as wide as it is: narrowing it would wait for it. From `end` on load that of the last column
+    before `end`."""
     index = column
     if cutlass.const_expr(not spec.problem.dense):
         last = cutlass.max(cutlass.min(end, cute.size(params.topk_indices, mode=[1])) - 1, 0)
@@ -59,15 +60,15 @@ def index_at(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Wo
 
 @cute.jit
 def block_at(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, sequence: Int32, index: Int32):
-    """Cache block of a position; of one that is not in the table anything."""
+    """Load the cache block of a position. For a position that is not in the table the result may be anything."""
     last = cute.size(params.block_tables, mode=[1]) - 1
     return params.block_tables[sequence, cutlass.min(cutlass.max(index, 0) // spec.block_size, last)]
 
 
 @cute.jit
 def prepare_stage(spec: cutlass.Constexpr[Spec], storage, tile: Int32, valid: Int32):
-    """Waits for the stage of a tile, announces its bytes; the values of positions that do not count become 0, since 0 * NaN is
-    not. valid: a bit for each position."""
+    """Wait for a tile's stage, and announce its bytes. Zero the values of positions that do not count: 0 * NaN is NaN. valid: a
+    bit for each position."""
     lane = cute.arch.lane_idx()
     stage, parity = tile % spec.stages, tile // spec.stages & 1
     cute.arch.mbarrier_wait(storage.free.data_ptr() + stage, parity ^ 1)
@@ -90,19 +91,19 @@ def prepare_stage(spec: cutlass.Constexpr[Spec], storage, tile: Int32, valid: In
 
 @cute.jit
 def copy_row(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, work: Work, stage, block: Int64, offset):
-    """Key (first 16 lanes) or value (the others) of the lane's position."""
+    """Copy the key (lanes 0 to 15) or the value (lanes 16 to 31) of the lane's position."""
     lane = cute.arch.lane_idx()
     gKeys, gValues = params.k_cache, params.v_cache
     head = Int64(work.kv_set * spec.kv_heads)
     base = gKeys.iterator.toint()
-    place = block * gKeys.stride[0] + Int64(offset) * gKeys.stride[1] + head * gKeys.stride[2]
+    element = block * gKeys.stride[0] + Int64(offset) * gKeys.stride[1] + head * gKeys.stride[2]
     head_stride = gKeys.stride[2]
     if lane >= TILE:
         base = gValues.iterator.toint()
-        place = block * gValues.stride[0] + Int64(offset) * gValues.stride[1] + head * gValues.stride[2]
+        element = block * gValues.stride[0] + Int64(offset) * gValues.stride[1] + head * gValues.stride[2]
         head_stride = gValues.stride[2]
     target = storage.ring.data_ptr().toint() + stage * spec.stage_bytes + lane * spec.pitch
     full = (storage.full.data_ptr() + stage).toint()
     for piece in cutlass.range_constexpr(spec.pieces):
-        source = base + (place + piece * head_stride) * (gKeys.element_type.width // 8)
+        source = base + (element + piece * head_stride) * (gKeys.element_type.width // 8)
         ptx.copy_from_global(target + piece * spec.piece_bytes, source, Int32(spec.piece_bytes), full)

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64
 from gdn.ops.attention.problem import SparseDecodeParams
 from kernels_cute.attention.decode.places import columns_of, sequence_of
 from kernels_cute.attention.decode.sizes import COLUMNS, TILE
-from kernels_cute.attention.decode.spec import COPY_BARRIER, LOWEST, MATH_BARRIER, Spec, Work
+from kernels_cute.attention.decode.spec import LOWEST, NamedBarrier, Spec, Work
 from kernels_cute.common import ptx
 
 _LOG2_E = 1.4426950408889634
@@ -42,8 +42,8 @@ def math_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams
     _, count = columns_of(spec, params, work, own)
     scale = params.scale * _LOG2_E
     if warp == 0:  # which made the mbarriers
-        cute.arch.barrier_arrive(barrier_id=COPY_BARRIER, number_of_threads=spec.copy_barrier_threads)
-    cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=spec.math_threads)
+        cute.arch.barrier_arrive(barrier_id=NamedBarrier.COPY, number_of_threads=spec.copy_barrier_threads)
+    cute.arch.barrier(barrier_id=NamedBarrier.MATH, number_of_threads=spec.math_threads)
 
     for tile in cutlass.range(reader, (count + (TILE - 1)) // TILE, spec.readers, unroll=1):
         stage = tile % spec.stages
@@ -56,13 +56,14 @@ def math_warp(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams
         if lane == 0:
             cute.arch.mbarrier_arrive(storage.free.data_ptr() + stage)
     # The ring is read, and with it every copy is over.
-    cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=spec.math_threads)
+    cute.arch.barrier(barrier_id=NamedBarrier.MATH, number_of_threads=spec.math_threads)
     store_part(spec, storage, warp, rOut, rBest, rTotal)
 
 
 @cute.jit
 def load_queries(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work, kv_head, part, rQuery: cute.Tensor):
-    """The B fragments of 8 queries of a key head: query lane / 4, entries 2 (lane % 4) and the next, of each 8 of D."""
+    """Load the B fragments of 8 queries of a key head. A lane has query lane / 4, and of each 8 entries of D numbers 2 (lane % 4)
+    and the next."""
     lane = cute.arch.lane_idx()
     head = part * COLUMNS + lane // 4
     first = (work.kv_set * spec.kv_heads + kv_head) * spec.group
@@ -70,11 +71,11 @@ def load_queries(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work
     address = params.q.iterator.toint() + row * spec.head_bytes + lane % 4 * 4
     words = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
     gWords = cute.make_tensor(words, cute.make_layout(spec.dim // 2))
-    for place in cutlass.range_constexpr(2 * spec.steps):
-        word = gWords[4 * place]
+    for index in cutlass.range_constexpr(2 * spec.steps):
+        word = gWords[4 * index]
         if head >= spec.group:
             word = Int32(0)
-        rQuery[place] = word
+        rQuery[index] = word
 
 
 @cute.jit
@@ -117,7 +118,7 @@ def attend_tile(spec: cutlass.Constexpr[Spec], keys, valid, scale, rQuery, rOut,
 
 @cute.jit
 def store_part(spec: cutlass.Constexpr[Spec], storage, warp, rOut, rBest, rTotal):
-    """The warp's maxima, sums and O in shared memory: of each query head a row of D."""
+    """Store the warp's maxima, sums and O to shared memory, of each query head a row of D."""
     lane = cute.arch.lane_idx()
     part_at = storage.ring.data_ptr().toint() + warp * (4 * spec.part_floats)
     sums_at = storage.sums.data_ptr().toint() + warp * (8 * COLUMNS)

@@ -20,20 +20,20 @@ _load_pair_of_words = ptx.instruction("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];
 
 @cute.jit
 def load_gates(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work, rGates: cute.Tensor):
-    """Gates of the units that the thread will write, two words each; where it writes fewer, any."""
+    """Load the gates of the units that the thread will write, two words each. A thread that writes fewer units loads any."""
     thread, _, _ = cute.arch.thread_idx()
     row_units = cutlass.const_expr(spec.dim // VECTOR)
-    for place in cutlass.range_constexpr(0, spec.gate_words, 2):
-        unit = cutlass.min(work.rank * spec.units_each + thread + place // 2 * spec.threads, spec.units - 1)
+    for index in cutlass.range_constexpr(0, spec.gate_words, 2):
+        unit = cutlass.min(work.rank * spec.units_each + thread + index // 2 * spec.threads, spec.units - 1)
         row = Int64(work.token) * params.gate.stride[0]
         row = row + Int64(work.kv_set * spec.heads + unit // row_units) * params.gate.stride[1]
         address = params.gate.iterator.toint() + (row + unit % row_units * VECTOR) * 2
-        rGates[place], rGates[place + 1] = _load_pair_of_words(address)
+        rGates[index], rGates[index + 1] = _load_pair_of_words(address)
 
 
 @cute.jit
 def merge(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, work: Work, rGates):
-    """Merges the parts that the math warps have stored, by all threads of the block."""
+    """Merge the parts that the math warps have stored. All threads of the block take part."""
     thread, _, _ = cute.arch.thread_idx()
     ring, sums = storage.ring.data_ptr().toint(), storage.sums.data_ptr().toint()
     block_part = ring + 4 * spec.math_warps * spec.part_floats
@@ -43,11 +43,11 @@ def merge(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, wo
         head, d = unit // row_units, unit % row_units * VECTOR
         # Column among those of all math warps, which have 8 each: of the first reader.
         first = head // spec.group * (spec.parts * COLUMNS) + head % spec.group
-        places = []
+        addresses = []
         for reader in cutlass.range_constexpr(spec.readers):
             column = first + cutlass.const_expr(reader * spec.sharers * COLUMNS)
-            places.append((sums + column * 8, ring + (column * spec.part_pitch + d) * 4))
-        best, total, values = combined(places, ptx.load_pair, ptx.load_four)
+            addresses.append((sums + column * 8, ring + (column * spec.part_pitch + d) * 4))
+        best, total, values = combined(addresses, ptx.load_pair, ptx.load_four)
         if cutlass.const_expr(spec.splits == 1):
             write(spec, params, work, head, d, best, total, values, rGates)
         else:
@@ -62,11 +62,11 @@ def merge(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, wo
         end = cutlass.min((work.rank + 1) * spec.units_each, spec.units)
         for unit in cutlass.range(work.rank * spec.units_each + thread, end, spec.threads, unroll=1):
             head, d = unit // row_units, unit % row_units * VECTOR
-            places = []
+            addresses = []
             for rank in cutlass.range_constexpr(spec.splits):
                 of_sums = ptx.in_block(block_sums + head * 8, Int32(rank))
-                places.append((of_sums, ptx.in_block(block_part + (head * spec.dim + d) * 4, Int32(rank))))
-            best, total, values = combined(places, load_pair_from_block, load_four_from_block)
+                addresses.append((of_sums, ptx.in_block(block_part + (head * spec.dim + d) * 4, Int32(rank))))
+            best, total, values = combined(addresses, load_pair_from_block, load_four_from_block)
             write(spec, params, work, head, d, best, total, values, rGates)
         # Others may still read this block's part. Relaxed: a release would wait until the rows of out are in memory, and what was
         # read has arrived, since it was written there.
@@ -85,16 +85,16 @@ load_pair_from_block, load_four_from_block = _from_block(2), _from_block(4)
 
 
 @cute.jit
-def combined(places: cutlass.Constexpr, load_pair: cutlass.Constexpr, load_four: cutlass.Constexpr):
-    """(best, total, four entries of O) over parts; places: addresses of (best, total), and of the entries."""
-    sums = [load_pair(of_sums) for of_sums, _ in places]
-    parts = [load_four(of_part) for _, of_part in places]
+def combined(addresses: cutlass.Constexpr, load_pair: cutlass.Constexpr, load_four: cutlass.Constexpr):
+    """Return (best, total, four entries of O) over all parts. addresses: those of (best, total) and of the entries."""
+    sums = [load_pair(of_sums) for of_sums, _ in addresses]
+    parts = [load_four(of_part) for _, of_part in addresses]
     best = Float32(LOWEST)
-    for part in cutlass.range_constexpr(len(places)):
+    for part in cutlass.range_constexpr(len(addresses)):
         best = cute.arch.fmax(best, sums[part][0])
     total = Float32(0.0)
     values = [Float32(0.0)] * VECTOR
-    for part in cutlass.range_constexpr(len(places)):
+    for part in cutlass.range_constexpr(len(addresses)):
         weight = ptx.exp2(sums[part][0] - best)
         total = total + sums[part][1] * weight
         for e in cutlass.range_constexpr(VECTOR):
@@ -104,7 +104,8 @@ def combined(places: cutlass.Constexpr, load_pair: cutlass.Constexpr, load_four:
 
 @cute.jit
 def write(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work, head, d, best, total, values, rGates):
-    """Entries of O, and with the first of a head its log-sum-exp. Takes the gates' first two words, and moves the others up."""
+    """Write entries of O, and with a head's first entry its log-sum-exp. The gates' first two words are used up, and the others
+    move up."""
     row = work.kv_set * spec.heads + head
     factor, lse = Float32(0.0), -Float32.inf
     if total != 0.0:  # NaN too
@@ -117,7 +118,7 @@ def write(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work,
             value = (value.to(Float32) * sigmoid(gate)).to(spec.dtype)
         params.out[work.token, row, d + e] = value
     if cutlass.const_expr(spec.problem.has_gate):
-        for place in cutlass.range_constexpr(spec.gate_words - 2):
-            rGates[place] = rGates[place + 2]
+        for index in cutlass.range_constexpr(spec.gate_words - 2):
+            rGates[index] = rGates[index + 2]
     if d == 0:
         params.lse[work.token, row] = lse

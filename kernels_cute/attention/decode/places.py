@@ -13,18 +13,18 @@ _AT_ONCE = 4  # offsets that a lane asks for before it compares any
 
 @cute.jit
 def sequence_of(params: SparseDecodeParams, token: Int32):
-    """(sequence of a query token, its position there), by a whole warp; position -1 outside of all sequences.
+    """Return the sequence of a query token and its position there, (-1) outside of all sequences. A whole warp calls it.
 
-    Counts the offsets up to the token instead of a binary search: one trip to memory instead of one a step.
+    It counts the offsets up to the token, which is one trip to memory; a binary search takes one a step.
     """
     offsets, lane = params.query_start_loc, cute.arch.lane_idx()
     count = cute.size(offsets, mode=[0])
     upto = Int32(0)
     for base in cutlass.range(0, count, 32 * _AT_ONCE, unroll=1):
         for part in cutlass.range_constexpr(_AT_ONCE):
-            place = base + 32 * part + lane
-            offset = offsets[cutlass.min(place, count - 1)]
-            if place < count and offset <= token:
+            number = base + 32 * part + lane
+            offset = offsets[cutlass.min(number, count - 1)]
+            if number < count and offset <= token:
                 upto += 1
     sequence = cute.arch.warp_redux_sync(upto, "add") - 1
     near = cutlass.max(cutlass.min(sequence, count - 2), 0)
@@ -36,7 +36,8 @@ def sequence_of(params: SparseDecodeParams, token: Int32):
 
 @cute.jit
 def columns_of(spec: cutlass.Constexpr[Spec], params: SparseDecodeParams, work: Work, position: Int32):
-    """(first column of the block, number of them). Dense: columns are positions, up to the query's own, which is `position`."""
+    """Return the block's first column and the number of its columns. Dense attention has positions as columns, up to the query's
+    own, `position`."""
     total = position + 1
     if cutlass.const_expr(not spec.problem.dense):
         total = cute.size(params.topk_indices, mode=[1])

@@ -1,5 +1,6 @@
 """Compile-time constants of the decode kernel, its shared memory, its barriers, and the work of a block."""
 
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
@@ -12,9 +13,13 @@ from kernels_cute.common.memory import CUTE_DTYPES
 
 # Largest score of no position: the least number, not -inf, whose difference to itself is NaN. A score may be -inf.
 LOWEST = -3.4028234663852886e38
-# Named barriers: a bar.sync has to be the same instruction for all that wait at it, so each role has its own.
-MATH_BARRIER = 1  # all math warps
-COPY_BARRIER = 2  # the copy warps wait for the first math warp, which arrives
+
+
+class NamedBarrier(IntEnum):
+    """A bar.sync has to be the same instruction for all that wait at it, so each role has its own. 0 is the whole block's."""
+
+    MATH = 1  # all math warps
+    COPY = 2  # the copy warps wait for the first math warp, which arrives
 
 
 class Work(NamedTuple):

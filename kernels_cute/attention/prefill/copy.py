@@ -17,8 +17,8 @@ from kernels_cute.attention.prefill.tiles import (
     COPY_WARPS,
     ITEM_WORDS,
     PIECE_BYTES,
+    barrier_at,
     masks_address,
-    place,
     record_address,
     rows_address,
 )
@@ -39,7 +39,7 @@ def copy_warp(tiles: cutlass.Constexpr, storage, params, lists, warp, lane):
             item = (steps, first, count, kv_head, tile)
             rings = copy_item(tiles, storage, params, lists, item, rings, number, warp, lane)
         else:
-            cute.arch.mbarrier_wait(place(storage, "queries_free"), parity ^ 1)
+            cute.arch.mbarrier_wait(barrier_at(storage, "queries_free"), parity ^ 1)
             publish(storage, number, (steps, first, count, kv_head, tile), warp, lane)
         going = steps >= 0
         number = number + 1
@@ -47,7 +47,8 @@ def copy_warp(tiles: cutlass.Constexpr, storage, params, lists, warp, lane):
 
 @cute.jit
 def take_item(tiles: cutlass.Constexpr, storage, params, lists, number, warp, lane):
-    """The next item that has queries: (steps, -1 = there is none; first token, queries, key head, tile)."""
+    """Take the next item that has queries. Return (steps, or -1 if there is none; first token, number of queries, key head,
+    tile)."""
     sTaken = storage.taken.get_tensor(cute.make_layout(2 * ITEM_WORDS))
     slot = (number & 1) * ITEM_WORDS  # two, so that no warp still reads what the first writes
     if warp == 0 and lane == 0:
@@ -75,9 +76,10 @@ def take_item(tiles: cutlass.Constexpr, storage, params, lists, number, warp, la
 
 @cute.jit
 def publish(storage, number, item, warp, lane):
-    """Tells the math warps the item; the copies of its queries count with it. queries_free was waited for."""
+    """Tell the math warps about the item. The copies of its queries count on the same barrier; the caller has waited for
+    queries_free."""
     sRecords = storage.records.get_tensor(cute.make_layout(2 * ITEM_WORDS))
-    full = place(storage, "queries_full")
+    full = barrier_at(storage, "queries_full")
     if warp == 0 and lane == 0:
         for word, value in enumerate(item):
             sRecords[(number & 1) * ITEM_WORDS + word] = value
@@ -87,7 +89,8 @@ def publish(storage, number, item, warp, lane):
 
 @cute.jit
 def copy_item(tiles: cutlass.Constexpr, storage, params, lists, item, rings, number, warp, lane):
-    """All steps of an item; the next places of the rings. Keys go a step ahead of values, as the math warps take them."""
+    """Copy all steps of an item, keys one step ahead of values, as the math warps take them. Return the stages and parities that
+    come next in the rings."""
     steps, first, count, kv_head, tile = item
     unit = lane % tiles.units
     k_head = params.k_cache.iterator.toint() + (Int64(kv_head) * params.k_cache.stride[2]) * 2 + unit * 16
@@ -108,19 +111,19 @@ def copy_item(tiles: cutlass.Constexpr, storage, params, lists, item, rings, num
             next_offset = (Int64(block) * params.v_cache.stride[0] + Int64(in_block) * params.v_cache.stride[1]) * 2
             if step + 1 < steps:
                 row = ptx.load_global_word(list_rows + Int64(step + 1) * (4 * STEP))
-            cute.arch.mbarrier_wait(place(storage, "keys_free", stage), parity ^ 1)
+            cute.arch.mbarrier_wait(barrier_at(storage, "keys_free", stage), parity ^ 1)
             mask_units = cutlass.const_expr(STEP * tiles.mask_bytes // 16)
             if warp == 0 and lane < mask_units:
                 target = storage.masks.data_ptr().toint() + (stage * mask_units + lane) * 16
                 ptx.copy_unit(target, list_masks + Int64(step) * (16 * mask_units))
             gather(tiles, keys + stage * tiles.stage_bytes, k_head, key_offset, warp, lane)
-            cute.arch.cp_async_mbarrier_arrive_noinc(place(storage, "keys_full", stage))
+            cute.arch.cp_async_mbarrier_arrive_noinc(barrier_at(storage, "keys_full", stage))
             if step == 0:
                 copy_queries(tiles, storage, params, item, number, warp, lane)
         if step > 0:
-            cute.arch.mbarrier_wait(place(storage, "values_free", value_stage), value_parity ^ 1)
+            cute.arch.mbarrier_wait(barrier_at(storage, "values_free", value_stage), value_parity ^ 1)
             gather(tiles, values + value_stage * tiles.stage_bytes, v_head, value_offset, warp, lane)
-            cute.arch.cp_async_mbarrier_arrive_noinc(place(storage, "values_full", value_stage))
+            cute.arch.cp_async_mbarrier_arrive_noinc(barrier_at(storage, "values_full", value_stage))
             value_stage, value_parity = advance(value_stage, value_parity, tiles.value_stages)
         if step < steps:
             value_offset = next_offset
@@ -130,10 +133,10 @@ def copy_item(tiles: cutlass.Constexpr, storage, params, lists, item, rings, num
 
 @cute.jit
 def copy_queries(tiles: cutlass.Constexpr, storage, params, item, number, warp, lane):
-    """The 128 rows of an item's queries. Rows that are no query's repeat the last one's; what becomes of them is not stored."""
+    """Copy the 128 rows of an item's queries. Rows without a query repeat the last one; their results are not stored."""
     steps, first, count, kv_head, tile = item
     base = params.q.iterator.toint() + lane % tiles.units * 16
-    cute.arch.mbarrier_wait(place(storage, "queries_free"), (number & 1) ^ 1)
+    cute.arch.mbarrier_wait(barrier_at(storage, "queries_free"), (number & 1) ^ 1)
     for half in cutlass.range(2, unroll=1):
         own_row = half * STEP + warp * WARP_ROWS + lane % WARP_ROWS
         query, head = cutlass.min(own_row // tiles.group, count - 1), kv_head * tiles.group + own_row % tiles.group
@@ -144,7 +147,7 @@ def copy_queries(tiles: cutlass.Constexpr, storage, params, item, number, warp, 
 
 @cute.jit
 def gather(tiles: cutlass.Constexpr, tile, base, offset, warp, lane):
-    """16 rows of a tile in shared memory. base: of this lane's unit of a row; offset: bytes, of row lane % 16."""
+    """Copy 16 rows of a tile to shared memory. base: of this lane's unit of a row; offset: bytes, of row lane % 16."""
     unit = lane % tiles.units
     piece = tile + (unit // 8) * (STEP * PIECE_BYTES) + warp * (WARP_ROWS * PIECE_BYTES)
     low, high = Int32(offset & Int64(0xFFFFFFFF)), Int32(offset >> 32)
@@ -157,7 +160,7 @@ def gather(tiles: cutlass.Constexpr, tile, base, offset, warp, lane):
 
 @cute.jit
 def advance(stage, parity, stages: cutlass.Constexpr):
-    """The next place of a ring."""
+    """Return the stage and parity that come next in a ring."""
     stage = stage + 1
     if stage == stages:
         stage = Int32(0)

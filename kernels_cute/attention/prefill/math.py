@@ -20,7 +20,7 @@ from kernels_cute.attention.prefill import ptx
 from kernels_cute.attention.prefill.copy import advance
 from kernels_cute.attention.prefill.rows import finish
 from kernels_cute.attention.prefill.shape import STEP
-from kernels_cute.attention.prefill.tiles import ITEM_WORDS, place
+from kernels_cute.attention.prefill.tiles import ITEM_WORDS, barrier_at
 
 COLUMNS = STEP // 8  # groups of 8 columns of the scores
 
@@ -32,7 +32,7 @@ def by_rows(tiles: Any, count: int) -> Any:
 
 
 def by_columns(tiles: Any, count: int) -> Any:
-    """(dim, rows, count): the same bytes as an operand whose contraction runs along rows."""
+    """(dim, rows, count): the bytes of `by_rows`, as an operand whose contraction runs along rows."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, tiles.dtype)
     return cute.tile_to_shape(atom, (tiles.dim, STEP, count), order=(1, 0, 2))
 
@@ -78,7 +78,7 @@ def math_warpgroup(tiles: cutlass.Constexpr, storage, params, lists, half, warp,
     number, going = Int32(0), Boolean(True)
     rings = (Int32(0), Int32(0), Int32(0), Int32(0))  # stage and parity of keys, and of values
     while going:
-        cute.arch.mbarrier_wait(place(storage, "queries_full"), number & 1)
+        cute.arch.mbarrier_wait(barrier_at(storage, "queries_full"), number & 1)
         steps = sRecords[(number & 1) * ITEM_WORDS]
         if steps > 0:
             rings = attend(tiles, storage, operands, registers, (bits, factor, lane), steps, rings)
@@ -88,7 +88,7 @@ def math_warpgroup(tiles: cutlass.Constexpr, storage, params, lists, half, warp,
             rSums.fill(0.0)
             cute.arch.sync_warp()
             if lane == 0:
-                cute.arch.mbarrier_arrive(place(storage, "queries_free"))
+                cute.arch.mbarrier_arrive(barrier_at(storage, "queries_free"))
         going = steps >= 0
         if going:
             # The record keeps until the queries of the next item have been read.
@@ -108,7 +108,7 @@ def bit_of(tiles: cutlass.Constexpr, row):
 
 @cute.jit
 def attend(tiles: cutlass.Constexpr, storage, operands, registers, lanes, steps, rings):
-    """o, m and the sums of an item; the next places of the rings."""
+    """Compute o, m and the sums of an item. Return the stages and parities that come next in the rings."""
     rScores, rOutputs, rShares, rMost, rSums = registers
     lane = lanes[2]
     rOutputs.fill(0.0)
@@ -149,7 +149,7 @@ def attend(tiles: cutlass.Constexpr, storage, operands, registers, lanes, steps,
 @cute.jit
 def issue_scores(tiles: cutlass.Constexpr, storage, operands, rScores, stage, parity):
     queries, keys, _ = operands
-    cute.arch.mbarrier_wait(place(storage, "keys_full", stage), parity)
+    cute.arch.mbarrier_wait(barrier_at(storage, "keys_full", stage), parity)
     # What the copy warps' cp.async wrote, the barrier has made visible to this thread; the fence does so to wgmma.
     cute.arch.fence_proxy("async.shared", space="cta")
     warpgroup.fence()
@@ -163,7 +163,7 @@ def issue_scores(tiles: cutlass.Constexpr, storage, operands, rScores, stage, pa
 @cute.jit
 def issue_outputs(tiles: cutlass.Constexpr, storage, operands, registers, stage, parity):
     values, rOutputs, rShares = operands[2], registers[1], registers[2]
-    cute.arch.mbarrier_wait(place(storage, "values_full", stage), parity)
+    cute.arch.mbarrier_wait(barrier_at(storage, "values_full", stage), parity)
     cute.arch.fence_proxy("async.shared", space="cta")
     warpgroup.fence()
     mma = output_mma(tiles)
@@ -178,12 +178,12 @@ def release(storage, name: cutlass.Constexpr, stage, lane):
     """A warp is done with a stage."""
     cute.arch.sync_warp()
     if lane == 0:
-        cute.arch.mbarrier_arrive(place(storage, name, stage))
+        cute.arch.mbarrier_arrive(barrier_at(storage, name, stage))
 
 
 @cute.jit
 def weigh(tiles: cutlass.Constexpr, storage, registers, lanes, stage):
-    """p in place of the scores, m and the sums; factors of o for the new m. Frees the stage of the keys."""
+    """Replace the scores by p, update m and the sums, and return the factors of o for the new m. Frees the stage of the keys."""
     rScores, _, _, rMost, rSums = registers
     bits, factor, lane = lanes
     masks = storage.masks.data_ptr().toint() + stage * (STEP * tiles.mask_bytes) + lane % 4 * (2 * tiles.mask_bytes)
@@ -221,7 +221,7 @@ def weigh(tiles: cutlass.Constexpr, storage, registers, lanes, stage):
 
 
 def column_masks(tiles: Any, address: Any) -> tuple[Any, Any]:
-    """Words that hold the masks of two neighbouring columns; of 16 bits, the second is in the upper half."""
+    """Return the words that hold the masks of two neighbouring columns. With 16-bit masks the second one is in the upper half."""
     if tiles.mask_bytes == 2:
         word = Uint32(ptx.load_word(address))
         return word, word

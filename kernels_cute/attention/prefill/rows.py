@@ -71,23 +71,23 @@ def gated(tiles: Any, word: Any, gate: Any, total: Any) -> Any:
 
 
 @cute.jit
-def row_address(tiles: cutlass.Constexpr, x, place, row):
-    """Address of a tile's row in q, gate or out; place: first token and key head."""
-    first, kv_head = place
+def row_address(tiles: cutlass.Constexpr, x, origin, row):
+    """Address of a tile's row in q, gate or out; origin: first token and key head."""
+    first, kv_head = origin
     token, head = first + row // tiles.group, kv_head * tiles.group + row % tiles.group
     return x.iterator.toint() + (Int64(token) * x.stride[0] + Int64(head) * x.stride[1]) * 2
 
 
 @cute.jit
-def store_lse(tiles: cutlass.Constexpr, params, place, row, most, total):
+def store_lse(tiles: cutlass.Constexpr, params, origin, row, most, total):
     """m ln 2 + ln(sum): without a position -inf + ln 0."""
-    first, kv_head = place
+    first, kv_head = origin
     params.lse[first + row // tiles.group, kv_head * tiles.group + row % tiles.group] = most * LN2 + cute.math.log(total)
 
 
 @cute.jit
 def repeat_row(tiles: cutlass.Constexpr, params, lists, item, row, lane):
-    """A row from its own query's positions alone, by a warp: a lane has dim / 32 neighbouring columns."""
+    """Compute a row again from its own query's positions alone. A warp does it; a lane has dim / 32 neighbouring columns."""
     steps, first, count, kv_head, tile = item
     bit = Int32(1) << (row // tiles.group)
     rows, masks = rows_address(lists, tile), masks_address(tiles, lists, tile)

@@ -1,5 +1,5 @@
-"""Numbers and places that the two prefill kernels share: tiles of queries, the lists of their positions in the workspace, shared
-memory, barriers.
+"""Numbers and addresses that the two prefill kernels share: tiles of queries, the lists of their positions in the workspace,
+shared memory, barriers.
 
 A tile is up to `queries` neighbouring query tokens of one sequence with the `group` query heads of one key head: 128 rows, row =
 query * group + head. Tile t of a launch belongs to the last sequence s with query_start_loc[s] // queries + s <= t: no two
@@ -30,8 +30,8 @@ ITEM_WORDS = 8  # of an item's record in shared memory: steps, first token, quer
 
 
 def barriers(key_stages: int, value_stages: int) -> BarrierTable:
-    """Three rings: an item's queries with its record (one stage), keys with their masks, values. Completion of a thread's copies
-    is an arrival of its own on x_full. The dealer is the first copy warp, which takes the items."""
+    """Make three rings: an item's queries with its record (one stage), keys with their masks, and values. A thread arrives once
+    on x_full when its copies complete. The dealer is the first copy warp, which takes the items."""
     copied, read = Arrivals("copy", "thread", what="copied"), Arrivals("math", "warp", what="read")
     record = Arrivals("dealer", "role", what="record")
     return BarrierTable(
@@ -104,22 +104,22 @@ def lists_of(tiles: cutlass.Constexpr, params, first_tile, num_tiles):
     return Lists(params.workspace.iterator.toint(), (Int32(most) + (STEP - 1)) // STEP * STEP, first_tile, num_tiles)
 
 
-def record_address(lists: Any, place: Any) -> Any:
-    """Record of a tile; place: its number in the launch."""
-    return lists.base + (HEADER_BYTES + Int64(place) * (4 * TILE_WORDS))
+def record_address(lists: Any, number: Any) -> Any:
+    """Record of a tile; number: of the tile in the launch."""
+    return lists.base + (HEADER_BYTES + Int64(number) * (4 * TILE_WORDS))
 
 
-def rows_address(lists: Any, place: Any) -> Any:
-    """Cache rows (block * block_size + place in it) of a tile's positions, int32."""
-    return lists.base + (HEADER_BYTES + Int64(lists.num_tiles) * (4 * TILE_WORDS) + Int64(place) * lists.capacity * 4)
+def rows_address(lists: Any, number: Any) -> Any:
+    """Cache rows (block * block_size + row in it) of a tile's positions, int32."""
+    return lists.base + (HEADER_BYTES + Int64(lists.num_tiles) * (4 * TILE_WORDS) + Int64(number) * lists.capacity * 4)
 
 
-def masks_address(tiles: Any, lists: Any, place: Any) -> Any:
+def masks_address(tiles: Any, lists: Any, number: Any) -> Any:
     """Masks of a tile's positions, mask_bytes each."""
-    before = Int64(lists.num_tiles) * lists.capacity * 4 + Int64(place) * lists.capacity * tiles.mask_bytes
+    before = Int64(lists.num_tiles) * lists.capacity * 4 + Int64(number) * lists.capacity * tiles.mask_bytes
     return lists.base + (HEADER_BYTES + Int64(lists.num_tiles) * (4 * TILE_WORDS) + before)
 
 
-def place(storage: Any, name: str, stage: Any = 0) -> Any:
+def barrier_at(storage: Any, name: str, stage: Any = 0) -> Any:
     """Pointer to a barrier."""
     return getattr(storage, name).data_ptr() + stage

@@ -21,7 +21,7 @@ LOADS = 4  # indices of a thread in flight
 
 @cute.jit
 def list_tile(tiles: cutlass.Constexpr, storage, params, lists, thread, number):
-    """The list of a tile, the number-th of the launch, and its record."""
+    """Write the list and the record of tile `number` of the launch."""
     sequence, first, count, position = tile_of(tiles, params, lists.first_tile + number)
     total = list_positions(tiles, storage, params, lists, thread, number, (sequence, first, count, position))
     pad_list(tiles, lists, thread, number, total)
@@ -35,7 +35,8 @@ def list_tile(tiles: cutlass.Constexpr, storage, params, lists, thread, number):
 
 @cute.jit
 def tile_of(tiles: cutlass.Constexpr, params, tile):
-    """(sequence, first token, number of queries, position of the first) of a tile; the position of padding is negative."""
+    """Return a tile's sequence, first token, number of queries and the position of the first; the position of padding is
+    negative."""
     num_sequences = Int32(params.seq_lens.shape[0])
     low, high = Int32(0), num_sequences
     while low < high:
@@ -82,7 +83,7 @@ def list_positions(tiles: cutlass.Constexpr, storage, params, lists, thread, num
 
 @cute.jit
 def mark_query(tiles: cutlass.Constexpr, params, table, thread, token, query, start, last):
-    """Sets the query's bit of each selected position in [start, last]."""
+    """Set the query's bit at each selected position in [start, last]."""
     length = Int32(params.topk_indices.shape[1])
     if cutlass.const_expr(params.topk_length is not None):
         given = params.topk_length[token]
@@ -108,7 +109,8 @@ def mark_query(tiles: cutlass.Constexpr, params, table, thread, token, query, st
 
 @cute.jit
 def list_window(tiles: cutlass.Constexpr, storage, params, lists, thread, number, window, total):
-    """Appends the window's positions to the list; its new length. A warp takes neighbouring groups, a lane a word of each."""
+    """Append the window's positions to the list, and return its new length. A warp takes neighbouring groups, a lane a word of
+    each."""
     sequence, start, width = window
     warps, each = cutlass.const_expr(tiles.union_threads // 32), cutlass.const_expr(4 // tiles.mask_bytes)
     warp, lane = thread // 32, cute.arch.lane_idx()
@@ -130,16 +132,16 @@ def list_window(tiles: cutlass.Constexpr, storage, params, lists, thread, number
         other = sSums[lane]
     before = cute.arch.warp_redux_sync(cutlass.select_(lane < warp, other, Int32(0)), "add")
     after = total + cute.arch.warp_redux_sync(other, "add")
-    place = total + before
+    list_index = total + before
     rows, masks = rows_address(lists, number), masks_address(tiles, lists, number)
     below = (Uint32(1) << Uint32(lane)) - Uint32(1)  # lanes before this one
     for group in cutlass.range(first, end, unroll=1):
         found_masks = masks_of(tiles, ptx.load_word(words + group * 128))
         ballots = [cute.arch.vote_ballot_sync(mask != 0) for mask in found_masks]
-        slot = place
+        slot = list_index
         for ballot in ballots:
             slot = slot + cute.arch.popc(Uint32(ballot) & below)
-            place = place + cute.arch.popc(ballot)
+            list_index = list_index + cute.arch.popc(ballot)
         for i in cutlass.range_constexpr(each):
             mask = found_masks[i]
             if mask != 0:
@@ -170,12 +172,12 @@ def cache_row(tiles: cutlass.Constexpr, params, sequence, position):
 
 @cute.jit
 def pad_list(tiles: cutlass.Constexpr, lists, thread, number, total):
-    """Fills the last step up with its last row, which no query selected once more."""
-    place = total + thread
-    if total > 0 and place < (total + (STEP - 1)) // STEP * STEP and thread < STEP:
+    """Fill the last step with its last row, which no query selects a second time."""
+    list_index = total + thread
+    if total > 0 and list_index < (total + (STEP - 1)) // STEP * STEP and thread < STEP:
         rows, masks = rows_address(lists, number), masks_address(tiles, lists, number)
-        ptx.store_global_word(rows + Int64(place) * 4, ptx.load_global_word(rows + Int64(total - 1) * 4))
+        ptx.store_global_word(rows + Int64(list_index) * 4, ptx.load_global_word(rows + Int64(total - 1) * 4))
         if cutlass.const_expr(tiles.mask_bytes == 2):
-            ptx.store_global_half(masks + Int64(place) * 2, Uint32(0))
+            ptx.store_global_half(masks + Int64(list_index) * 2, Uint32(0))
         else:
-            ptx.store_global_word(masks + Int64(place) * 4, Uint32(0))
+            ptx.store_global_word(masks + Int64(list_index) * 4, Uint32(0))

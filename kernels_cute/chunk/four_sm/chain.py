@@ -10,20 +10,24 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import operands, shape
+from kernels_cute.chunk.four_sm.forms import Form
 from kernels_cute.chunk.four_sm.shape import SLOTS
 from kernels_cute.chunk.operands import load_factors, multiply, multiply_step, smem_operand_b, tiled_mma
 from kernels_cute.chunk.rings import chunks_in
 from kernels_cute.chunk.roles.copies import zero_rows
 from kernels_cute.chunk.roles.state import issue_keys, put_outputs, scale_columns, state_registers, value_address
 from kernels_cute.chunk.roles.tile_blocks import lane_of, set_words
+from kernels_cute.chunk.scheduler import WorkTile
 from kernels_cute.chunk.shape import CHUNK, TILE_BYTES
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.state_memory import load_state, store_checkpoints, store_state
 from kernels_cute.common import ptx
 
 
 @cute.jit
-def chain_warpgroup(spec, form, storage, route, params, work_tile, warp):
+def chain_warpgroup(spec: ChunkSpec, form: Form, storage: Any, route: Any, params: ChunkParams, work_tile: WorkTile, warp: Int32):
     length, sequence, dim, stages = work_tile.live_length, work_tile.sequence, spec.dim, spec.stages
     free_slot = form.free_slot  # a name of its own, see run_block
     at = lane_of(warp)
@@ -71,8 +75,8 @@ def chain_warpgroup(spec, form, storage, route, params, work_tile, warp):
                 n = 2 * i + m
                 for side in cutlass.range_constexpr(2):
                     value0, value1 = ptx.unpack(spec.dtype, values[4 * i + 2 * m + side])
-                    place = 4 * n + 2 * side
-                    word = (value0 - factors[2 * n] * sums[place], value1 - factors[2 * n + 1] * sums[place + 1])
+                    index = 4 * n + 2 * side
+                    word = (value0 - factors[2 * n] * sums[index], value1 - factors[2 * n + 1] * sums[index + 1])
                     operand_words[2 * n + side] = ptx.pack(spec.dtype, *word)
             if valid < 16 * (i + 1):
                 mask_words(operand_words, i, valid, pair)
@@ -116,22 +120,25 @@ def chain_warpgroup(spec, form, storage, route, params, work_tile, warp):
 
 
 @cute.jit
-def mask_words(words, i: cutlass.Constexpr, valid, pair):
-    """Zero in columns from valid on of k step i: they come from rows of the next sequence and may be anything."""
+def mask_words(words: cute.Tensor, i: cutlass.Constexpr, valid: Int32, pair: Int32):
+    """Zero the columns of k step i from `valid` on. They come from rows of the next sequence and may hold anything."""
     for m in cutlass.range_constexpr(2):
         column = 16 * i + 8 * m + 2 * pair
         for side in cutlass.range_constexpr(2):
-            place = 4 * i + 2 * m + side
+            index = 4 * i + 2 * m + side
             if column + 1 >= valid:
-                word = words[place] & 0xFFFF
+                word = words[index] & 0xFFFF
                 if column >= valid:
                     word = Int32(0)
-                words[place] = word
+                words[index] = word
 
 
 @cute.jit
-def expect_chunk(spec, storage, state, values, factors, step, num_chunks, warp, lane):
-    """Fetches all that a chunk needs besides U: V, the factors of K S, S decayed to its last token; waits for Q."""
+def expect_chunk(
+    spec: ChunkSpec, storage: Any, state: cute.Tensor, values: cute.Tensor, factors: cute.Tensor, step: Int32, num_chunks: Int32,
+    warp: Int32, lane: Int32,
+):  # fmt: skip
+    """Fetch what a chunk needs besides U: V and the factors of K S. Decay the state to the chunk's last token, and wait for Q."""
     stage, slot = step % spec.stages, step % SLOTS
     vector = vector_address(storage, slot, lane % 4)
     if step < num_chunks:

@@ -3,20 +3,25 @@
 The barriers: barriers.py; who waits for whom: kernel.py.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32
 
-from kernels_cute.chunk.arguments import partition_keys, partition_tiles
+from kernels_cute.chunk.arguments import TokenCopies, partition_keys, partition_tiles
+from kernels_cute.chunk.four_sm.forms import Form
 from kernels_cute.chunk.four_sm.shape import CHAINS, KEY_BYTES, MAKERS, ROUND, SET_KEY_STAGES, SETS
 from kernels_cute.chunk.rings import chunks_in
 from kernels_cute.chunk.roles.copies import store_outputs
+from kernels_cute.chunk.scheduler import WorkTile
 from kernels_cute.chunk.shape import TILE_BYTES
+from kernels_cute.chunk.spec import ChunkSpec
 
 
 @cute.jit
-def maker_copy_warp(spec, form, storage, copies, work_tile):
-    """K and Q of this block's chunks, for either set. K first: M is made from it, and takes longest."""
+def maker_copy_warp(spec: ChunkSpec, form: Form, storage: Any, copies: TokenCopies, work_tile: WorkTile):
+    """Load K and Q of this block's chunks, for either set. K comes first: M is made from it, and takes longest."""
     number, num_chunks = work_tile.piece, chunks_in(work_tile.live_length)
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, SETS, spec.key_stages)
     here = Int32(1) << (number + form.first_maker)  # a bit for every rank that gets a tile
@@ -40,8 +45,8 @@ def maker_copy_warp(spec, form, storage, copies, work_tile):
 
 
 @cute.jit
-def chain_copy_warp(spec, form, storage, copies, work_tile):
-    """K and Q of a chain block: one chain loads for both, the other arms its own barriers."""
+def chain_copy_warp(spec: ChunkSpec, form: Form, storage: Any, copies: TokenCopies, work_tile: WorkTile):
+    """Load K and Q of a chain block. One chain loads for both; the other only arms its own barriers."""
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, spec.stages, spec.stages)
     k_full, k_empty, q_full, q_empty = (x.data_ptr() for x in (storage.k_full, storage.k_empty, storage.q_full, storage.q_empty))
     for step in cutlass.range(chunks_in(work_tile.live_length), unroll=1):
@@ -54,9 +59,12 @@ def chain_copy_warp(spec, form, storage, copies, work_tile):
 
 
 @cute.jit
-def bring(atom, source, target, full, empty, parity, rank, loader: cutlass.Constexpr):
-    """Arms `full`, and loads where it is this block that does so. The other block's copy may come before `full` is armed: a
-    phase does not end without its arrival."""
+def bring(
+    atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer, empty: cute.Pointer, parity: Int32,
+    rank: Int32, loader: cutlass.Constexpr,
+):  # fmt: skip
+    """Arm `full`, and load if this block is the one that loads. The other block's copy may arrive before `full` is armed; the
+    phase still ends only after the arrival here."""
     if rank == loader:
         cute.arch.mbarrier_wait(empty, parity ^ 1)
     else:
@@ -68,8 +76,8 @@ def bring(atom, source, target, full, empty, parity, rank, loader: cutlass.Const
 
 
 @cute.jit
-def value_warp(spec, storage, copies, out, work_tile):
-    """V in, and O out of the same places; once an O is read, the place takes another V."""
+def value_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, out: cute.Tensor, work_tile: WorkTile):
+    """Load V and store O, which lies where V was. A stage takes the next V once its O has been read."""
     begin, head, piece, stages = work_tile.begin, work_tile.head, work_tile.piece, spec.stages
     v_head = head // spec.v_group
     to_v, from_v = partition_tiles(spec, storage.v, copies.v_atom, copies.v, spec.columns, stages, begin, v_head, piece)
@@ -88,7 +96,9 @@ def value_warp(spec, storage, copies, out, work_tile):
 
 
 @cute.jit
-def load_values(spec, storage, v_atom, from_v, to_v, step, num_chunks):
+def load_values(
+    spec: ChunkSpec, storage: Any, v_atom: cute.CopyAtom, from_v: cute.Tensor, to_v: cute.Tensor, step: Int32, num_chunks: Int32
+):
     stage, full = step % spec.stages, storage.v_full.data_ptr()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_BYTES)

@@ -45,7 +45,7 @@ class ClusterForm:
     key_loader, query_loader = 0, 1
 
     @cute.jit
-    def place(self, chain, workspace, warp):
+    def place(self, chain: Any, workspace: cute.Tensor, warp: Int32):
         # Another launch may begin next to this one, once all of this one's blocks have begun.
         cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
@@ -53,7 +53,7 @@ class ClusterForm:
         return block // shape.BLOCKS, 1 - rank // shape.CHAINS, rank % shape.CHAINS
 
     @cute.jit
-    def route(self, chain, maker, workspace, group):
+    def route(self, chain: Any, maker: Any, workspace: cute.Tensor, group: Int32):
         """Barriers and tiles of a chain's first slot, and a maker's `tile_released`: addresses as in that block."""
         return tuple(x.data_ptr().toint() for x in (chain.ready, chain.z, chain.p, chain.vectors, maker.tile_released))
 
@@ -65,7 +65,7 @@ class ClusterForm:
         ptx.arrive_in_cluster(ptx.in_block(route[4] + slot // shape.MAKERS * 8, shape.CHAINS + slot % shape.MAKERS))
 
     @cute.jit
-    def hand_over_set(self, storage, route, length, number, group):
+    def hand_over_set(self, storage: Any, route: Any, length: Int32, number: Int32, group: Int32):
         """Z, P M and the vectors of a set's chunks to both chains."""
         ready, *tiles, _ = route
         slot = number + group * shape.MAKERS
@@ -95,30 +95,30 @@ class RingForm:
         """Zeroes the words."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        place = (block * CLEAR_THREADS + thread) * 16
-        if place < num_bytes:
-            ptx.store_global_words(workspace.iterator.toint() + place, [Int32(0)] * 4)
+        offset = (block * CLEAR_THREADS + thread) * 16
+        if offset < num_bytes:
+            ptx.store_global_words(workspace.iterator.toint() + offset, [Int32(0)] * 4)
 
     @cute.jit
-    def place(self, chain, workspace, warp):
+    def place(self, chain: Any, workspace: cute.Tensor, warp: Int32):
         """The block's place by the ticket of its pair."""
         block, _, _ = cute.arch.block_idx()
         rank = block % 2
-        ticket_place = chain.ticket.data_ptr().toint()
+        ticket_address = chain.ticket.data_ptr().toint()
         if warp == 0:
             if rank == 0:
                 with cute.arch.elect_one():
-                    ptx.store_word(ticket_place, ptx.count_up(workspace.iterator.toint()))
+                    ptx.store_word(ticket_address, ptx.count_up(workspace.iterator.toint()))
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        ticket = cute.arch.make_warp_uniform(ptx.load_from_block(ptx.in_block(ticket_place, Int32(0))))
+        ticket = cute.arch.make_warp_uniform(ptx.load_from_block(ptx.in_block(ticket_address, Int32(0))))
         if warp == 0:
             # For the end, where it would have cost a register all the way.
-            ptx.store_word(ticket_place + 4, ticket)
+            ptx.store_word(ticket_address + 4, ticket)
         return ticket // 2, ticket % 2, rank
 
     @cute.jit
-    def route(self, chain, maker, workspace, group):
+    def route(self, chain: Any, maker: Any, workspace: cute.Tensor, group: Int32):
         """The group's words and slots, and `free` of the chain that loads tiles."""
         blocks, _, _ = cute.arch.grid_dim()
         words = workspace.iterator.toint() + Int64(group + 1) * shape.WORDS_BYTES
@@ -127,9 +127,9 @@ class RingForm:
         return words, slots, ptx.in_block(chain.free.data_ptr().toint(), Int32(shape.TILE_LOADER))
 
     @cute.jit
-    def leave(self, chain):
-        """Waits for the other launch, because the stream's next work waits for this launch alone. The last group's
-        blocks do: the others' SMs are free for what has not begun."""
+    def leave(self, chain: Any):
+        """Wait for the other launch in the blocks of the last group: the stream's next work waits for this launch alone. The
+        other blocks leave, so that their SMs are free for blocks that have not begun."""
         blocks, _, _ = cute.arch.grid_dim()
         if ptx.load_word(chain.ticket.data_ptr().toint() + 4) // 2 == blocks // shape.BLOCKS - 1:
             cute.arch.griddepcontrol_wait()
@@ -138,8 +138,8 @@ class RingForm:
         ptx.arrive_in_cluster(route[2] + slot * 8)
 
     @cute.jit
-    def wait_for_count(self, word, count):
-        """Waits until a word that only grows is at least `count`; returns what it is."""
+    def wait_for_count(self, word: Int64, count: Int32):
+        """Wait until a word that only grows is at least `count`, and return its value."""
         found = ptx.load_acquire(word)
         while found < count:
             ptx.sleep(_POLL_NANOSECONDS)
@@ -148,7 +148,7 @@ class RingForm:
         return found
 
     @cute.jit
-    def hand_over_set(self, storage, route, length, number, group):
+    def hand_over_set(self, storage: Any, route: Any, length: Int32, number: Int32, group: Int32):
         """Z, P M and the vectors of a set's chunks to the ring."""
         words, slots, _ = route
         first = number + group * shape.MAKERS
@@ -168,9 +168,9 @@ class RingForm:
                 ptx.store_release(made, step // shape.ROUND + 1)
 
     @cute.jit
-    def tile_warp(self, storage, route, length, rank):
-        """Z, P M and the vectors from the ring: one chain loads them for both, the other arms its own barrier once the last fill
-        of the slot is there."""
+    def tile_warp(self, storage: Any, route: Any, length: Int32, rank: Int32):
+        """Load Z, P M and the vectors from the ring. One chain loads for both. The other arms its own barrier once the last fill
+        of the slot has arrived."""
         words, slots, _ = route
         made, next1, next2, next3 = Int32(0), Int32(0), Int32(0), Int32(0)  # by the set of this step, of the next, ...
         for step in cutlass.range(chunks_in(length), unroll=1):
@@ -188,9 +188,12 @@ class RingForm:
                 with cute.arch.elect_one():
                     source = slots + step % shape.RING * shape.HANDED_BYTES
                     for field, size, before in handed(storage):
-                        place, chains = field.data_ptr().toint() + slot * size, Int16((1 << shape.CHAINS) - 1)
-                        ptx.copy_from_global_to_blocks(place, source + before, Int32(size), ready.toint(), chains)
+                        target, chains = field.data_ptr().toint() + slot * size, Int16((1 << shape.CHAINS) - 1)
+                        ptx.copy_from_global_to_blocks(target, source + before, Int32(size), ready.toint(), chains)
                     if step % shape.TAKEN_EVERY == shape.TAKEN_EVERY - 1:
                         # What was in this slot has left the ring. Rarely, for a release takes long.
                         ptx.store_release(words + shape.TAKEN * shape.WORD_BYTES, step - shape.SLOTS + 1)
             made, next1, next2, next3 = next1, next2, next3, made
+
+
+Form = ClusterForm | RingForm

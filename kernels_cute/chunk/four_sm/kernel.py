@@ -32,6 +32,7 @@ a block arms its own barrier for what the other loads once the last fill of that
 by stores that wait for them. No block of a cluster leaves before all are done.
 """
 
+from enum import IntEnum
 from typing import Any
 
 import cutlass
@@ -45,8 +46,8 @@ from kernels_cute.chunk.four_sm import shape
 from kernels_cute.chunk.four_sm.barriers import chain_barriers, chain_fields, maker_barriers, maker_fields
 from kernels_cute.chunk.four_sm.chain import chain_warpgroup
 from kernels_cute.chunk.four_sm.copies import chain_copy_warp, maker_copy_warp, value_warp
-from kernels_cute.chunk.four_sm.forms import CLEAR_THREADS, ClusterForm, RingForm
-from kernels_cute.chunk.four_sm.shape import BLOCKS, MAKERS, ROUND, SET_KEY_STAGES, SET_SCORE_BARRIER, SETS, WARPGROUPS
+from kernels_cute.chunk.four_sm.forms import CLEAR_THREADS, ClusterForm, Form, RingForm
+from kernels_cute.chunk.four_sm.shape import BLOCKS, MAKERS, ROUND, SET_KEY_STAGES, SETS, WARPGROUPS
 from kernels_cute.chunk.operands import set_registers
 from kernels_cute.chunk.rings import ALL_SETS, PreparedChunks, Sets
 from kernels_cute.chunk.roles.gates import gate_warp
@@ -59,8 +60,27 @@ from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
 
-_COPIER = 4 * (WARPGROUPS - 1)  # the warp that loads K and Q
-_SETS = Sets(MAKERS, SETS, SET_KEY_STAGES, SET_SCORE_BARRIER)
+_SETS = Sets(MAKERS, SETS, SET_KEY_STAGES, shape.NamedBarrier.SCORE)
+
+
+class ChainRole(IntEnum):
+    """First warp of each role of a chain block."""
+
+    STATE = 0
+    IDLE = 4
+    LOAD = 16  # K and Q
+    VALUES = 17
+    TILES = 18
+
+
+class MakerRole(IntEnum):
+    """First warp of each role of a maker block."""
+
+    INVERSE = 0  # a warpgroup for each set
+    SCORE = 8
+    LOAD = 16  # K and Q
+    GATES = 17
+    HAND_OVER = 18  # a warp for each set
 
 
 class FourSmChunk:
@@ -72,7 +92,7 @@ class FourSmChunk:
         self.four, self.ring = FourSmBlock(spec, ClusterForm()), FourSmBlock(spec, self.ring_form)
 
     @cute.jit
-    def launch(self, *values):
+    def launch(self, *values: Any):
         """values: Params, groups of the L2 ring (the last ones), split_if_longest_exceeds, stream."""
         params, (ring_groups, split_if_longest_exceeds, stream) = packed_params(values)
         copies = token_copies(self.spec, params, multicast=True)
@@ -103,7 +123,7 @@ class FourSmBlock:
     free_slot, hand_over_set, tile_warp, leave
     """
 
-    def __init__(self, spec: ChunkSpec, form: Any):
+    def __init__(self, spec: ChunkSpec, form: Form):
         self.spec, self.form = spec, form
 
     @cute.kernel
@@ -113,8 +133,8 @@ class FourSmBlock:
 
 
 @cute.jit
-def run_block(spec, form, params, copies, first_group):
-    """The whole of a block."""
+def run_block(spec: ChunkSpec, form: Form, params: ChunkParams, copies: TokenCopies, first_group: Int32):
+    """Run a whole block, of either kind."""
     # Names of their own: inside a dynamic `if` the DSL takes a call of an object's method for a change of the object.
     tile_warp, hand_over_set = form.tile_warp, form.hand_over_set
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -130,8 +150,8 @@ def run_block(spec, form, params, copies, first_group):
     head, sequence = group % spec.heads, group // spec.heads
     work_tile = WorkTile(sequence, head, number, None, *sequence_of(spec, params, sequence))
     live_length = work_tile.live_length
-    # The warp that copies in makes the barriers: a maker's begins to load before the other blocks are there.
-    if warp == _COPIER:
+    # The warp that loads makes the barriers: a maker's begins to load before the other blocks are there.
+    if warp == ChainRole.LOAD:
         for atom in (copies.q_atom, copies.k_atom, copies.v_atom, copies.out_atom):
             cpasync.prefetch_descriptor(atom)
         with cute.arch.elect_one():
@@ -148,43 +168,43 @@ def run_block(spec, form, params, copies, first_group):
         cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.mbarrier_init_fence()
     cute.arch.cluster_arrive()
-    if (warp != _COPIER) | (is_chain == 1):
+    if (warp != ChainRole.LOAD) | (is_chain == 1):
         cute.arch.cluster_wait()
 
     route = form.route(chain, maker, params.workspace, own_group)
     if is_chain == 1:
-        if warp < 4:
+        if warp < ChainRole.IDLE:
             set_registers(spec, shape.STATE_REGISTERS)
             chain_warpgroup(spec, form, chain, route, params, work_tile, warp)
-        elif warp < 16:
+        elif warp < ChainRole.LOAD:
             set_registers(spec, shape.IDLE_REGISTERS)
         else:
             set_registers(spec, shape.COPY_REGISTERS)
-            if warp == _COPIER:
+            if warp == ChainRole.LOAD:
                 chain_copy_warp(spec, form, chain, copies, work_tile)
-            if warp == 17:
+            if warp == ChainRole.VALUES:
                 value_warp(spec, chain, copies, params.out, work_tile)
-            if warp == 18:
+            if warp == ChainRole.TILES:
                 tile_warp(chain, route, live_length, number)
     else:
-        if warp < 8:
+        if warp < MakerRole.SCORE:
             set_registers(spec, shape.INVERSE_REGISTERS)
             prepared = PreparedChunks(number + warp // 4 * MAKERS, ROUND, 0, warp // 4, _SETS)
             inverse_warpgroup(spec, maker, prepared, live_length, warp % 4)
-        elif warp < 16:
+        elif warp < MakerRole.LOAD:
             set_registers(spec, shape.SCORE_REGISTERS)
             prepared = PreparedChunks(number + warp // 4 % 2 * MAKERS, ROUND, 0, warp // 4 % 2, _SETS)
             score_warpgroup(spec, maker, params.scale, prepared, live_length, warp % 4)
         else:
             set_registers(spec, shape.COPY_REGISTERS)
-            if warp == _COPIER:
+            if warp == MakerRole.LOAD:
                 maker_copy_warp(spec, form, maker, copies, work_tile)
                 # Nothing of another block was touched; the barrier at the end needs this one done.
                 cute.arch.cluster_wait()
-            if warp == 17:
+            if warp == MakerRole.GATES:
                 gate_warp(spec, maker, params, work_tile, PreparedChunks(number, MAKERS, 0, ALL_SETS, _SETS))
-            if warp >= 18:
-                hand_over_set(maker, route, live_length, number, warp - 18)
+            if warp >= MakerRole.HAND_OVER:
+                hand_over_set(maker, route, live_length, number, warp - MakerRole.HAND_OVER)
     # Others may still write to this block's shared memory, or arrive there.
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()

@@ -1,5 +1,7 @@
 """Sizes and barrier counts of the four-SM form, see kernel.py."""
 
+from enum import IntEnum
+
 from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, SCRATCH_BYTES, TILE_BYTES, VECTOR_BYTES
 
 DIM = 128  # the only head dim served
@@ -14,7 +16,6 @@ RING = 16  # slots of tiles of a sequence and head in the workspace
 TAKEN_EVERY = 4  # chunks after which the chains say how many they have taken; RING exceeds SLOTS + TAKEN_EVERY
 TILE_LOADER = 0  # the chain that loads tiles from the ring for both
 WARPGROUPS = 2 * SETS + 1
-SET_SCORE_BARRIER = 3  # named, and the next for the second set; inverse's are the fused kernel's and the next
 KEY_BYTES = CHUNK * DIM * 2
 HANDED_BYTES = KEY_BYTES + TILE_BYTES + VECTOR_BYTES  # Z, P M and vectors of a chunk
 WORDS_BYTES, WORD_BYTES = 256, 32  # of the counts of a sequence and head, and from one to the next
@@ -26,6 +27,13 @@ IDLE_REGISTERS = 24
 INVERSE_REGISTERS = 112
 SCORE_REGISTERS = 112
 COPY_REGISTERS = 32
+
+
+class NamedBarrier(IntEnum):
+    """Named barriers of a maker block, those of its first set; the second set has the next. 0 is the whole block's."""
+
+    INVERSE = 1
+    SCORE = INVERSE + SETS
 
 
 def ring_bytes(groups: int) -> int:

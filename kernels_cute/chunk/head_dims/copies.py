@@ -8,7 +8,7 @@ PAD, UNPAD = "gdn_cute_chunk_pad", "gdn_cute_chunk_unpad"
 
 
 class CopyParams(NamedTuple):
-    """Arguments of the copies in or out; None: the copies in that direction have no such tensor."""
+    """Arguments of the copies in or out. A tensor that the copies in that direction do not have is None."""
 
     q: Any  # [1, L, heads, D], as k and v; on the way out the padded output [1, L, HS, P] alone
     k: Any

@@ -54,7 +54,7 @@ class _Copies:
         self.slices = -(-sum(self.token_heads) * self.pieces // _THREADS)  # blocks that share a tile of tokens
 
     @cute.jit
-    def __call__(self, *values):
+    def __call__(self, *values: Any):
         params, stream = CopyParams(*values[:-1]), values[-1]
         blocks = self.token_blocks(params.q)
         if cutlass.const_expr(self.has_states):
@@ -85,17 +85,17 @@ class _Copies:
         if cutlass.const_expr(self.has_states):
             if block >= token_blocks:
                 part = block - token_blocks
-                place = part // (self.heads * self.state_blocks)  # in the padded states
+                index = part // (self.heads * self.state_blocks)  # in the padded states
                 within = part % (self.heads * self.state_blocks)
-                source, target, reads = Int64(place), Int64(place), Boolean(True)
+                source, target, reads = Int64(index), Int64(index), Boolean(True)
                 if cutlass.const_expr(self.is_pad):
-                    is_copied = self.is_live(params, place)
+                    is_copied = self.is_live(params, index)
                     if (within == 0) & (thread == 0):
-                        self.write_slots(params, place, is_copied)
+                        self.write_slots(params, index, is_copied)
                     if is_copied:
-                        source, reads = self.source(params, place)
+                        source, reads = self.source(params, index)
                 else:
-                    target = self.target(params, place)
+                    target = self.target(params, index)
                     is_copied = target > params.null_slot
                 if is_copied:
                     first = within % self.state_blocks * (_THREADS * _STATE_PIECES) + thread
@@ -107,8 +107,9 @@ class _Copies:
                     self.move_state(params.final_state, target, head, first, Boolean(True), rS, True)
 
     @cute.jit
-    def copy_tokens(self, source, target, first, head, piece):
-        """8 columns of a head in `_TOKENS` tokens; those beyond either tensor's head dim are zero, or not stored."""
+    def copy_tokens(self, source: cute.Tensor, target: cute.Tensor, first: Int32, head: Int32, piece: Int32):
+        """Copy 8 columns of a head in `_TOKENS` tokens. Columns beyond the source's head dim are zero; columns beyond the
+        target's are not stored."""
         rX = cute.make_rmem_tensor(_TOKENS * _COLUMNS, source.element_type)
         rX.fill(0.0)
         last = source.shape[1] - 1
@@ -120,18 +121,24 @@ class _Copies:
                 self.move_columns(target, first + u, head, column, rX, u * _COLUMNS, True)
 
     @cute.jit
-    def move_columns(self, x, token, head, column, rX, start: cutlass.Constexpr, stores: cutlass.Constexpr):
+    def move_columns(
+        self, x: cute.Tensor, token: Int32, head: Int32, column: Int32, rX: cute.Tensor, start: cutlass.Constexpr,
+        stores: cutlass.Constexpr,
+    ):  # fmt: skip
         """8 columns of a token from x to rX[start : start + 8], or back."""
         is_whole = cutlass.const_expr(x.shape[3] % _COLUMNS == 0 and x.shape[3] == self.dim)
         width = cutlass.const_expr(_COLUMNS if is_whole else 4)
         offset = Int64(token) * x.stride[1] + Int64(head) * x.stride[2] + column
-        for place in cutlass.range_constexpr(0, _COLUMNS, width):
-            if Boolean(True) if cutlass.const_expr(is_whole) else column + place < x.shape[3]:
-                self.move(pointer(x, offset + place, 2 * width), width, rX, start + place, stores)
+        for first in cutlass.range_constexpr(0, _COLUMNS, width):
+            if Boolean(True) if cutlass.const_expr(is_whole) else column + first < x.shape[3]:
+                self.move(pointer(x, offset + first, 2 * width), width, rX, start + first, stores)
 
     @cute.jit
-    def move_state(self, x, slot, head, first, reads, rS, stores: cutlass.Constexpr):
-        """Pieces first, first + 128, ... of a state, where it has them (and, read, is to be read), to rS or from it."""
+    def move_state(
+        self, x: cute.Tensor, slot: Int64, head: Int32, first: Int32, reads: Boolean, rS: cute.Tensor, stores: cutlass.Constexpr
+    ):
+        """Move pieces first, first + 128, ... of a state to rS or from it: those that the state has and, where it is read, that
+        are to be read."""
         dim = cutlass.const_expr(x.shape[3])
         for i in cutlass.range_constexpr(_STATE_PIECES):
             piece = first + i * _THREADS
@@ -140,18 +147,18 @@ class _Copies:
                 offset = slot * x.stride[0] + head * (dim * dim) + row * dim + column
                 self.move(pointer(x, offset, x.element_type.width // 2), 4, rS, 4 * i, stores)
 
-    def move(self, place: Any, width: int, registers: Any, start: int, stores: bool) -> None:
+    def move(self, address: Any, width: int, registers: Any, start: int, stores: bool) -> None:
         if stores:
-            store(registers, start, width, place)
+            store(registers, start, width, address)
         else:
-            load(place, width, registers, start, True)
+            load(address, width, registers, start, True)
 
     @cute.jit
-    def length(self, cu_seqlens, sequence):
+    def length(self, cu_seqlens: cute.Tensor, sequence: Int32):
         return cutlass.max(Int32(cu_seqlens[sequence + 1]) - Int32(cu_seqlens[sequence]), 0)
 
     @cute.jit
-    def is_live(self, params, sequence):
+    def is_live(self, params: CopyParams, sequence: Int32):
         """Whether a sequence has a state at all. Without a pool an empty one passes its state through."""
         live = Boolean(True)
         if cutlass.const_expr(self.pooled):
@@ -160,7 +167,7 @@ class _Copies:
         return live
 
     @cute.jit
-    def write_slots(self, params, sequence, live):
+    def write_slots(self, params: CopyParams, sequence: Int32, live: Boolean):
         slot = Int32(-1)
         if live:
             slot = sequence
@@ -171,7 +178,7 @@ class _Copies:
                 params.checkpoint_slots[sequence, column] = params.cu_seqlens.shape[0] - 1 + sequence * columns + column
 
     @cute.jit
-    def source(self, params, sequence):
+    def source(self, params: CopyParams, sequence: Int32):
         """Slot of the state that a sequence starts from, and whether it does."""
         slot, reads = Int64(sequence), Boolean(True)
         if cutlass.const_expr(self.pooled):
@@ -181,21 +188,21 @@ class _Copies:
         return slot, reads
 
     @cute.jit
-    def target(self, params, place):
-        """Slot for the state at `place`; null_slot = nowhere."""
+    def target(self, params: CopyParams, index: Int32):
+        """Slot for the state at `index`; null_slot = nowhere."""
         sequences = params.cu_seqlens.shape[0] - 1
         target = params.null_slot
-        if place < sequences:
-            if self.is_live(params, place):
-                target = Int64(place)
+        if index < sequences:
+            if self.is_live(params, index):
+                target = Int64(index)
                 if cutlass.const_expr(self.has_final_indices):
-                    target = Int64(params.final_state_indices[place])
+                    target = Int64(params.final_state_indices[index])
                 elif cutlass.const_expr(self.pooled):
-                    target = Int64(params.state_indices[place])
+                    target = Int64(params.state_indices[index])
         if cutlass.const_expr(self.has_checkpoints):
-            if place >= sequences:
-                sequence = (place - sequences) // params.checkpoint_offsets.shape[1]
-                column = (place - sequences) % params.checkpoint_offsets.shape[1]
+            if index >= sequences:
+                sequence = (index - sequences) // params.checkpoint_offsets.shape[1]
+                column = (index - sequences) % params.checkpoint_offsets.shape[1]
                 done = Int32(params.checkpoint_offsets[sequence, column])
                 is_reached = (done > 0) & (done <= self.length(params.cu_seqlens, sequence)) & (done % CHUNK == 0)
                 if is_reached & self.is_live(params, sequence):

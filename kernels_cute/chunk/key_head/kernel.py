@@ -5,6 +5,9 @@ carries 64 V columns of both heads, and makes M, P and the vectors of both for t
 persistent: scheduler.py. Data flow, registers, shared memory and barriers: DESIGN.md; the table of barriers: barriers.py.
 """
 
+from enum import IntEnum
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
@@ -13,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync
 from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import scheduler
 from kernels_cute.chunk.arguments import TokenCopies, packed_params, token_copies
-from kernels_cute.chunk.fused import launch_shape
+from kernels_cute.chunk.fused import Copier, launch_shape
 from kernels_cute.chunk.key_head import shape
 from kernels_cute.chunk.key_head.barriers import key_head_barriers, key_head_fields
 from kernels_cute.chunk.key_head.copies import copy_warp
@@ -33,7 +36,13 @@ from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.common.init_barriers import init_barriers
 
-_FIRST_MAKER, _FIRST_COPIER = 8, 12  # warps
+
+class Role(IntEnum):
+    """First warp of each role of a block; that of COPY loads."""
+
+    STATE = 0  # a warpgroup for each state head
+    MAKER = 8
+    COPY = 12
 
 
 class KeyHeadChunk:
@@ -43,7 +52,7 @@ class KeyHeadChunk:
         self.spec = key_head_spec(spec)
 
     @cute.jit
-    def launch(self, *values):
+    def launch(self, *values: Any):
         """values: Params, clusters of the grid at most, split_if_longest_exceeds (0), stream."""
         params, (max_clusters, _, stream) = packed_params(values)
         work_tiles = (cute.size(params.cu_seqlens, mode=[0]) - 1) * self.spec.units
@@ -57,14 +66,14 @@ class KeyHeadChunk:
 
 
 @cute.jit
-def run_block(spec, params, copies):
-    """The whole of a block."""
+def run_block(spec: ChunkSpec, params: ChunkParams, copies: TokenCopies):
+    """Run a whole block."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = cutlass.utils.SmemAllocator().allocate(struct_of(key_head_fields(spec)))
     block, _, _ = cute.arch.block_idx()
     rank, cluster = block % 2, block // spec.sharers
-    # The warp that copies in makes the barriers: it need not wait for the others to begin.
-    if warp == _FIRST_COPIER:
+    # The warp that loads makes the barriers: it need not wait for the others to begin.
+    if warp == Role.COPY:
         for atom in (copies.q_atom, copies.k_atom, copies.v_atom, copies.out_atom):
             cpasync.prefetch_descriptor(atom)
         with cute.arch.elect_one():
@@ -89,15 +98,15 @@ def run_block(spec, params, copies):
     # A releasing arrival waits for global memory too; for the other block the fences above are enough.
     cute.arch.fence_acq_rel_cta()
     cute.arch.cluster_arrive_relaxed()
-    if warp != _FIRST_COPIER:
+    if warp != Role.COPY:
         cute.arch.cluster_wait()
 
     # Every role counts work tiles, and the chunks of those before.
     number, base, has_more = Int32(0), Int32(0), Boolean(True)
-    if warp < _FIRST_MAKER:
+    if warp < Role.MAKER:
         set_registers(spec, shape.STATE_REGISTERS)
-        state_warpgroup(spec, storage, params, warp % 4, None, None, (head_sources, head_chunks), warp // 4)
-    elif warp < _FIRST_COPIER:
+        state_warpgroup(spec, storage, params, warp % 4, None, None, head_sources, head_chunks, warp // 4)
+    elif warp < Role.COPY:
         set_registers(spec, shape.MAKER_REGISTERS)
         while has_more:
             work_tile = take_work_tile(storage, number, None)
@@ -107,7 +116,7 @@ def run_block(spec, params, copies):
     else:
         set_registers(spec, shape.COPY_REGISTERS)
         copier = warp % 4
-        if copier == 0:
+        if copier == Copier.LOAD:
             while has_more:
                 work_tile = take_work_tile(storage, number, None)
                 if number > 0:
@@ -118,15 +127,15 @@ def run_block(spec, params, copies):
                 has_more = has_more_tiles(work_tile, None)
             # Nothing of the other block was touched; the barrier at the end needs this one done.
             cute.arch.cluster_wait()
-        if copier == 1:
+        if copier == Copier.GATES:
             schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, first_work_tile)
-        if copier == 2:
+        if copier == Copier.STORE:
             while has_more:
                 work_tile = take_work_tile(storage, number, None)
                 store_warp(spec, storage, copies, params.out, work_tile, base, "v_empty")
                 number, base = number + 1, base + chunks_in(work_tile.live_length)
                 has_more = has_more_tiles(work_tile, None)
-        if copier == 3:
+        if copier == Copier.HAND_OVER:
             squares, vectors = spec.state_heads * TILE_BYTES, spec.state_heads * VECTOR_BYTES
             tiles = ((storage.m, squares), (storage.vectors, vectors), (storage.p, squares))
             while has_more:

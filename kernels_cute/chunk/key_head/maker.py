@@ -13,10 +13,12 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.key_head import shape as head_shape
 from kernels_cute.chunk.key_head.tiles import block_address
-from kernels_cute.chunk.rings import chunks_in, gate_place, key_place, ring_place
+from kernels_cute.chunk.rings import PreparedChunks, chunks_in, gate_place, key_place, ring_place
 from kernels_cute.chunk.roles import inverse, score
 from kernels_cute.chunk.roles import tile_blocks as blocks
+from kernels_cute.chunk.roles.tile_blocks import Lane
 from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, CUM, KEY_BETA, KEY_FACTOR, LAST_CUM, QUERY_FACTOR, TILE_BYTES, VECTOR_BYTES
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 _HALF = 8
@@ -24,8 +26,9 @@ _TRIANGLE = head_shape.TRIANGLE_BYTES
 
 
 @cute.jit
-def maker_warpgroup(spec, storage, scale, prepared, length, warp):
-    """Tiles of a block's own chunks. Rows 16 warp .. of a tile are this warp's."""
+def maker_warpgroup(spec: ChunkSpec, storage: Any, scale: Float32, prepared: PreparedChunks, length: Int32, warp: Int32):
+    """Make M, P and the vectors of the chunks that this block prepares. This warp has rows 16 warp to 16 warp + 15 of every
+    tile."""
     heads = spec.state_heads
     lane = cute.arch.lane_idx()
     # Both operands from shared memory: it has the bandwidth every second chunk, this warpgroup no registers.
@@ -60,7 +63,7 @@ def maker_warpgroup(spec, storage, scale, prepared, length, warp):
             # The tile ends with the next sequence's keys, NaN perhaps, and 0 * NaN in the state update is NaN.
             blocks.zero_keys(spec, k_base + key_stage * spec.key_bytes, valid, at.thread)
             cute.arch.fence_proxy("async.shared", space="cta")
-            operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+            operands.sync_warpgroup(shape.NamedBarrier.MAKER)
         warpgroup.fence()
         operands.multiply(mma, sums, left_keys[None, None, None, key_stage], keys[None, None, None, key_stage], True)
         warpgroup.commit_group()
@@ -68,13 +71,13 @@ def maker_warpgroup(spec, storage, scale, prepared, length, warp):
         warpgroup.wait_group(0)
         blocks.diagonal_block(sums, diagonal, warp)
         inverse.key_factors(spec, at, diagonal, rows)
-        operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+        operands.sync_warpgroup(shape.NamedBarrier.MAKER)
 
         at = blocks.lane_of(warp, ptx.opaque(lane))
         is_below = (at.row > 2 * at.pair, at.row > 2 * at.pair + 1)
         invert(spec, at, sums, diagonal, rows, lowers, scratch, last_words, is_below)
         parts = column_parts(at, rows, scratch)
-        operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+        operands.sync_warpgroup(shape.NamedBarrier.MAKER)
         # Block by block to where it goes: all of M does not fit into registers. While one head waits, the other runs.
         at = blocks.lane_of(warp, ptx.opaque(lane))
         cute.arch.mbarrier_wait(storage.m_tile_released.data_ptr() + buffer, turn ^ 1)
@@ -88,7 +91,7 @@ def maker_warpgroup(spec, storage, scale, prepared, length, warp):
         row_query = score.query_factors(spec, (at, q_base + stage * spec.key_bytes), scale, score.row_squares)
         if at.pair == 0:
             blocks.store_row_values(rows[0] + QUERY_FACTOR, at.row0, row_query[0], row_query[1])
-        operands.sync_warpgroup(head_shape.MAKER_BARRIER)
+        operands.sync_warpgroup(shape.NamedBarrier.MAKER)
         vectors = vector_values(rows[0], rows[0] + at.thread // CHUNK * AUX_BYTES, at.thread % CHUNK)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()
@@ -110,12 +113,15 @@ def maker_warpgroup(spec, storage, scale, prepared, length, warp):
 
 
 @cute.jit
-def invert(spec, at, kk, diagonal, rows, lowers, scratch, last_words, keeps):
-    """Makes, for each head, the warp's blocks of L, negated, and its inverted diagonal block, to the head's `lower`, the latter
-    as a block of M to last_words, too. diagonal: of K K^T.
+def invert(
+    spec: ChunkSpec, at: Lane, kk: cute.Tensor, diagonal: cute.Tensor, rows: list[Int32], lowers: list[Int32], scratch: Int32,
+    last_words: list[cute.Tensor], keeps: Any,
+):  # fmt: skip
+    """Invert the warp's diagonal block of I + L for every head, and store it with the warp's blocks of L, negated, in the head's
+    `lower`. The inverse also goes to last_words, as a block of M. diagonal: of K K^T.
 
-    A diagonal block [[B, 0], [N, C]] by forward substitution of its halves in float32, a lane per column: lanes 16 i .. have the
-    block of head i.
+    A diagonal block [[B, 0], [N, C]] is inverted by forward substitution of its halves in float32, a lane a column. Lanes 16 i to
+    16 i + 15 have the block of head i.
     """
     row, pair, lane = at.row, at.pair, at.lane
     columns = [own + pair * 8 for own in rows]
@@ -133,9 +139,9 @@ def invert(spec, at, kk, diagonal, rows, lowers, scratch, last_words, keeps):
         for m in cutlass.range_constexpr(2):
             for odd in cutlass.range_constexpr(2):
                 # The part above the diagonal is stored with the rest, and never read.
-                place = scratch + i * head_shape.SCRATCH_BYTES + m * head_shape.COLUMN_HALF
-                place = place + (2 * pair + odd) * head_shape.COLUMN_PITCH + row * 4
-                ptx.store_one(place, scaled[6 * m + odd] * keys_of[i][m][odd])
+                address = scratch + i * head_shape.SCRATCH_BYTES + m * head_shape.COLUMN_HALF
+                address = address + (2 * pair + odd) * head_shape.COLUMN_PITCH + row * 4
+                ptx.store_one(address, scaled[6 * m + odd] * keys_of[i][m][odd])
         belows.append([scaled[2 + odd] * keys_of[i][0][odd] for odd in range(2)])
     cute.arch.sync_warp()
     column, half, head = lane % _HALF, lane // _HALF % 2, lane // (2 * _HALF)
@@ -145,8 +151,8 @@ def invert(spec, at, kk, diagonal, rows, lowers, scratch, last_words, keeps):
     for i in cutlass.range_constexpr(_HALF):
         ptx.store_one(own + half * head_shape.INVERSE_HALF + i * head_shape.INVERSE_PITCH + column * 4, x[i])
     cute.arch.sync_warp()
-    places = [scratch + i * head_shape.SCRATCH_BYTES + row * head_shape.INVERSE_PITCH + pair * 8 for i in range(len(rows))]
-    halves = [(ptx.load_pair(place), ptx.load_pair(place + head_shape.INVERSE_HALF)) for place in places]
+    addresses = [scratch + i * head_shape.SCRATCH_BYTES + row * head_shape.INVERSE_PITCH + pair * 8 for i in range(len(rows))]
+    halves = [(ptx.load_pair(address), ptx.load_pair(address + head_shape.INVERSE_HALF)) for address in addresses]
     joined = [inverse.join_halves(*both, below) for both, below in zip(halves, belows, strict=True)]
     for i in cutlass.range_constexpr(len(rows)):
         row_cum = blocks.row_values(rows[i] + CUM, at.row0)
@@ -163,13 +169,14 @@ def lower_words(scaled: Any, columns: Any) -> list[Any]:
 
 
 @cute.jit
-def column_parts(at, rows, scratch):
-    """Computes each head's decays from the last token before the warp's diagonal block to each column left of it, and those times
-    the columns' factors of P: by a lane a column instead of by all that have its elements. Returns where this lane's begin."""
+def column_parts(at: Lane, rows: list[Int32], scratch: Int32):
+    """Compute the decays from the last token before the warp's diagonal block to each column left of it, of every head, and those
+    decays times the columns' factors of P. A lane computes a column, instead of every lane that has an element of it. Return the
+    address of this lane's first."""
     references = [ptx.load_one(own + CUM + cutlass.max(at.warp * 16 - 1, 0) * 4) for own in rows]
-    places = [(i, (half * 32 + at.lane) * 4) for i in range(len(rows)) for half in range(2)]
-    loaded = [(ptx.load_one(rows[i] + CUM + column), ptx.load_one(rows[i] + KEY_BETA + column)) for i, column in places]
-    for (i, column), (cum, key_beta) in zip(places, loaded, strict=True):
+    owners = [(i, (half * 32 + at.lane) * 4) for i in range(len(rows)) for half in range(2)]
+    loaded = [(ptx.load_one(rows[i] + CUM + column), ptx.load_one(rows[i] + KEY_BETA + column)) for i, column in owners]
+    for (i, column), (cum, key_beta) in zip(owners, loaded, strict=True):
         decay, own = ptx.exp2(references[i] - cum), scratch + i * head_shape.SCRATCH_BYTES + column
         ptx.store_one(own, decay)
         ptx.store_one(own + head_shape.PART_BYTES, decay * key_beta)
@@ -178,8 +185,11 @@ def column_parts(at, rows, scratch):
 
 
 @cute.jit
-def store_m(spec, at, rows, lowers, last_words, scratch, tiles):
-    """Every head's M. A warp has its own rows' diagonal blocks, and three blocks left of them, whose rows may be others: row 3 of
+def store_m(
+    spec: ChunkSpec, at: Lane, rows: list[Int32], lowers: list[Int32], last_words: list[cute.Tensor], scratch: Int32,
+    tiles: list[Int32],
+):  # fmt: skip
+    """Store M of every head. A warp stores the diagonal blocks of its own rows, and three blocks left of a diagonal: row 3 of
     blocks of one head, or row 2 of one head and row 1 of the other. scratch: the first warp's."""
     for i in cutlass.range_constexpr(len(rows)):
         blocks.store_block(tiles[i], at, at.warp, [last_words[i][k] for k in range(4)])
@@ -191,7 +201,7 @@ def store_m(spec, at, rows, lowers, last_words, scratch, tiles):
 
 
 def store_left(spec: Any, at: Any, which: Any, rows: Any, lowers: Any, scratch: Any, tiles: Any) -> None:
-    """The blocks of M left of the diagonal of rows of blocks; which: (number of the row, head)."""
+    """Store rows of blocks of M, left of the diagonal. which: (number of the row, head) of each."""
     found = []
     for number, head in which:
         parts = scratch + (number * len(rows) + head) * head_shape.SCRATCH_BYTES + at.pair * 8
@@ -199,13 +209,14 @@ def store_left(spec: Any, at: Any, which: Any, rows: Any, lowers: Any, scratch: 
         found.append(left_blocks(spec, at, number, lowers[0] + head * _TRIANGLE, own, parts))
     for (number, head), words in zip(which, found, strict=True):
         for u, own in enumerate(words):
-            place = blocks.square_address(tiles[0] + head * TILE_BYTES, number * 16 + at.lane % 16, u, at.unit)
-            ptx.store_matrices(place, own, False)
+            address = blocks.square_address(tiles[0] + head * TILE_BYTES, number * 16 + at.lane % 16, u, at.unit)
+            ptx.store_matrices(address, own, False)
 
 
 def left_blocks(spec: Any, at: Any, number: int, lower: Any, rows: Any, parts: Any) -> list[Any]:
-    """Words of a row of blocks of M left of the diagonal: A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu, with decays. A row is
-    a chain of products: what does not wait for the block before comes first. parts: column_parts of the row."""
+    """Return the words of a row of blocks of M left of the diagonal, A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu with decays.
+    The blocks are a chain of products, so products that do not need the block before are issued first. parts: column_parts of the
+    row."""
 
     def load(row: int, u: int, turned: bool) -> Any:
         return ptx.load_matrices(block_address(lower, row * 16 + at.lane % 16, u, at.unit), turned)
@@ -234,8 +245,11 @@ def left_blocks(spec: Any, at: Any, number: int, lower: Any, rows: Any, parts: A
 
 
 @cute.jit
-def make_p(spec, at, qk, diagonal, rows, row_query, keeps, to_words):
-    """Every head's blocks of P, of the warp's rows."""
+def make_p(
+    spec: ChunkSpec, at: Lane, qk: cute.Tensor, diagonal: cute.Tensor, rows: list[Int32], row_query: Any, keeps: Any,
+    to_words: Any,
+):  # fmt: skip
+    """Make the blocks of P of the warp's rows, for every head."""
     row_words, column_parts = to_words
     blocks.diagonal_block(qk, diagonal, at.warp)
     columns, row_cums = [own + at.pair * 8 for own in rows], [blocks.row_values(own + CUM, at.row0) for own in rows]
@@ -265,14 +279,14 @@ def left_scores(qk: Any, u: int, columns: Any, row_part: Any) -> list[Any]:
 
 
 def store_all(at: Any, u: Any, tiles: Any, words: Any, address: Any = blocks.square_address) -> None:
-    """Column block u of every head: loads for all of them come first."""
+    """Store column block u of every head. All values are loaded before the first store."""
     for tile, own in zip(tiles, words, strict=True):
         blocks.store_block(tile, at, u, own, address)
 
 
 @cute.jit
-def vector_values(shared, rows, token):
-    """A token's elements of the row vectors, and the chunk's whole decay. shared: rows with the norms."""
+def vector_values(shared: Int32, rows: Int32, token: Int32):
+    """Return one token's elements of the row vectors, and the decay of the whole chunk. shared: the rows with the norms."""
     cum, total = ptx.load_one(rows + CUM + token * 4), ptx.load_one(rows + LAST_CUM)
     key_beta = ptx.load_one(rows + KEY_BETA + token * 4)
     key, query = ptx.load_one(shared + KEY_FACTOR + token * 4), ptx.load_one(shared + QUERY_FACTOR + token * 4)
@@ -281,8 +295,8 @@ def vector_values(shared, rows, token):
 
 
 @cute.jit
-def publish(spec, storage, values, buffer, at):
-    """The row vectors of each head, by 64 threads each."""
+def publish(spec: ChunkSpec, storage: Any, values: Any, buffer: Int32, at: Lane):
+    """Write the row vectors of every head, 64 threads a head."""
     head, token = at.thread // CHUNK, at.thread % CHUNK
     vectors = storage.vectors.data_ptr().toint() + (buffer * spec.state_heads + head) * VECTOR_BYTES
     for kind, value in zip((shape.STATE_KEY, shape.KEY_TO_LAST, shape.STATE_QUERY), values[:3], strict=True):

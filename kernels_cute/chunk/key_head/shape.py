@@ -9,7 +9,6 @@ DIM = 128
 # before.
 KEY_STAGES, STAGES, VALUE_STAGES = 4, 2, 5
 STATE_REGISTERS, MAKER_REGISTERS, COPY_REGISTERS = 192, 88, 40
-MAKER_BARRIER = 1  # named; those of the state warpgroups follow shape.STATE_BARRIER
 # A lower triangular tile of 16-bit elements: panel s has columns 16 s .. and rows 16 s .., in rows of 32 bytes.
 PANEL = 16
 PANELS = CHUNK // PANEL

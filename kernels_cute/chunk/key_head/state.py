@@ -11,11 +11,15 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.rings import chunks_in, ring_place
 from kernels_cute.chunk.roles import state as common
-from kernels_cute.chunk.roles.tile_blocks import zero_keys
+from kernels_cute.chunk.roles.tile_blocks import Lane, zero_keys
+from kernels_cute.chunk.scheduler import WorkTile
 from kernels_cute.chunk.shape import BUFFERS, CHUNK, VECTOR_BYTES
+from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.chunk.split.segments import Segment
 from kernels_cute.chunk.state_memory import store_checkpoints
 from kernels_cute.common import ptx
 
@@ -33,8 +37,11 @@ def head_sources(spec: Any, storage: Any, by_key: Any, by_token: Any, at: Any, h
 
 
 @cute.jit
-def head_chunks(spec, storage, params, sources, registers, at, work_tile, base, segment):
-    """S^T of one head through the chunks of a work tile; base: chunks before it. segment: None."""
+def head_chunks(
+    spec: ChunkSpec, storage: Any, params: ChunkParams, sources: Any, registers: Any, at: Lane, work_tile: WorkTile, base: Int32,
+    segment: Segment | None,
+):  # fmt: skip
+    """Take S^T of one head through the chunks of a work tile. base: chunks before the work tile; segment: None."""
     by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors, head = sources
     state, sums, outputs, _, _, operand, operand_words, _, _ = registers
     lane, pair, warp = at.lane, at.pair, at.warp
@@ -79,7 +86,7 @@ def head_chunks(spec, storage, params, sources, registers, at, work_tile, base, 
             # The block whose turn it was has done this for its own tile alone.
             zero_keys(spec, storage.k.data_ptr().toint() + key_stage * spec.key_bytes, valid, warp * 32 + lane)
             cute.arch.fence_proxy("async.shared", space="cta")
-            operands.sync_warpgroup(shape.STATE_BARRIER + head)
+            operands.sync_warpgroup(shape.NamedBarrier.STATE + head)
         for i in cutlass.range_constexpr(spec.dim // 2):
             state[i] = state[i] * last
         common.scale_columns(outputs, operands.load_factors(vector + shape.STATE_QUERY))
@@ -119,8 +126,9 @@ def head_chunks(spec, storage, params, sources, registers, at, work_tile, base, 
 
 
 def multiply_state(spec: Any, by_key: Any, registers: Any, keys: Any, queries: Any, in_flight: int = _GROUPS) -> None:
-    """U and Q S from one rounding of the state, in groups of k steps, at most `in_flight` at a time: not all operands fit next
-    to both results. Before a loop ptxas wants none in flight while the state is read."""
+    """Issue U and Q S from one rounding of the state, in groups of k steps of which at most `in_flight` are under way: not all
+    operands fit next to both results. Before a loop none may be in flight while the state is read, or ptxas serialises the
+    products."""
     state, sums, outputs, operand, words, _, _, _, _ = registers
     steps = spec.dim // 16 // (_GROUPS + 1)  # of a group
     for group in range(_GROUPS + 1):

@@ -8,7 +8,7 @@ from kernels_cute.chunk.shape import CHUNK
 
 
 def panel_offset(panel: Any) -> Any:
-    """Bytes from a tile to row 0 of its panel, had it all rows: the 16 * panel rows that it leaves out come before."""
+    """Return the bytes from a tile to row 0 of its panel, as if the panel had all rows; it leaves out the first 16 * panel."""
     return panel * (PANEL_ROW_BYTES * (CHUNK - PANEL // 2)) - panel * panel * (PANEL_ROW_BYTES * PANEL // 2)
 
 

@@ -1,20 +1,24 @@
 """The warps of the fused chunk kernel that copy: K, Q and V in, O out, tiles to the other block of a pair; and rows of zeros."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from kernels_cute.chunk import operands
-from kernels_cute.chunk.arguments import partition_keys, partition_tiles
-from kernels_cute.chunk.rings import chunks_in, ring_place
+from kernels_cute.chunk.arguments import TokenCopies, partition_keys, partition_tiles
+from kernels_cute.chunk.rings import PreparedChunks, chunks_in, ring_place
+from kernels_cute.chunk.scheduler import WorkTile
 from kernels_cute.chunk.shape import CHUNK, TILE_BYTES, Z_BUFFERS
 from kernels_cute.chunk.signals import announce_outputs, await_rows
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 
 @cute.jit
-def copy_warp(spec, storage, copies, work_tile, base):
-    """K, Q and V into shared memory."""
+def copy_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, work_tile: WorkTile, base: Int32):
+    """Load K, Q and V into shared memory."""
     if cutlass.const_expr(spec.follows_rows):
         cute.arch.griddepcontrol_wait()
     to_q, from_q, to_k, from_k = partition_keys(spec, storage, copies, work_tile, spec.query_stages, spec.key_stages)
@@ -34,14 +38,15 @@ def copy_warp(spec, storage, copies, work_tile, base):
     if num_chunks > 0:
         if cutlass.const_expr(spec.row_makers > 0):
             await_rows(spec, copies, work_tile, Int32(0))
-        copy_keys(spec, storage, copies.k_atom, from_k, to_k, Int32(0), base)
+        copy_rows(spec, storage, "k", spec.key_stages, copies.k_atom, from_k, to_k, Int32(0), base)
     for step in cutlass.range(num_chunks, unroll=1):
         if step + 1 < num_chunks:
             if cutlass.const_expr(spec.row_makers > 0):
                 await_rows(spec, copies, work_tile, step + 1)
-            copy_keys(spec, storage, copies.k_atom, from_k, to_k, step + 1, base)
+            copy_rows(spec, storage, "k", spec.key_stages, copies.k_atom, from_k, to_k, step + 1, base)
         if cutlass.const_expr(spec.has_norm):
-            copy_queries(spec, storage, copies.q_atom, from_q, to_q, step, base)
+            # In a ring of its own: V's place is free long after Q's.
+            copy_rows(spec, storage, "q", spec.query_stages, copies.q_atom, from_q, to_q, step, base)
         stage, parity = ring_place(spec.stages, base + step)
         cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
         announced = spec.key_bytes + spec.value_bytes
@@ -59,30 +64,23 @@ def copy_warp(spec, storage, copies, work_tile, base):
 
 
 @cute.jit
-def copy_keys(spec, storage, k_atom, from_k, to_k, step, base):
-    stage, parity = ring_place(spec.key_stages, base + step)
-    full = storage.k_full.data_ptr() + stage
-    cute.arch.mbarrier_wait(storage.k_empty.data_ptr() + stage, parity ^ 1)
+def copy_rows(
+    spec: ChunkSpec, storage: Any, name: cutlass.Constexpr, stages: cutlass.Constexpr, atom: cute.CopyAtom, source: cute.Tensor,
+    target: cute.Tensor, step: Int32, base: Int32,
+):  # fmt: skip
+    """Copy a chunk of K or Q into its own ring. name: "k" or "q"."""
+    stage, parity = ring_place(stages, base + step)
+    full = getattr(storage, f"{name}_full").data_ptr() + stage
+    cute.arch.mbarrier_wait(getattr(storage, f"{name}_empty").data_ptr() + stage, parity ^ 1)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, spec.key_bytes)
-    cute.copy(k_atom, from_k[None, step], to_k[None, stage], tma_bar_ptr=full)
+    cute.copy(atom, source[None, step], target[None, stage], tma_bar_ptr=full)
 
 
 @cute.jit
-def copy_queries(spec, storage, q_atom, from_q, to_q, step, base):
-    """Copies Q into a ring of its own, with the norm: V's place is free long after Q's."""
-    stage, parity = ring_place(spec.query_stages, base + step)
-    full = storage.q_full.data_ptr() + stage
-    cute.arch.mbarrier_wait(storage.q_empty.data_ptr() + stage, parity ^ 1)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, spec.key_bytes)
-    cute.copy(q_atom, from_q[None, step], to_q[None, stage], tma_bar_ptr=full)
-
-
-@cute.jit
-def store_normed_warp(spec, storage, copies, out, work_tile, base):
-    """The same of results that score has made of the outputs, and z into shared memory for it, two chunks ahead: the place of z
-    of the chunk before last is free when its result is there."""
+def store_normed_warp(spec: ChunkSpec, storage: Any, copies: TokenCopies, out: cute.Tensor, work_tile: WorkTile, base: Int32):
+    """Copy the normalised outputs to global memory, and load z two chunks ahead. A z buffer is free once the result of its chunk
+    has been written."""
     from_o, to_o = partition_tiles(
         spec, storage.v, copies.out_atom, copies.out, 64, spec.stages, work_tile.begin, work_tile.head, work_tile.piece
     )
@@ -105,7 +103,9 @@ def store_normed_warp(spec, storage, copies, out, work_tile, base):
 
 
 @cute.jit
-def copy_gates(spec, storage, z_atom, from_z, to_z, step, base):
+def copy_gates(
+    spec: ChunkSpec, storage: Any, z_atom: cute.CopyAtom, from_z: cute.Tensor, to_z: cute.Tensor, step: Int32, base: Int32
+):
     buffer, _ = ring_place(Z_BUFFERS, base + step)
     full = storage.z_full.data_ptr() + buffer
     with cute.arch.elect_one():
@@ -114,9 +114,11 @@ def copy_gates(spec, storage, z_atom, from_z, to_z, step, base):
 
 
 @cute.jit
-def store_warp(spec, storage, copies, out, work_tile, base, empty):
-    """Outputs from shared memory to their rows; then the stage is free, for everything else of it has been read. empty: name
-    of its barriers. The heads of a work tile take turns."""
+def store_warp(
+    spec: ChunkSpec, storage: Any, copies: TokenCopies, out: cute.Tensor, work_tile: WorkTile, base: Int32, empty: str
+):
+    """Copy the outputs to global memory, and free their stage: everything else of it has been read by then. empty: name of the
+    stage's barriers. The heads of a work tile take turns."""
     owners = [work_tile if i == 0 else work_tile._replace(head=work_tile.head + i) for i in range(spec.state_heads)]
     sides = [
         partition_tiles(spec, storage.v, copies.out_atom, copies.out, 64, spec.value_stages, one.begin, one.head, one.piece)
@@ -142,8 +144,11 @@ def store_warp(spec, storage, copies, out, work_tile, base, empty):
 
 
 @cute.jit
-def store_outputs(spec, storage, atom, source, target, out, work_tile, step, stage):
-    """A chunk of O from its stage to memory, in a bulk group of its own."""
+def store_outputs(
+    spec: ChunkSpec, storage: Any, atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, out: cute.Tensor,
+    work_tile: WorkTile, step: Int32, stage: Int32,
+):  # fmt: skip
+    """Copy one chunk of O from its stage to global memory, in a bulk group of its own."""
     lane = cute.arch.lane_idx()
     # Here, not in the warps that wrote O: they would wait for it.
     cute.arch.fence_proxy("async.shared", space="cta")
@@ -160,9 +165,12 @@ def store_outputs(spec, storage, atom, source, target, out, work_tile, step, sta
 
 
 @cute.jit
-def zero_rows(out, work_tile, column0, warp, lane, first, last, step, begin=0):
-    """Zeros in 64 columns of rows begin + first up to begin + last, 16 of every `step`: those of a padding sequence, or a
-    sequence's share of those beyond the last sequence."""
+def zero_rows(
+    out: cute.Tensor, work_tile: WorkTile, column0: Int32, warp: Int32, lane: Int32, first: Int32, last: Int32, step: Int32,
+    begin: Any = 0,
+):  # fmt: skip
+    """Write zeros to 64 columns of rows begin + first to begin + last, 16 rows in every `step`: for a padding sequence, or for
+    this sequence's share of the rows after the last one."""
     row, column = warp * 4 + lane // 8, column0 + lane % 8 * 8
     zero = [Int32(0)] * 4
     for i in cutlass.range(first + row, last, step, unroll=1):
@@ -171,8 +179,9 @@ def zero_rows(out, work_tile, column0, warp, lane, first, last, step, begin=0):
 
 
 @cute.jit
-def hand_over_warp(storage, tiles, prepared, length, rank):
-    """M, the vectors and, where there is one, P of this block's chunks to the other block. tiles: (field, bytes of a buffer)."""
+def hand_over_warp(storage: Any, tiles: Any, prepared: PreparedChunks, length: Int32, rank: Int32):
+    """Copy M, the vectors and, where there is one, P of the chunks that this block prepares to the other block. tiles: (field,
+    bytes of a buffer)."""
     other = rank ^ 1
     ready = storage.ready.data_ptr() + rank
     barrier = ptx.in_block(storage.ready.data_ptr().toint() + rank * 8, other)

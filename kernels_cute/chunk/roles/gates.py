@@ -6,14 +6,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from gdn.ops.delta_rule.problem import ChunkParams, ChunkSummaryParams
 from kernels_cute.chunk import scheduler
-from kernels_cute.chunk.rings import chunks_in, gate_place, prepared_chunks
+from kernels_cute.chunk.rings import PreparedChunks, chunks_in, gate_place, prepared_chunks
+from kernels_cute.chunk.scheduler import WorkTile
 from kernels_cute.chunk.shape import AUX_BYTES, CHUNK, CUM, KEY_BETA, LOG2E, LOWEST_LOG_DECAY, SOFTPLUS_THRESHOLD
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 
 @cute.jit
-def gate_warp(spec, storage, params, work_tile, prepared, prefetched=None):
+def gate_warp(
+    spec: ChunkSpec, storage: Any, params: ChunkParams | ChunkSummaryParams, work_tile: WorkTile, prepared: PreparedChunks,
+    prefetched: Any = None,
+):  # fmt: skip
     """Compute the cumulative log2 decay and beta of every chunk this block prepares. The loads of the next chunk are issued
     first, so the wait for a free buffer hides their latency. prefetched: loads of the first chunk, if they are on their way."""
     begin, length, head = work_tile.begin, work_tile.live_length, work_tile.head
@@ -39,8 +45,11 @@ def gate_warp(spec, storage, params, work_tile, prepared, prefetched=None):
 
 
 @cute.jit
-def schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, work_tile):
-    """Does all of the gate warp's work. work tile: the first one, where nothing is sorted."""
+def schedule_and_gate(
+    spec: ChunkSpec, storage: Any, params: ChunkParams, is_sorted: Boolean, cluster: Int32, rank: Int32, work_tile: WorkTile
+):
+    """Do all work of the gate warp in a persistent grid: deal work tiles, and make the gates of each. work_tile: the first one,
+    where sequences are not sorted."""
     clusters = scheduler.num_clusters(spec)
     loads = cute.make_rmem_tensor(cute.make_layout(scheduler.load_slots(spec.paired) + 2), Int32)
     if is_sorted:
@@ -67,7 +76,8 @@ def schedule_and_gate(spec, storage, params, is_sorted, cluster, rank, work_tile
 
 
 def prefetch_work_tile(spec: Any, params: Any, work_tile: Any, first: Any, lane: Any) -> Any:
-    """ask_gates of a work tile's chunk `first`, and constants of its heads: for each (words, A_log, dt_bias)."""
+    """Issue the loads of chunk `first` of a work tile, and of the constants of its heads. Return (words, A_log, dt_bias) of each
+    head."""
     prefetched = []
     for i in range(spec.state_heads):
         words, head = cute.make_rmem_tensor(cute.make_layout(4), Int32), work_tile.head + i
@@ -79,13 +89,13 @@ def prefetch_work_tile(spec: Any, params: Any, work_tile: Any, first: Any, lane:
 # Loaded values stay as they are in memory until they are used: a conversion, or a branch around the load, would
 # have the warp wait for one answer of the memory after the other.
 def prefetch_gates(spec: Any, params: Any, words: Any, begin: Any, offset: Any, length: Any, head: Any, lane: Any) -> None:
-    """Lane l asks for tokens 2 l and 2 l + 1 of the chunk: g, then beta; 0 past the end."""
+    """Issue the loads of g, then beta, of tokens 2 l and 2 l + 1 of a chunk in lane l; 0 past the sequence's end."""
     for i in range(2):
         token = offset + 2 * lane + i
         for kind, x in enumerate((params.g, params.beta)):
             if x is not None:
-                place, size = Int64(begin + token) * x.stride[0] + head_offset(x, head), x.element_type.width // 8
-                words[2 * kind + i] = ptx.load_global_if(x.iterator.toint() + place * size, size, length - token)
+                element, size = Int64(begin + token) * x.stride[0] + head_offset(x, head), x.element_type.width // 8
+                words[2 * kind + i] = ptx.load_global_if(x.iterator.toint() + element * size, size, length - token)
 
 
 def head_offset(x: Any, head: Any) -> Any:
@@ -97,8 +107,11 @@ def head_offset(x: Any, head: Any) -> Any:
 
 
 @cute.jit
-def make_gates(spec, params, words, minus_rate, bias, valid, lane):
-    """Cumulative log2 decays and beta of a lane's two tokens; those past the end have g = 0 and beta = 0."""
+def make_gates(
+    spec: ChunkSpec, params: ChunkParams | ChunkSummaryParams, words: cute.Tensor, minus_rate: Float32, bias: Float32,
+    valid: Int32, lane: Int32,
+):  # fmt: skip
+    """Return the cumulative log2 decays and the betas of a lane's two tokens. Tokens past the end have g = 0 and beta = 0."""
     logs, strengths = (cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2))
     for i in cutlass.range_constexpr(2):
         log_decay = ptx.number(params.g.element_type, words[i]) if cutlass.const_expr(spec.has_gate) else Float32(0.0)

@@ -11,10 +11,12 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands, shape
-from kernels_cute.chunk.rings import chunks_in, gate_place, key_place
+from kernels_cute.chunk.rings import PreparedChunks, chunks_in, gate_place, key_place
 from kernels_cute.chunk.roles import tile_blocks as blocks
 from kernels_cute.chunk.roles.maker_tiles import store_scaled
+from kernels_cute.chunk.roles.tile_blocks import Lane
 from kernels_cute.chunk.shape import CHUNK, CUM, KEY_BETA, KEY_FACTOR, TILE_BYTES
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 _BLOCK = 16  # diagonal blocks of the inverse
@@ -23,10 +25,13 @@ _COLUMN_PITCH = 80  # bytes of a row of a diagonal block of L, by columns
 
 
 @cute.jit
-def inverse_warpgroup(spec, storage, prepared, length, warp):
-    """M of a block's own chunks. Rows 16 warp .. of a tile are this warp's; of the lower triangle it computes the 16 x 16 blocks
-    left of the diagonal and the diagonal one, the rest stays zero. A set of a maker block leaves M with its diagonal, in `plain`,
-    and in `m` M with rows decayed to the last token and scaled by norms and beta, in parts."""
+def inverse_warpgroup(spec: ChunkSpec, storage: Any, prepared: PreparedChunks, length: Int32, warp: Int32):
+    """Compute M of the chunks that this block prepares. A warp has rows 16 warp to 16 warp + 15; of the lower triangle it
+    computes the 16 x 16 blocks left of the diagonal and the diagonal one, and the rest stays zero.
+
+    In a maker block a set leaves M with its diagonal in `plain`, and in `m` M with its rows decayed to the last token and scaled
+    by norms and beta, in parts.
+    """
     in_maker_block = prepared.group is not None
     group = prepared.group if cutlass.const_expr(in_maker_block) else 0
     at = blocks.lane_of(warp)
@@ -41,7 +46,7 @@ def inverse_warpgroup(spec, storage, prepared, length, warp):
     m_tile = storage.m.data_ptr().toint() + group * (spec.parts * TILE_BYTES)
     lower = storage.lower.data_ptr().toint() + group * TILE_BYTES
     scratch = storage.scratch.data_ptr().toint() + (group * 4 + warp) * shape.SCRATCH_BYTES
-    barrier = shape.INVERSE_BARRIER + group
+    barrier = shape.NamedBarrier.INVERSE + group
     lane_column = Float32(at.lane % _HALF)
     if cutlass.const_expr(in_maker_block):
         plain = storage.plain.data_ptr().toint() + group * TILE_BYTES
@@ -119,9 +124,9 @@ def inverse_warpgroup(spec, storage, prepared, length, warp):
 
 
 @cute.jit
-def key_factors(spec, at, diagonal, rows):
-    """1 / |k| from the diagonal of K K^T, by the lanes that hold it; and that times beta, where beta was. rows: of a head; a list
-    of several has 1 / |k| in the first head's."""
+def key_factors(spec: ChunkSpec, at: Lane, diagonal: cute.Tensor, rows: Any):
+    """Store 1 / |k|, from the diagonal of K K^T, and that times beta in the place of beta; the lanes that hold the diagonal do
+    it. rows: of a head; in a list of several the first head's has 1 / |k|."""
     heads = rows if isinstance(rows, list) else [rows]
     first, second = Float32(1.0), Float32(1.0)
     if cutlass.const_expr(spec.normalize):
@@ -135,8 +140,8 @@ def key_factors(spec, at, diagonal, rows):
 
 
 @cute.jit
-def store_lower(at, kk, lower, columns, row_scale):
-    """The warp's blocks of L left of the diagonal, negated, from those of K K^T."""
+def store_lower(at: Lane, kk: cute.Tensor, lower: Int32, columns: Int32, row_scale: Any):
+    """Store the warp's blocks of L left of the diagonal, negated, from those of K K^T."""
     for u in cutlass.range_constexpr(3):
         if u < at.warp:
             values = [None] * 8
@@ -148,18 +153,21 @@ def store_lower(at, kk, lower, columns, row_scale):
 
 
 @cute.jit
-def invert_block(at, diagonal, inverse, row_scale, columns, lower, scratch, lane_column):
-    """The warp's diagonal block of (I + L)^-1; to `inverse` and, in float16, to `lower`. diagonal: of K K^T; columns: of the
-    block's rows of factors. With the block as [[B, 0], [N, C]], both halves by forward substitution in float32, a lane per
-    column, side by side; then -C^-1 N B^-1 as two products of float16."""
+def invert_block(
+    at: Lane, diagonal: cute.Tensor, inverse: cute.Tensor, row_scale: Any, columns: Int32, lower: Int32, scratch: Int32,
+    lane_column: Float32,
+):  # fmt: skip
+    """Invert the warp's diagonal block of I + L, to `inverse` and, in float16, to `lower`. With the block as [[B, 0], [N, C]],
+    both halves are inverted by forward substitution in float32, side by side, a lane a column; -C^-1 N B^-1 is two products of
+    float16. diagonal: of K K^T; columns: the block's rows of factors."""
     lane, row, pair = at.lane, at.row, at.pair
     below = [None] * 2
     for m in cutlass.range_constexpr(2):
         keys_of = ptx.load_pair(columns + KEY_BETA + m * 32)
         for odd in cutlass.range_constexpr(2):
             # The part above the diagonal is stored with the rest, and never read.
-            place = scratch + (8 * m + 2 * pair + odd) * _COLUMN_PITCH + (row + 8 * m) * 4
-            ptx.store_one(place, diagonal[6 * m + odd] * (row_scale[m] * keys_of[odd]))
+            address = scratch + (8 * m + 2 * pair + odd) * _COLUMN_PITCH + (row + 8 * m) * 4
+            ptx.store_one(address, diagonal[6 * m + odd] * (row_scale[m] * keys_of[odd]))
             if cutlass.const_expr(m == 0):
                 below[odd] = diagonal[2 + odd] * (row_scale[1] * keys_of[odd])
     cute.arch.sync_warp()
@@ -204,8 +212,11 @@ def join_halves(upper: Any, last: Any, below: Any) -> list[Any]:
 
 
 @cute.jit
-def next_block(at, left, lower, columns, reference, row_decay, u: cutlass.Constexpr):
-    """Block u of the warp's row of A, to `left`, from those right of it; returns it with decays, as M has it."""
+def next_block(
+    at: Lane, left: cute.Tensor, lower: Int32, columns: Int32, reference: Float32, row_decay: Any, u: cutlass.Constexpr
+):
+    """Compute block u of the warp's row of A from the blocks right of it, and put it into `left`. Return it with decays, as M has
+    it."""
     matrix_row, zero = at.lane % 16, (Float32(0.0),) * 4
     sums = [zero, zero]
     for x in cutlass.range_constexpr(u + 1, 4):
@@ -226,8 +237,8 @@ def next_block(at, left, lower, columns, reference, row_decay, u: cutlass.Conste
         for odd in cutlass.range_constexpr(2):
             column_part = ptx.exp2(reference - cums[odd])
             for side in cutlass.range_constexpr(2):
-                place = 4 * m + 2 * side + odd
-                values[place] = products[place] * (column_part * row_decay[side])
+                index = 4 * m + 2 * side + odd
+                values[index] = products[index] * (column_part * row_decay[side])
     return values
 
 

@@ -4,17 +4,20 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.operands import accumulators, multiply, register_operand, smem_operand_b, tiled_mma
 from kernels_cute.chunk.roles import tile_blocks as blocks
+from kernels_cute.chunk.roles.tile_blocks import Lane
 from kernels_cute.chunk.shape import CHUNK, TILE_BYTES
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 
 def store_scaled(spec: Any, at: Any, plain: Any, m_tile: Any, u: Any, values: Any, to_last: Any) -> None:
-    """Block u of M, as it is, and scaled, in parts: the second is what rounding took away from the first."""
+    """Store block u of M as it is, and scaled, in parts: the second part is what rounding took from the first."""
     blocks.store_block(plain, at, u, blocks.packed(spec.dtype, values))
     scaled = [values[i] * to_last[i // 2 % 2] for i in range(8)]
     words = blocks.packed(spec.dtype, scaled)
@@ -28,8 +31,12 @@ def store_scaled(spec: Any, at: Any, plain: Any, m_tile: Any, u: Any, values: An
 
 
 @cute.jit
-def fold_tiles(spec, storage, at, p_words, stage, group, sets: cutlass.Constexpr, parity):
-    """Z = (M exp(c_last - c) f beta)^T K and P M, with M from the inverse warpgroup: what the state is multiplied with.
+def fold_tiles(
+    spec: ChunkSpec, storage: Any, at: Lane, p_words: cute.Tensor, stage: Int32, group: Int32, sets: cutlass.Constexpr,
+    parity: Int32,
+):  # fmt: skip
+    """Compute Z = (M exp(c_last - c) f beta)^T K and P M, the tiles that the state is multiplied with, from M of the inverse
+    warpgroup.
 
     sets: number of them in the block.
     """

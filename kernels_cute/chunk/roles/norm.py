@@ -23,6 +23,7 @@ from cutlass import Float32, Int32, Int64
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.rings import ring_place
 from kernels_cute.chunk.shape import SUM_BUFFERS, TILE_BYTES, Z_BUFFERS
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 from kernels_cute.common.memory import load, pointer, sigmoid
 
@@ -39,7 +40,7 @@ class NormTerms(NamedTuple):
     eps: Any
 
 
-class Place(NamedTuple):
+class NormLane(NamedTuple):
     """Work of a lane: rows `row` + 4 i of a tile, 16 bytes `unit` of each; sums of row `row` + 4 `unit`, where unit < 4."""
 
     warp: Any
@@ -48,42 +49,45 @@ class Place(NamedTuple):
     other: Any  # rank of the other block
 
 
-def place_of(at: Any, rank: Any) -> Place:
-    return Place(at.warp, at.warp * 16 + at.lane // _LANES, at.lane % _LANES, rank ^ 1)
+def norm_lane_of(at: Any, rank: Any) -> NormLane:
+    return NormLane(at.warp, at.warp * 16 + at.lane // _LANES, at.lane % _LANES, rank ^ 1)
 
 
-def sums_address(storage: Any, place: Place, count: Any, is_own: bool) -> Any:
-    """Address of a lane's sum of chunk `count`, this block's or the other's: right of the diagonal of the tile of L, where nobody
-    else has anything (rows up to 31 have blocks in the left half alone)."""
-    row = count % SUM_BUFFERS * 4 + place.warp + (16 if is_own else 0)
-    unit = 4 + place.unit % 4
-    return operands.address(storage.lower.data_ptr().toint(), row, unit) + place.row % 4 * 4
+def sums_address(storage: Any, at: NormLane, count: Any, is_own: bool) -> Any:
+    """Return the address of a lane's sum of chunk `count`, of this block or the other one. The sums lie right of the diagonal of
+    the tile of L, which nobody else uses (rows up to 31 have blocks in the left half alone)."""
+    row = count % SUM_BUFFERS * 4 + at.warp + (16 if is_own else 0)
+    unit = 4 + at.unit % 4
+    return operands.address(storage.lower.data_ptr().toint(), row, unit) + at.row % 4 * 4
 
 
 @cute.jit
-def norm_chunks(spec, storage, terms, place, first, last, chunks, done):
-    """A(n) and B(n - 1) for n from first up to last; chunks: those with outputs, of all; done: those that `norm_rest` has
+def norm_chunks(
+    spec: ChunkSpec, storage: Any, terms: NormTerms, at: NormLane, first: Int32, last: Int32, chunks: Int32, done: Int32
+):
+    """Do A(n) and B(n - 1) for n from first to last - 1. chunks: chunks with outputs, of all; done: chunks that `norm_rest` has
     finished."""
     for count in cutlass.range(first, last, unroll=1):
         if count < chunks:
-            send_sums(spec, storage, place, count)
+            send_sums(spec, storage, at, count)
         if count > done:
-            apply_norm(spec, storage, terms, place, count - 1)
+            apply_norm(spec, storage, terms, at, count - 1)
 
 
 def unfinished(chunks: Any, rank: Any) -> Any:
-    """The first n that is left when P of all `chunks` is made: the block's last own one, none if it has none."""
+    """Return the first n that is left when P of all `chunks` is made: the last chunk that this block prepares, none if it has
+    none."""
     last = chunks - 1
     return cutlass.max(last - ((last - rank) & 1), 0)
 
 
 @cute.jit
-def send_sums(spec, storage, place, count):
-    """A."""
+def send_sums(spec: ChunkSpec, storage: Any, at: NormLane, count: Int32):
+    """Do A: send the sums of squares of a chunk's outputs to the other block."""
     stage, parity = ring_place(spec.stages, count)
     cute.arch.mbarrier_wait(storage.stored.data_ptr() + stage, parity)
     tile = storage.v.data_ptr().toint() + stage * TILE_BYTES
-    parts = [ptx.load_words(operands.address(tile, place.row + 4 * i, place.unit)) for i in range(_STEPS)]
+    parts = [ptx.load_words(operands.address(tile, at.row + 4 * i, at.unit)) for i in range(_STEPS)]
     own = Float32(0.0)
     for i in cutlass.range_constexpr(_STEPS):
         squares = Float32(0.0)
@@ -92,20 +96,20 @@ def send_sums(spec, storage, place, count):
                 squares += value * value
         for bit in cutlass.range_constexpr(_LANES.bit_length() - 1):
             squares += cute.arch.shuffle_sync_bfly(squares, offset=1 << bit)
-        own = operands.select(place.unit == i, squares, own)
+        own = operands.select(at.unit == i, squares, own)
     barrier = storage.sums_full.data_ptr() + count % SUM_BUFFERS
-    if (place.warp == 0) & (cute.arch.lane_idx() == 0):
+    if (at.warp == 0) & (cute.arch.lane_idx() == 0):
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, SUM_BYTES)
-    target = ptx.in_block(sums_address(storage, place, count, False), place.other)
-    ptx.send(target, own, ptx.in_block(barrier.toint(), place.other), _STEPS - place.unit)
-    ptx.store_where(sums_address(storage, place, count, True), [own], _STEPS - place.unit)
+    target = ptx.in_block(sums_address(storage, at, count, False), at.other)
+    ptx.send(target, own, ptx.in_block(barrier.toint(), at.other), _STEPS - at.unit)
+    ptx.store_where(sums_address(storage, at, count, True), [own], _STEPS - at.unit)
     cute.arch.sync_warp()
 
 
 @cute.jit
-def apply_norm(spec, storage, terms, place, count):
-    """B."""
-    column = (place.other ^ 1) * 64 + place.unit * _VECTOR
+def apply_norm(spec: ChunkSpec, storage: Any, terms: NormTerms, at: NormLane, count: Int32):
+    """Do B: replace a chunk's outputs by the normalised and gated ones."""
+    column = (at.other ^ 1) * 64 + at.unit * _VECTOR
     rWeight = cute.make_rmem_tensor(_VECTOR, Float32)
     align = cutlass.const_expr(min(16, _VECTOR * terms.weight.element_type.width // 8))
     load(pointer(terms.weight, Int64(column), align), _VECTOR, rWeight, 0, False)
@@ -115,17 +119,17 @@ def apply_norm(spec, storage, terms, place, count):
     tile, gates = (field.data_ptr().toint() for field in (storage.v, storage.z))
     cute.arch.mbarrier_wait(storage.z_full.data_ptr() + buffer, parity)
     cute.arch.mbarrier_wait(storage.sums_full.data_ptr() + sums, sums_parity)
-    own, other = (ptx.load_one(sums_address(storage, place, count, is_own)) for is_own in (True, False))
+    own, other = (ptx.load_one(sums_address(storage, at, count, is_own)) for is_own in (True, False))
     squares = own + other
     factor = cute.math.rsqrt(squares * (1.0 / spec.dim) + terms.eps)
     lane = cute.arch.lane_idx()
     for i in cutlass.range_constexpr(_STEPS):
         of_row = cute.arch.shuffle_sync(factor, lane // _LANES * _LANES + i)
-        row = place.row + 4 * i
-        target = operands.address(tile + stage * TILE_BYTES, row, place.unit)
+        row = at.row + 4 * i
+        target = operands.address(tile + stage * TILE_BYTES, row, at.unit)
         outputs, gate_words = (
             ptx.load_words(target),
-            ptx.load_words(operands.address(gates + buffer * TILE_BYTES, row, place.unit)),
+            ptx.load_words(operands.address(gates + buffer * TILE_BYTES, row, at.unit)),
         )
         words = [None] * (_VECTOR // 2)
         for word in cutlass.range_constexpr(_VECTOR // 2):
@@ -145,7 +149,7 @@ def apply_norm(spec, storage, terms, place, count):
         cute.arch.mbarrier_arrive(storage.normed.data_ptr() + stage)
 
 
-def norm_rest(spec, storage, terms, place, rank, chunks, done):
-    """Norm of the chunks that are left when P of all `chunks` is made; done: those up to which this was called before."""
+def norm_rest(spec, storage, terms, at, rank, chunks, done):
+    """Norm the chunks that are left when P of all `chunks` is made. done: chunks that earlier calls have finished."""
     first = cutlass.max(unfinished(chunks, rank), done)
-    norm_chunks(spec, storage, terms, place, first, Int32(chunks) + 1, chunks, done)
+    norm_chunks(spec, storage, terms, at, first, Int32(chunks) + 1, chunks, done)

@@ -11,18 +11,27 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.chunk import operands, shape
-from kernels_cute.chunk.rings import chunks_in, gate_place, key_place, ring_place
+from kernels_cute.chunk.rings import PreparedChunks, chunks_in, gate_place, key_place, ring_place
 from kernels_cute.chunk.roles import tile_blocks as blocks
 from kernels_cute.chunk.roles.maker_tiles import fold_tiles
 from kernels_cute.chunk.roles.norm import norm_chunks
+from kernels_cute.chunk.roles.tile_blocks import Lane
 from kernels_cute.chunk.shape import CHUNK, CUM, KEY_BETA, KEY_FACTOR, QUERY_FACTOR
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 
 @cute.jit
-def score_warpgroup(spec, storage, scale, prepared, length, warp, norm=None, done=None):
-    """P and the vectors of the same chunks, rows and blocks as inverse_warpgroup's; in a maker block, Z and P M instead of P.
-    norm, done: (terms, place) and `done` of norm_chunks; with them the outputs of the two chunks before one of these."""
+def score_warpgroup(
+    spec: ChunkSpec, storage: Any, scale: Float32, prepared: PreparedChunks, length: Int32, warp: Int32, norm: Any = None,
+    done: Int32 | None = None,
+):  # fmt: skip
+    """Compute P and the row vectors of the chunks that this block prepares. In a maker block, compute Z and P M instead of P. A
+    warp has the rows and blocks that inverse_warpgroup gives it.
+
+    norm, done: (terms, NormLane) and `done` of norm_chunks. With them the outputs of the two chunks before are normed after each
+    P.
+    """
     in_maker_block = prepared.group is not None
     group = prepared.group if cutlass.const_expr(in_maker_block) else 0
     at = blocks.lane_of(warp)
@@ -67,7 +76,7 @@ def score_warpgroup(spec, storage, scale, prepared, length, warp, norm=None, don
             if at.lane == 0:
                 cute.arch.mbarrier_arrive(storage.q_empty.data_ptr() + group)
         operands.sync_warpgroup(
-            prepared.sets.score_barrier + group if cutlass.const_expr(in_maker_block) else shape.SCORE_BARRIER
+            prepared.sets.score_barrier + group if cutlass.const_expr(in_maker_block) else shape.NamedBarrier.SCORE
         )
         cute.arch.mbarrier_wait(storage.factors_full.data_ptr() + gate_buffer, gate_turn)
 
@@ -87,13 +96,16 @@ def score_warpgroup(spec, storage, scale, prepared, length, warp, norm=None, don
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive((storage.made if cutlass.const_expr(in_maker_block) else storage.ready).data_ptr() + buffer)
         if cutlass.const_expr(norm is not None):
-            terms, place = norm
+            terms, norm_lane = norm
             count = prepared.base + step
-            norm_chunks(spec, storage, terms, place, cutlass.max(count - 2, done), count, count, done)
+            norm_chunks(spec, storage, terms, norm_lane, cutlass.max(count - 2, done), count, count, done)
 
 
 @cute.jit
-def make_p(spec, at, qk, diagonal, p_words, rows, row_query, keeps):
+def make_p(
+    spec: ChunkSpec, at: Lane, qk: cute.Tensor, diagonal: cute.Tensor, p_words: cute.Tensor, rows: Int32, row_query: Any,
+    keeps: Any,
+):  # fmt: skip
     """The warp's blocks of P, as words, from those of Q K^T."""
     columns, warp = rows + at.pair * 8, at.warp
     row_cum = blocks.row_values(rows + CUM, at.row0)
@@ -107,8 +119,8 @@ def make_p(spec, at, qk, diagonal, p_words, rows, row_query, keeps):
 
 
 def left_scores(qk: Any, u: int, columns: Any, reference: Any, row_part: Any) -> list[Any]:
-    """Block u of P, left of the diagonal block, of the warp's rows. columns: this lane's of the rows of factors; row_part: those
-    of its two rows down to `reference`, which is that of tile_blocks.row_decays."""
+    """Return block u of P, left of the diagonal block, of the warp's rows. columns: this lane's, of the rows of factors;
+    row_part: factors of its two rows down to `reference`, the token of tile_blocks.row_decays."""
     values: list[Any] = [None] * 8
     for m in range(2):
         n = 2 * u + m
@@ -140,8 +152,8 @@ def last_scores(at: Any, diagonal: Any, columns: Any, row_cum: Any, row_query: A
 
 
 def query_factors(spec: Any, words: Any, scale: Any, squares: Any) -> tuple[Any, Any]:
-    """scale / |q| of this lane's two rows, whose columns four lanes share. squares: makes |q|^2 of
-    what it is given as words."""
+    """Return scale / |q| of this lane's two rows, whose columns four lanes share. squares: function of (spec, words) that returns
+    |q|^2."""
     if not spec.normalize:
         return scale, scale
     first, second = squares(spec, words)
@@ -149,8 +161,8 @@ def query_factors(spec: Any, words: Any, scale: Any, squares: Any) -> tuple[Any,
 
 
 def query_squares(spec: Any, words: Any) -> list[Any]:
-    """|q|^2 of this lane's two rows: from the diagonals of the products of the warp's rows with the first and the last eight
-    of them, an eighth of the instructions that single elements take."""
+    """Return |q|^2 of this lane's two rows, from the diagonals of the products of the warp's rows with the first and the last
+    eight of them. That takes an eighth of the instructions of sums over single elements."""
     lane = cute.arch.lane_idx()
     row = lane // 4
     holder = row * 4 + row // 2  # of the four lanes of a row
@@ -165,9 +177,10 @@ def query_squares(spec: Any, words: Any) -> list[Any]:
     return squares
 
 
-def row_squares(spec: Any, place: Any) -> list[Any]:
-    """The same from the tile of Q in shared memory, of which few words are in registers at a time. place: (Lane, tile)."""
-    at, tile = place
+def row_squares(spec: Any, queries: Any) -> list[Any]:
+    """Return |q|^2 of this lane's two rows from the tile of Q in shared memory, with few of its words in registers at a time.
+    queries: (Lane, tile)."""
+    at, tile = queries
     holder = at.row * 4 + at.row // 2
     sums = [(Float32(0.0),) * 4 for _ in range(2)]
     for step in range(spec.dim // 16):
@@ -179,7 +192,7 @@ def row_squares(spec: Any, place: Any) -> list[Any]:
 
 
 def query_squares_by_elements(spec: Any, words: Any) -> list[Any]:
-    """The same by single elements: a maker's warpgroup has no registers for more products."""
+    """Return |q|^2 of this lane's two rows by single elements: a maker's warpgroup has no registers for products."""
     squares = []
     for side in range(2):
         sums = [Float32(0.0)] * 2
@@ -195,7 +208,7 @@ def query_squares_by_elements(spec: Any, words: Any) -> list[Any]:
 
 
 @cute.jit
-def publish_vectors(vectors, rows, thread):
+def publish_vectors(vectors: Int32, rows: Int32, thread: Int32):
     cum, total = ptx.load_one(rows + CUM + thread * 4), ptx.load_one(rows + shape.LAST_CUM)
     key, key_beta, query = (ptx.load_one(rows + kind + thread * 4) for kind in (KEY_FACTOR, KEY_BETA, QUERY_FACTOR))
     grown = cute.math.exp2(cum, fastmath=True)

@@ -10,20 +10,22 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.rings import chunks_in, ring_place
 from kernels_cute.chunk.roles.copies import zero_rows
-from kernels_cute.chunk.roles.tile_blocks import lane_of, zero_keys
-from kernels_cute.chunk.scheduler import note_record, read_record
+from kernels_cute.chunk.roles.tile_blocks import Lane, lane_of, zero_keys
+from kernels_cute.chunk.scheduler import WorkTile, note_record, read_record
 from kernels_cute.chunk.shape import BUFFERS, CHUNK
-from kernels_cute.chunk.split.segments import start_of_segment
+from kernels_cute.chunk.spec import ChunkSpec
+from kernels_cute.chunk.split.segments import Segment, start_of_segment
 from kernels_cute.chunk.state_memory import fetch_state, settle_state, store_checkpoints, store_state
 from kernels_cute.common import ptx
 
 
 def state_registers(spec: Any, by_key: Any, by_token: Any) -> tuple[Any, ...]:
-    """Accumulators of a state role: S^T [64, D]; U, W and Y [64, 64]; O [64, 64]. And its rounded operands, each with its words:
-    S^T; W or Y; Y decayed to the last token, for the product with K."""
+    """Return the registers of a state role. Accumulators: S^T [64, D]; U, W and Y [64, 64]; O [64, 64]. Rounded operands, each
+    with its words: S^T; W or Y; Y decayed to the last token, for the product with K."""
     return (
         *(operands.accumulators(by_token, spec.dim), operands.accumulators(by_key, CHUNK), operands.accumulators(by_key, CHUNK)),
         *operands.register_operand(spec.dtype, by_key, spec.dim),
@@ -57,13 +59,18 @@ def of_head(work_tile: Any, head: Any) -> Any:
 
 
 @cute.jit
-def state_warpgroup(spec, storage, params, warp, segment, single_tile, form=None, head=None):
-    """Run the state role over all work tiles of this block. single_tile: the block's only tile; None reads tiles from the
-    scheduler's records. form: what makes the sources and what takes the state through the chunks of a work tile, None =
-    state_sources and state_chunks; head: of_head."""
+def state_warpgroup(
+    spec: ChunkSpec, storage: Any, params: ChunkParams, warp: Int32, segment: Segment | None, single_tile: WorkTile | None,
+    make_sources: Any, go_through: Any, head: Int32 | None = None,
+):  # fmt: skip
+    """Run the state role over all work tiles of this block.
+
+    single_tile: the block's only tile; None reads tiles from the scheduler's records. make_sources: makes the operands and
+    addresses; go_through: takes the state through the chunks of a work tile. head: number of the warpgroup's state head, None
+    where the block has one.
+    """
     at = lane_of(warp)
     lane, pair, dim = at.lane, at.pair, spec.dim
-    make_sources, go_through = (state_sources, state_chunks) if cutlass.const_expr(form is None) else form
     by_key, by_token = operands.tiled_mma(spec.dtype, CHUNK), operands.tiled_mma(spec.dtype, dim, True)
     sources = make_sources(spec, storage, by_key, by_token, at, head)
     registers = state_registers(spec, by_key, by_token)
@@ -90,7 +97,7 @@ def state_warpgroup(spec, storage, params, warp, segment, single_tile, form=None
         column0 = work_tile.piece * spec.columns  # of the warpgroup
         row0 = work_tile.piece * spec.columns + block_row  # of this lane
         go_through(spec, storage, params, sources, registers, at, work_tile, base, segment)
-        if cutlass.const_expr(form is not None):
+        if cutlass.const_expr(head is not None):
             # Not kept in registers meanwhile.
             work_tile, at = of_head(read_record(storage, number), head), lane_of(warp, ptx.opaque(cute.arch.lane_idx()))
             lane, pair, block_row = at.lane, at.pair, warp * 16 + at.row
@@ -123,13 +130,16 @@ def state_warpgroup(spec, storage, params, warp, segment, single_tile, form=None
 
 
 @cute.jit
-def state_chunks(spec, storage, params, sources, registers, at, work_tile, base, segment):
-    """S^T through the chunks of a work tile; base: chunks before it; sources: of state_warpgroup.
+def state_chunks(
+    spec: ChunkSpec, storage: Any, params: ChunkParams, sources: Any, registers: Any, at: Lane, work_tile: WorkTile, base: Int32,
+    segment: Segment | None,
+):  # fmt: skip
+    """Take S^T through the chunks of a work tile. base: chunks before the work tile; sources: of state_sources.
 
     Products but M's are issued a k step at a time, as soon as 16 columns of their register operand are rounded: the tensor cores
-    work on a step while the next is made ready. Q S has no hurry and fills their pauses, half before M and half after; U of the
-    next chunk goes ahead of this one's output. Where the loop closes nothing is in flight, else ptxas would serialise every
-    product.
+    work on a step while the next is made ready. Q S is not urgent and fills their pauses, half before M and half after. U of the
+    next chunk is issued before this chunk's output is finished. Where the loop closes nothing is in flight, or ptxas would
+    serialise every product.
     """
     by_key, by_token, keys, queries, tokens, m_operand, p_operand, value_lane, vectors = sources
     state, sums, outputs, state_operand, state_words, operand, operand_words, _, _ = registers
@@ -183,7 +193,7 @@ def state_chunks(spec, storage, params, sources, registers, at, work_tile, base,
                 # The block whose turn it was has done this for its own tile alone.
                 zero_keys(spec, storage.k.data_ptr().toint() + key_stage * spec.key_bytes, valid, warp * 32 + lane)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                operands.sync_warpgroup(shape.STATE_BARRIER)
+                operands.sync_warpgroup(shape.NamedBarrier.STATE)
         factors = operands.load_factors(vector + shape.KEY_TO_LAST)
         for i in cutlass.range_constexpr(spec.dim // 2):
             state[i] = state[i] * last
@@ -228,7 +238,8 @@ def state_chunks(spec, storage, params, sources, registers, at, work_tile, base,
 
 
 def issue_keys(spec: Any, by_key: Any, registers: Any, keys: Any, stage: Any, order: str = "by steps") -> None:
-    """U: the state is rounded a step ahead of its products, in one group or, "in groups", each step in its own; or before all."""
+    """Issue U. order: "by steps" rounds the state one k step ahead of the products, which are one group; "in groups" does so with
+    a group for each step; "rounded before" rounds all of the state first."""
     state, sums, _, operand, words, _, _, _, _ = registers
     if order == "rounded before":
         for i in range(spec.dim // 4):
@@ -253,23 +264,23 @@ def add_values(spec: Any, by_token: Any, registers: Any, tokens: Any, stage: Any
         for m in range(2):
             n = 2 * i + m
             for side in range(2):
-                place = 4 * n + 2 * side
-                words[2 * n + side] = ptx.pack(spec.dtype, sums[place] * factors[n][0], sums[place + 1] * factors[n][1])
+                index = 4 * n + 2 * side
+                words[2 * n + side] = ptx.pack(spec.dtype, sums[index] * factors[n][0], sums[index + 1] * factors[n][1])
         warpgroup.fence()
         operands.multiply_step(by_token, state, decayed, tokens[None, None, None, stage], i, False)
     warpgroup.commit_group()
 
 
 def subtract_keys(spec: Any, sums: Any, values: Any, factors: Any) -> None:
-    """W^T = V^T - factors U^T, in U's registers; values: of each 16 tokens, as loaded."""
+    """Compute W^T = V^T - factors U^T in U's registers. values: V as loaded, 16 tokens an entry."""
     for i in range(CHUNK // 16):
         for m in range(2):
             n = 2 * i + m
             for side in range(2):
                 value0, value1 = ptx.unpack(spec.dtype, values[i][2 * m + side])
-                place = 4 * n + 2 * side
-                sums[place] = value0 - factors[n][0] * sums[place]
-                sums[place + 1] = value1 - factors[n][1] * sums[place + 1]
+                index = 4 * n + 2 * side
+                sums[index] = value0 - factors[n][0] * sums[index]
+                sums[index + 1] = value1 - factors[n][1] * sums[index + 1]
 
 
 def scale_columns(sums: Any, factors: Any) -> None:
@@ -279,8 +290,8 @@ def scale_columns(sums: Any, factors: Any) -> None:
 
 
 @cute.jit
-def put_outputs(spec, outputs, value_lane):
-    """O, turned on its way to shared memory, takes the place of the V that this warp has read."""
+def put_outputs(spec: ChunkSpec, outputs: cute.Tensor, value_lane: Int32):
+    """Store O, transposed on its way, where the V that this warp has read was."""
     for i in cutlass.range_constexpr(CHUNK // 16):
         words = [ptx.pack(spec.dtype, outputs[8 * i + 2 * j], outputs[8 * i + 2 * j + 1]) for j in range(4)]
         ptx.store_matrices(value_lane + i * 16 * operands.ROW_BYTES, words, True)
@@ -296,8 +307,8 @@ def arrive_released(spec: Any, tile_released: Any, buffer: Any) -> None:
 
 
 @cute.jit
-def mask_sums(sums, valid, pair):
-    """Zero in columns from valid on: they come from rows of the next sequence and may be anything."""
+def mask_sums(sums: cute.Tensor, valid: Int32, pair: Int32):
+    """Zero the columns from `valid` on. They come from rows of the next sequence and may hold anything."""
     for n in cutlass.range_constexpr(CHUNK // 8):
         for odd in cutlass.range_constexpr(2):
             if 8 * n + 2 * pair + odd >= valid:
@@ -306,6 +317,6 @@ def mask_sums(sums, valid, pair):
 
 
 def value_address(tile: Any, warp: Any, lane: Any) -> Any:
-    """Address of a lane when its warp's 16 columns of V or O are moved as matrices: it names row l % 8 of matrix l // 8, and
-    matrices alternate between the warp's two halves of 8 columns."""
+    """Return the address that a lane names when its warp's 16 columns of V or O are moved as matrices: row l % 8 of matrix l //
+    8. Matrices alternate between the warp's two halves of 8 columns."""
     return operands.address(tile, lane % 8 + lane // 16 * 8, warp * 2 + lane // 8 % 2)

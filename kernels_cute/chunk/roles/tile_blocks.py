@@ -4,11 +4,12 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.operands import select
 from kernels_cute.chunk.shape import CHUNK, CUM, TILE_BYTES, WARPGROUP
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 
 
@@ -26,14 +27,14 @@ class Lane(NamedTuple):
 
 
 def lane_of(warp: Any, lane: Any = None) -> Lane:
-    """lane: this one's number, where the caller has it."""
+    """Describe this lane of warp `warp`. lane: its number, where the caller has it."""
     lane = cute.arch.lane_idx() if lane is None else lane
     row = lane // 4
     return Lane(warp, lane, warp * 32 + lane, row, lane % 4, warp * 16 + lane % 16, lane // 16, warp * 16 + row)
 
 
 def row_values(row: Any, row0: Any) -> tuple[Any, Any]:
-    """Values of this lane's two rows of the tile, of a row of 64 at an address."""
+    """Load the values of this lane's two rows of the tile, from a row of 64 at an address."""
     return ptx.load_one(row + row0 * 4), ptx.load_one(row + row0 * 4 + 32)
 
 
@@ -43,14 +44,14 @@ def store_row_values(row: Any, row0: Any, first: Any, second: Any) -> None:
 
 
 def row_decays(rows: Any, row_cum: Any, warp: Any) -> tuple[Any, Any]:
-    """Factors of exp(c_i - c_j) left of the diagonal block, both at most 1: from the row down to the last token before the block,
-    and from there to the column. Returns c there and the decays of this lane's two rows."""
+    """Split exp(c_i - c_j) left of the diagonal block into two factors, both at most 1: from row i down to the last token before
+    the block, and from there to column j. Return c of that token and the first factors of this lane's two rows."""
     reference = ptx.load_one(rows + CUM + cutlass.max(warp * 16 - 1, 0) * 4)
     return reference, (ptx.exp2(row_cum[0] - reference), ptx.exp2(row_cum[1] - reference))
 
 
 def block_decay(row_cum: Any, cums: Any, keeps: Any, m: int, i: int) -> Any:
-    """exp(c_i - c_j) in the diagonal block, 0 above the diagonal, for value i of its columns 8 m .."""
+    """Return exp(c_i - c_j) in the diagonal block, 0 above the diagonal, for value i of the columns from 8 m on."""
     side, odd = i // 2, i % 2
     if m == 1 and side == 0:
         return Float32(0.0)
@@ -59,15 +60,15 @@ def block_decay(row_cum: Any, cums: Any, keeps: Any, m: int, i: int) -> Any:
 
 
 def load_rows(spec: Any, at: Lane, tile: Any, words: Any) -> None:
-    """The warp's 16 rows of Q or K as an operand in registers."""
+    """Load the warp's 16 rows of Q or K as an operand in registers."""
     for step in range(spec.dim // 16):
         set_words(words, step, load_words(at, tile, step))
 
 
 def load_words(at: Lane, tile: Any, step: int) -> Any:
     """The operand of one k step."""
-    place = operands.address(tile + step // 4 * TILE_BYTES, at.tile_row, step % 4 * 2 + at.unit)
-    return ptx.load_matrices(place, False)
+    address = operands.address(tile + step // 4 * TILE_BYTES, at.tile_row, step % 4 * 2 + at.unit)
+    return ptx.load_matrices(address, False)
 
 
 def set_words(words: Any, number: int, values: Any) -> None:
@@ -77,16 +78,16 @@ def set_words(words: Any, number: int, values: Any) -> None:
 
 
 @cute.jit
-def zero_keys(spec, tile, valid, thread):
-    """Rows of K from valid on."""
+def zero_keys(spec: ChunkSpec, tile: Int32, valid: Int32, thread: Int32):
+    """Zero the rows of K from `valid` on."""
     for i in cutlass.range(cutlass.max(valid, 0) * 8 + thread, CHUNK * 8, WARPGROUP, unroll=1):
         for part in cutlass.range_constexpr(spec.dim // 64):
             ptx.store_zeros(tile + part * TILE_BYTES + i * 16)
 
 
 @cute.jit
-def diagonal_block(sums, diagonal, warp):
-    """The warp's 16 x 16 block on the diagonal out of its 16 rows."""
+def diagonal_block(sums: cute.Tensor, diagonal: cute.Tensor, warp: Int32):
+    """Take the warp's 16 x 16 block on the diagonal out of its 16 rows."""
     for w in cutlass.range_constexpr(4):
         if warp == w:
             for i in cutlass.range_constexpr(8):
@@ -107,13 +108,13 @@ def square_address(tile: Any, row: Any, u: Any, unit: Any) -> Any:
 
 
 def store_block(tile: Any, at: Lane, u: Any, words: Any, address: Any = square_address) -> None:
-    """Words of the 16 x 16 block of columns 16 u .. of the warp's rows."""
+    """Store the words of one 16 x 16 block, columns 16 u to 16 u + 15 of the warp's rows."""
     ptx.store_matrices(address(tile, at.tile_row, u, at.unit), words, False)
 
 
 @cute.jit
-def store_blocks(tile, at, words, address=square_address):
-    """A warp's blocks: number u of words is column block u, the last one the diagonal block."""
+def store_blocks(tile: Int32, at: Lane, words: cute.Tensor, address: Any = square_address):
+    """Store a warp's blocks. Words 4 u to 4 u + 3 are column block u, the last four the diagonal block."""
     for u in cutlass.range_constexpr(3):
         if u < at.warp:
             store_block(tile, at, u, [words[4 * u + i] for i in range(4)], address)

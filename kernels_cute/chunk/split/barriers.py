@@ -16,7 +16,7 @@ from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 
 
 def summary_barriers(spec: ChunkSpec) -> BarrierTable:
-    """Barriers of a block of the first launch of a split call; `state` is both of its state warpgroups."""
+    """Barriers of a block that makes summaries. `state` is both of its state warpgroups."""
     ready = (Arrivals("inverse", "thread"), Arrivals("vectors", "thread"))
     return BarrierTable(
         {"state": 8, "inverse": 4, "load": 1, "gates": 1, "vectors": 1} | ({"hand_over": 1} if spec.paired else {}),

@@ -6,6 +6,8 @@ copies into the room of the K and Q stages and is read as K is; S^T and P are pa
 the smallest is left out.
 """
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -25,7 +27,7 @@ class SplitChunk:
         self.summaries = SummaryChunk(spec)
 
     @cute.jit
-    def launch(self, *values):
+    def launch(self, *values: Any):
         """values: Params, tokens of a segment, slots, split_if_longest_exceeds, stream."""
         params, (segment_tokens, slots, split_if_longest_exceeds, stream) = packed_params(values)
         spec, copies = self.spec, token_copies(self.spec, params)

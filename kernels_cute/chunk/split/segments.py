@@ -27,10 +27,12 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
+from gdn.ops.delta_rule.problem import ChunkParams
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.operands import accumulators, register_operand, tiled_mma
 from kernels_cute.chunk.scheduler import sequence_of
 from kernels_cute.chunk.shape import CHUNK, START_BUFFERS
+from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.shape import summary_bytes
 from kernels_cute.chunk.state_memory import load_state
 from kernels_cute.common import ptx
@@ -54,7 +56,7 @@ class Segment(NamedTuple):
 
 
 @cute.jit
-def find_segment(spec, params, slot, segment_tokens):
+def find_segment(spec: ChunkSpec, params: ChunkParams, slot: Int32, segment_tokens: Int32):
     sequence = find_sequence(slot, params.cu_seqlens, segment_tokens)
     start, length, _, read_slot = sequence_of(spec, params, sequence)
     first = start // segment_tokens + sequence
@@ -74,8 +76,8 @@ def find_segment(spec, params, slot, segment_tokens):
 
 
 @cute.jit
-def find_sequence(slot, cu_seqlens, segment_tokens):
-    """The last sequence whose first slot is not beyond `slot`: a warp narrows the range 32 fold at a time."""
+def find_sequence(slot: Int32, cu_seqlens: cute.Tensor, segment_tokens: Int32):
+    """Return the last sequence whose first slot is not beyond `slot`. A warp narrows the range 32-fold in each step."""
     lane = cute.arch.lane_idx()
     low = Int32(0)
     span = Int32(cute.size(cu_seqlens, mode=[0]) - 1)
@@ -104,23 +106,23 @@ def transition_address(spec: Any, segment: Segment, index: Any, head: Any) -> An
 def load_summary(spec: Any, address: Any, group: Any, warp: Any, lane: Any, sums: Any) -> None:
     """h of 64 V columns; sums: the accumulators of a state warpgroup."""
     for n in range(spec.dim // 8):
-        values = ptx.load_global_four(summary_place(spec, address, group, n, warp, lane))
+        values = ptx.load_global_four(summary_access(spec, address, group, n, warp, lane))
         for i in range(4):
             sums[4 * n + i] = values[i]
 
 
 def store_summary(spec: Any, address: Any, group: Any, warp: Any, lane: Any, sums: Any) -> None:
     for n in range(spec.dim // 8):
-        ptx.store_global_four(summary_place(spec, address, group, n, warp, lane), [sums[4 * n + i] for i in range(4)])
+        ptx.store_global_four(summary_access(spec, address, group, n, warp, lane), [sums[4 * n + i] for i in range(4)])
 
 
-def summary_place(spec: Any, address: Any, group: Any, n: int, warp: Any, lane: Any) -> Any:
+def summary_access(spec: Any, address: Any, group: Any, n: int, warp: Any, lane: Any) -> Any:
     return address + Int64(((group * (spec.dim // 8) + n) * 4 + warp) * 512 + lane * 16)
 
 
 @cute.jit
-def bring_start(spec, storage, head, segment):
-    """The copying warp, before its first chunk."""
+def bring_start(spec: ChunkSpec, storage: Any, head: Int32, segment: Segment):
+    """Load the P of the segments before this one, in the copying warp, before its first chunk."""
     if segment.is_summarized & (segment.index > 1):
         size = spec.transition_tiles * spec.key_bytes
         for i in cutlass.range(1, segment.index, unroll=1):
@@ -138,8 +140,11 @@ def bring_start(spec, storage, head, segment):
 
 
 @cute.jit
-def start_of_segment(spec, storage, params, state, head, segment, group, warp, lane):
-    """state: S^T before the segment, of the 64 V columns `group`."""
+def start_of_segment(
+    spec: ChunkSpec, storage: Any, params: ChunkParams, state: cute.Tensor, head: Int32, segment: Segment, group: Int32,
+    warp: Int32, lane: Int32,
+):  # fmt: skip
+    """Set `state` to S^T before the segment, in the 64 V columns `group`."""
     if segment.is_summarized:
         first = Int32(0)
         if segment.index == 0:
@@ -153,8 +158,10 @@ def start_of_segment(spec, storage, params, state, head, segment, group, warp, l
 
 
 @cute.jit
-def compose(spec, storage, state, head, segment, group, warp, lane):
-    """S_1 to S_s of the V columns `group`, s = segment.index > 1."""
+def compose(
+    spec: ChunkSpec, storage: Any, state: cute.Tensor, head: Int32, segment: Segment, group: Int32, warp: Int32, lane: Int32
+):
+    """Compute S_1 to S_s of the V columns `group`, with s = segment.index > 1."""
     dim, steps = spec.dim, CHUNK // 16
     mma = tiled_mma(BFloat16, dim, True)
     # K stages, then Q stages: 2 buffers of hi and lo, whatever the dtype of the tokens.
@@ -171,10 +178,10 @@ def compose(spec, storage, state, head, segment, group, warp, lane):
         tile = buffer * spec.transition_tiles
         for step in cutlass.range_constexpr(dim // 16):
             for j in cutlass.range_constexpr(4):
-                place = 4 * step + j
-                high_words[place] = ptx.pack(BFloat16, state[2 * place], state[2 * place + 1])
-                first, second = ptx.unpack(BFloat16, high_words[place])
-                low_words[place] = ptx.pack(BFloat16, state[2 * place] - first, state[2 * place + 1] - second)
+                index = 4 * step + j
+                high_words[index] = ptx.pack(BFloat16, state[2 * index], state[2 * index + 1])
+                first, second = ptx.unpack(BFloat16, high_words[index])
+                low_words[index] = ptx.pack(BFloat16, state[2 * index] - first, state[2 * index + 1] - second)
             warpgroup.fence()
             rows, inner = step // steps, step % steps
             of_high = tiles[None, None, inner, tile + rows]
@@ -184,8 +191,8 @@ def compose(spec, storage, state, head, segment, group, warp, lane):
                 cute.gemm(mma, sums, left[None, None, step], right, sums)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        for place in cutlass.range_constexpr(dim // 2):
-            state[place] = sums[place]
+        for index in cutlass.range_constexpr(dim // 2):
+            state[index] = sums[index]
         if lane == 0:
             cute.arch.mbarrier_arrive(storage.used.data_ptr() + buffer)
     if lane == 0:

@@ -21,7 +21,7 @@ from kernels_cute.gdn_decode.streamed.fold import fold_tile
 from kernels_cute.gdn_decode.streamed.items import block_of
 from kernels_cute.gdn_decode.streamed.products import multiply_tile, right_operand
 from kernels_cute.gdn_decode.streamed.sizes import COLUMNS, DIM, TILES_OF_HEAD, WARPS
-from kernels_cute.gdn_decode.streamed.spec import HEAD_BARRIER, Item, Shared, Spec, of_head, stage_of, tile_number
+from kernels_cute.gdn_decode.streamed.spec import Item, NamedBarrier, Shared, Spec, of_head, stage_of, tile_number
 from kernels_cute.gdn_decode.streamed.tiles import Tile
 from kernels_cute.gdn_decode.token import activated
 
@@ -44,7 +44,8 @@ def add_entries(spec: Spec, tile: Tile, live: Live, lane: Int32, shared: Shared,
 
 
 def solve(spec: Spec, tile: Tile, live: Live, lane: Any, shared: Shared, registers: Any) -> None:
-    """rU = corrections of the lane's column, rO = its outputs, rK = factors of the keys. registers: rSums, rU, rO, rK."""
+    """Compute the corrections (rU) and the outputs (rO) of the lane's column, and the factors of the keys (rK). registers: rSums,
+    rU, rO, rK."""
     rSums, rU, rO, rK = registers
     batch, vectors, entries = spec.batch, spec.vectors, of_head(spec, shared.entries, tile.head)
     column = (2 + tile.head) * DIM + tile.first + lane
@@ -92,7 +93,7 @@ def run_tile(
     if cutlass.const_expr(spec.has_norm):
         share_squares(spec, warp, lane, squares, shared, rO)
     else:  # nothing to wait for: without it ptxas mixes what follows into what comes before, and spills
-        cute.arch.barrier(barrier_id=HEAD_BARRIER + warp // TILES_OF_HEAD, number_of_threads=32 * TILES_OF_HEAD)
+        cute.arch.barrier(barrier_id=NamedBarrier.HEAD + warp // TILES_OF_HEAD, number_of_threads=32 * TILES_OF_HEAD)
     for i in cutlass.range_constexpr(batch):
         value = rO[i]
         if cutlass.const_expr(spec.has_norm):
@@ -106,7 +107,7 @@ def run_tile(
 
 @cute.jit
 def leave(spec: Spec, storage, served: Int32, lane: Int32):
-    """A warp no longer reads what has been made ready of an item, nor its entries."""
+    """Say that this warp no longer reads an item's entries, nor what has been made ready of it."""
     cute.arch.sync_warp()
     if lane == 0:
         cute.arch.mbarrier_arrive(storage.entries_free.data_ptr() + served % spec.buffers)
@@ -126,7 +127,7 @@ def load_gates_of_norm(spec: Spec, params: GdnDecodeParams, item: Item, tile: Ti
 
 @cute.jit
 def share_squares(spec: Spec, warp: Int32, lane: Int32, buffer: Int32, shared: Shared, rO: cute.Tensor):
-    """The tile's sums of squared outputs to shared memory, and those of the head's other tiles are there."""
+    """Write the tile's sums of squared outputs to shared memory, and wait until those of the head's other tiles are there."""
     batch = cutlass.const_expr(spec.batch)
     rSquares = cute.make_rmem_tensor(batch, Float32)
     for i in cutlass.range_constexpr(batch):
@@ -137,12 +138,12 @@ def share_squares(spec: Spec, warp: Int32, lane: Int32, buffer: Int32, shared: S
         value += cute.arch.shuffle_sync_bfly(value, offset=1 << bit)
     if lane < batch:
         ptx.store_one(shared.squares + ((buffer * batch + lane) * WARPS + warp) * 4, value)
-    cute.arch.barrier(barrier_id=HEAD_BARRIER + warp // TILES_OF_HEAD, number_of_threads=32 * TILES_OF_HEAD)
+    cute.arch.barrier(barrier_id=NamedBarrier.HEAD + warp // TILES_OF_HEAD, number_of_threads=32 * TILES_OF_HEAD)
 
 
 @cute.jit
 def inverse_norm(spec: Spec, params: GdnDecodeParams, warp: Int32, buffer: Int32, token: Constexpr, shared: Shared):
-    """1 / sqrt(mean of the head's squared outputs + eps) of a token."""
+    """Return 1 / sqrt(mean of the head's squared outputs + eps) of a token."""
     at = (buffer * spec.batch + token) * WARPS + warp // TILES_OF_HEAD * TILES_OF_HEAD
     four = ptx.load_four(shared.squares + at * 4)
     return cute.math.rsqrt(((four[0] + four[1]) + (four[2] + four[3])) * (1.0 / DIM) + params.eps)
@@ -152,7 +153,8 @@ def inverse_norm(spec: Spec, params: GdnDecodeParams, warp: Int32, buffer: Int32
 def append(
     spec: Spec, params: GdnDecodeParams, item: Item, live: Live, tile: Tile, place: Any, shared: Shared, registers: Any
 ):  # fmt: skip
-    """The tokens' entries to their rows of the ring: corrections by all, the key of token w by warp w, log decays by warp 0."""
+    """Write the tokens' entries to their rows of the ring: all warps the corrections, warp w the key of token w, warp 0 the log
+    decays."""
     (warp, lane, turn), (rU, rK), gRing = place, registers, params.ring
     source = gRing.iterator.toint() + Int64(item.slot) * gRing.stride[0] * 4
     head = item.key_head * spec.ratio + tile.head

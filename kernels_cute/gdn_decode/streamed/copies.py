@@ -18,12 +18,13 @@ from kernels_cute.common import ptx
 from kernels_cute.common.ring import row_of
 from kernels_cute.gdn_decode.streamed.items import COUNTS, is_live, item_of, load_counts
 from kernels_cute.gdn_decode.streamed.sizes import DIM, WARPS
-from kernels_cute.gdn_decode.streamed.spec import START_BARRIER, Item, Spec, entries_of, stage_of
+from kernels_cute.gdn_decode.streamed.spec import Item, NamedBarrier, Spec, entries_of, stage_of
 
 
 @cute.jit
 def copy_warp(spec: Spec, storage, params: GdnDecodeParams, total: Int32, has_states: Constexpr):
-    """States, or entries, of the block's items: its own number, and every further one as many blocks away, below total."""
+    """Copy the states, or the entries, of the block's items: those whose number is the block's plus a multiple of the number of
+    blocks."""
     first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     rCounts = cute.make_rmem_tensor(COUNTS, Int32)
     rNext = cute.make_rmem_tensor(COUNTS, Int32)
@@ -37,18 +38,18 @@ def copy_warp(spec: Spec, storage, params: GdnDecodeParams, total: Int32, has_st
             item = item_of(spec, params, number, rCounts)
             if cutlass.const_expr(has_states):
                 if number == first:
-                    cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=64)
+                    cute.arch.barrier(barrier_id=NamedBarrier.START, number_of_threads=64)
                 copy_states(spec, storage, params, item, served)
             else:
                 copy_entries(spec, storage, params, item, served)
                 if number == first:
-                    cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=64)
+                    cute.arch.barrier_arrive(barrier_id=NamedBarrier.START, number_of_threads=64)
             served += 1
 
 
 @cute.jit
 def copy_entries(spec: Spec, storage, params: GdnDecodeParams, item: Item, served: Int32):
-    """The entries that may be live, one a lane, and the slot's count."""
+    """Copy the entries that may be live, one a lane, and the slot's count."""
     lane, ring, gRing, ratio = cute.arch.lane_idx(), spec.ring, params.ring, cutlass.const_expr(spec.ratio)
     buffer = served % spec.buffers
     cute.arch.mbarrier_wait(storage.entries_free.data_ptr() + buffer, served // spec.buffers % 2 ^ 1)
@@ -79,7 +80,7 @@ def copy_entries(spec: Spec, storage, params: GdnDecodeParams, item: Item, serve
 
 @cute.jit
 def copy_states(spec: Spec, storage, params: GdnDecodeParams, item: Item, served: Int32):
-    """All tiles of the key head's states."""
+    """Copy all tiles of the key head's states."""
     gState, size = params.ssm_state, cutlass.const_expr(spec.tile_bytes)
     if cute.arch.lane_idx() == 0:
         source = gState.iterator.toint() + Int64(item.slot) * gState.stride[0] * (gState.element_type.width // 8)
@@ -97,7 +98,7 @@ def copy_states(spec: Spec, storage, params: GdnDecodeParams, item: Item, served
 
 @cute.jit
 def wait_for_earlier(spec: Spec, storage, served: Int32, tile: Int32):
-    """Until the tile that was asked for `in_flight` tiles before this one is there."""
+    """Wait until the tile that was asked for `in_flight` tiles before this one is there."""
     number = served * spec.item_tiles + tile - spec.in_flight
     if number >= 0:
         item, earlier = number // spec.item_tiles, number % spec.item_tiles

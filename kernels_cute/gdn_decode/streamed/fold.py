@@ -81,8 +81,8 @@ def add_products(spec: Spec, tile: Tile, at: Any, factor: Any, lane: Any, entrie
 
 
 def store_span(spec: Spec, params: GdnDecodeParams, item: Item, tile: Tile, at: Any, values: Any) -> None:
-    """A lane's part of a span of a column to the pool, rounded once. at: column in the tile, span, lane in the quad; values:
-    factor of the state, and the entries' sums of both runs."""
+    """Store a lane's part of a span of a column to the pool, rounded once. at: column in the tile, span, lane in the quad;
+    values: factor of the state, and the entries' sums of both runs."""
     (column, span, part), (total, sums) = at, values
     gState, size, head = params.ssm_state, spec.state_dtype.width // 8, item.key_head * spec.ratio + tile.head
     row = gState.iterator.toint() + (Int64(item.slot) * gState.stride[0] + Int64((head * DIM + tile.first + column) * DIM)) * size

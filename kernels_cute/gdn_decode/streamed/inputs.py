@@ -37,7 +37,7 @@ def make_registers(spec: Spec) -> Registers:
 
 @cute.jit
 def load_inputs(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, registers: Registers):
-    """What the thread loads ahead of an item: its first channels, and the gates."""
+    """Load what the thread needs of an item ahead of it: its first channels, and the gates."""
     load_channels(spec, params, item, thread, registers)
     batch, ratio, rGates = cutlass.const_expr(spec.batch), cutlass.const_expr(spec.ratio), registers.gates
     gate = thread - (THREADS - batch * ratio)
@@ -56,7 +56,7 @@ def load_inputs(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, 
 
 @cute.jit
 def load_channels(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, registers: Registers):
-    """Windows, rows and filter of four channels. thread: their number. A token beyond the last is the last one again."""
+    """Load the windows, rows and filter of four channels. thread: their number. A token beyond the last is the last one again."""
     gX, batch = params.mixed_qkv, cutlass.const_expr(spec.batch)
     if cutlass.const_expr(spec.items % THREADS == 0) or thread < spec.items:
         block, last = block_of(spec, item.key_head, thread), item.begin + item.count - 1
@@ -72,7 +72,8 @@ def load_channels(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32
 def finish_inputs(
     spec: Spec, params: GdnDecodeParams, item: Item, live: Live, thread: Int32, registers: Registers, shared: Shared
 ):  # fmt: skip
-    """Once the first channels are written: their windows after the item, and all that belongs to the further ones."""
+    """After the first channels are written, store their windows after the item, and do all that belongs to the further
+    channels."""
     for turn in cutlass.range_constexpr(spec.turns):
         number = thread + turn * THREADS
         if cutlass.const_expr(turn > 0):
@@ -84,7 +85,7 @@ def finish_inputs(
 
 @cute.jit
 def write_channels(spec: Spec, thread: Int32, registers: Registers, shared: Shared):
-    """q, k or v of all tokens after the convolution to shared memory."""
+    """Write q, k or v of all tokens after the convolution to shared memory."""
     batch, rOut = cutlass.const_expr(spec.batch), registers.out
     if thread < spec.items:
         for i in cutlass.range_constexpr(batch):
@@ -95,7 +96,7 @@ def write_channels(spec: Spec, thread: Int32, registers: Registers, shared: Shar
 
 @cute.jit
 def write_gates(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, rGates: cute.Tensor, shared: Shared):
-    """Log decay and beta of all tokens and value heads to shared memory."""
+    """Write the log decays and betas of all tokens and value heads to shared memory."""
     gate = thread - (THREADS - spec.batch * spec.ratio)
     if gate >= 0:
         if cutlass.const_expr(spec.turns == 1):
@@ -109,7 +110,7 @@ def write_gates(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, 
 
 @cute.jit
 def store_windows(spec: Spec, params: GdnDecodeParams, item: Item, thread: Int32, rLine: cute.Tensor):
-    """The window after the item: with accepted counts the inputs of all its tokens as columns behind those before."""
+    """Store the window after the item; with accepted counts, the inputs of all its tokens as columns behind those before."""
     block, slot, history = block_of(spec, item.key_head, thread), Int64(item.slot), cutlass.const_expr(spec.history)
     if cutlass.const_expr(spec.keeps_columns):
         for c in cutlass.range_constexpr(1, history):

@@ -18,7 +18,8 @@ COUNTS = 5  # values of `load_counts`
 
 @cute.jit
 def load_counts(spec: Spec, params: GdnDecodeParams, item: Int32, rCounts: cute.Tensor):
-    """First token, tokens, slot, committed and accepted tokens of an item's sequence: all at once, and nothing waits for them."""
+    """Load the first token, number of tokens, slot, committed and accepted tokens of an item's sequence, all at once. Nothing
+    waits for them here."""
     sequence = item // spec.problem.num_k_heads
     rCounts[0], rCounts[1] = sequence, Int32(1)
     if cutlass.const_expr(spec.has_several_tokens):
@@ -33,7 +34,7 @@ def load_counts(spec: Spec, params: GdnDecodeParams, item: Int32, rCounts: cute.
 
 @cute.jit
 def is_live(spec: Spec, params: GdnDecodeParams, rCounts: cute.Tensor) -> Boolean:
-    """Whether the sequence is none of padding, as far as its counts tell."""
+    """Return whether the sequence is no padding, as far as its counts tell."""
     count, slot, committed, accepted = [rCounts[i] for i in range(1, COUNTS)]
     found = is_served(spec.ring, committed, accepted, count)
     found = found & (Int64(slot) > params.null_slot) & (Int64(slot) < params.ring.shape[0])

@@ -5,6 +5,7 @@ of V, and one entries to shared memory, as far ahead as there is room; four warp
 states of the one before it.
 """
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import cutlass
@@ -23,9 +24,18 @@ from kernels_cute.gdn_decode.streamed.sizes import COLUMNS, DIM, PREPARE_WARPS, 
 from kernels_cute.gdn_decode.streamed.spec import Spec, shared_of
 
 
+class Role(IntEnum):
+    """First warp of each role of a block."""
+
+    MULTIPLY = 0
+    PREPARE = WARPS
+    COPY_STATES = WARPS + PREPARE_WARPS
+    COPY_ENTRIES = WARPS + PREPARE_WARPS + 1
+
+
 class Registers(NamedTuple):
-    """Of a thread of each role, all of an SM together. They are given to warpgroups, so two idle warps stand next to the two that
-    copy."""
+    """Registers of a thread of each role; together they are those of an SM. Warpgroups get them, so two idle warps stand next to
+    the two that copy."""
 
     math: int
     prepare: int
@@ -33,7 +43,8 @@ class Registers(NamedTuple):
 
 
 def registers_of(spec: Spec) -> Registers:
-    """Further channels of a thread that prepares take more; of a float32 state the operands of products do."""
+    """Return the registers of each role. Threads that prepare take more if they have further channels, threads that multiply if
+    the state is float32."""
     return Registers(168, 152, 24) if spec.turns > 1 and spec.state_dtype is not Float32 else Registers(176, 136, 24)
 
 
@@ -66,23 +77,23 @@ class StreamedDecode:
             init_barriers(spec.barriers, storage, 0)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if warp < WARPS:
+        if warp < Role.PREPARE:
             cute.arch.setmaxregister_increase(registers_of(spec).math)
             multiply_warps(spec, storage, params)
-        elif warp < WARPS + PREPARE_WARPS:
+        elif warp < Role.COPY_STATES:
             cute.arch.setmaxregister_increase(registers_of(spec).prepare)
-            prepare_warps(spec, storage, params, total, cute.arch.thread_idx()[0] - 32 * WARPS)
+            prepare_warps(spec, storage, params, total, cute.arch.thread_idx()[0] - 32 * Role.PREPARE)
         else:
             cute.arch.setmaxregister_decrease(registers_of(spec).copy)
-            if warp == WARPS + PREPARE_WARPS:
+            if warp == Role.COPY_STATES:
                 copy_warp(spec, storage, params, total, has_states=True)
-            if warp == WARPS + PREPARE_WARPS + 1:
+            if warp == Role.COPY_ENTRIES:
                 copy_warp(spec, storage, params, total, has_states=False)
 
 
 @cute.jit
 def multiply_warps(spec: Spec, storage, params: GdnDecodeParams):
-    """The block's live items."""
+    """Compute the block's live items."""
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     norm_weight = Float32(0.0)
     if cutlass.const_expr(spec.has_norm):  # of the column that the lane has in each of its tiles
@@ -95,7 +106,7 @@ def multiply_warps(spec: Spec, storage, params: GdnDecodeParams):
 
 @cute.jit
 def is_there(spec: Spec, storage, served: Int32) -> Boolean:
-    """Whether there is a live item of this number, once its tokens are there."""
+    """Wait for the tokens of live item `served`, and return whether there is one."""
     cute.arch.mbarrier_wait(storage.tokens_full.data_ptr() + served % 2, served // 2 % 2)
     return key_head_of(shared_of(spec, storage, served)) >= 0
 

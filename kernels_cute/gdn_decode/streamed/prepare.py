@@ -17,13 +17,14 @@ from kernels_cute.gdn_decode.streamed.handover import publish, publish_end
 from kernels_cute.gdn_decode.streamed.inputs import finish_inputs, load_inputs, make_registers, write_channels, write_gates
 from kernels_cute.gdn_decode.streamed.items import COUNTS, is_live, item_of, load_counts
 from kernels_cute.gdn_decode.streamed.sizes import DIM
-from kernels_cute.gdn_decode.streamed.spec import PREPARE_BARRIER, THREADS, Item, Spec, shared_of
+from kernels_cute.gdn_decode.streamed.spec import THREADS, Item, NamedBarrier, Spec, shared_of
 from kernels_cute.gdn_decode.streamed.weights import weigh
 
 
 @cute.jit
 def prepare_warps(spec: Spec, storage, params: GdnDecodeParams, total: Int32, thread: Int32):
-    """The block's items: its own number, and every further one as many blocks away, below total. thread: of these warps."""
+    """Prepare the block's items: those whose number is the block's plus a multiple of the number of blocks. thread: among these
+    warps."""
     first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     rCounts = cute.make_rmem_tensor(COUNTS, Int32)
     rNext = cute.make_rmem_tensor(COUNTS, Int32)
@@ -59,7 +60,7 @@ def prepare_warps(spec: Spec, storage, params: GdnDecodeParams, total: Int32, th
 def load_next(
     spec: Spec, params: GdnDecodeParams, next_item: tuple[Int32, Int32], thread: Int32, rNext: cute.Tensor, registers: Registers
 ):  # fmt: skip
-    """Inputs of the next item, if there is one. next_item: its number, and that of all items."""
+    """Load the inputs of the next item, if there is one. next_item: its number, and the number of all items."""
     number, total = next_item
     if (number < total) & is_live(spec, params, rNext):
         load_inputs(spec, params, item_of(spec, params, number, rNext), thread, registers)
@@ -70,7 +71,7 @@ def prepare_item(
     spec: Spec, storage, params: GdnDecodeParams, item: Item, numbers: Any, thread: Int32, rNext: cute.Tensor,
     registers: Registers,
 ):  # fmt: skip
-    """numbers: live items before this one, and the next item as `load_next` takes it."""
+    """Prepare one item. numbers: live items before this one, and the next item as `load_next` takes it."""
     served, following = numbers
     buffer, shared = served % spec.buffers, shared_of(spec, storage, served)
     wait_for_buffers(storage, served)
@@ -83,14 +84,14 @@ def prepare_item(
         publish(item, live, shared)
     arrive(storage.tokens_full.data_ptr() + served % 2, thread)  # products with the state begin
     load_next(spec, params, following, thread, rNext, registers)
-    cute.arch.barrier(barrier_id=PREPARE_BARRIER, number_of_threads=THREADS)
+    cute.arch.barrier(barrier_id=NamedBarrier.PREPARE, number_of_threads=THREADS)
     weigh(spec, live, thread, params.scale, shared)
     arrive(storage.weights_full.data_ptr() + served % 2, thread)
 
 
 @cute.jit
 def wait_for_buffers(storage, served: Int32):
-    """Until all warps that multiply have left the item before the one before this."""
+    """Wait until all warps that multiply have left the item two before this one."""
     cute.arch.mbarrier_wait(storage.done.data_ptr() + served % 2, served // 2 % 2 ^ 1)
 
 
@@ -104,7 +105,7 @@ def arrive(barrier: cute.Pointer, thread: Int32):
 
 @cute.jit
 def store_zeros(spec: Spec, params: GdnDecodeParams, first: Int32, end: Int32, key_head: Int32, thread: Int32):
-    """Zeros in the rows from first on before end, in the columns of a key head."""
+    """Zero the rows from first to end - 1 in the columns of a key head."""
     for row in cutlass.range(first, end, unroll=1):
         for column in cutlass.range(thread, spec.ratio * DIM, THREADS, unroll=1):
             params.out[row, key_head * spec.ratio + column // DIM, column % DIM] = Float32(0.0).to(params.out.element_type)

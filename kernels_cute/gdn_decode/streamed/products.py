@@ -27,7 +27,8 @@ _BIG = -(1 << 13)  # bits of a float32 that tf32 keeps
 
 
 def right_operand(spec: Spec, lane: Any, shared: Shared) -> list[tuple[list[Any], ...]]:
-    """Parts of the lane's vector, largest first: for each run of K that the lanes of a quad share, words of both halves."""
+    """Split the lane's vector into parts, largest first. Return, for each run of K that the lanes of a quad share, the words of
+    both halves."""
     vector = lane // QUAD % spec.vectors
     row = shared.tokens + (vector // 2 * spec.token_floats + (1 - vector % 2) * DIM) * 4
     per_run, found = spec.vector, []
@@ -40,14 +41,14 @@ def right_operand(spec: Spec, lane: Any, shared: Shared) -> list[tuple[list[Any]
 
 
 def halves(values: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Words of the values, whose low bits a product leaves out, and of what it leaves out."""
+    """Return the words of the values, whose low bits a product leaves out, and the words of what it leaves out."""
     words = [value.bitcast(Int32) for value in values]
     small = [value - (word & _BIG).bitcast(Float32) for value, word in zip(values, words, strict=True)]
     return words, [value.bitcast(Int32) for value in small]
 
 
 def _thirds(values: list[Any]) -> tuple[list[Any], ...]:
-    """Pairs of bfloat16 in words, three times: their sum is the values."""
+    """Split the values into three words of bfloat16 pairs each, whose sum is the values."""
     found = []
     for _ in range(3):
         words = [ptx.pack(cutlass.BFloat16, values[n], values[n + 1]) for n in range(0, len(values), 2)]
@@ -58,7 +59,7 @@ def _thirds(values: list[Any]) -> tuple[list[Any], ...]:
 
 
 def multiply_columns(spec: Spec, tile: Tile, lane: Any, first: Any, right: list[tuple[list[Any], ...]]) -> list[Any]:
-    """Sums of the columns first + g and first + 8 + g of the tile, with two vectors each."""
+    """Return the sums of columns first + g and first + 8 + g of the tile, with two vectors each."""
     size = spec.state_dtype.width // 8
     row = tile.address + (first + lane // QUAD) * (DIM * size) + lane % QUAD * 16
     zero = Float32(0.0)

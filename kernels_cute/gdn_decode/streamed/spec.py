@@ -1,5 +1,6 @@
 """Compile-time constants of the streamed form, its shared memory and its barriers."""
 
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
@@ -15,9 +16,15 @@ from kernels_cute.common.state_tile import StateTile
 from kernels_cute.gdn_decode.shape import CHANNELS
 from kernels_cute.gdn_decode.streamed.sizes import DIM, PREPARE_WARPS, WARPS, Sizes
 
-# Named barriers: of the warps that prepare, of the two that copy, and one for each four that multiply, those of a head.
-PREPARE_BARRIER, START_BARRIER, HEAD_BARRIER = 1, 2, 3
 THREADS = 32 * PREPARE_WARPS  # that prepare
+
+
+class NamedBarrier(IntEnum):
+    """Named barriers on which some warps of a block meet. 0 is the whole block's."""
+
+    PREPARE = 1  # the warps that prepare
+    START = 2  # the two warps that copy
+    HEAD = 3  # the four warps that multiply the first head; those of the next head have the next
 
 
 class Item(NamedTuple):
@@ -122,7 +129,7 @@ def entries_of(spec: Spec, storage: Any, served: Any) -> Entries:
 
 
 def shared_of(spec: Spec, storage: Any, served: Any) -> Shared:
-    """What belongs to the live item of this number, and what to none."""
+    """Return the addresses of the live item of this number, and of what belongs to no item."""
     tokens = storage.tokens.data_ptr().toint() + served % 2 * (4 * spec.tokens_floats)
     others = storage.others.data_ptr().toint() + served % 2 * (4 * spec.others_floats)
     places = [others + 4 * at for at in (0, spec.factors_at, spec.totals_at)]
@@ -131,18 +138,18 @@ def shared_of(spec: Spec, storage: Any, served: Any) -> Shared:
 
 
 def tile_number(spec: Spec, served: Any, warp: Any, turn: Any) -> Any:
-    """Number of a warp's tile `turn` of an item, among all of the warp."""
+    """Return the number of a warp's tile `turn` of an item, among all tiles of the warp."""
     tiles = (spec.item_tiles + (WARPS - 1) - warp) // WARPS  # of the warp, in an item
     return served * tiles + turn
 
 
 def stage_of(spec: Spec, served: Any, warp: Any, turn: Any) -> tuple[Any, Any]:
-    """Stage of a warp's tile `turn` of an item, and parity of the phase in which it is there."""
+    """Return the stage of a warp's tile `turn` of an item, and the parity of the phase in which it is there."""
     number = tile_number(spec, served, warp, turn)
     return warp + number % spec.stages_of_warp * WARPS, number // spec.stages_of_warp % 2
 
 
 def of_head(spec: Spec, entries: Entries, head: Any) -> Entries:
-    """The entries with weights and log decays of one value head of the key head."""
+    """Return the entries with the weights and log decays of one value head of the key head."""
     weights = entries.weights + head * (4 * spec.entries * spec.vectors)
     return entries._replace(weights=weights, decays=entries.decays + head * (4 * spec.decay_pitch))
