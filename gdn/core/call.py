@@ -164,7 +164,11 @@ class Operator:
 
     def check_types(self, given: Arguments) -> Arguments:
         """The arguments of a call, numbers as Python numbers. Raises TypeError or ValueError, naming the argument."""
-        return {name: kind.check(name, given[name]) for name, kind in self.kinds.items()}
+        checked = dict(given)
+        for name, kind in self.kinds.items():
+            if given[name] is not None or not kind.is_optional:  # most arguments are left out
+                checked[name] = kind.check(name, given[name])
+        return checked
 
     def check_places(self, given: Arguments, arguments: Arguments) -> None:
         """Raises ValueError where a written argument overlaps itself or shares an element with another one.
