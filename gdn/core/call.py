@@ -33,7 +33,7 @@ from gdn.core.library import NEW as NEW
 from gdn.core.library import Arguments, Condition
 from gdn.core.library import always as always
 from gdn.core.memo import Created, Memo, Recorded
-from gdn.core.overlap import overlaps_itself, shares_element
+from gdn.core.overlap import meeting, overlaps_itself, shares_element, span_bytes
 from gdn.core.tensors import contiguous_last
 from gdn.problem import Problem
 from gdn.runtime import Choice, Prepared, env, is_explaining
@@ -164,29 +164,41 @@ class Operator:
 
     def check_types(self, given: Arguments) -> Arguments:
         """The arguments of a call, numbers as Python numbers. Raises TypeError or ValueError, naming the argument."""
-        return {name: kind.check(name, given[name]) for name, kind in self.kinds.items()}
+        checked = dict(given)
+        for name, kind in self.kinds.items():
+            if given[name] is not None or not kind.is_optional:  # most arguments are left out
+                checked[name] = kind.check(name, given[name])
+        return checked
 
     def check_places(self, given: Arguments, arguments: Arguments) -> None:
         """Raises ValueError where a written argument overlaps itself or shares an element with another one.
 
         given: the caller's; arguments: those that the operator goes on with, copies where it had to make some.
         """
-        tensors = {name: given[name] for name in self.tensors if given[name] is not None}
-        places = {name: place for name, tensor in tensors.items() if (place := modes.place(tensor)) is not None}
-        for name, written in self.written(given).items():
-            if overlaps_itself(written):
-                shape = f"shape {list(written.shape)}, strides {written.stride()}"
+        written = self.written(given)
+        names: list[str] = []
+        places: list[int] = []
+        spans: list[tuple[int, int, bool, int]] = []
+        for name in self.tensors:
+            tensor = given[name]
+            if tensor is None or (place := modes.place(tensor)) is None:
+                continue
+            spans.append((place, place + span_bytes(tensor), name in written, len(names)))
+            names.append(name)
+            places.append(place)
+        met = meeting(spans)
+        for name, tensor in written.items():
+            if overlaps_itself(tensor):
+                shape = f"shape {list(tensor.shape)}, strides {tensor.stride()}"
                 bad_value(name, "elements that do not overlap each other", shape)
-            for other, tensor in tensors.items():
-                if other == name or tensor.device != written.device or name not in places or other not in places:
+            for a, b in met:
+                if names[a] != name:
                     continue
-                (memory, address), (other_memory, other_address) = places[name], places[other]
-                if memory != other_memory:
+                other, address, other_address = names[b], places[a], places[b]
+                is_whole = address == other_address and _is_same(tensor, given[other])
+                if is_whole and self.in_place.get(name) == other and arguments[other] is given[other]:
                     continue
-                is_whole = address == other_address and _is_same(written, tensor)
-                if is_whole and self.in_place.get(name) == other and arguments[other] is tensor:
-                    continue
-                if shares_element(written, tensor, address, other_address):
+                if shares_element(tensor, given[other], address, other_address):
                     bad_value(name, "memory of its own", f"elements that it shares with {other}")
 
     def bind(self, **options: Any) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gdn.core.overlap import shares_element, span_bytes
+from gdn.core.overlap import meeting, shares_element, span_bytes
 from gdn.core.tensors import ALIGNMENT
 from gdn.runtime import env, guards, is_explaining
 
@@ -64,7 +64,7 @@ class Likeness:
     """
 
     __slots__ = (
-        "_absent", "_aligned", "_disjoint", "_given", "_good", "_guard", "_last", "_nothing", "_pairs", "_spans", "_watched",
+        "_absent", "_aligned", "_disjoint", "_given", "_good", "_guard", "_last", "_nothing", "_spans", "_watched", "_written",
     )  # fmt: skip
 
     def __init__(self, tensors: Tensors, aligned_ones: Sequence[Tensor | None], written: Sequence[Tensor | None]) -> None:
@@ -78,21 +78,21 @@ class Likeness:
         watched = given if targets else aligned
         self._watched = None if watched == given else _tuple_of([given.index(place) for place in watched])
         self._aligned = [watched.index(place) for place in aligned]
-        self._spans = [span_bytes(tensor) for place in watched if (tensor := tensors[place]) is not None]
-        ours = [watched.index(place) for place in targets]
-        self._pairs = [(a, b) for a in ours for b in range(len(watched)) if b != a and not (b in ours and b < a)]
-        self._good: dict[tuple[int, ...], None] = {}
-        self._last: tuple[int, ...] | None = None  # the last admitted addresses
+        self._written = [watched.index(place) for place in targets]
+        self._spans: list[int] | None = None
+        self._last = (*[tensor.data_ptr() for place in watched if (tensor := tensors[place]) is not None],)  # admitted last
+        self._good: dict[tuple[int, ...], None] = {self._last: None}  # the call itself was checked
         self._disjoint: dict[tuple[int, int, int], bool] = {}  # places of a pair, difference of addresses -> disjoint
 
     def _admit(self, watched: tuple[Tensor, ...], addresses: tuple[int, ...]) -> bool:
         """Whether addresses are aligned, and no written tensor shares an element with another tensor."""
         if any(addresses[place] % ALIGNMENT for place in self._aligned):
             return False
-        for a, b in self._pairs:
+        if self._spans is None:
+            self._spans = [span_bytes(tensor) for tensor in watched]
+        places = range(len(watched))
+        for a, b in meeting([(addresses[i], addresses[i] + self._spans[i], i in self._written, i) for i in places]):
             first, second = addresses[a], addresses[b]
-            if first + self._spans[a] <= second or second + self._spans[b] <= first:
-                continue
             key = (a, b, second - first)
             apart = self._disjoint.get(key)
             if apart is None:

@@ -64,6 +64,8 @@ def faked(values: dict[str, Any]) -> tuple[dict[str, Any], FakeTensorMode]:
 
 def real(tensor: Tensor) -> Tensor | None:
     """The tensor with memory; None while tracing."""
+    if type(tensor) is Tensor and not tensor.is_meta:  # of nearly all calls, without a further frame
+        return tensor
     return getattr(tensor, _REAL, None) if is_fake(tensor) else tensor
 
 
@@ -82,18 +84,19 @@ def address(tensor: Tensor) -> int:
     return 0 if found is None else found.data_ptr()
 
 
-def place(tensor: Tensor) -> tuple[int, int] | None:
-    """Identity of a tensor's memory, and its address there; None where a compiler does not know it.
+def place(tensor: Tensor) -> int | None:
+    """Address of a tensor; None where a compiler does not know it.
 
-    While tracing, views of one tensor share its memory, and all other tensors have their own.
+    While tracing, views of one tensor lie in a range of addresses of its own, which no other tensor reaches.
     """
     found = real(tensor)
     if found is not None:
-        return 0, found.data_ptr()
+        return found.data_ptr()
     offset = tensor.storage_offset()
     if not all(isinstance(number, int) for number in (offset, *tensor.shape, *tensor.stride())):
         return None
-    return tensor.untyped_storage()._cdata, int(offset) * tensor.element_size()
+    storage: int = tensor.untyped_storage()._cdata
+    return (storage << 64) + int(offset) * tensor.element_size()
 
 
 def is_empty(*sizes: int) -> bool:

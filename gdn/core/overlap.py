@@ -1,5 +1,6 @@
 """Shared elements of tensors: a written tensor must not overlap another argument."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,34 @@ def span_bytes(tensor: Tensor) -> int:
     """Number of bytes from a tensor's first element to the end of its last."""
     if tensor.numel() == 0:
         return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
     return (last + 1) * tensor.element_size()
+
+
+def meeting(spans: Iterable[tuple[int, int, bool, int]]) -> list[tuple[int, int]]:
+    """Pairs of tensors whose addresses meet, the first of each pair written, in order. Only these can share an element.
+
+    spans: of each tensor the address, the end, whether it is written, and its number.
+    """
+    met: list[tuple[int, int]] = []
+    before: list[tuple[int, int, bool, int]] = []
+    end = written_end = 0  # the last end of a tensor, and of a written one, that begins earlier
+    for span in sorted(spans):
+        start, last, is_written, number = span
+        if start == last:
+            continue
+        if start < (end if is_written else written_end):
+            for _, other_last, other_is_written, other in before:
+                if start < other_last:
+                    met += [(number, other)] if is_written else []
+                    met += [(other, number)] if other_is_written else []
+        before.append(span)
+        end = max(end, last)
+        if is_written:
+            written_end = max(written_end, last)
+    return sorted(met)
 
 
 class _Layout:
@@ -48,8 +75,10 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
     Where a compiler keeps sizes or strides symbolic, only a stride of 0 counts.
     """
+    if type(tensor) is Tensor and tensor.is_contiguous():
+        return False
     dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
-    if not all(isinstance(stride, int) and isinstance(size, int) for stride, size in dims):
+    if type(tensor) is not Tensor and not all(isinstance(one, int) for dim in dims for one in dim):
         return any(isinstance(stride, int) and stride == 0 and not isinstance(size, int) for stride, size in dims)
     if tensor.numel() <= 1:
         return False

@@ -8,7 +8,6 @@ import functools
 import importlib
 import logging
 import threading
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -56,20 +55,18 @@ class KernelCandidate:
 
     def __init__(self, op: str, backend: str, module_name: str) -> None:
         self.op, self.backend, self.module_name = op, backend, module_name
-        self._module: types.ModuleType | None = None
         self._import_error: str | None = None
+        self._unserved = packages.unserved(packages.DSLS[backend])
         self._lacking = toolchain.missing(backend)
-        self._usable: dict[tuple[str, str], list[list[Found]]] = {}  # (device, static fields) -> entries per folder
+        self._usable: dict[tuple[Any, ...], list[list[Found]]] = {}  # (device, static fields) -> entries per folder
 
-    @property
+    @functools.cached_property
     def module(self) -> Any:
-        if self._module is None:
-            self._module = importlib.import_module(self.module_name)
-        return self._module
+        return importlib.import_module(self.module_name)
 
     def refusal(self, problem: Problem) -> str | None:
-        if (unserved := packages.unserved(packages.DSLS[self.backend])) is not None:  # its module may not even be importable
-            return unserved
+        if self._unserved is not None:  # its module may not even be importable
+            return self._unserved
         if self._import_error is None:
             try:
                 _ = self.module
@@ -85,7 +82,7 @@ class KernelCandidate:
 
     def tuned(self, problem: Problem, device: DeviceSpec) -> Sequence[select.Tuned]:
         """Entries that serve the problem, nearest first, from the first folder with one that is near enough."""
-        key = (device.key, problem.static_key())
+        key = (device.key, *problem.static_fields().values())  # not their text, which costs several times as much
         tables = self._usable.get(key)
         if tables is None:
             own = env.current().tuned_dir

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdn.core import overlap
-from gdn.core.overlap import overlaps_itself, shares_element, span_bytes
+from gdn.core.overlap import meeting, overlaps_itself, shares_element, span_bytes
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
 
@@ -55,6 +55,14 @@ def test_shares_element(first: torch.Tensor, second: torch.Tensor, difference: i
 @given(tensors())
 def test_span(tensor: torch.Tensor) -> None:
     assert span_bytes(tensor) == max(touched(tensor, 0), default=-1) + 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.booleans()), max_size=8))
+def test_meeting(given_spans: list[tuple[int, int, bool]]) -> None:
+    """Every pair with a written tensor whose addresses meet, and no other; nothing meets a tensor without elements."""
+    spans = [(start, start + count, is_written, number) for number, (start, count, is_written) in enumerate(given_spans)]
+    pairs = itertools.permutations(spans, 2)
+    assert meeting(spans) == [(a[3], b[3]) for a, b in pairs if a[2] and set(range(*a[:2])) & set(range(*b[:2]))]
 
 
 @given(tensors())
