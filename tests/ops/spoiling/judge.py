@@ -28,6 +28,39 @@ ROUNDING = {
 }  # fmt: skip
 
 
+# What a refusal says after the argument's name, by the spoiling.
+_SHAPE = r"expected .*, got (shape \[.*\]|\d+.*)"
+_MESSAGES = {
+    "its values as a list": "expected a torch.Tensor, got list",
+    "a numpy array": "expected a torch.Tensor, got ndarray",
+    "a Fraction instead": "expected a torch.Tensor, got Fraction",
+    "a str instead": "expected a torch.Tensor, got str",
+    "1.0 instead": "expected a torch.Tensor, got float",
+    "None instead": "expected a torch.Tensor, got NoneType",
+    "sparse COO": r"expected a dense tensor, got torch\.sparse_coo",
+    "sparse CSR": r"expected a dense tensor, got torch\.sparse_csr",
+    "on the meta device": "expected a tensor on (cpu, got a tensor on meta|meta, got a tensor on cpu)",
+    "0-d": r"expected shape \[.*\].*, got shape \[\]",
+    "two dims more": r"expected shape \[.*\].*, got shape \[.*\]",
+    "one shorter": _SHAPE,
+    "one longer": _SHAPE,
+    "a slot beyond the pool": r"expected slots below \d+ \(or null, <= -?\d+\), got \d+ at \[.*\]",
+    "a page beyond the cache": r"expected a page in \[0, \d+\), got \d+",
+    "decreases": r"expected offsets that never decrease, got \d+ then \d+ at index \d+",
+    "starts at 1": "expected a first offset of 0, got 1",
+    "ends beyond the tokens": r"expected a last offset of at most \d+ tokens, got \d+",
+    "nan": "expected a finite number, got nan|expected an int, got float",
+    "inf": "expected a finite number, got inf",
+    "10**400": "expected a finite number, got inf",
+    "a word in capitals": r"expected '.*' or ('.*'|None), got '.*'",
+    "an unknown word": r"expected '.*' or ('.*'|None), got '.*'",
+}
+# Flags and numbers of another type.
+_TYPES = {
+    "a list": "list", "a dict": "dict", "a str": "str", "1": "int", "1.0": "float", "None": "NoneType", "a 0-d tensor": "Tensor",
+}  # fmt: skip
+
+
 class Wrong(Exception):
     """The call did not do what its row says."""
 
@@ -81,12 +114,24 @@ def _refused(row: Row, good: Call, spoiled: Spoiled) -> None:
         allowed |= {alias for name in allowed for alias in ALIASES.get(name, ())}
         if not named & allowed:
             raise Wrong(f"the error does not name {' or '.join(sorted(allowed))}: {_short(error)}") from None
+        if not re.fullmatch(rf"[\w\[\], ]+: ({_message(row.spoiling)})", str(error), re.DOTALL):
+            raise Wrong(f"the message is of another form: {_short(error)}") from None
     except Exception as error:
         raise Wrong(f"{type(error).__name__} instead: {_short(error)}") from None
     else:
         raise Wrong("accepted") from None
     if not snapshot.is_kept():
         raise Wrong("refused, but a tensor was changed before")
+
+
+def _message(spoiling: str) -> str:
+    """Pattern of a refusal's message, after the argument's name: what was expected and what came."""
+    kind, _, dtype = spoiling.partition(" ")
+    if kind == "dtype":
+        return rf"expected dtype .*, got torch\.{dtype}"
+    if spoiling in _TYPES:
+        return f"expected .+, got {_TYPES[spoiling]}"
+    return _MESSAGES.get(spoiling, "expected .+, got .+")
 
 
 def _accepted(row: Row, good: Call, spoiled: Spoiled) -> None:

@@ -1,8 +1,9 @@
 """Table of what every public operator accepts and what it refuses: operator, argument, spoiling -> verdict.
 
 To look something up: find the operator, then the argument; its kind (`kinds.py`) has the rows that all arguments of the
-kind share, the rest is written here. `python -m tests.ops.spoiling OPERATOR ARGUMENT` prints the rows of an argument, and
-with a spoiling and a seed makes that call. The argument "*" is the call as a whole.
+kind share, the rest is written here. The kinds of flags, numbers and words follow from the signature, and so does whether an
+argument may be left out; the table has what a signature does not say. `python -m tests.ops.spoiling OPERATOR ARGUMENT` prints
+the rows of an argument, and with a spoiling and a seed makes that call. The argument "*" is the call as a whole.
 
 Decided here, where the contract is silent:
 - A tensor that is only read has any strides and any address; only the large ones (q, k, v, x, z, projections, raw keys)
@@ -23,9 +24,15 @@ Decided here, where the contract is silent:
   it harms nothing), keys that max_seqlen_k leaves out, FP8 keys without scales in fp8_mqa_logits, numpy integers as counts.
 """
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+import gdn
+from gdn.core.kinds import without_words
 from tests.ops.spoiling.kinds import (
     AT_LEAST_ONE,
     BACKEND,
@@ -126,8 +133,8 @@ _INTERMEDIATE: dict[str, Kind] = {
     "intermediate_indices": SLOTS | {"two live sequences, one slot to write": VALUE, "without intermediate_states": VALUE},
 }  # fmt: skip
 _DELTA_RULE: dict[str, Kind] = {
-    "q, k": REQUIRED | ROWS | {"another 16-bit dtype": TYPE} | _SHARED_INPUTS,
-    "v": REQUIRED | ROWS | {"another 16-bit dtype": TYPE, "overlaps a read-only argument": SAME},
+    "q, k": ROWS | {"another 16-bit dtype": TYPE} | _SHARED_INPUTS,
+    "v": ROWS | {"another 16-bit dtype": TYPE, "overlaps a read-only argument": SAME},
     "g": INPUT
     | {
         "left out where it must be": ERROR,
@@ -138,21 +145,14 @@ _DELTA_RULE: dict[str, Kind] = {
     "beta": INPUT | {"left out where it must be": ERROR},
     "A_log": PARAMETER | {"given without the gate": TYPE},
     "dt_bias": PARAMETER | {"given without the gate": TYPE},
-    "scale": OPTIONAL_NUMBER,
     "initial_state as a pool": STATE_POOL | {"left out where it must be": ERROR},
     "initial_state to read": STATES,
-    "use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, state_v_first, output_final_state": FLAG,
     "cu_seqlens": OFFSETS,
-    "null_slot": NULL_SLOT,
     "out": FLOAT_OUT | {"is another argument": VALUE},
-    "backend": BACKEND,
-    "*": FLOAT_CALL,
 }
 _FILTERED: dict[str, Kind] = {
-    "weight": REQUIRED | FILTER,
+    "weight": FILTER,
     "bias": PARAMETER,
-    "activation": OPTIONAL_WORD,
-    "null_slot": NULL_SLOT,
     "out": FLOAT_OUT
     | {
         "in place on x": SAME,
@@ -160,23 +160,17 @@ _FILTERED: dict[str, Kind] = {
         "in place on an x whose last dim is not contiguous": VALUE,
         "one row further than x": VALUE,
     },
-    "backend": BACKEND,
-    "*": FLOAT_CALL,
 }
-_POSITIONS: Kind = REQUIRED | INDEX | {
+_POSITIONS: Kind = INDEX | {
     "a position beyond cos_sin": VALUE,
     "a position of 2**33 + 1": VALUE,
     "a negative position": VALUE,
 }  # fmt: skip
 _ROPE: dict[str, Kind] = {
     "positions": _POSITIONS,
-    "cos_sin": REQUIRED | INPUT | {"dtype float64": TYPE},
+    "cos_sin": INPUT | {"dtype float64": TYPE},
     "rotary_dim": COUNT,
-    "eps": EPS,
-    "zero_centred": FLAG,
     "k_norm": PARAMETER | {"dtype float64": TYPE},
-    "backend": BACKEND,
-    "*": FLOAT_CALL,
 }
 _SLOT_MAPPING: Kind = INDEX | {
     "a row beyond the cache": VALUE,
@@ -185,32 +179,31 @@ _SLOT_MAPPING: Kind = INDEX | {
     "null as -2**33 + 1": SAME,
     "one row twice": VALUE,
 }
-_QUERY: Kind = REQUIRED | ROWS | {"dtype float64": TYPE}  # another 16-bit dtype: as prepare_indexer hands it out
+_QUERY: Kind = ROWS | {"dtype float64": TYPE}  # another 16-bit dtype: as prepare_indexer hands it out
 _HEAD_WEIGHTS: Kind = INPUT | MATRIX
-_TABLES: Kind = REQUIRED | INT32 | MATRIX | {
+_TABLES: Kind = INT32 | MATRIX | {
     "a page beyond the cache": VALUE,
     "a negative page": VALUE,
     "anything where no row is looked at": SAME,
 }  # fmt: skip
 _RANGES: dict[str, Kind] = {
-    "cu_seqlen_ks": REQUIRED | INDEX | {"a negative start": SAME} | _SHARED_INPUTS,
-    "cu_seqlen_ke": REQUIRED | INDEX | {"ends of 2**33 + 1": SAME, "empty as -2**33 + 1": SAME},
+    "cu_seqlen_ks": INDEX | {"a negative start": SAME} | _SHARED_INPUTS,
+    "cu_seqlen_ke": INDEX | {"ends of 2**33 + 1": SAME, "empty as -2**33 + 1": SAME},
 }
-_LENGTHS: Kind = REQUIRED | INDEX | {
+_LENGTHS: Kind = INDEX | {
     "longer than its block table": VALUE,
     "a length of 2**33 + 1": VALUE,
     "empty as -2**33 + 1": SAME,
 }  # fmt: skip
-_SCORES: dict[str, Kind] = {"scale": NUMBER, "relu": FLAG, "backend": BACKEND, "*": FLOAT_CALL}
-_RAGGED: dict[str, Kind] = _SCORES | _RANGES | {
+_RAGGED: dict[str, Kind] = _RANGES | {
     "q": _QUERY | {"float16, the keys too": SAME, "float32, the keys too": SAME},
     "k": _QUERY | {"another 16-bit dtype": TYPE, "no multiple of the heads": VALUE, "overlaps a read-only argument": SAME},
     "k_scale": INPUT | {"dtype float64": TYPE, "another 16-bit dtype": TYPE},
     "weights": _HEAD_WEIGHTS,
 }  # fmt: skip
-_PAGED: dict[str, Kind] = _SCORES | {
+_PAGED: dict[str, Kind] = {
     "q": _QUERY | {"float16, the keys too": SAME, "float32, the keys too": SAME},
-    "cache": REQUIRED | READ_CACHE,
+    "cache": READ_CACHE,
     "weights": _HEAD_WEIGHTS,
     "context_lens": _LENGTHS,
     "block_tables": _TABLES,
@@ -245,7 +238,7 @@ _REPLAYED: dict[str, Kind] = {
     "fold_phase": COUNT | {"as long as a period": VALUE},
 }  # fmt: skip
 
-TABLE: dict[str, dict[str, Kind]] = {
+_SPECIAL: dict[str, dict[str, Kind]] = {
     "chunk_gated_delta_rule": _DELTA_RULE | {
         "state_indices": SLOTS | _SHARED_SLOTS,
         "final_state_indices": SLOTS | _FINAL_SLOTS | {"without state_indices": VALUE},
@@ -257,8 +250,7 @@ TABLE: dict[str, dict[str, Kind]] = {
         "initial_state as a pool": but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
     },
     "chunk_summary": {
-        **{names: _DELTA_RULE[names] for names in ("q, k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "backend", "*")},
-        "use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, state_v_first": FLAG,
+        **{names: _DELTA_RULE[names] for names in ("q, k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")},
     },
     "fused_recurrent_gated_delta_rule": _DELTA_RULE | _INTERMEDIATE | _REPLAYED | {
         "ssm_state_indices": SLOTS | _SHARED_SLOTS | {"a slot without a ring": VALUE},
@@ -267,12 +259,10 @@ TABLE: dict[str, dict[str, Kind]] = {
         "parent_token": _PARENTS,
         "rounding_seed": _SEED | {"given with intermediate states": VALUE},
         "inplace_final_state": OPTIONAL_FLAG | {"False with indices": VALUE},
-        "disable_state_update": FLAG,
     },
     "gated_delta_rule": _DELTA_RULE | {
         **{names: but(_DELTA_RULE[names], "rows of one element each") for names in ("q, k", "v", "g", "beta")},  # always B = 1
-        "cu_seqlens": REQUIRED | OFFSETS,
-        "lengths_host": LENGTHS,
+        "cu_seqlens": OFFSETS,
         "state_indices": _with_offsets(SLOTS) | _SHARED_SLOTS,
         "ssm_state_indices": _with_offsets(SLOTS) | _SHARED_SLOTS,
         "final_state_indices": _with_offsets(SLOTS) | _FINAL_SLOTS,
@@ -283,119 +273,87 @@ TABLE: dict[str, dict[str, Kind]] = {
         "parent_token": _PARENTS,
         "rounding_seed": _SEED,
         "inplace_final_state": OPTIONAL_FLAG | {"False with indices": VALUE},
-        "disable_state_update": FLAG,
         "initial_state as a pool": but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
     },
     "fused_gdn_decode": _INTERMEDIATE | _REPLAYED | {
-        "mixed_qkv": REQUIRED | ROWS | MATRIX,
+        "mixed_qkv": ROWS | MATRIX,
         "z": ROWS | {
             "left out where it must be": ERROR, "given with projections in pairs": VALUE, "given without the norm": VALUE,
         },
         "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with projections in pairs": VALUE},
         "b": INPUT | MATRIX | {"left out where it must be": ERROR, "given with concatenated projections": VALUE},
-        "conv_state": REQUIRED | WINDOWS | {"one page buffer for both pools": SAME},
-        "ssm_state": REQUIRED | STATE_POOL | {"one page buffer for both pools": SAME},
-        "conv_weight": REQUIRED | FILTER,
+        "conv_state": WINDOWS | {"one page buffer for both pools": SAME},
+        "ssm_state": STATE_POOL | {"one page buffer for both pools": SAME},
+        "conv_weight": FILTER,
         "conv_bias": PARAMETER,
-        "A_log, dt_bias": REQUIRED | PARAMETER,
+        "A_log, dt_bias": PARAMETER,
         "norm_weight": PARAMETER,
-        "state_indices": REQUIRED | SLOTS | _SHARED_SLOTS | {"a slot without a ring": VALUE},
+        "state_indices": SLOTS | _SHARED_SLOTS | {"a slot without a ring": VALUE},
         "query_start_loc": OFFSETS,
         "num_accepted_tokens of columns": _ACCEPTED | {"the indices 1-D": VALUE},
         "rounding_seed": _SEED | {"given with intermediate states": VALUE},
-        "num_k_heads, head_k_dim, head_v_dim": AT_LEAST_ONE,
-        "scale": OPTIONAL_NUMBER,
-        "eps": EPS,
-        "activation": OPTIONAL_WORD,
-        "gate_activation, projection_layout": WORD,
-        "state_v_first": FLAG,
-        "null_slot": NULL_SLOT,
         "out": FLOAT_OUT,
-        "backend": BACKEND,
-        "*": FLOAT_CALL,
     },
     "fold_states": {
-        "ssm_state": REQUIRED | but(STATE_POOL, "two dims more", "interleaved with another argument"),
-        "state_indices": REQUIRED | but(SLOTS, "one shorter", "extra rows of anything", "extra rows without offsets") | {
+        "ssm_state": but(STATE_POOL, "two dims more", "interleaved with another argument"),
+        "state_indices": but(SLOTS, "one shorter", "extra rows of anything", "extra rows without offsets") | {
             "two live sequences, one slot": VALUE, "null slots twice": SAME,
         },
-        "ring": REQUIRED | _RING_READ | _SIZES_OF_RING,
-        "state_tokens": REQUIRED | but(_COUNTS, "all rows in one place") | but(
+        "ring": _RING_READ | _SIZES_OF_RING,
+        "state_tokens": but(_COUNTS, "all rows in one place") | but(
             _STATE_TOKENS, "anything where no sequence is live"
         ),
-        "num_computed_tokens": REQUIRED | _WITHOUT_OFFSETS | _COMMITTED | {"fewer tokens than its state": VALUE},
+        "num_computed_tokens": _WITHOUT_OFFSETS | _COMMITTED | {"fewer tokens than its state": VALUE},
         "num_accepted_tokens": _WITHOUT_OFFSETS | _ACCEPTED_OF_RING,
         "final_state_indices": but(SLOTS, "extra rows of anything") | _FINAL_SLOTS,
-        "num_k_heads, fold_every": AT_LEAST_ONE,
         "fold_phase": COUNT | {"as long as a period": VALUE},
         "rounding_seed": _SEED,
-        "state_v_first": FLAG,
-        "null_slot": NULL_SLOT,
-        "backend": BACKEND,
         "*": WHOLE,
     },
     "accept_draft_tree": {
-        "ring": REQUIRED | _RING,
+        "ring": _RING,
         "conv_state": but(WINDOWS, "one longer"),
-        "state_indices": REQUIRED | _with_offsets(SLOTS) | _SHARED_SLOTS,
-        "parent_token": REQUIRED | but(_PARENTS, "the indices 1-D", "one longer"),
-        "accepted_nodes": REQUIRED | _with_offsets(but(PER_SEQUENCE, "the other index dtype") | {"dtype int64": TYPE}),
-        "num_computed_tokens": REQUIRED | _with_offsets(PER_SEQUENCE) | _COMMITTED,
-        "num_accepted_tokens": REQUIRED | _COUNTS,
-        "query_start_loc": REQUIRED | OFFSETS,
-        "conv_width": AT_LEAST_ONE,
-        "null_slot": NULL_SLOT,
-        "backend": BACKEND,
+        "state_indices": _with_offsets(SLOTS) | _SHARED_SLOTS,
+        "parent_token": but(_PARENTS, "the indices 1-D", "one longer"),
+        "accepted_nodes": _with_offsets(but(PER_SEQUENCE, "the other index dtype") | {"dtype int64": TYPE}),
+        "num_computed_tokens": _with_offsets(PER_SEQUENCE) | _COMMITTED,
+        "num_accepted_tokens": _COUNTS,
+        "query_start_loc": OFFSETS,
         "*": WHOLE,
     },
     "fused_gdn_prefill": {
-        "mixed_qkv": REQUIRED | ROWS | MATRIX,
+        "mixed_qkv": ROWS | MATRIX,
         "z": ROWS | {
             "left out where it must be": ERROR, "given with projections in pairs": VALUE, "given without the norm": VALUE,
         },
         "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with projections in pairs": VALUE},
-        "b": REQUIRED | INPUT | MATRIX,
-        "conv_states": REQUIRED | WINDOWS | {"one page buffer for both pools": SAME},
-        "ssm_state": REQUIRED | STATE_POOL | {"one page buffer for both pools": SAME},
-        "conv_weight": REQUIRED | FILTER,
+        "b": INPUT | MATRIX,
+        "conv_states": WINDOWS | {"one page buffer for both pools": SAME},
+        "ssm_state": STATE_POOL | {"one page buffer for both pools": SAME},
+        "conv_weight": FILTER,
         "conv_bias": PARAMETER,
-        "A_log, dt_bias": REQUIRED | PARAMETER,
+        "A_log, dt_bias": PARAMETER,
         "norm_weight": PARAMETER,
-        "state_indices": REQUIRED | _with_offsets(SLOTS) | _SHARED_SLOTS,
-        "query_start_loc": REQUIRED | OFFSETS,
+        "state_indices": _with_offsets(SLOTS) | _SHARED_SLOTS,
+        "query_start_loc": OFFSETS,
         "has_initial_state": _with_offsets(MASK),
         "checkpoint_offsets": _with_offsets(_CHECKPOINT_OFFSETS) | {"no multiple of 64": VALUE},
         "checkpoint_slots": _with_offsets(_CHECKPOINT_SLOTS),
         "checkpoint_states": _KEPT,
         "checkpoint_windows": _KEPT_WINDOWS,
-        "num_k_heads, head_k_dim, head_v_dim": AT_LEAST_ONE,
-        "scale": OPTIONAL_NUMBER,
-        "eps": EPS,
-        "activation": OPTIONAL_WORD,
-        "gate_activation, projection_layout": WORD,
-        "state_v_first": FLAG,
-        "null_slot": NULL_SLOT,
         "out": FLOAT_OUT,
-        "backend": BACKEND,
-        "*": FLOAT_CALL,
     },
     "fused_gdn_gating": {
-        "A_log, dt_bias": REQUIRED | PARAMETER,
-        "a, b": REQUIRED | INPUT | {"one tensor for two read-only arguments": SAME},
+        "A_log, dt_bias": PARAMETER,
+        "a, b": INPUT | {"one tensor for two read-only arguments": SAME},
         "beta": POSITIVE,
-        "threshold": NUMBER,
-        "backend": BACKEND,
-        "*": FLOAT_CALL,
     },
     "fused_qkvzba_split_reshape_cat": {
-        "mixed_qkvz": REQUIRED | ROWS | MATRIX,
-        "mixed_ba": REQUIRED | INPUT | MATRIX,
-        "num_heads_qk, num_heads_v, head_qk, head_v": AT_LEAST_ONE,
-        "backend": BACKEND,
-        "*": FLOAT_CALL,
+        "mixed_qkvz": ROWS | MATRIX,
+        "mixed_ba": INPUT | MATRIX,
     },
     "causal_conv1d_fn": _FILTERED | {
-        "x": REQUIRED | ROWS | MATRIX | {"[dim, tokens]": VALUE},
+        "x": ROWS | MATRIX | {"[dim, tokens]": VALUE},
         "conv_states": WINDOWS,
         "query_start_loc": OFFSETS,
         "cache_indices": SLOTS | _SHARED_SLOTS,
@@ -405,8 +363,8 @@ TABLE: dict[str, dict[str, Kind]] = {
         "checkpoint_windows": _KEPT_WINDOWS,
     },
     "causal_conv1d_update": _FILTERED | {
-        "x": REQUIRED | ROWS | MATRIX,
-        "conv_state": REQUIRED | WINDOWS,
+        "x": ROWS | MATRIX,
+        "conv_state": WINDOWS,
         "query_start_loc": OFFSETS,
         "conv_state_indices": SLOTS | _SHARED_SLOTS,
         "num_accepted_tokens": _ACCEPTED,
@@ -414,41 +372,28 @@ TABLE: dict[str, dict[str, Kind]] = {
         "out": _FILTERED["out"] | {"x in the other memory order": VALUE},
     },
     "add_rms_norm": {
-        "x": REQUIRED | ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
+        "x": ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
         "residual": ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
-        "weight": REQUIRED | PARAMETER,
+        "weight": PARAMETER,
         "layer_scale": PARAMETER,
-        "eps": EPS,
-        "zero_centred": FLAG,
-        "backend": BACKEND,
-        "*": FLOAT_CALL,
     },
     "rms_norm_gated": {
-        "x, z": REQUIRED | ROWS | {"one tensor for two read-only arguments": SAME},
-        "weight": REQUIRED | PARAMETER,
-        "eps": EPS,
-        "activation": WORD,
-        "backend": BACKEND,
-        "*": FLOAT_CALL,
+        "x, z": ROWS | {"one tensor for two read-only arguments": SAME},
+        "weight": PARAMETER,
     },
     "quantize_fp8": {
-        "x": REQUIRED | but(ROWS, "on the meta device", "two dims more", "one shorter", "one longer") | {"dtype float64": TYPE},
-        "group_size": AT_LEAST_ONE,
-        "backend": BACKEND,
-        "*": FLOAT_CALL,
+        "x": but(ROWS, "on the meta device", "two dims more", "one shorter", "one longer") | {"dtype float64": TYPE},
     },
     "write_indexer_cache": {
-        "k": REQUIRED | ROWS | {"dtype float64": TYPE},
-        "cache": REQUIRED | WRITTEN_CACHE,
-        "slot_mapping": REQUIRED | _SLOT_MAPPING,
-        "backend": BACKEND,
-        "*": FLOAT_CALL,
+        "k": ROWS | {"dtype float64": TYPE},
+        "cache": WRITTEN_CACHE,
+        "slot_mapping": _SLOT_MAPPING,
     },
     "prepare_indexer": _ROPE | {
-        "q": REQUIRED | ROWS | {"dtype float64": TYPE},
+        "q": ROWS | {"dtype float64": TYPE},
         "k": ROWS | {"dtype float64": TYPE, "left out where it must be": ERROR},
         "weights": _HEAD_WEIGHTS,
-        "q_norm": REQUIRED | PARAMETER | {"dtype float64": TYPE},
+        "q_norm": PARAMETER | {"dtype float64": TYPE},
         "k_norm": _ROPE["k_norm"] | {"left out where it must be": ERROR},
         "cache": WRITTEN_CACHE | {"left out where it must be": ERROR},
         "slot_mapping": _SLOT_MAPPING | {"left out where it must be": ERROR},
@@ -457,40 +402,32 @@ TABLE: dict[str, dict[str, Kind]] = {
         "v_cache": WRITTEN_CACHE | {"left out where it must be": ERROR},
     },
     "compress_indexer_keys": _ROPE | {
-        "raw_k": REQUIRED | ROWS | {"dtype float64": TYPE, "another 16-bit dtype": TYPE},
-        "ring": REQUIRED | STATE_POOL | {"misaligned base": SAME, "misaligned rows": SAME, "size no multiple of ratio": VALUE},
-        "cache": REQUIRED | WRITTEN_CACHE,
-        "k_norm": REQUIRED | _ROPE["k_norm"],
+        "raw_k": ROWS | {"dtype float64": TYPE, "another 16-bit dtype": TYPE},
+        "ring": STATE_POOL | {"misaligned base": SAME, "misaligned rows": SAME, "size no multiple of ratio": VALUE},
+        "cache": WRITTEN_CACHE,
+        "k_norm": _ROPE["k_norm"],
         "positions": but(_ROPE["positions"], "a negative position", "a position of 2**33 + 1") | {
             "anything at skipped tokens": SAME, "positions that skip their tokens": SAME,
         },
-        "ring_slots": REQUIRED | INDEX | {
+        "ring_slots": INDEX | {
             "a ring beyond the ring buffer": VALUE, "a slot of 2**33 + 1": VALUE, "null as -7": SAME, "null as -2**33 + 1": SAME,
         },
-        "slot_mapping": REQUIRED | _SLOT_MAPPING | {"anything at tokens that end no group": SAME},
-        "ratio": AT_LEAST_ONE,
-        "null_slot": NULL_SLOT,
+        "slot_mapping": _SLOT_MAPPING | {"anything at tokens that end no group": SAME},
     },
     "gather_indexer_cache": {
-        "cache": REQUIRED | but(READ_CACHE, "one shorter", "one longer"),
+        "cache": but(READ_CACHE, "one shorter", "one longer"),
         "block_tables": _TABLES,
-        "cu_seqlens": REQUIRED | but(OFFSETS, "ends beyond the tokens") | {"longer than its block table": VALUE},
+        "cu_seqlens": but(OFFSETS, "ends beyond the tokens") | {"longer than its block table": VALUE},
         "num_rows": OPTIONAL_COUNT | {"too small": VALUE},
-        "backend": BACKEND,
         "*": WHOLE,
     },
     "expand_topk_groups": {
-        "group_indices": REQUIRED | INDEX | MATRIX | {"none as -9": SAME},
-        "positions": REQUIRED | INDEX | {"none as -9": SAME},
-        "ratio": AT_LEAST_ONE,
+        "group_indices": INDEX | MATRIX | {"none as -9": SAME},
+        "positions": INDEX | {"none as -9": SAME},
         "out": INDEX_OUT,
-        "backend": BACKEND,
         "*": WHOLE,
     },
     "mqa_logits": _RAGGED | {
-        "max_seqlen_k": OPTIONAL_COUNT,
-        "clean_logits": FLAG,
-        "out_dtype": OUT_DTYPE,
         "out": LOGITS_OUT,
     },
     "fp8_mqa_logits": _RANGES | {
@@ -499,39 +436,30 @@ TABLE: dict[str, dict[str, Kind]] = {
             "None": TYPE, "a str": TYPE, "a Fraction": TYPE, "a single tensor": TYPE, "three entries": ERROR,
             "the pair as a list": SAME,
         },
-        "kv[0]": _QUERY,
+        "kv[0]": REQUIRED | _QUERY,
         "kv[1]": PARAMETER | {"dtype float64": TYPE},
         "weights": _HEAD_WEIGHTS,
         "max_seqlen_k": OPTIONAL_COUNT,
-        "clean_logits": FLAG,
-        "*": FLOAT_CALL,
     },
     "paged_mqa_logits": _PAGED | {
         "max_context_len": COUNT,
-        "clean_logits": FLAG,
-        "out_dtype": OUT_DTYPE,
         "out": LOGITS_OUT,
     },
-    "fp8_paged_mqa_logits": but(_PAGED, "scale", "relu", "backend") | {
+    "fp8_paged_mqa_logits": _PAGED | {
         "q": _QUERY,
         "max_context_len": OPTIONAL_COUNT,
-        "clean_logits": FLAG,
         "indices": {"a 0-d tensor": ERROR, "a list": ERROR},
     },
     "topk_indices": {
-        "logits": REQUIRED | INPUT | MATRIX,
+        "logits": INPUT | MATRIX,
         "k": COUNT,
         "row_starts": INDEX | _SHARED_INPUTS,
         "row_ends": INDEX | {"ends of 2**33 + 1": SAME, "empty as -2**33 + 1": SAME},
-        "sorted_by": WORD,
         "out": INDEX_OUT,
-        "backend": BACKEND,
-        "*": FLOAT_CALL,
     },
     "indexer_topk": _RAGGED | {
         "topk": COUNT,
         "workspace_bytes": OPTIONAL_COUNT | {"less than one row": VALUE},
-        "max_seqlen_k": OPTIONAL_COUNT,
         "out": INDEX_OUT,
     },
     "paged_indexer_topk": _PAGED | {
@@ -553,21 +481,17 @@ TABLE: dict[str, dict[str, Kind]] = {
             "last dim not contiguous": VALUE, "all rows in one place": VALUE, "overlapping rows": VALUE,
             "another 16-bit dtype": TYPE, "part of a larger tensor": SAME,
         },
-        "topk_indices": REQUIRED | INDEX | MATRIX | {
+        "topk_indices": INDEX | MATRIX | {
             "none as -9": SAME, "a position beyond the sequence": VALUE, "a position after the query's own": SAME,
         },
         "block_tables": _TABLES,
-        "query_start_loc": REQUIRED | OFFSETS,
-        "seq_lens": REQUIRED | INDEX | {
+        "query_start_loc": OFFSETS,
+        "seq_lens": INDEX | {
             "fewer than the new tokens": VALUE, "longer than its block table": VALUE, "a length of 2**33 + 1": VALUE,
         },
         "topk_length": INDEX | {"a negative count": VALUE, "more than k": VALUE},
-        "scale": OPTIONAL_NUMBER,
-        "return_lse": FLAG,
         "gate": ROWS | {"another 16-bit dtype": TYPE},
         "out": FLOAT_OUT,
-        "backend": BACKEND,
-        "*": FLOAT_CALL,
     },
     "attention": {
         "q": _QUERY | {"another 16-bit dtype": TYPE},
@@ -583,20 +507,41 @@ TABLE: dict[str, dict[str, Kind]] = {
             "another 16-bit dtype": TYPE, "part of a larger tensor": SAME,
         },
         "block_tables": _TABLES,
-        "query_start_loc": REQUIRED | OFFSETS,
-        "seq_lens": REQUIRED | INDEX | {
+        "query_start_loc": OFFSETS,
+        "seq_lens": INDEX | {
             "fewer than the new tokens": VALUE, "longer than its block table": VALUE, "a length of 2**33 + 1": VALUE,
         },
-        "seq_lens_host, query_lens_host": LENGTHS,
-        "max_query_len, max_seq_len": OPTIONAL_COUNT,
-        "scale": OPTIONAL_NUMBER,
-        "return_lse": FLAG,
         "gate": ROWS | {"another 16-bit dtype": TYPE},
         "out": FLOAT_OUT,
         "backend": but(BACKEND, "'reference'"),  # prefill rows take torch's own attention otherwise
-        "*": FLOAT_CALL,
     },
 }  # fmt: skip
+
+# Kinds of arguments that are no tensors, by annotation; some words of the table are narrower.
+_BY_ANNOTATION: dict[Any, Kind] = {
+    bool: FLAG, bool | None: OPTIONAL_FLAG, int: AT_LEAST_ONE, int | None: OPTIONAL_COUNT, float: NUMBER,
+    float | None: OPTIONAL_NUMBER, str: WORD, str | None: OPTIONAL_WORD, torch.dtype: OUT_DTYPE,
+    Sequence[int] | None: LENGTHS,
+}  # fmt: skip
+_BY_NAME: dict[str, Kind] = {"backend": BACKEND, "null_slot": NULL_SLOT, "eps": EPS, "skip_rows_up_to": COUNT}
+
+_LEFT_OUT = {("fp8_mqa_logits", "weights"), ("fp8_paged_mqa_logits", "weights")}  # annotated as in vLLM, and may be None
+
+
+def _table(operator: str, special: dict[str, Kind]) -> dict[str, Kind]:
+    """All arguments of an operator: the special ones, and those whose kind follows from the signature."""
+    parameters = inspect.signature(getattr(gdn, operator)).parameters
+    required = {name for name, one in parameters.items() if one.annotation is torch.Tensor and (operator, name) not in _LEFT_OUT}
+    found = {name: REQUIRED | kind if name in required else kind for names, kind in special.items() for name in names.split(", ")}
+    named = {name.partition(" ")[0] for name in found}
+    for name, parameter in parameters.items():
+        kind = _BY_NAME.get(name) or _BY_ANNOTATION.get(without_words(parameter.annotation))
+        if name not in named and kind is not None:
+            found[name] = kind
+    return {"*": FLOAT_CALL} | found
+
+
+TABLE = {operator: _table(operator, special) for operator, special in _SPECIAL.items()}
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,9 @@ def _double_z(**arguments: Any) -> None:
         (_refusing("z: expected 0 or more", RuntimeError), "RuntimeError instead"),
         (_refusing("shapes do not match"), "does not name"),
         (_refusing("eps: expected z"), "does not name"),
-        (_refusing("z: wrong", first=_double_z), "a tensor was changed before"),
+        (_refusing("z: wrong"), "of another form"),
+        (_refusing("z: expected shape [3], got a tensor"), "of another form"),
+        (_refusing("z: expected shape [3], got shape [2]", first=_double_z), "a tensor was changed before"),
         (lambda **arguments: None, "accepted"),
     ],
 )

@@ -20,6 +20,7 @@ MORE_CALLS_PER_ROW = 3  # of the tests that take minutes
 CALLS_PER_TEST = 100
 SHORT = range(0, 1_000, CALLS_PER_TEST)
 LONG = range(1_000, 21_000, CALLS_PER_TEST)
+ARGUMENTS = list(dict.fromkeys((row.operator, row.argument) for operator in TABLE for row in rows(operator)))
 NO_OPERATORS = {"__version__", "explain", "get_paged_mqa_logits_metadata", "ring_shape", "warmup"}
 
 
@@ -49,19 +50,19 @@ def test_every_spoiling_is_used() -> None:
     assert {row.spoiling for operator in TABLE for row in rows(operator)} == set(SPOILINGS)
 
 
-@pytest.mark.parametrize("operator", TABLE)
-def test_each_row(operator: str) -> None:
-    _each_row(operator, CALLS_PER_ROW)
+@pytest.mark.parametrize(("operator", "argument"), ARGUMENTS)
+def test_each_row(operator: str, argument: str) -> None:
+    _each_row(operator, argument, CALLS_PER_ROW)
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("operator", TABLE)
-def test_each_row_in_more_calls(operator: str) -> None:
-    _each_row(operator, MORE_CALLS_PER_ROW)
+@pytest.mark.parametrize(("operator", "argument"), ARGUMENTS)
+def test_each_row_in_more_calls(operator: str, argument: str) -> None:
+    _each_row(operator, argument, MORE_CALLS_PER_ROW)
 
 
-def _each_row(operator: str, calls: int) -> None:
-    table = list(rows(operator))
+def _each_row(operator: str, argument: str, calls: int) -> None:
+    table = list(rows(operator, argument))
     _report([failure for row in table if (failure := _first_calls(row, calls))], len(table))
 
 
