@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from gdn.ops.delta_rule.problem import entry_width
+from tests.gpu.framed import states, windows
 from tests.gpu.replay import Member, Scene
-from tests.gpu.test_gdn_decode import NULL, Case, make, states, windows
+from tests.gpu.test_gdn_decode import NULL, Case, make
 
 Tensor = torch.Tensor
 
@@ -48,7 +49,9 @@ class Step:
         most = (self.rows + 1 - self.fold_every) // 2 if self.has_drafts else 1
         slots = arguments["state_indices"].tolist()
         size = max(slots) + 3  # the last one has no ring
-        conv, pool = windows(case, size, case.width - 2 + most, torch.device("cpu")), states(case, size, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        conv = windows(size, case.channels, case.width - 2 + most, case.order, case.conv_dtype, cpu)
+        pool = states(case, size, cpu)
         row = entry_width(H, HV, K, V)
         ring = torch.full((size - 1, self.rows, -(-row // 4) * 4 + 8), torch.nan)
         counts, computed = torch.full((size,), -(2**31), dtype=torch.int32), []

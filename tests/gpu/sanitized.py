@@ -20,9 +20,7 @@ from gdn.testing.compare import token_error
 from tests.context_calls import parts_call, start_call, total_call
 from tests.gpu import (
     cases,
-    test_chunk_key_head,
     test_chunk_summary,
-    test_chunk_wide,
     test_context_kernels,
     test_gdn_decode,
     test_gdn_prefill,
@@ -39,6 +37,7 @@ from tests.gpu import (
     test_topk,
 )
 from tests.gpu.chunk import FUNCTION, arguments_of
+from tests.gpu.chunk_forms import FORMS, FOUR_SM
 from tests.gpu.conftest import force_fields
 from tests.gpu.delta_rule import Arguments, copied, run
 
@@ -157,7 +156,7 @@ def expand() -> None:
 
 
 def _wide(form: str, call: tuple[dict[str, Any], dict[str, Any]] = _POOL, **changes: int) -> Call:
-    return partial(chunk, "cute", call, **test_chunk_wide.wide(form, **changes))
+    return partial(chunk, "cute", call, **(FORMS[form].fields or {}) | changes)
 
 
 def _logits(backend: str) -> dict[str, Call]:
@@ -189,10 +188,10 @@ _ATTENTION: dict[str, Call] = {
 GROUPS: dict[str, dict[str, Call]] = {
     "chunk-cute": {
         **{name: partial(chunk, "cute", call) for name, call in (CHUNKS | {"padded": PADDED}).items()},
-        "key-head": partial(chunk, "cute", _KEY_HEAD, **test_chunk_key_head.FORM, num_persistent_clusters=3),
+        "key-head": partial(chunk, "cute", _KEY_HEAD, **FORMS["key-head-3"].fields or {}),
     },
     "chunk-cute-summary": {name: partial(chunk_summary, name) for name in test_chunk_summary.VARIANTS},
-    "chunk-cute-wide": {form: _wide(form) for form in test_chunk_wide.FORMS} | {"many": _wide("both", CHUNKS["many"])},
+    "chunk-cute-wide": {form: _wide(form) for form in FOUR_SM} | {"many": _wide("both", CHUNKS["many"])},
     "chunk-cute-choice": {
         name: _wide("both", split_chunks=2, split_if_longest_exceeds=tokens)
         for name, tokens in (("cut", _LONGEST - 1), ("whole", _LONGEST))

@@ -1,5 +1,5 @@
-"""Calls of the chunk kernels that launch both whole sequences and segments: which of the two works, and that the other leaves
-everything alone."""
+"""Which form a chunk call takes where no form is asked for, and calls that launch both whole sequences and segments: which of the
+two works, and that the other leaves everything alone."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,85 +10,62 @@ import torch
 from gdn import runtime
 from gdn.ops.delta_rule.inputs import chunk_problem
 from gdn.ops.delta_rule.problem import ChunkProblem
-from gdn.runtime import devices
-from gdn.testing.compare import same_bits
+from gdn.runtime import devices, explaining
 from tests.gpu import cases
-from tests.gpu.chunk import arguments_of, by, check, check_repeats, check_replays, public
+from tests.gpu.chunk import FUNCTION, arguments_of, by, check, check_repeats, check_replays, public
+from tests.gpu.chunk_forms import FORMS, PROBLEMS, SEGMENT, take
 from tests.gpu.conftest import Force
-from tests.gpu.delta_rule import Arguments, Results, copied
+from tests.gpu.delta_rule import Arguments, Results, copied, run
+from tests.gpu.test_chunk_bits import are_same, fresh
 
 pytestmark = pytest.mark.gpu
 
-SEGMENT = 2  # chunks, so 128 tokens
 LENGTHS = [0, 1, 127, 700, 128, 0, 257, 384]
 LONGEST = max(LENGTHS)
 RAGGED: dict[str, Any] = {"lengths": LENGTHS, "null_sequences": [6], "padded_tokens": 200}
-FOUR_SM = {"stages": 3, "prefetch": 0, "num_persistent_clusters": 0}
-# What whole sequences are computed by. CuTe: four SMs a head, in clusters of four, next to pairs too, or nearly all in pairs; two
-# SMs, one cluster per work tile or persistent clusters. TileLang: one launch, two or four SMs a head.
-WHOLE: dict[str, dict[str, Any]] = {
-    "fours": FOUR_SM | {"num_four_sm_clusters": 1, "max_l2_ring_groups": 1},
-    "both": FOUR_SM | {"num_four_sm_clusters": 7, "max_l2_ring_groups": 1000},
-    "ring": FOUR_SM | {"num_four_sm_clusters": 1, "max_l2_ring_groups": 1000},
-    "clusters": {},
-    "items": {"num_persistent_clusters": 3},
-    "tilelang-2": {"cluster_size": 2},
-    "tilelang-4": {"cluster_size": 4},
-}
+# What whole sequences are computed by.
+WHOLE = ("fours", "both", "ring", "clusters", "items-3", "tilelang-2", "tilelang-4")
 each_form = pytest.mark.parametrize("form", WHOLE)
+both_ways = pytest.mark.parametrize("longest", [100, 10**6], ids=["split", "whole"])
 
 
-def backend_of(form: str) -> str:
-    return "tilelang" if form.startswith("tilelang") else "cute"
-
-
-def fresh(arguments: Arguments) -> Arguments:
-    return copied(arguments) | {"out": torch.full_like(arguments["out"], torch.nan)}
+def cut_above(form: str, tokens: int, force: Force) -> None:
+    """Calls with a sequence of more tokens are cut into segments, all others computed in this form."""
+    take(form, force, split_chunks=SEGMENT, split_if_longest_exceeds=tokens)
 
 
 def results(form: str, arguments: Arguments) -> Results:
-    return by(backend_of(form))(fresh(arguments))
-
-
-def are_same(found: Results, expected: Results) -> bool:
-    assert found[1] is not None and expected[1] is not None
-    return same_bits(found[0], expected[0]) and same_bits(found[1], expected[1])
+    return run(FUNCTION, fresh(arguments), FORMS[form].backend)
 
 
 @each_form
 def test_the_longest_decides(form: str, device: torch.device, force: Force) -> None:
     """The bits of either way alone, which are not the same."""
     arguments = arguments_of(cases.MAIN_CHUNK, device, **RAGGED)
-    force(**WHOLE[form], split_chunks=0)
+    take(form, force)
     whole = results(form, arguments)
     force(split_chunks=SEGMENT)
     cut = results(form, arguments)
     assert not are_same(whole, cut)
     for longest, expected in ((1, cut), (LONGEST - 1, cut), (LONGEST, whole), (10**6, whole)):
-        force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=longest)
+        cut_above(form, longest, force)
         assert are_same(results(form, arguments), expected), longest
 
 
 # TileLang's launches read lengths in one place for all problems: a pool, as in the other tests, and none.
-VARIANTS = [(problem, "both" if problem.head_v_dim == 128 else "clusters") for problem in cases.chunk_problems()]
+VARIANTS = [(problem, "both" if problem.head_v_dim == 128 else "clusters") for problem in PROBLEMS]
 VARIANTS += [(next(one for one, form in VARIANTS if form == "both" and not one.pooled), "tilelang-2")]
+WITH_CHECKPOINTS = chunk_problem(**cases.MAIN, has_mask=True, has_checkpoints=True)
+VARIANTS += [(WITH_CHECKPOINTS, form) for form in ("both", "clusters", "tilelang-4")]
 
 
-@pytest.mark.parametrize("longest", [100, 10**6], ids=["split", "whole"])
+@both_ways
 @pytest.mark.parametrize(("problem", "form"), VARIANTS, ids=[f"{form}-{cases.name(problem)}" for problem, form in VARIANTS])
 def test_variants(
     problem: ChunkProblem, form: str, longest: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force
 ) -> None:
-    force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=longest)
-    check(arguments_of(problem, device, **RAGGED), by(backend_of(form)), monkeypatch)
-
-
-@pytest.mark.parametrize("longest", [100, 10**6], ids=["split", "whole"])
-@pytest.mark.parametrize("form", ["both", "clusters", "tilelang-4"])
-def test_checkpoints(form: str, longest: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
-    force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=longest)
-    problem = chunk_problem(**cases.MAIN, has_mask=True, has_checkpoints=True)
-    check(arguments_of(problem, device, **RAGGED), by(backend_of(form)), monkeypatch)
+    cut_above(form, longest, force)
+    check(arguments_of(problem, device, **RAGGED), by(FORMS[form].backend), monkeypatch)
 
 
 @pytest.mark.parametrize("form", ["clusters", "tilelang-2"])
@@ -100,26 +77,28 @@ def test_a_long_one_among_many(position: int, form: str, device: torch.device, f
     arguments = arguments_of(cases.MAIN_CHUNK, device, lengths=lengths)
     force(split_chunks=SEGMENT)
     cut = results(form, arguments)
-    force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=299)
-    assert are_same(results(form, arguments), cut)
-    force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=300)
-    assert not are_same(results(form, arguments), cut)
+    for longest, is_cut in ((299, True), (300, False)):
+        cut_above(form, longest, force)
+        assert are_same(results(form, arguments), cut) == is_cut
 
 
 @each_form
 def test_repeats_give_the_same_bits(form: str, device: torch.device, force: Force) -> None:
     for longest in (LONGEST - 1, LONGEST):
-        force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=longest)
-        check_repeats(arguments_of(cases.MAIN_CHUNK, device, **RAGGED), by(backend_of(form)))
+        cut_above(form, longest, force)
+        check_repeats(arguments_of(cases.MAIN_CHUNK, device, **RAGGED), by(FORMS[form].backend))
 
 
 @each_form
 def test_graph_replay_with_other_lengths(form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
     """One way in one replay, the other in the next."""
-    force(**WHOLE[form], split_chunks=SEGMENT, split_if_longest_exceeds=400)
+    cut_above(form, 400, force)
     lengths = ([65, 0, 1, 363, 64, 200, 0, 130], [0, 800, 3, 0, 0, 0, 20, 0], [400] + [0] * 7, [401] + [0] * 7, [0] * 8)
-    options = {"lengths": lengths[0], "null_sequences": [6], "padded_tokens": 200}
-    check_replays(arguments_of(cases.MAIN_CHUNK, device, **options), public(backend_of(form)), lengths, monkeypatch)
+    arguments = arguments_of(cases.MAIN_CHUNK, device, **RAGGED | {"lengths": lengths[0]})
+    check_replays(arguments, public(FORMS[form].backend), lengths, monkeypatch)
+
+
+# --- defaults ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["cute", "tilelang"])
@@ -134,3 +113,14 @@ def test_the_default_serves_few_sequences(
     config = runtime.candidates("chunk")[backend].module.default_config(sized, spec)
     assert config.split_if_longest_exceeds > 0 and config.split_chunks > 0
     check(arguments_of(problem, device, lengths=lengths), by(backend), monkeypatch)
+
+
+@pytest.mark.parametrize("key_heads", [8, 4])
+def test_many_short_sequences_share_key_heads(key_heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With four or eight state heads a key head and all SMs busy two of them are computed by a cluster."""
+    problem = replace(cases.MAIN_CHUNK, num_q_heads=key_heads, num_k_heads=key_heads, num_v_heads=32)
+    arguments = arguments_of(problem, device, lengths=[93, 1, 64, 0, 130, 200, 17, 65] * 4, padded_tokens=70)
+    with explaining() as asked:
+        run(FUNCTION, copied(arguments), "cute")
+    assert [choice.config.state_heads for choice, _ in asked.answers] == [2]
+    check(arguments, by("cute"), monkeypatch)

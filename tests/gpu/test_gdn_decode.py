@@ -20,12 +20,14 @@ from gdn.device import H100
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
+from tests.gpu.delta_rule import Arguments
+from tests.gpu.framed import check_states, check_windows, frame_is_untouched, framed, on_cpu, projections, states, windows
+from tests.gpu.twins import copy_of, twin, whole
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 
 Tensor = torch.Tensor
-Arguments = dict[str, Any]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROUNDING = {BF16: 2.0**-8, F16: 2.0**-10, F32: 1e-5}  # of 16 bits: twice the half unit in the last place
 NULL = 0
@@ -78,44 +80,6 @@ class Case:
         return [0, *accumulate(self.lengths)]
 
 
-def framed(values: Tensor, left: int = 8, right: int = 16) -> Tensor:
-    """The same values as columns left .. -right of a wider tensor of NaN."""
-    wide = values.new_full((values.shape[0], left + values.shape[1] + right), torch.nan)
-    wide[:, left:-right] = values
-    return wide[:, left:-right]
-
-
-def whole(x: Tensor) -> Tensor:
-    """The memory that a view is part of."""
-    return torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-
-
-def copy_of(x: Tensor) -> Tensor:
-    """The same view of a copy of all the memory that it is part of."""
-    return torch.as_strided(whole(x).clone(), x.shape, x.stride(), x.storage_offset())
-
-
-def windows(case: Case, slots: int, columns: int, device: torch.device) -> Tensor:
-    """[slots, channels, columns] of NaN, in a frame of NaN."""
-
-    def nan(*shape: int) -> Tensor:
-        return torch.full(shape, torch.nan, dtype=case.conv_dtype, device=device)
-
-    if case.order == "channels":
-        return nan(slots, columns + 1, case.channels + 8)[:, :columns, : case.channels].mT
-    if case.order == "columns":
-        return nan(slots, case.channels, columns)
-    return nan(slots, case.channels + 1, columns + 2, 3)[:, : case.channels, 1:-1, 1]
-
-
-def states(case: Case, slots: int, device: torch.device) -> Tensor:
-    """[slots, HV, K, V] (or V first) of NaN, with a gap after every slot."""
-    (_, heads), (k, v) = case.heads, case.dims
-    inner = (v, k) if case.v_first else (k, v)
-    pool = torch.full((slots, heads * k * v + 24), torch.nan, dtype=case.state_dtype, device=device)
-    return pool[:, 8:-16].unflatten(1, (heads, *inner))
-
-
 def make(case: Case, device: torch.device, seed: int = 0) -> tuple[Arguments, list[int]]:
     """Arguments, and the sequences that are padding: 3; where counts are given, 5 by its count and 6 by its state's slot."""
     source = torch.Generator().manual_seed(seed)
@@ -135,7 +99,8 @@ def make(case: Case, device: torch.device, seed: int = 0) -> tuple[Arguments, li
         dead += [5, 6]
     if columns > 2 and count > 2:
         indices[1, 2] = NULL  # a state that is not kept
-    conv, ssm = windows(case, total, case.width - 2 + columns, device), states(case, total, device)
+    conv = windows(total, case.channels, case.width - 2 + columns, case.order, case.conv_dtype, device)
+    ssm = states(case, total, device)
     for n in range(count):
         column = int(counts[n]) - 1 if case.accepted else 0
         if n not in dead and case.lengths[n]:
@@ -153,23 +118,9 @@ def make(case: Case, device: torch.device, seed: int = 0) -> tuple[Arguments, li
     ignored = [row for n in dead for row in range(starts[n], starts[n + 1])] + list(range(starts[-1], rows))
     for tensor in (mixed, z, b, a):
         tensor[ignored] = torch.nan
-    projections = {"mixed_qkv": framed(mixed), "z": framed(z, 4, 3).unflatten(1, (HV, V)), "b": framed(b), "a": framed(a, 1, 1)}
-    if not case.has_norm:
-        projections["z"] = None
-    if case.layout == "interleaved":
-        q, k, v = mixed.split([H * K, H * K, HV * V], dim=1)
-        groups = [part.unflatten(1, (H, -1)) for part in (q, k, v, z.to(case.dtype))]
-        gates = torch.cat([part.unflatten(1, (H, -1)) for part in (b, a)], dim=2).flatten(1)
-        projections = {"mixed_qkv": framed(torch.cat(groups, dim=2).flatten(1)), "z": None, "b": framed(gates, 1, 1), "a": None}
-    if case.layout == "merged":
-        row = torch.cat([mixed, z.to(case.dtype)], dim=1)
-        projections = {"mixed_qkv": framed(row), "z": None, "b": framed(torch.cat([b, a], dim=1), 1, 1), "a": None}
-    if case.layout == "concatenated":
-        unread = torch.full((rows, 8), torch.nan, dtype=case.dtype, device=device)
-        row = torch.cat([part.to(case.dtype) for part in (mixed, z, b, a, unread)], dim=1)
-        projections = {"mixed_qkv": framed(row), **dict.fromkeys(("z", "b", "a"))}
     arguments = {
-        **projections, "conv_state": conv, "conv_weight": normal(case.channels, case.width, dtype=case.weight_dtype),
+        **projections(case, mixed, z, b, a, (4, 3)), "conv_state": conv,
+        "conv_weight": normal(case.channels, case.width, dtype=case.weight_dtype),
         "conv_bias": None if case.bias_dtype is None else normal(case.channels, dtype=case.bias_dtype),
         "A_log": normal(HV, dtype=F32), "dt_bias": normal(HV, dtype=case.other_dtype),
         "norm_weight": normal(V, dtype=case.other_dtype) if case.has_norm else None,
@@ -184,18 +135,6 @@ def make(case: Case, device: torch.device, seed: int = 0) -> tuple[Arguments, li
     return arguments, ignored
 
 
-def on_cpu(arguments: Arguments, wide: bool) -> Arguments:
-    """Copies for the reference; wide: floats as float64."""
-    made = {}
-    for name, value in arguments.items():
-        if isinstance(value, Tensor):
-            value = value.cpu().clone()
-            if wide and value.is_floating_point():
-                value = value.double()
-        made[name] = value
-    return made
-
-
 def judge(case: Case, before: Arguments, arguments: Arguments, ignored: list[int]) -> None:
     """arguments: as the kernel left them; before: the same before it ran."""
     exact, narrow = on_cpu(before, wide=True), on_cpu(before, wide=False)
@@ -204,26 +143,14 @@ def judge(case: Case, before: Arguments, arguments: Arguments, ignored: list[int
     out = arguments["out"]
     torch.testing.assert_close(out.double().cpu(), expected, rtol=ROUNDING[case.dtype], atol=2e-4)
     assert bool((out[ignored] == 0).all())
-    rest = copy_of(out)
-    rest.fill_(torch.nan)
-    assert bool(whole(rest).isnan().all()), "written outside of out"
-
-    frame = copy_of(before["conv_state"])
-    frame.copy_(narrow["conv_state"].to(frame.device))
-    assert same_bits(whole(frame), whole(arguments["conv_state"])), "a window is not what it should be"
-    pool, wanted = arguments["ssm_state"], exact["ssm_state"]
-    written = [slot for slot in range(len(wanted)) if not same_bits(wanted[slot], before["ssm_state"][slot].cpu().double())]
-    for slot in written:  # per head
-        difference = (pool[slot].double().cpu() - wanted[slot]).flatten(1).norm(dim=1)
-        assert bool((difference <= (1e-5 if case.state_dtype == F32 else 4e-3) * wanted[slot].flatten(1).norm(dim=1)).all())
-    rest = copy_of(pool)
-    rest[written] = before["ssm_state"][written]
-    assert same_bits(whole(rest), whole(before["ssm_state"])), "a slot was written that is nobody's"
+    frame_is_untouched(out)
+    check_windows(before["conv_state"], arguments["conv_state"], narrow["conv_state"])
+    check_states(before["ssm_state"], arguments["ssm_state"], exact["ssm_state"], 1e-5 if case.state_dtype == F32 else 4e-3)
 
 
 def run(case: Case, device: torch.device, seed: int = 0) -> None:
     arguments, ignored = make(case, device, seed)
-    before = {name: copy_of(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    before = twin(arguments)
     assert gdn.fused_gdn_decode(**arguments, backend="cute") is arguments["out"]
     judge(case, before, arguments, ignored)
 
@@ -295,7 +222,7 @@ def test_more_columns_than_lanes(spec: int, device: torch.device) -> None:
         slots = arguments["state_indices"][n].tolist()
         arguments["ssm_state"][slots[column - 1]] = torch.randn(arguments["ssm_state"].shape[1:], device=device)
         arguments["conv_state"][slots[0]] = torch.randn(arguments["conv_state"].shape[1:], device=device).to(BF16)
-    before = {key: copy_of(value) if isinstance(value, Tensor) else value for key, value in arguments.items()}
+    before = twin(arguments)
     gdn.fused_gdn_decode(**arguments, backend="cute")
     judge(case, before, arguments, ignored)
 
@@ -380,8 +307,7 @@ def test_graph_with_changing_contents(spec: int | None, v_first: bool, device: t
     """Captured once; offsets, slots and counts change between replays."""
     first = Case(spec=spec, v_first=v_first)
     second = replace(first, lengths=(0, 8, 1, 1, 3, 1, 2, 4))
-    live, _ = make(first, device)
-    live = {key: copy_of(value) if isinstance(value, Tensor) else value for key, value in live.items()}
+    live = twin(make(first, device)[0])
     gdn.fused_gdn_decode(**live, backend="cute")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -400,7 +326,7 @@ def test_decode_after_decode_equals_verification(v_first: bool, device: torch.de
     """Four tokens in one call, or one call each: the same window, and the same state within rounding."""
     case = Case(lengths=(4,), padding=0, v_first=v_first)
     arguments, _ = make(case, device)
-    single = {key: copy_of(value) if isinstance(value, Tensor) else value for key, value in arguments.items()}
+    single = twin(arguments)
     gdn.fused_gdn_decode(**arguments, backend="cute")
     for row in range(4):
         rows = {key: single[key][row : row + 1] for key in ("mixed_qkv", "z", "b", "a", "out")}
@@ -466,7 +392,7 @@ def test_unaligned_rows(device: torch.device) -> None:
     """Copied where a row does not start at 16 bytes; out may lie anywhere."""
     case = Case(lengths=(1,) * 5, offsets_dtype=None)
     arguments, ignored = make(case, device)
-    before = {key: copy_of(value) if isinstance(value, Tensor) else value for key, value in arguments.items()}
+    before = twin(arguments)
     arguments["mixed_qkv"] = framed(arguments["mixed_qkv"], 3, 2)
     arguments["out"] = framed(arguments["out"], 5, 1)
     gdn.fused_gdn_decode(**arguments, backend="cute")

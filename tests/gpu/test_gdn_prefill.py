@@ -23,13 +23,14 @@ from gdn.device import H100
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
-from tests.gpu.test_gdn_decode import copy_of, framed, on_cpu, states, whole, windows
+from tests.gpu.delta_rule import Arguments
+from tests.gpu.framed import check_states, check_windows, frame_is_untouched, framed, on_cpu, projections, states, windows
+from tests.gpu.twins import twin, whole
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 
 Tensor = torch.Tensor
-Arguments = dict[str, Any]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NULL = 0
 POOLS = ("conv_states", "ssm_state")
@@ -93,7 +94,8 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Arguments:
     order = (torch.randperm(total - 1, generator=source)[: 3 * count] + 1).view(3, count)
     indices = order[0].clone()
     indices[case.dead()] = NULL
-    conv, ssm = windows(case, total, case.width - 1, device), states(case, total, device)  # type: ignore[arg-type]
+    conv = windows(total, case.channels, case.width - 1, case.order, case.conv_dtype, device)
+    ssm = states(case, total, device)
     mask = torch.arange(count) % 3 != 1
     for n in range(count):
         if n not in case.dead() and case.lengths[n] and (mask[n] or not case.has_mask):  # others may hold NaN
@@ -104,17 +106,6 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Arguments:
     b, a = normal(rows, HV, dtype=case.other_dtype), 3 * normal(rows, HV, dtype=case.other_dtype)
     for tensor in (mixed, z, b, a):
         tensor[case.ignored()] = torch.nan
-    projections = {"mixed_qkv": framed(mixed), "z": framed(z, 8, 8).unflatten(1, (HV, V)), "b": framed(b), "a": framed(a, 1, 1)}
-    if not case.has_norm:
-        projections["z"] = None
-    if case.layout == "interleaved":
-        q, k, v = mixed.split([H * K, H * K, HV * V], dim=1)
-        groups = [part.unflatten(1, (H, -1)) for part in (q, k, v, z.to(case.dtype))]
-        gates = torch.cat([part.unflatten(1, (H, -1)) for part in (b, a)], dim=2).flatten(1)
-        projections = {"mixed_qkv": framed(torch.cat(groups, dim=2).flatten(1)), "z": None, "b": framed(gates, 1, 1), "a": None}
-    if case.layout == "merged":
-        row = torch.cat([mixed, z.to(case.dtype)], dim=1)
-        projections = {"mixed_qkv": framed(row), "z": None, "b": framed(torch.cat([b, a], dim=1), 1, 1), "a": None}
     checkpoints: Arguments = {}
     if case.has_checkpoints:
         reach = torch.tensor([length // 64 * 64 for length in case.lengths])
@@ -122,7 +113,7 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Arguments:
         checkpoints = {"checkpoint_offsets": offsets.to(device), "checkpoint_slots": order[1:].T.to(case.index_dtype).to(device)}
     given = torch.stack([indices, torch.full_like(indices, 9999)], -1).to(case.index_dtype).to(device)
     return {
-        **projections, **checkpoints, "conv_states": conv,
+        **projections(case, mixed, z, b, a, (8, 8)), **checkpoints, "conv_states": conv,
         "conv_weight": normal(case.channels, case.width, dtype=case.weight_dtype),
         "conv_bias": None if case.bias_dtype is None else normal(case.channels, dtype=case.bias_dtype),
         "A_log": normal(HV, dtype=F32), "dt_bias": normal(HV, dtype=case.other_dtype),
@@ -158,30 +149,14 @@ def judge(case: Case, before: Arguments, arguments: Arguments) -> None:
         assert bool((error <= times * (2 * own + 3e-3)).all()), (
             f"sequences {sequences}: {error.max():.1e}, torch's {own.max():.1e}"
         )
-    rest = copy_of(out)
-    rest.fill_(torch.nan)
-    assert bool(whole(rest).isnan().all()), "written outside of out"
-
-    frame = copy_of(before["conv_states"])
-    frame.copy_(narrow["conv_states"].to(frame.device))
-    assert same_bits(whole(frame), whole(arguments["conv_states"])), "a window is not what it should be"
-    pool, wanted = arguments["ssm_state"], exact["ssm_state"]
-    written = [slot for slot in range(len(wanted)) if not same_bits(wanted[slot], before["ssm_state"][slot].cpu().double())]
-    for slot in written:  # per head
-        difference = (pool[slot].double().cpu() - wanted[slot]).flatten(1).norm(dim=1)
-        assert bool((difference <= 1e-2 * wanted[slot].flatten(1).norm(dim=1)).all()), f"state of slot {slot}"
-    rest = copy_of(pool)
-    rest[written] = before["ssm_state"][written]
-    assert same_bits(whole(rest), whole(before["ssm_state"])), "a slot was written that is nobody's"
-
-
-def copies(arguments: Arguments) -> Arguments:
-    return {name: copy_of(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    frame_is_untouched(out)
+    check_windows(before["conv_states"], arguments["conv_states"], narrow["conv_states"])
+    check_states(before["ssm_state"], arguments["ssm_state"], exact["ssm_state"], 1e-2)
 
 
 def run(case: Case, device: torch.device, seed: int = 0) -> Arguments:
     arguments = make(case, device, seed)
-    before = copies(arguments)
+    before = twin(arguments)
     assert gdn.fused_gdn_prefill(**arguments, backend="cute") is arguments["out"]
     torch.cuda.synchronize()
     judge(case, before, arguments)
@@ -327,7 +302,7 @@ def test_repeated_calls_give_the_same_bits(form: str, configure: Configure, devi
     """Thirty calls in a row, without a pause between them: their launches overlap as far as they may."""
     configure(form)
     arguments = make(Case(lengths=(500, 1, 64, 3, 1200), heads=(4, 8)), device)
-    sets = [copies(arguments) for _ in range(30)]
+    sets = [twin(arguments) for _ in range(30)]
     for one in sets:
         gdn.fused_gdn_prefill(**one, backend="cute")
     torch.cuda.synchronize()
@@ -340,11 +315,11 @@ def test_a_sequence_alone(form: str, configure: Configure, device: torch.device)
     configure(form, **(PLAIN if form.startswith("apart") else {}))
     case = Case(lengths=(200, 65, 700), padding=0, has_mask=False)
     arguments = make(case, device)
-    before = copies(arguments)
+    before = twin(arguments)
     gdn.fused_gdn_prefill(**arguments, backend="cute")
     starts = case.starts()
     for n in range(3):
-        rows, alone = slice(starts[n], starts[n + 1]), copies(before)
+        rows, alone = slice(starts[n], starts[n + 1]), twin(before)
         for name_of in ("mixed_qkv", "z", "b", "a"):
             alone[name_of] = alone[name_of][rows]
         alone |= {"state_indices": before["state_indices"][n : n + 1], "out": None}
@@ -361,14 +336,14 @@ def test_graphs(form: str, configure: Configure, device: torch.device) -> None:
     configure(form)
     case = Case(lengths=(300, 64, 1, 0, 500), heads=(4, 8))
     static = make(case, device)
-    kept = copies(static)
+    kept = twin(static)
     gdn.fused_gdn_prefill(**static, backend="cute")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         gdn.fused_gdn_prefill(**static, backend="cute")
     for seed, lengths in enumerate(((300, 64, 1, 0, 500), (1, 1, 700, 0, 163), (865, 0, 0, 0, 0))):
         other = make(replace(case, lengths=lengths), device, seed=seed)
-        before = copies(other)
+        before = twin(other)
         for name_of, x in static.items():
             if isinstance(x, Tensor):
                 whole(x).copy_(whole(other[name_of]))
@@ -386,13 +361,13 @@ def test_other_work_on_the_device(form: str, configure: Configure, device: torch
     """Two streams run the step at once, next to products that take all SMs in turns."""
     configure(form)
     sets = [make(Case(lengths=(400, 1, 900), heads=(4, 8)), device, seed) for seed in (0, 1)]
-    wanted = [copies(one) for one in sets]
+    wanted = [twin(one) for one in sets]
     for one in wanted:
         gdn.fused_gdn_prefill(**one, backend="cute")
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(3)]
     matrix = torch.randn(4096, 4096, device=device, dtype=BF16)
-    trials = [[copies(one) for one in sets] for _ in range(10)]
+    trials = [[twin(one) for one in sets] for _ in range(10)]
     torch.cuda.synchronize()
     for trial in trials:
         for stream, one in zip(streams, trial, strict=False):

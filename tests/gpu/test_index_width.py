@@ -19,7 +19,6 @@ from gdn.testing.compare import same_bits
 from tests.gpu import (
     cases,
     chunk,
-    test_chunk_wide,
     test_gdn_decode,
     test_indexer_steps,
     test_mqa_logits,
@@ -29,8 +28,10 @@ from tests.gpu import (
     test_steps,
     test_topk,
 )
+from tests.gpu.chunk_forms import take
 from tests.gpu.conftest import Force
-from tests.gpu.delta_rule import Arguments, backends, copied, judge, run
+from tests.gpu.delta_rule import Arguments, backends
+from tests.gpu.twins import twin
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +39,6 @@ pytestmark = pytest.mark.gpu
 Tensor = torch.Tensor
 NULLS = (-(2**33) + 1, -(2**40), -(2**31) - 1, -(2**62) + 2)  # the low halves of three are slots 1, 0 and 2
 MANY = 2**32 + 1  # its low half is 1
-FUNCTION = "fused_recurrent_gated_delta_rule"
 INT64: dict[str, Any] = {**cases.MAIN, "index_dtype": "int64"}
 
 
@@ -63,7 +63,7 @@ def with_counts(arguments: dict[str, Any], sequence: int, count: int = MANY) -> 
 
 
 def judge_decode(case: test_gdn_decode.Case, arguments: Arguments, ignored: list[int]) -> None:
-    before = {name: test_gdn_decode.copy_of(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    before = twin(arguments)
     gdn.fused_gdn_decode(**arguments, backend="cute")
     test_gdn_decode.judge(case, before, arguments, ignored)
 
@@ -111,11 +111,6 @@ def test_fused_decode_with_counts_beyond_32_bits(count: int, device: torch.devic
 # --- the recurrent operator --------------------------------------------------------------------------------------------
 
 
-def judge_recurrent(arguments: Arguments, backend: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    before = copied(arguments)
-    return judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch).live
-
-
 RECURRENT = {
     "pool": recurrent_problem(**INT64, has_final_indices=True),
     "K first": recurrent_problem(**INT64 | {"state_v_first": False}, has_final_indices=True),
@@ -143,7 +138,7 @@ def test_recurrent_pool(
     for field in ("ssm_state_indices", "final_state_indices"):
         if field in arguments:
             arguments[field] = widened(arguments[field], -1)
-    live = judge_recurrent(arguments, backend, monkeypatch)
+    live = test_recurrent.check(arguments, backend, monkeypatch).live
     assert live[0] and not live[3] and not live[4]
 
 
@@ -154,7 +149,7 @@ def test_recurrent_with_counts_beyond_32_bits(
 ) -> None:
     arguments = test_recurrent.arguments_of(cases.MAIN_SPECULATIVE, device, null_sequences=[])
     with_counts(arguments, 2, count)
-    live = judge_recurrent(arguments, backend, monkeypatch)
+    live = test_recurrent.check(arguments, backend, monkeypatch).live
     assert live == [True, False, False, True, True, True]
 
 
@@ -169,7 +164,7 @@ def test_recurrent_with_indices_of_two_dtypes(
         arguments[wide][0] = -1
     for field in ("ssm_state_indices", "final_state_indices"):
         arguments[field] = widened(arguments[field], -1) if field == wide else arguments[field].int()
-    live = judge_recurrent(arguments, backend, monkeypatch)
+    live = test_recurrent.check(arguments, backend, monkeypatch).live
     assert live[0] and not live[3]
 
 
@@ -181,7 +176,7 @@ def test_recurrent_tree_slots(backend: str, device: torch.device, monkeypatch: p
     assert int(arguments["num_accepted_tokens"][2]) == 3
     indices[2, 0] = indices[2, 4] = -1  # nodes whose states are not kept
     arguments["ssm_state_indices"] = widened(indices, -1)
-    live = judge_recurrent(arguments, backend, monkeypatch)
+    live = test_recurrent.check(arguments, backend, monkeypatch).live
     assert live[2] and not live[3]
 
 
@@ -226,7 +221,7 @@ def test_chunk_default_form(backend: str, device: torch.device, monkeypatch: pyt
 
 @pytest.mark.parametrize("form", ["both", "ring"])
 def test_chunk_wide_form(form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
-    force(**test_chunk_wide.wide(form))
+    take(form, force)
     arguments = widen_chunk(chunk_arguments(chunk_problem(**CHUNK), device))
     chunk.check(arguments, chunk.by("cute"), monkeypatch)
 

@@ -15,16 +15,15 @@ from gdn.testing.compare import same_bits
 from tests.gpu import cases, test_gdn_decode, test_gdn_prefill, test_steps
 from tests.gpu.chunk import FUNCTION, arguments_of
 from tests.gpu.conftest import Force
-from tests.gpu.delta_rule import backends, copied, run
-from tests.gpu.test_gdn_decode import copy_of, whole
-from tests.gpu.test_gdn_prefill import copies
+from tests.gpu.delta_rule import Arguments, backends, copied, run
+from tests.gpu.framed import frame_is_untouched, on_cpu
 from tests.gpu.test_recurrent_tree import parents
+from tests.gpu.twins import twin, whole
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 
 Tensor = torch.Tensor
-Arguments = dict[str, Any]
 F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 LAYOUTS = pytest.mark.parametrize("v_first", [True, False], ids=["V first", "K first"])
@@ -61,9 +60,7 @@ def same_copies(kept: Tensor, pool: Tensor, untouched: Tensor, row_of: dict[int,
     assert written
     others = [row for row in range(kept.shape[0]) if row not in row_of.values()]
     assert bool(kept[others].isnan().all())
-    rest = copy_of(kept)
-    rest.fill_(torch.nan)
-    assert bool(whole(rest).isnan().all()), "written between the rows"
+    frame_is_untouched(kept)
 
 
 @DTYPES
@@ -130,8 +127,8 @@ def test_convolution(order: str, dtype: torch.dtype, has_pool: bool, device: tor
     arguments.pop("out")
     if not has_pool:  # all sequences start from zeros, in either call
         arguments["has_initial_state"] = torch.zeros(case.count + 1, dtype=torch.bool, device=device)
-    before = copies(arguments)
-    in_pool = copies(arguments)
+    before = twin(arguments)
+    in_pool = twin(arguments)
     expected = gdn.causal_conv1d_fn(**in_pool, backend="cute")
     pool, window = in_pool["conv_states"], case.width - 1
     rows = 3 * case.count
@@ -166,7 +163,7 @@ def test_prefill_step(
     test_gdn_prefill.force_form(monkeypatch, form)
     case = test_gdn_prefill.Case(layout=layout, has_checkpoints=True, lengths=(130, 64, 0, 70, 1, 200))
     arguments = test_gdn_prefill.make(case, device)
-    before, in_pools, plain = copies(arguments), copies(arguments), copies(arguments)
+    before, in_pools, plain = twin(arguments), twin(arguments), twin(arguments)
     gdn.fused_gdn_prefill(**in_pools, backend="cute")
     gdn.fused_gdn_prefill(**{name: x for name, x in plain.items() if not name.startswith("checkpoint")}, backend="cute")
     row_of = renumbered(arguments, 20)
@@ -202,15 +199,7 @@ def judge_intermediate(kept: Tensor, exact: Tensor, tolerance: float) -> None:
                 assert bool(kept[row, token].isnan().all()), f"row {row}, token {token} was written"
             else:
                 assert relative(kept[row, token], exact[row, token]) <= tolerance, f"row {row}, token {token}"
-    rest = copy_of(kept)
-    rest.fill_(torch.nan)
-    assert bool(whole(rest).isnan().all()), "written between the rows"
-
-
-def on_cpu(arguments: Arguments) -> Arguments:
-    """Floats in float64 on the CPU."""
-    moved = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in arguments.items()}
-    return {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in moved.items()}
+    frame_is_untouched(kept)
 
 
 TOLERANCE = {F32: 1e-4, BF16: 2.0**-8}
@@ -240,7 +229,7 @@ def test_recurrent(
         known += [0] * (arguments["q"].shape[1] - len(known))
         arguments["parent_token"] = torch.tensor(known, dtype=torch.int32, device=device)
     before = copied(arguments)
-    exact = on_cpu(before) | {"intermediate_states": torch.full(kept.shape, torch.nan, dtype=torch.float64)}
+    exact = on_cpu(before, wide=True) | {"intermediate_states": torch.full(kept.shape, torch.nan, dtype=torch.float64)}
     exact.pop("out", None)
     expected, _ = reference.fused_recurrent_gated_delta_rule(**exact)
     o, final = run("fused_recurrent_gated_delta_rule", arguments, backend)
@@ -267,9 +256,9 @@ def test_decode_step(
     arguments, padding = test_gdn_decode.make(case, device)
     rows = torch.tensor([9, 8, 1, 7, 3, 5, NULL, 2], dtype=torch.int64, device=device)
     kept = rows_of_nan(10, (4, *arguments["ssm_state"].shape[1:]), dtype, device)
-    before = copies(arguments)
+    before = twin(arguments)
     arguments |= {"intermediate_states": kept, "intermediate_indices": rows}
-    exact = on_cpu(before) | {"intermediate_states": torch.full(kept.shape, torch.nan, dtype=torch.float64)}
+    exact = on_cpu(before, wide=True) | {"intermediate_states": torch.full(kept.shape, torch.nan, dtype=torch.float64)}
     exact |= {"intermediate_indices": rows.cpu(), "out": None}
     expected = reference.fused_gdn_decode(**exact)
     result = gdn.fused_gdn_decode(**arguments, backend="cute")
@@ -301,7 +290,7 @@ def test_a_cache_of_w_columns(operator: str, device: torch.device) -> None:
     cache[..., 1:] = arguments[pool]
     view = cache[..., 1:]
     assert view.data_ptr() % 16 and view.stride(2) == 1
-    aligned = copies(arguments)
+    aligned = twin(arguments)
     expected = getattr(gdn, operator)(**aligned, backend="cute")
     result = getattr(gdn, operator)(**arguments | {pool: view}, backend="cute")
     assert same_bits(result, expected) and same_bits(view, aligned[pool]) and bool(cache[..., 0].isnan().all())

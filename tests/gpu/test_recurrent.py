@@ -11,11 +11,13 @@ import gdn
 from gdn import runtime
 from gdn.device import H100
 from gdn.ops.delta_rule.inputs import CASES, recurrent_inputs
+from gdn.ops.delta_rule.oracle import DeltaRuleResult
 from gdn.ops.delta_rule.problem import RecurrentProblem
 from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
 from tests.gpu import cases
-from tests.gpu.delta_rule import backends, copied, judge, run
+from tests.gpu.delta_rule import Arguments, backends, copied, judge, run
+from tests.gpu.twins import are_same
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +42,22 @@ def arguments_of(problem: RecurrentProblem, device: torch.device, **changes: Any
     return arguments
 
 
+def check(arguments: Arguments, backend: str, monkeypatch: pytest.MonkeyPatch) -> DeltaRuleResult:
+    """One call against the oracle, whose result it returns."""
+    before = copied(arguments)
+    return judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+
+
+def check_repeats(arguments: Arguments, backend: str) -> None:
+    """The same bits every time."""
+    first: list[torch.Tensor] | None = None
+    for _ in range(20):
+        call = copied(arguments) | {"out": torch.full_like(arguments["out"], torch.nan)}
+        found = [run(FUNCTION, call, backend)[0], call["initial_state"]]
+        first = first or found
+        assert are_same(found, first)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "problem",
@@ -48,8 +66,7 @@ def arguments_of(problem: RecurrentProblem, device: torch.device, **changes: Any
 )
 def test_variants(problem: RecurrentProblem, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = arguments_of(problem, device)
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+    check(arguments, backend, monkeypatch)
 
 
 @LAYOUTS
@@ -57,8 +74,7 @@ def test_variants(problem: RecurrentProblem, backend: str, device: torch.device,
 @pytest.mark.parametrize("case", CASES)
 def test_hard_inputs(case: Any, backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = arguments_of(replace(cases.MAIN_RECURRENT, state_v_first=v_first), device, case=case)
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+    check(arguments, backend, monkeypatch)
 
 
 @LAYOUTS
@@ -66,8 +82,7 @@ def test_hard_inputs(case: Any, backend: str, v_first: bool, device: torch.devic
 @pytest.mark.parametrize("lengths", [[0], [1], [0, 0, 2], [70], [1] * 128], ids=["0", "1", "0-0-2", "70", "128 x 1"])
 def test_lengths(lengths: list[int], backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = arguments_of(replace(cases.MAIN_RECURRENT, state_v_first=v_first), device, lengths=lengths, null_sequences=[])
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+    check(arguments, backend, monkeypatch)
 
 
 @LAYOUTS
@@ -81,8 +96,7 @@ def test_speculative_rules(backend: str, v_first: bool, device: torch.device, mo
     for name in ("ssm_state_indices", "final_state_indices", "num_accepted_tokens"):
         extra = torch.full_like(arguments[name][:1], 10**6)
         arguments[name] = torch.cat([arguments[name], extra])
-    before = copied(arguments)
-    expected = judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+    expected = check(arguments, backend, monkeypatch)
     assert expected.live == [True, False, False, True, False, True]
 
 
@@ -98,8 +112,7 @@ def test_indices_with_strides(backend: str, v_first: bool, device: torch.device,
         arguments[name] = view
     accepted = arguments["num_accepted_tokens"]
     arguments["num_accepted_tokens"] = torch.stack([accepted, accepted + 100], dim=1)[:, 0]
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+    check(arguments, backend, monkeypatch)
 
 
 @LAYOUTS
@@ -118,14 +131,7 @@ def test_in_place_without_indices(backend: str, v_first: bool, device: torch.dev
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_repeats_give_the_same_bits(backend: str, v_first: bool, device: torch.device) -> None:
     arguments = arguments_of(replace(cases.MAIN_SPECULATIVE, state_v_first=v_first), device)
-    first: tuple[torch.Tensor, torch.Tensor] | None = None
-    for _ in range(20):
-        call = copied(arguments)
-        call["out"] = torch.full_like(arguments["out"], torch.nan)
-        o, pool = run(FUNCTION, call, backend)
-        assert pool is not None
-        first = (o, pool) if first is None else first
-        assert same_bits(o, first[0]) and same_bits(pool, first[1])
+    check_repeats(arguments, backend)
 
 
 @LAYOUTS

@@ -14,8 +14,8 @@ from gdn.ops.delta_rule.tiles import Config, k_per_thread
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.gpu import cases
-from tests.gpu.delta_rule import copied, judge, run
-from tests.gpu.test_recurrent import FUNCTION, arguments_of
+from tests.gpu.delta_rule import copied, run
+from tests.gpu.test_recurrent import FUNCTION, arguments_of, check, check_repeats
 
 pytestmark = pytest.mark.gpu
 
@@ -59,16 +59,11 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     env.reload()  # forgets calls seen before
 
 
-def check(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, "cute"), before, monkeypatch)
-
-
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("problem", [*cases.recurrent_problems(), cases.MAIN_SPECULATIVE, cases.MAIN_VERIFY], ids=cases.name)
 def test_variants(problem: RecurrentProblem, which: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, which)
-    check(arguments_of(problem, device), monkeypatch)
+    check(arguments_of(problem, device), "cute", monkeypatch)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -78,13 +73,13 @@ def test_raw_gates(
     problem: RecurrentProblem, lengths: list[int] | None, which: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force(monkeypatch, which)
-    check(arguments_of(problem, device, **({} if lengths is None else {"lengths": lengths})), monkeypatch)
+    check(arguments_of(problem, device, **({} if lengths is None else {"lengths": lengths})), "cute", monkeypatch)
 
 
 @pytest.mark.parametrize("lengths", [[0], [1], [0, 0, 2], [70], [1] * 128], ids=["0", "1", "0-0-2", "70", "128 x 1"])
 def test_lengths(lengths: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, 0)
-    check(arguments_of(MAIN, device, lengths=lengths, null_sequences=[]), monkeypatch)
+    check(arguments_of(MAIN, device, lengths=lengths, null_sequences=[]), "cute", monkeypatch)
 
 
 def test_accepted_beyond_a_warp_of_columns(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +93,7 @@ def test_accepted_beyond_a_warp_of_columns(device: torch.device, monkeypatch: py
         if 1 <= count <= len(slots):  # that slot is read; the others hold NaN
             state = arguments["initial_state"][slots[count - 1]]
             state.copy_(torch.randn(state.shape, generator=source, device=device))
-    check(arguments, monkeypatch)
+    check(arguments, "cute", monkeypatch)
 
 
 @pytest.mark.parametrize("every_token", [False, True])
@@ -118,11 +113,4 @@ def test_rounding_does_not_depend_on_the_form(every_token: bool, device: torch.d
 def test_repeats_give_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, 0)
     arguments = arguments_of(DRAFTS, device)
-    results = []
-    for _ in range(10):
-        call = copied(arguments)
-        call["out"] = torch.full_like(arguments["out"], torch.nan)
-        o, _ = run(FUNCTION, call, "cute")
-        results.append((o, call["initial_state"]))
-    for o, pool in results[1:]:
-        assert same_bits(o, results[0][0]) and same_bits(pool, results[0][1])
+    check_repeats(arguments, "cute")

@@ -7,11 +7,10 @@ import torch
 
 import gdn
 from gdn.ops.delta_rule.inputs import recurrent_inputs, recurrent_problem
-from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
 from tests.gpu import cases
-from tests.gpu.delta_rule import backends, copied, judge, run
-from tests.gpu.test_recurrent import FUNCTION, LAYOUTS
+from tests.gpu.delta_rule import backends, copied, run
+from tests.gpu.test_recurrent import FUNCTION, LAYOUTS, check, check_repeats
 
 pytestmark = pytest.mark.gpu
 
@@ -64,8 +63,7 @@ def test_variants(row: dict[str, Any], backend: str, device: torch.device, monke
     fields |= dict.fromkeys(("head_k_dim", "head_v_dim"), row["head_dim"])
     fields |= {**TREE, "index_dtype": row["index_dtype"], **row["final"], **row["gates"], **{name: row[name] for name in same}}
     arguments = arguments_of(recurrent_problem(dtype="bfloat16", **fields), row["shape"], device)
-    before = copied(arguments)
-    judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
+    check(arguments, backend, monkeypatch)
 
 
 @BACKENDS
@@ -96,13 +94,7 @@ def test_a_node_is_its_path(v_first: bool, backend: str, device: torch.device) -
 @LAYOUTS
 def test_repeats(v_first: bool, backend: str, device: torch.device) -> None:
     arguments = arguments_of(recurrent_problem(**{**cases.MAIN, **TREE, "state_v_first": v_first}), "random", device)
-    first: tuple[torch.Tensor, Any] | None = None
-    for _ in range(20):
-        call = copied(arguments)
-        call["out"] = torch.full_like(arguments["out"], torch.nan)
-        found = run(FUNCTION, call, backend)
-        first = first or found
-        assert same_bits(found[0], first[0]) and same_bits(found[1], first[1])  # type: ignore[arg-type]
+    check_repeats(arguments, backend)
 
 
 @BACKENDS

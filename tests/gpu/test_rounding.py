@@ -24,14 +24,15 @@ from gdn.ops.delta_rule.tokens import stochastic_bfloat16
 from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
 from tests.gpu import cases, test_gdn_decode
-from tests.gpu.delta_rule import backends
-from tests.gpu.test_gdn_decode import BF16, F32, NULL, Case, copy_of
+from tests.gpu.delta_rule import Arguments, backends
+from tests.gpu.framed import on_cpu
+from tests.gpu.test_gdn_decode import BF16, F32, NULL, Case
+from tests.gpu.twins import copy_of, twin
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 
 Tensor = torch.Tensor
-Arguments = dict[str, Any]
 SEEDS = [0, -1, 2**40 + 12345]
 # Share of a column's largest value, for the kernel's float32 arithmetic: that of the reference on a CPU is wrong by up to 4e-7.
 ARITHMETIC = 3e-6
@@ -92,16 +93,6 @@ def kinds(*names: str) -> Any:
     return pytest.mark.parametrize(("kind", "backend"), pairs)
 
 
-def copies(arguments: Arguments, **changes: Any) -> Arguments:
-    return {name: copy_of(x) if isinstance(x, Tensor) else x for name, x in (arguments | changes).items()}
-
-
-def wide_copies(arguments: Arguments) -> Arguments:
-    """Copies on the CPU, in float64."""
-    copied = {name: x.cpu().clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
-    return {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in copied.items()}
-
-
 def written(after: Tensor, before: Tensor) -> list[int]:
     slots = [slot for slot in range(len(after)) if not same_bits(after[slot].cpu(), before[slot].cpu().to(after.dtype))]
     assert slots
@@ -121,7 +112,7 @@ def test_general(kind: str, backend: str, seed: int, device: torch.device) -> No
     arguments = make(device)
     arguments["rounding_seed"] = torch.tensor([seed], device=device)
     before, v_first = copy_of(arguments[name]).cpu(), bool(arguments["state_v_first"])
-    exact = wide_copies(arguments)
+    exact = on_cpu(arguments, wide=True)
     exact["rounding_seed"] = None
     exact_operator(**exact)
     operator(**arguments, backend=backend)
@@ -157,8 +148,8 @@ def stored_and_exact(kind: str, backend: str, seed: int, device: torch.device) -
     arguments = make(device)
     decay_only(op, arguments)
     before = copy_of(arguments[name])
-    narrow = copies(arguments, rounding_seed=torch.tensor([seed], device=device))
-    wide = copies(arguments, rounding_seed=None)
+    narrow = twin(arguments | {"rounding_seed": torch.tensor([seed], device=device)})
+    wide = twin(arguments | {"rounding_seed": None})
     wide[name] = arguments[name].float()
     operator(**narrow, backend=backend)
     operator(**wide, backend=backend)
@@ -200,7 +191,7 @@ def test_right_on_average_over_seeds(device: torch.device) -> None:
     """Every element's mean over many seeds, in units of what the noise alone would make of it."""
     arguments = decode(device, Case(state_dtype=BF16, lengths=(1,) * 3, offsets_dtype=None))
     decay_only("decode", arguments)
-    wide = copies(arguments, ssm_state=arguments["ssm_state"].float())
+    wide = twin(arguments | {"ssm_state": arguments["ssm_state"].float()})
     gdn.fused_gdn_decode(**wide, backend="cute")
     slots = written(wide["ssm_state"], arguments["ssm_state"].float())
     exact = wide["ssm_state"][slots].double()

@@ -14,12 +14,14 @@ import torch
 import gdn
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
+from tests.gpu.delta_rule import Arguments
+from tests.gpu.framed import check_windows, frame_is_untouched, framed, on_cpu, windows
+from tests.gpu.twins import copy_of, twin, whole
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
 
 Tensor = torch.Tensor
-Arguments = dict[str, Any]
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}  # twice the half unit in the last place
 NULL = 0
@@ -71,9 +73,7 @@ class Maker:
         """The same values as columns left .. -right of a wider tensor of NaN."""
         if not self.case.strided:
             return values.clone()
-        wide = values.new_full((values.shape[0], left + values.shape[1] + right), torch.nan)
-        wide[:, left:-right] = values
-        return wide[:, left:-right]
+        return framed(values, left, right)
 
     def offsets(self) -> Tensor:
         return torch.tensor([0, *accumulate(self.case.lengths)], dtype=self.case.offsets_dtype, device=self.device)
@@ -99,65 +99,26 @@ class Maker:
     def pool(self, slots: int, columns: int) -> Tensor:
         """[slots, dim, columns] of NaN, in a frame of NaN."""
         case = self.case
-        columns += case.extra_columns
-
-        def nan(*shape: int) -> Tensor:
-            return torch.full(shape, torch.nan, dtype=case.state_dtype, device=self.device)
-
-        if case.order == "channels":
-            return nan(slots, columns + 1, case.dim + 8)[:, :columns, : case.dim].mT
-        if case.order == "columns":
-            return nan(slots, case.dim, columns)
-        return nan(slots, case.dim + 1, columns + 2, 3)[:, : case.dim, 1:-1, 1]
+        return windows(slots, case.dim, columns + case.extra_columns, case.order, case.state_dtype, self.device)
 
     def slots(self, count: int, total: int) -> list[int]:
         """Different slots, none of them the null slot."""
         return (torch.randperm(total - 1, generator=self.source)[:count] + 1).tolist()
 
 
-def whole(x: Tensor) -> Tensor:
-    """The memory that a view is part of."""
-    return torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-
-
-def copy_of(x: Tensor) -> Tensor:
-    """The same view of a copy of all the memory that it is part of."""
-    return torch.as_strided(whole(x).clone(), x.shape, x.stride(), x.storage_offset())
-
-
-def frame_is_untouched(x: Tensor) -> None:
-    rest = copy_of(x)
-    rest.fill_(torch.nan)
-    assert bool(whole(rest).isnan().all()), "written outside of the tensor"
-
-
-def on_cpu(arguments: Arguments, state: str, wide: bool) -> Arguments:
-    """Arguments for the reference; wide: floats as float64. The state keeps its strides' meaning, not its frame."""
-    made = {}
-    for name, value in arguments.items():
-        if isinstance(value, Tensor):
-            value = value.cpu().clone()
-            if wide and value.is_floating_point():
-                value = value.double()
-        made[name] = value
-    assert state in made
-    return made
-
-
 def run(function: str, state: str, arguments: Arguments, dead_rows: list[int]) -> Tensor:
     """Runs the kernel and compares outputs, states and everything around them."""
-    exact = getattr(reference, function)(**on_cpu(arguments, state, wide=True))
-    expected = on_cpu(arguments, state, wide=False)
+    exact = getattr(reference, function)(**on_cpu(arguments, wide=True))
+    expected = on_cpu(arguments, wide=False)
     getattr(reference, function)(**expected)
     pool, out = arguments[state], arguments["out"]
-    frame = copy_of(pool)
+    before = copy_of(pool)
     result = getattr(gdn, function)(**arguments, backend="cute")
     assert result is out
     check(out, exact)
     assert bool((out[dead_rows] == 0).all())
     frame_is_untouched(out)
-    frame.copy_(expected[state].to(pool.device))
-    assert same_bits(whole(frame), whole(pool)), "a slot is not what it should be"
+    check_windows(before, pool, expected[state])
     return out
 
 
@@ -542,7 +503,7 @@ def test_graph_with_changing_contents(device: torch.device) -> None:
             decode(replace(short, lengths=(1, 0, 5, 2, 1, 3), padding=3), device, spec=4),
         ),
     ):
-        live = {name: copy_of(value) if isinstance(value, Tensor) else value for name, value in first.items()}
+        live = twin(first)
         call = getattr(gdn, function)
         call(**live, backend="cute")  # compiles
         graph = torch.cuda.CUDAGraph()
@@ -553,8 +514,8 @@ def test_graph_with_changing_contents(device: torch.device) -> None:
                 if isinstance(value, Tensor):
                     live[name].copy_(value)
             graph.replay()
-            expected = on_cpu(given, state, wide=False)
-            exact = getattr(reference, function)(**on_cpu(given, state, wide=True))
+            expected = on_cpu(given, wide=False)
+            exact = getattr(reference, function)(**on_cpu(given, wide=True))
             getattr(reference, function)(**expected)
             check(live["out"], exact)
             assert same_bits(live[state].cpu().contiguous(), expected[state].contiguous())

@@ -16,18 +16,16 @@ from gdn.ops.delta_rule.problem import RecurrentProblem
 from tests.gpu import (
     cases,
     chunk,
+    chunk_forms,
     test_chunk_checkpoints,
-    test_chunk_choice,
-    test_chunk_head_dims,
-    test_chunk_launches,
     test_gdn_decode,
     test_recurrent,
     test_recurrent_prefetch,
     test_recurrent_tree,
 )
 from tests.gpu.conftest import Force
-from tests.gpu.delta_rule import Arguments, backends, copied, judge, run
-from tests.gpu.twins import copy_of
+from tests.gpu.delta_rule import Arguments, backends
+from tests.gpu.twins import twin
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +42,7 @@ PATTERNS = {  # of the sequences, cyclically: which tokens forget
 # Sequences of several segments of two chunks, too; each of the first seven patterns has tokens, and some have them twice.
 LENGTHS = [200, 300, 65, 257, 70, 384, 130, 64, 1, 0, 129]
 RAGGED: dict[str, Any] = {"lengths": LENGTHS, "padded_tokens": 70, "null_sequences": [7]}
-SEGMENT = 2
+SEGMENT = chunk_forms.SEGMENT
 
 
 def forgetful(g: torch.Tensor, offsets: torch.Tensor, is_raw: bool = False) -> None:
@@ -65,26 +63,21 @@ def check_chunk(arguments: Arguments, backend: str, monkeypatch: pytest.MonkeyPa
 
 
 # What computes whole sequences, sequences in segments, and one or the other by the lengths.
-FORMS: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (test_chunk_choice.backend_of(name), test_chunk_choice.WHOLE[name] | {"split_chunks": 0})
-    for name in ("clusters", "items", "fours", "both", "ring", "tilelang-2", "tilelang-4")
-}
-FORMS |= {
-    "tilelang-apart": ("tilelang", {"split_chunks": 0}),
-    "segments": ("cute", {"split_chunks": SEGMENT}),
-    "tilelang-segments": ("tilelang", {"split_chunks": SEGMENT}),
-}
-for _name in ("both", "clusters", "tilelang-4"):
-    for _kind, _cut_above in (("cut", 100), ("whole", 10**6)):
-        _fields = test_chunk_choice.WHOLE[_name] | {"split_chunks": SEGMENT, "split_if_longest_exceeds": _cut_above}
-        FORMS[f"{_name}, {_kind}"] = (test_chunk_choice.backend_of(_name), _fields)
+WHOLE = ("clusters", "items-3", "fours", "both", "ring", "tilelang-2", "tilelang-4")
+FORMS: list[tuple[str, dict[str, int]]] = [
+    *((form, {}) for form in (*WHOLE, *chunk_forms.IN_SEGMENTS)),
+    *(
+        (form, {"split_chunks": SEGMENT, "split_if_longest_exceeds": tokens})
+        for form in ("both", "clusters", "tilelang-4")
+        for tokens in (100, 10**6)  # all are cut, or none
+    ),
+]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_chunk(form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
+@pytest.mark.parametrize(("form", "changes"), FORMS, ids=str)
+def test_chunk(form: str, changes: dict[str, int], device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
     """Final states and checkpoints are judged as o is."""
-    backend, fields = FORMS[form]
-    force(**fields)
+    backend = chunk_forms.take(form, force, **changes).backend
     problem = chunk_problem(**cases.MAIN, has_mask=True, has_checkpoints=True)
     check_chunk(chunk.arguments_of(problem, device, **RAGGED), backend, monkeypatch)
 
@@ -98,7 +91,7 @@ def test_chunk_of_the_reference(device: torch.device, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("segment", [0, SEGMENT])
 def test_chunk_of_64(segment: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, force: Force) -> None:
     force(split_chunks=segment)
-    problem = test_chunk_checkpoints.PROBLEMS[2]
+    problem = test_chunk_checkpoints.WITH_64
     assert problem.head_k_dim == 64
     check_chunk(chunk.arguments_of(problem, device, **RAGGED), backend, monkeypatch)
 
@@ -110,17 +103,17 @@ def test_chunk_of_padded_dims(
 ) -> None:
     force(split_chunks=segment)
     fields = {"index_dtype": "int32", "has_mask": True, "has_checkpoints": True, "state_dtype": "bfloat16"}
-    problem = test_chunk_head_dims.problem_of(dim, **fields)
+    problem = chunk_forms.of_head_dim(dim, **fields)
     check_chunk(chunk.arguments_of(problem, device, **RAGGED), "cute", monkeypatch)
 
 
 def test_chunk_of_large_dims(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Computed token by token."""
-    problem = test_chunk_head_dims.problem_of(132, **test_chunk_head_dims.STATES[0])
+    problem = chunk_forms.of_head_dim(132, **chunk_forms.HEAD_DIM_STATES[0])
     check_chunk(chunk.arguments_of(problem, device, **RAGGED), "cute", monkeypatch)
 
 
-RAW = next(problem for problem in test_chunk_launches.WIDE if problem.use_gate and problem.dtype == "bfloat16")
+RAW = next(problem for problem in chunk_forms.WIDE if problem.use_gate and problem.dtype == "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -144,9 +137,7 @@ def test_chunk_of_raw_gates(
 
 def check_recurrent(arguments: Arguments, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forgetful(arguments["g"], arguments["cu_seqlens"], bool(arguments.get("use_gate_in_kernel")))
-    before = copied(arguments)
-    results = run(test_recurrent.FUNCTION, arguments, backend)
-    judge(test_recurrent.FUNCTION, arguments, results, before, monkeypatch)
+    test_recurrent.check(arguments, backend, monkeypatch)
 
 
 # Every pattern of a few tokens: from two of a sequence on an ordinary decay comes before a strong one, and after it.
@@ -194,6 +185,6 @@ def test_fused_decode(name: str, backend: str, v_first: bool, device: torch.devi
     arguments, ignored = test_gdn_decode.make(case, device)
     forgetful(arguments["a"][None], torch.tensor(case.starts()), is_raw=True)
     arguments["a"][ignored] = torch.nan
-    before = {name: copy_of(x) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    before = twin(arguments)
     gdn.fused_gdn_decode(**arguments, backend=backend)
     test_gdn_decode.judge(case, before, arguments, ignored)
