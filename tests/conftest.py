@@ -55,6 +55,15 @@ def clean_switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     env.reload()
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tests of small products: more threads only wait for each other, on a busy machine ten times as long as a call takes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def switch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., env.Switches]:
     """switch(NAME="value", ...) sets variables and reads them."""

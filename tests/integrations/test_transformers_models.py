@@ -8,9 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.integrations import transformers_host as host
-from tests.integrations.transformers_host import KINDS, assert_close, exact_ties, generate, on, prompts, reasons, run, served
+from tests.integrations.transformers_host import KINDS, assert_close, generate, on, prompts, reasons, run, served
+from tests.layers import hf
 
-pytestmark = pytest.mark.cover
+pytestmark = [pytest.mark.cover, pytest.mark.usefixtures("one_thread")]
 
 TOKENS = 64
 LEVELS = ("layers", "functions")
@@ -19,20 +20,11 @@ LEVELS = ("layers", "functions")
 SHORT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Such small matrices take several times as long on several threads, more so where other tests run beside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     changes: dict[str, Any] = {"output_gate_type": "sigmoid"} if request.param == "qwen4_exp" else {}
     model = host.build(request.param, **changes)
-    with exact_ties():
+    with hf.exact_ties():
         yield model
 
 
@@ -153,7 +145,7 @@ def test_attention_with_an_indexer_generates_from_one_graph() -> None:
     config._compile_all_devices = True
     options = {"cache_implementation": "static", "compile_config": config}
     try:
-        with exact_ties():
+        with hf.exact_ties():
             wanted = generate(model, ids, 12, attention_mask=mask)
             with on(model, "layers") as handle:
                 assert torch.equal(generate(model, ids, 12, attention_mask=mask, **options), wanted)

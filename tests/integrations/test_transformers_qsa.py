@@ -11,7 +11,8 @@ from gdn.integrations import Handle, _calls
 from gdn.integrations._transformers import packed, qsa
 from gdn.integrations.transformers import enable
 from tests.integrations import transformers_host as host
-from tests.integrations.transformers_host import assert_close, exact_ties, on, prompts, run
+from tests.integrations.transformers_host import assert_close, on, prompts, run
+from tests.layers import hf
 
 PACKED = "packed sequences in attention with an indexer"
 
@@ -19,7 +20,7 @@ PACKED = "packed sequences in attention with an indexer"
 @pytest.fixture(scope="module")
 def model() -> Iterator[PreTrainedModel]:
     model = host.build("qwen4_exp", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    with exact_ties():
+    with hf.exact_ties():
         yield model
 
 

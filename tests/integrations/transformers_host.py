@@ -1,8 +1,6 @@
 """Small models of Transformers, run plainly and enabled, under the argument names of any tested version."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,24 +48,6 @@ def generate(model: Any, ids: Tensor, tokens: int, **options: Any) -> Tensor:
             ids, max_new_tokens=tokens, min_new_tokens=tokens, **{"do_sample": False, "pad_token_id": 0, **options}
         )
     return found
-
-
-@contextmanager
-def exact_ties() -> Iterator[None]:
-    """The host's indexer takes any of equal scores, of which zero is a frequent one; here the first, as the operators do."""
-    original = Tensor.topk
-
-    def topk(scores: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
-        if scores.dim() != 1:
-            return original(scores, k, dim, **options)
-        ranked = scores.sort(descending=True, stable=True)
-        return torch.return_types.topk((ranked.values[:k], ranked.indices[:k]))
-
-    Tensor.topk = topk  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        Tensor.topk = original  # type: ignore[method-assign]
 
 
 def on(model: Any, level: str) -> Handle:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
@@ -37,18 +37,30 @@ HYPER = {
     "hc_count": 3, "hc_lowrank": 12, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 16,
     "indexer_compress_ratio": 4,
 }  # fmt: skip
+# Of published checkpoints: the class of qwen4_exp has no defaults for them.
+INDEXER: dict[str, Any] = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4,
+}  # fmt: skip
+
+
+def configuration(kind: str, **changes: Any) -> Any:
+    config = MODELS[kind][0](**SMALL | (EXPERTS if kind != "qwen3_5" else {}) | (HYPER if kind == "qwen4_exp" else {}) | changes)
+    config._attn_implementation = "eager"
+    return config
 
 
 def build(kind: str, seed: int, **changes: Any) -> PreTrainedModel:
     """A model in float32 whose every parameter is random: the initial ones have norms without effect and equal decay biases."""
-    config_type, model_type = MODELS[kind]
-    fields = SMALL | (EXPERTS if kind != "qwen3_5" else {}) | (HYPER if kind == "qwen4_exp" else {}) | changes
-    config = config_type(**fields)
-    config._attn_implementation = "eager"
-    model = model_type(config).eval()
+    model = MODELS[kind][1](configuration(kind, **changes)).eval()
+    randomise(model, seed)
+    return model
+
+
+def randomise(module: nn.Module, seed: int) -> None:
+    """Random weights that keep the size of what goes through."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in module.named_parameters():
             value = torch.randn(parameter.shape, generator=generator)
             if name.endswith("A_log"):
                 value = (value.sigmoid() * 15 + 0.1).log()
@@ -59,7 +71,30 @@ def build(kind: str, seed: int, **changes: Any) -> PreTrainedModel:
             elif "embed_tokens" not in name:
                 value = value * parameter.shape[-1] ** -0.5
             parameter.copy_(value)
-    return model
+
+
+@contextmanager
+def exact_ties() -> Iterator[list[float]]:
+    """The indexer's top-k, a method of a tensor of scores, takes the smaller index on ties, as the operators do.
+
+    Yields a list for the gaps between the last selected score and the next one. Equal scores, of which zero is a frequent one,
+    have none: the rule decides them on both sides.
+    """
+    original, gaps = Tensor.topk, list[float]()
+
+    def topk(scores: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
+        if scores.dim() != 1:
+            return original(scores, k, dim, **options)
+        values, order = scores.sort(descending=True, stable=True)
+        if k < len(scores) and values[k - 1] > values[k]:
+            gaps.append(float(values[k - 1] - values[k]))
+        return torch.return_types.topk((values[:k], order[:k]))
+
+    Tensor.topk = topk  # type: ignore[method-assign,assignment]
+    try:
+        yield gaps
+    finally:
+        Tensor.topk = original  # type: ignore[method-assign]
 
 
 @dataclass
@@ -100,29 +135,12 @@ class LeftPadded:
 
     def _run(self, ids: Tensor, positions: Tensor, real: Tensor) -> Tensor:
         self._real = real.bool().flatten()
-        with torch.inference_mode(), self._exact_ties():
+        with torch.inference_mode(), exact_ties() as gaps:
             result = self.model(
                 input_ids=ids, attention_mask=self._mask, position_ids=positions, past_key_values=self._cache, use_cache=True
             )
+        self.margin = min([self.margin, *gaps])
         return result.logits
-
-    @contextmanager
-    def _exact_ties(self) -> Iterator[None]:
-        """The indexer's top-k, a method of a tensor of scores, takes the smaller index on ties; zero is a frequent score."""
-        original = torch.Tensor.topk
-
-        def topk(scores: Tensor, k: int, dim: int = -1) -> Any:
-            ranked = scores.sort(dim=dim, descending=True, stable=True)
-            if scores.dim() == 1 and k < len(scores):
-                gap = float(ranked.values[k - 1] - ranked.values[k])
-                self.margin = min(self.margin, gap) if gap > 0 else self.margin
-            return torch.return_types.topk((ranked.values.narrow(dim, 0, k), ranked.indices.narrow(dim, 0, k)))
-
-        torch.Tensor.topk = topk  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            torch.Tensor.topk = original  # type: ignore[method-assign]
 
 
 def model_of(reference: Any) -> tuple[HybridModel, HybridConfig]:

@@ -131,6 +131,7 @@ def test_an_index_that_does_not_fit_is_named(content: str, message: str, tmp_pat
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("{", "config.json: expected JSON, got Expecting"),
         ("[1]", "config.json: config: expected a configuration of Transformers or a dict, got list"),
         ('{"model_type": "qwen3_next", "head_dim": "64"}', "config.json: head_dim: expected an int, got str"),
         ('{"model_type": "llama"}', "config.json: model_type: expected one of"),

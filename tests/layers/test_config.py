@@ -1,26 +1,21 @@
 """`HybridConfig.from_transformers`: what is read, and what is refused by name."""
 
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers.models.qwen3_5 import Qwen3_5Config, Qwen3_5TextConfig, Qwen3_5VisionConfig
-from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
+from transformers.models.qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 from transformers.models.qwen4_exp import Qwen4ExpConfig, Qwen4ExpTextConfig
 
 from gdn.layers import DecoderLayer, RotaryEmbedding
 from gdn.layers.config import HybridConfig
-from gdn.layers.loading import read_config
 from gdn.layers.named import NAMED, first_layers
+from tests.layers import hf
 
 ROTARY = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-INDEXER: dict[str, Any] = {
-    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4,
-    "rope_parameters": ROTARY,
-}  # fmt: skip
+INDEXER: dict[str, Any] = {**hf.INDEXER, "rope_parameters": ROTARY}
 
 
 def test_qwen3_next() -> None:
@@ -31,27 +26,6 @@ def test_qwen3_next() -> None:
     assert (config.projection_layout, config.residual, config.index_topk) == ("interleaved", "plain", 0)
     assert (config.rotary_dim, config.rope_theta) == (64, 10_000.0)
     assert [config.is_moe(layer) for layer in range(4)] == [False, True, False, True]
-
-
-def test_rotary_parameters_of_old_and_new_files() -> None:
-    raw = Qwen3NextConfig().to_dict()
-    new = raw | {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.5, "rope_type": "default"}}
-    old = {name: value for name, value in raw.items() if name not in ("rope_parameters", "layer_types")}
-    old |= {"rope_theta": 1e7, "partial_rotary_factor": 0.5, "rope_scaling": None, "full_attention_interval": 4}
-    assert HybridConfig.from_transformers(old) == HybridConfig.from_transformers(new)
-    mrope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
-    config = HybridConfig.from_transformers(Qwen3_5TextConfig(rope_parameters=mrope | {"partial_rotary_factor": 0.25}))
-    assert (config.rope_theta, config.rotary_dim) == (1e7, 64)
-
-
-@pytest.mark.parametrize(("composite", "text"), [(Qwen3_5Config, Qwen3_5TextConfig), (Qwen3_5MoeConfig, Qwen3_5MoeTextConfig)])
-def test_text_model_of_a_composite_configuration(composite: Any, text: Any) -> None:
-    own = text(num_hidden_layers=8)
-    config = HybridConfig.from_transformers(composite(text_config=own.to_dict()))
-    assert config == HybridConfig.from_transformers(own)
-    assert config.projection_layout == "flat"
-    tied = HybridConfig.from_transformers(composite(text_config=own.to_dict(), tie_word_embeddings=True))
-    assert tied == dataclasses.replace(config, tie_word_embeddings=True)
 
 
 def test_qwen4_exp() -> None:
@@ -82,16 +56,8 @@ def test_token_wise_indexer_by_the_names_of_vllm() -> None:
         (Qwen4ExpTextConfig(), "indexer_n_heads: expected a positive number"),
         (Qwen3NextConfig(attention_bias=True), "attention_bias"),
         (Qwen3NextConfig(hidden_act="gelu"), "expected one of 'silu'"),
-        (
-            Qwen3NextConfig(
-                rope_parameters={
-                    "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e7, "original_max_position_embeddings": 32768
-                }
-            ),
-            "rope_parameters: expected rope_type 'default'.*got rope_type 'yarn'",
-        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_served_is_refused(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HybridConfig.from_transformers(config)
@@ -141,12 +107,6 @@ def test_a_layer_that_the_model_has_not_is_refused() -> None:
 def test_ranks_are_counted_with_ints() -> None:
     with pytest.raises(TypeError, match="^size: expected an int, got float"):
         NAMED["tiny"].per_rank(2.0)  # type: ignore[arg-type]
-
-
-def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: expected JSON, got Expecting"):
-        read_config(tmp_path)
 
 
 def test_a_field_without_a_default_is_named() -> None:

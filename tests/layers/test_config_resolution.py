@@ -29,9 +29,6 @@ ROTARY: dict[str, Any] = {
 }  # fmt: skip
 COMPOSITES: dict[str, Any] = {"qwen3_5": Qwen3_5Config, "qwen3_5_moe": Qwen3_5MoeConfig, "qwen4_exp": Qwen4ExpConfig}
 KINDS = tuple(hf.MODELS)
-INDEXER = {
-    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4,
-}  # fmt: skip
 DEFAULT = {"rope_type": "default"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 SAME = (
@@ -63,7 +60,7 @@ FITTING: dict[str, Any] = {
 def least(kind: str) -> dict[str, Any]:
     """What a dict must state: its type, and an indexer with its rotated share where the model here has one."""
     text = "qwen3_next" if kind == "qwen3_next" else f"{kind}_text"
-    return {"model_type": text} | (INDEXER | {"partial_rotary_factor": 0.25} if kind == "qwen4_exp" else {})
+    return {"model_type": text} | (hf.INDEXER | {"partial_rotary_factor": 0.25} if kind == "qwen4_exp" else {})
 
 
 def full(kind: str) -> dict[str, Any]:
@@ -106,7 +103,7 @@ def test_every_field_may_be_absent(kind: str) -> None:
     assert_resolved(kind, least(kind))
     whole = full(kind)
     assert_resolved(kind, whole)
-    needed = {"model_type", *(INDEXER if kind == "qwen4_exp" else ())}
+    needed = {"model_type", *(hf.INDEXER if kind == "qwen4_exp" else ())}
     tried = 0
     for name in whole.keys() - needed:
         raw = {key: value for key, value in whole.items() if key != name}
@@ -129,6 +126,7 @@ def test_every_field_may_be_absent(kind: str) -> None:
         {"rope_parameters": DEFAULT | {"rope_theta": 1e6}, "rope_scaling": None},
         {"rope_parameters": DEFAULT | {"rope_theta": 1e6}, "rope_scaling": {}},
         {"rope_parameters": None, "rope_scaling": None, "rope_theta": 1e6},
+        {"rope_theta": 1e7, "partial_rotary_factor": 0.5, "rope_scaling": None, "full_attention_interval": 4},
         {"rope_parameters": {}, "partial_rotary_factor": 0.5},
         {"rope_parameters": {"type": "default", "rope_theta": 1e6}},
         {"rope_parameters": {"rope_type": "default", "type": "yarn"}},
@@ -281,6 +279,7 @@ def test_composite_configurations(kind: str) -> None:
     del nothing["model_type"]  # the class decides, not what is inside
     both({"model_type": kind, "text_config": whole})
     both({"model_type": kind, "text_config": nothing})
+    both({"model_type": kind, "text_config": theirs(kind, whole).to_dict()})
     if kind != "qwen4_exp":  # whose default has no indexer
         assert both({"model_type": kind, "text_config": None}) == both({"model_type": kind})
     assert both({"model_type": kind, "text_config": nothing, "tie_word_embeddings": True}).tie_word_embeddings

@@ -1,7 +1,5 @@
 """The indexer in FP8: what it selects, next to what exact sums of the same e4m3 values select, and to the float64 selection."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,20 +9,14 @@ from tests.layers import oracle
 from tests.layers.attention_cases import config, deviation, layer_of, prompts
 from tests.layers.paged import Batch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = [260, 120]
 FORMS = {  # cache dtype, and the values of its rows
     "token-wise": (torch.uint8, oracle.scaled_e4m3),
     "token-wise, two key heads": (torch.uint8, oracle.scaled_e4m3),
     "compressed": (torch.float8_e4m3fn, oracle.plain_e4m3),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def mask_of(indices: Tensor, tokens: int) -> Tensor:

@@ -207,10 +207,7 @@ def test_a_model_without_memory_gets_it_later(is_tied: bool) -> None:
 def test_shapes_of_published_sizes(kind: str, size: int) -> None:
     """The default configurations are those of the published models; tensors without memory have their shapes."""
     config_type, model_type = hf.MODELS[kind]
-    indexer = {
-        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048,
-        "indexer_compress_ratio": 4, "rope_parameters": hf.SMALL["rope_parameters"],
-    }  # fmt: skip
+    indexer = hf.INDEXER | {"rope_parameters": hf.SMALL["rope_parameters"]}
     whole = config_type(**{"num_hidden_layers": 4} | (indexer if kind == "qwen4_exp" else {}))
     with torch.device("meta"):
         tensors = model_type(whole).state_dict()

@@ -10,19 +10,16 @@ from transformers.models.qwen4_exp import Qwen4ExpTextConfig
 from gdn.layers.config import HybridConfig
 from gdn.layers.named import NAMED, first_layers
 from gdn.models import MODELS
-
-INDEXER = {
-    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
-}  # fmt: skip
+from tests.layers import hf
 
 
 def test_they_are_those_of_transformers() -> None:
     token_wise = {"index_topk": 2048, "index_n_heads": 16, "index_head_dim": 128}
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
     expected = {
         "qwen3-next-80b": dataclasses.replace(HybridConfig.from_transformers(Qwen3NextConfig()), **token_wise),
         "qwen3.5-35b": HybridConfig.from_transformers(Qwen3_5MoeTextConfig()),
-        "qwen3.8-flash-next": HybridConfig.from_transformers(Qwen4ExpTextConfig(**INDEXER)),
+        "qwen3.8-flash-next": HybridConfig.from_transformers(Qwen4ExpTextConfig(**hf.INDEXER, rope_parameters=rotary)),
     }
     for name, config in expected.items():
         assert NAMED[name] == config

@@ -1,7 +1,6 @@
 """Whole models of qwen4_exp (compressed indexer, gated residual streams, experts) against Transformers: packed rows on the
 package's own caches and metadata, prompts in chunks, and decode steps in the form that a captured graph takes."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from gdn.layers.metadata import GDNMetadataBuilder
 from gdn.layers.model import HybridModel
 from gdn.layers.step import StepMetadata
 from tests.layers import hf
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LIMIT = 2e-5  # of the largest logit, float32
 NEAR_TIES = 1e-5  # between experts, and between groups of the indexer
@@ -35,14 +36,6 @@ CASES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
     ),
 }  # fmt: skip
 LEFT_OUT: dict[str, tuple[int, ...]] = {}  # seeds with smaller gaps
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Engine:

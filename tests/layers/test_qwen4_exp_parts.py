@@ -1,7 +1,5 @@
 """Attention layer and gated residual streams against Transformers' modules of qwen4_exp, and of Qwen3-Next (no indexer)."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,30 +8,28 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4_exp
 
 from gdn.layers import hyper, indexer, sparse_attention
 from gdn.layers.config import HybridConfig
+from tests.layers import hf
 from tests.layers.attention_cases import deviation, prompts
 from tests.layers.paged import Batch
-from tests.layers.qwen4_exp import randomise, stable_topk, text_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LIMIT = 2e-5
 NEAR_TIES = 1e-5
 LEFT_OUT: tuple[int, ...] = ()  # seeds with a smaller gap between scores
 LENGTHS = [300, 1, 17, 77]
 
-# What differs from the small configuration of tests/layers/qwen4_exp.py.
+SMALL: dict[str, object] = dict(
+    indexer_budget=32, hc_count=4,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]},
+)  # fmt: skip
+# What differs from it.
 CONFIGS: dict[str, dict[str, object]] = {
     "as it is": {},
     "budget 16, groups of 2": dict(indexer_budget=16, indexer_compress_ratio=2, num_key_value_heads=1),
     "budget 64, groups of 4": dict(indexer_budget=64, num_attention_heads=6),
     "budget 16, one head": dict(indexer_budget=16, indexer_n_heads=1, indexer_head_dim=16),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def loaded(layer: nn.Module, theirs: nn.Module) -> None:
@@ -56,17 +52,17 @@ def run_theirs(module: nn.Module, rotary: nn.Module, hidden: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_attention_of_qwen4_exp(name: str) -> None:
-    theirs_config = text_config(**CONFIGS[name])
+    theirs_config = hf.configuration("qwen4_exp", **SMALL | CONFIGS[name])
     config = HybridConfig.from_transformers(theirs_config)
     seed = next(seed for seed in range(9) if seed not in LEFT_OUT)
     theirs = qwen4_exp.Qwen4ExpTextAttention(theirs_config, 1)
-    randomise(theirs, seed)
+    hf.randomise(theirs, seed)
     layer = sparse_attention.SparseAttention(config)
     loaded(layer, theirs)
     rows = prompts(LENGTHS, config.hidden_size, seed)
-    with stable_topk() as margins:
+    with hf.exact_ties() as gaps:
         want = [run_theirs(theirs, qwen4_exp.Qwen4ExpTextRotaryEmbedding(theirs_config), one) for one in rows]
-    assert margins.indexer >= NEAR_TIES, "a near tie: add the seed to LEFT_OUT"
+    assert min(gaps) >= NEAR_TIES, "a near tie: add the seed to LEFT_OUT"
     for got, expected in zip(Batch(layer, config, len(rows), 304).step(rows), want, strict=True):
         assert deviation(got, expected) < LIMIT
     decoded = Batch(layer, config, len(rows), 304)
@@ -90,7 +86,7 @@ def test_attention_of_qwen3_next(kv_heads: int) -> None:
     )  # fmt: skip
     config = HybridConfig.from_transformers(theirs_config)
     theirs = qwen3_next.Qwen3NextAttention(theirs_config, 3)
-    randomise(theirs, 0)
+    hf.randomise(theirs, 0)
     layer = sparse_attention.SparseAttention(config)
     loaded(layer, theirs)
     rows = prompts([90, 1, 33], config.hidden_size)
@@ -102,9 +98,9 @@ def test_attention_of_qwen3_next(kv_heads: int) -> None:
 @pytest.mark.parametrize("streams", [2, 4])
 @pytest.mark.parametrize("injects", [True, False])
 def test_gated_residual(streams: int, injects: bool) -> None:
-    theirs_config = text_config(hc_count=streams)
+    theirs_config = hf.configuration("qwen4_exp", hc_count=streams)
     theirs = qwen4_exp.Qwen4ExpTextGatedResidual(theirs_config, use_combine=injects)
-    randomise(theirs, 0)
+    hf.randomise(theirs, 0)
     ours = hyper.HyperConnection(HybridConfig.from_transformers(theirs_config), injects=injects)
     names = [name for name in hyper.TENSORS if injects or "inject" not in name]
     ours.load_state_dict({name: theirs.state_dict()[hyper.TENSORS[name][0][0]] for name in names})

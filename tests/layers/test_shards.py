@@ -6,12 +6,11 @@ from torch import Tensor
 
 from gdn.layers import loading
 from gdn.layers.config import HybridConfig
-from gdn.layers.gated_delta_net import GatedDeltaNet
 from gdn.layers.mlp import MLP, MoE
 from gdn.layers.model import HybridModel
 from tests.layers import hf
 from tests.layers.paged import Batch
-from tests.layers.serving import gdn_metadata
+from tests.layers.rank_cases import gdn_steps
 
 # Head counts that four ranks divide, but fewer key and value heads of attention than ranks.
 SIZES = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_attention_heads": 8, "intermediate_size": 32}
@@ -34,45 +33,22 @@ def assert_sum(parts: list[Tensor], whole: Tensor) -> None:
     torch.testing.assert_close(torch.stack(parts).sum(0), whole, rtol=0, atol=2e-6 * float(whole.abs().max()))
 
 
-def gdn_outputs(layer: GatedDeltaNet, heads: slice, seed: int = 0) -> list[Tensor]:
-    """A prefill and a decode step of one layer on stale states; `heads`: the value heads of this rank."""
-    generator = torch.Generator().manual_seed(seed)
-    states = torch.randn(3, 8, 16, 16, generator=generator)[:, heads].contiguous()
-    windows = torch.zeros(3, layer.conv_dim, 3)
-    slots = torch.tensor([[2], [0]], dtype=torch.int32)
-    outputs = []
-    for queries, contexts in (([5, 70], [0, 0]), ([1, 1], [5, 70])):
-        metadata = gdn_metadata(queries, contexts, [False, False], slots, [1, 1])
-        hidden = torch.randn(sum(queries), layer.hidden_size, generator=generator)
-        outputs.append(layer(hidden, metadata, windows, states))
-    return outputs
-
-
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gated_delta_net(kind: str, size: int) -> None:
-    whole, shards, _ = ranks(kind, size)
-    wanted = gdn_outputs(whole.layers[0].linear_attn, slice(None))
-    each = 8 // size
-    found = [gdn_outputs(shard.layers[0].linear_attn, slice(i * each, (i + 1) * each)) for i, shard in enumerate(shards)]
-    for step, output in enumerate(wanted):
-        assert_sum([one[step] for one in found], output)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_full_attention(kind: str, size: int) -> None:
+def test_layers(kind: str, size: int) -> None:
+    """A prefill and a decode step of both kinds of layers."""
     whole, shards, config = ranks(kind, size)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randn(length, config.hidden_size, generator=generator) for length in (40, 7)]
     token = [torch.randn(1, config.hidden_size, generator=generator) for _ in prompts]
 
-    def outputs(model: HybridModel) -> list[Tensor]:
+    def outputs(model: HybridModel, rank: int, size: int) -> list[Tensor]:
         batch = Batch(model.layers[1].self_attn, model.config, len(prompts), 48)
-        return [torch.cat(batch.step(rows)) for rows in (prompts, token)]
+        attention = [torch.cat(batch.step(rows)) for rows in (prompts, token)]
+        return [*gdn_steps(model.layers[0].linear_attn, config, prompts, token, rank, size), *attention]
 
-    found = [outputs(shard) for shard in shards]
-    for step, output in enumerate(outputs(whole)):
+    found = [outputs(shard, rank, size) for rank, shard in enumerate(shards)]
+    for step, output in enumerate(outputs(whole, 0, 1)):
         assert_sum([one[step] for one in found], output)
 
 

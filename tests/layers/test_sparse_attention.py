@@ -3,7 +3,6 @@ with a cached prefix, decode, drafts, lengths on the host or on the device alone
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,18 +15,12 @@ from tests.layers import oracle
 from tests.layers.attention_cases import CASES, config, deviation, layer_of, prompts
 from tests.layers.paged import Batch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = [180, 5, 66, 1, 33]
 NEAR_TIES = 1e-5  # a smaller gap between a selected and a left out score is not decided by float32
 LEFT_OUT: dict[str, tuple[int, ...]] = {}  # case -> seeds with a smaller gap
 LIMIT = 2e-5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def seed_of(case: str) -> int:
@@ -198,28 +191,6 @@ def test_no_value_is_read_without_host_lengths(case: str) -> None:
             assert out.shape == hidden.shape
             with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
                 int(positions[0])
-
-
-def test_tensor_parallel_shards_sum_to_the_whole() -> None:
-    """Two ranks of a layer with one key head, which both hold, and the whole indexer on each."""
-    chosen = dataclasses.replace(config("compressed"), num_key_value_heads=1)
-    layer = layer_of(chosen)
-    rows = prompts([70, 9], chosen.hidden_size)
-    want = Batch(layer, chosen, 2, 96).step(rows)
-    total = [torch.zeros_like(one) for one in want]
-    q_width, half = layer.q_width, layer.q_width // 2
-    for rank in range(2):
-        part = chosen.per_rank(2)
-        shard = SparseAttention(part)
-        state = dict(layer.state_dict())
-        own = state["qkv_proj.weight"]
-        state["qkv_proj.weight"] = torch.cat([own[rank * half : (rank + 1) * half], own[q_width:]])
-        state["o_proj.weight"] = state["o_proj.weight"].chunk(2, dim=1)[rank]
-        shard.load_state_dict(state)
-        for sum_, one in zip(total, Batch(shard, part, 2, 96).step(rows), strict=True):
-            sum_ += one
-    for one, expected in zip(total, want, strict=True):
-        assert deviation(one, expected) < 1e-5
 
 
 E4M3 = torch.float8_e4m3fn

@@ -1,7 +1,6 @@
 """Whole models with the token-wise indexer, gated and ungated, which Transformers lacks: its Qwen3-Next with the attention layers
 replaced by the masked dense oracle."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from gdn.layers.config import HybridConfig
 from gdn.layers.model import HybridModel
 from tests.layers import hf, oracle
 from tests.layers.serving import Server
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LIMIT = 2e-5  # of the largest logit, float32
 NEAR_TIES = 1e-5  # between scores of the indexer
@@ -28,14 +29,6 @@ CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "no indexer, no gate": ({"attn_output_gate": False}, [33, 70]),
 }  # fmt: skip
 LEFT_OUT: dict[str, tuple[int, ...]] = {}  # seeds with a smaller gap
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def attention_tensors(config: HybridConfig, seed: int) -> dict[str, Tensor]:
