@@ -32,7 +32,7 @@ def compile_command(
     host: Annotated[str, typer.Option(help=f"Who calls: {', '.join(served.HOSTS)}, several with commas, or all.")] = "all",
     block_size: Annotated[int, typer.Option(help="Tokens of a cache block of gdn.layers' attention.")] = 64,
     replay: Annotated[
-        str | None, typer.Option(help="Decode by replay of gdn.layers' caches: auto, 0 or 1; default: as GDN_REPLAY says.")
+        str | None, typer.Option(help="Kernels of decode with replay: auto, 0 or 1; default: as GDN_REPLAY says.")
     ] = None,
     device: Annotated[str, typer.Option(help="The GPU that will run them: h100 or h200.")] = "h100",
     workers: Annotated[int | None, typer.Option(help="Processes that compile; default: one a CPU.")] = None,
