@@ -14,18 +14,24 @@ def run(code: str) -> str:
 
 
 def test_import_is_light():
-    """The import loads no DSL, starts no CUDA and takes at most 0.3 s of processor time beyond torch; it registers the operators.
+    """The import loads no DSL and starts no CUDA, and it registers the operators.
 
-    The least of up to five processes: the same import takes up to twice as long on a processor that others share."""
+    It takes at most 0.3 of the processor time that torch's own import takes in the same process: both depend alike on the machine. That
+    is 0.3 s where torch takes one second. The least of up to five processes, since others share the processor."""
     code = """
-import sys, time, torch
+import sys, time
 start = time.process_time()
+import torch
+between = time.process_time()
 import gdn
-seconds = time.process_time() - start
+ratio = (time.process_time() - between) / (between - start)
 assert torch.ops.gdn.chunk_gated_delta_rule.default is not None
 heavy = [name for name in sys.modules if name.split(".")[0] in ("tilelang", "cutlass", "tvm", "kernels_tl", "kernels_cute")]
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()
-print(seconds)
+print(ratio)
 """
-    assert any(float(run(code)) < 0.3 for _ in range(5))
+    ratios = []
+    while not ratios or (min(ratios) > 0.3 and len(ratios) < 5):
+        ratios.append(float(run(code)))
+    assert min(ratios) <= 0.3, ratios
