@@ -15,6 +15,7 @@ from gdn.ops.indexer.problem import ExpandTopkGroupsProblem
 from tests import conftest as whole
 from tests.compile import checks, conftest, inspection, session
 from tests.compile.session import Session, Task, key_of
+from tests.gpu import conftest as gpu
 
 PROBLEM = ExpandTopkGroupsProblem(ratio=4, group_dtype="int32", position_dtype="int64", num_tokens=64, k=512)
 EXPAND = "kernels_cute.indexer.expand_topk_groups"
@@ -167,3 +168,7 @@ def test_the_folder_is_one_part_of_what_workers_are_dealt() -> None:
     split = whole.part_of
     assert split("tests/compile/test_tables.py::test_a[1]") == split("tests/compile/test_items.py::test_b") == "tests/compile"
     assert split("tests/ops/test_memo.py::test_a[1]") == "tests/ops/test_memo.py::test_a[1]"
+
+
+def test_workers_take_the_gpus_in_turn() -> None:
+    assert [gpu.gpu_of(worker, 2) for worker in (None, "gw0", "gw1", "gw2", "gw13")] == [0, 0, 1, 0, 1]

@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib
 import itertools
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,11 +22,18 @@ from gdn.runtime import devices, env
 Force = Callable[..., None]
 
 
+def gpu_of(worker: str | None, num_gpus: int) -> int:
+    """Index of the GPU that a worker of pytest-xdist takes ("gw3"): in turns. Without workers: 0."""
+    return 0 if worker is None else int(worker.removeprefix("gw")) % num_gpus
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
+    """The GPU of this process. It is the current device, which tests mean by "cuda"."""
     if not torch.cuda.is_available():
         pytest.skip("needs a Hopper GPU (SM90): torch sees no CUDA device")
-    found = torch.device("cuda", torch.cuda.current_device())
+    found = torch.device("cuda", gpu_of(os.environ.get("PYTEST_XDIST_WORKER"), torch.cuda.device_count()))
+    torch.cuda.set_device(found)
     spec, name = devices.describe(found)
     if spec is None:
         pytest.skip(f"needs a Hopper GPU (SM90), got {name}")

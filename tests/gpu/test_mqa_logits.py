@@ -165,7 +165,7 @@ def test_configurations_of_cute(variant, fields):
         inputs = make_mqa_inputs(problem, "cuda", seed=num_keys, ranges=ranges)
         out, margin = poisoned(problem)
         weights = inputs.weights.contiguous() if inputs.weights is not None else None
-        prepared = runtime.prepare(problem, torch.device("cuda", 0), "cute", config=config)
+        prepared = runtime.prepare(problem, torch.device("cuda"), "cute", config=config)
         ranges_of = (inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)
         prepared.launch(MqaLogitsParams(inputs.q, inputs.k, inputs.k_scale, weights, *ranges_of, out, SCALE))
         assert error_of(problem, inputs, out) is None, (num_queries, num_keys, ranges)
@@ -239,7 +239,7 @@ def test_more_tiles_than_costs_can_count(balanced_fraction):
     module = importlib.import_module(registry.operator("mqa_logits").modules["cute"])
     config = dataclasses.replace(module.default_config(problem, H100), balanced_fraction=balanced_fraction, tiles_per_item=64)
     out, margin = poisoned(problem)
-    prepared = runtime.prepare(problem, torch.device("cuda", 0), "cute", config=config)
+    prepared = runtime.prepare(problem, torch.device("cuda"), "cute", config=config)
     fp8 = torch.float8_e4m3fn
     prepared.launch(MqaLogitsParams(q.view(fp8), k.view(fp8), None, None, starts, ends, out, SCALE))
     assert bool(margin.isnan().all()), "wrote beyond a row"
