@@ -23,7 +23,9 @@ def _marked(name: str, mark: Callable[[Tensor], Tensor], *, floats_only: bool) -
         tensor = call.get(path)
         if not isinstance(tensor, Tensor) or (floats_only and not tensor.is_floating_point()):
             return None
-        return put(call, path, mark(tensor))
+        value = mark(tensor)
+        # A copy may have other strides; torch then takes other instructions, whose last bits differ.
+        return put(call, path, value, is_exact=value.stride() == tensor.stride())
 
     SPOILINGS[name] = spoil
 
