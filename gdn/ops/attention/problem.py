@@ -68,6 +68,25 @@ class SparsePrefillProblem(AttentionProblem, op="sparse_attention_prefill"):
         return rows * self._row_bytes() + indices + self.num_tokens * self._token_bytes()
 
 
+@dataclass(frozen=True)
+class AttentionPrefillProblem(AttentionProblem, op="attention_prefill"):
+    """`gdn.attention` of many query tokens a sequence: index_dtype is None."""
+
+    num_tokens: int = size()
+    num_sequences: int = size()
+    max_context_len: int = size()  # positions that the block table of a sequence can address
+
+    def flops(self) -> int:
+        """Every token of equal sequences that are as long as they can be, up to its own position."""
+        tokens = -(-self.num_tokens // max(1, self.num_sequences))
+        pairs = self.num_tokens * max(1, self.max_context_len - tokens // 2)
+        return 4 * pairs * self.num_heads * self.head_dim
+
+    def bytes_moved(self) -> int:
+        """Every cached position is counted once."""
+        return self.num_sequences * self.max_context_len * self._row_bytes() + self.num_tokens * self._token_bytes()
+
+
 class SparseDecodeParams(NamedTuple):
     """Arguments of a launch of `sparse_attention_decode`; tokens, sequences, blocks, block table columns and k are at least 1.
 
@@ -109,4 +128,19 @@ class SparsePrefillParams(NamedTuple):
     out: Tensor
     lse: Tensor
     workspace: Tensor | None
+    scale: float
+
+
+class AttentionPrefillParams(NamedTuple):
+    """Arguments of a launch of `attention_prefill`, as for sparse prefill, without indices."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_tables: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    gate: Tensor | None
+    out: Tensor
+    lse: Tensor
     scale: float

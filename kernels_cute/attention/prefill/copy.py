@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from kernels_cute.attention.prefill import ptx
+from kernels_cute.attention import ptx
 from kernels_cute.attention.prefill.shape import STEP
 from kernels_cute.attention.prefill.tiles import (
     COPY_BARRIER,
@@ -17,11 +17,11 @@ from kernels_cute.attention.prefill.tiles import (
     COPY_WARPS,
     ITEM_WORDS,
     PIECE_BYTES,
-    barrier_at,
     masks_address,
     record_address,
     rows_address,
 )
+from kernels_cute.attention.products import advance, barrier_at
 from kernels_cute.common.ptx import count_up
 
 WARP_ROWS = STEP // COPY_WARPS
@@ -156,13 +156,3 @@ def gather(tiles: cutlass.Constexpr, tile, base, offset, warp, lane):
         row_low, row_high = cute.arch.shuffle_sync(low, row), cute.arch.shuffle_sync(high, row)
         source = base + ((Int64(row_high) << 32) | (Int64(row_low) & Int64(0xFFFFFFFF)))
         ptx.copy_unit(piece + row * PIECE_BYTES + ((unit % 8 ^ row & 7) << 4), source)
-
-
-@cute.jit
-def advance(stage, parity, stages: cutlass.Constexpr):
-    """Return the stage and parity that come next in a ring."""
-    stage = stage + 1
-    if stage == stages:
-        stage = Int32(0)
-        parity = parity ^ 1
-    return stage, parity

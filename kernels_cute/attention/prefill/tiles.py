@@ -55,6 +55,7 @@ class PrefillTiles:
         self.dtype, self.has_gate = CUTE_DTYPES[problem.dtype], problem.has_gate
         self.group, self.block_size = self.heads // self.kv_heads, problem.block_size
         self.queries, self.mask_bytes = queries_of_tile(self.group), mask_bytes(self.group)
+        self.step, self.copied_by_threads = STEP, True
         self.row_bytes = 2 * self.dim
         self.units = self.row_bytes // 16  # of a row: 16 bytes, a lane's copy
         self.lane_rows = 32 // self.units  # rows that a warp copies with one instruction
@@ -118,8 +119,3 @@ def masks_address(tiles: Any, lists: Any, number: Any) -> Any:
     """Masks of a tile's positions, mask_bytes each."""
     before = Int64(lists.num_tiles) * lists.capacity * 4 + Int64(number) * lists.capacity * tiles.mask_bytes
     return lists.base + (HEADER_BYTES + Int64(lists.num_tiles) * (4 * TILE_WORDS) + before)
-
-
-def barrier_at(storage: Any, name: str, stage: Any = 0) -> Any:
-    """Pointer to a barrier."""
-    return getattr(storage, name).data_ptr() + stage

@@ -12,9 +12,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from kernels_cute.attention.prefill import ptx
+from kernels_cute.attention import ptx
 from kernels_cute.attention.prefill.shape import STEP
 from kernels_cute.attention.prefill.tiles import masks_address, record_address, rows_address
+from kernels_cute.attention.tile import tile_of
 
 LOADS = 4  # indices of a thread in flight
 
@@ -31,28 +32,6 @@ def list_tile(tiles: cutlass.Constexpr, storage, params, lists, thread, number):
             ptx.store_global_word(record + 4 * word, value)
         if number == 0:
             ptx.store_global_word(lists.base, Int32(0))  # the next launch counts its items up from here
-
-
-@cute.jit
-def tile_of(tiles: cutlass.Constexpr, params, tile):
-    """Return a tile's sequence, first token, number of queries and the position of the first; the position of padding is
-    negative."""
-    num_sequences = Int32(params.seq_lens.shape[0])
-    low, high = Int32(0), num_sequences
-    while low < high:
-        middle = (low + high + 1) // 2
-        if Int32(params.query_start_loc[middle]) // tiles.queries + middle <= tile:
-            low = middle
-        else:
-            high = middle - 1
-    begin, end = Int32(params.query_start_loc[low]), Int32(params.q.shape[0])
-    first = begin + (tile - begin // tiles.queries - low) * tiles.queries
-    position = Int32(-2 * tiles.queries)
-    if low < num_sequences:
-        end = Int32(params.query_start_loc[low + 1])
-        position = Int32(params.seq_lens[low]) - (end - first)
-    count = cutlass.max(cutlass.min(end - first, tiles.queries), 0)
-    return low, first, count, position
 
 
 @cute.jit

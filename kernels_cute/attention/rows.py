@@ -1,29 +1,32 @@
-"""The end of an item: a math warp divides its 16 rows of o, stores them, and computes rows that are not finite once more.
+"""The end of a tile: a math warp divides its 16 rows of o, stores them, and has rows that are not finite computed once more.
 
-That a row is not finite has one of two causes: its own query selected a NaN or an infinity, or another query of the tile did. A
-warp that meets such a row walks the tile's list and adds up, in float32, the positions that the row's own query selected: right
-in both cases, and slow, as nobody needs it fast.
+The positions that a tile walks are more than each of its queries sees. One that a row does not see has p = 0 there, and 0 v is
+not 0 where v is infinite or NaN. So that a row is not finite has one of two causes: its own query sees a NaN or an infinity, or
+another query of the tile does. A warp that meets such a row adds up, in float32, the positions that the row's own query sees.
+That is right in both cases, and slow, as nobody needs it fast.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from kernels_cute.attention.prefill import ptx
-from kernels_cute.attention.prefill.shape import STEP
-from kernels_cute.attention.prefill.tiles import masks_address, rows_address
+from kernels_cute.attention import ptx
 from kernels_cute.common.memory import sigmoid
 
-LN2 = 0.6931471805599453
+LN2, LOG2E = 0.6931471805599453, 1.4426950408889634
 
 
 @cute.jit
-def finish(tiles: cutlass.Constexpr, params, lists, results, item, row0, lane):
-    """results: o, m and the sums of a lane; row0: first row of the warp in the tile."""
+def finish(tiles: cutlass.Constexpr, params, results, item, row0, lane, repeat: cutlass.Constexpr):
+    """Store a warp's rows of a tile.
+
+    results: o, m and the sums of a lane; item: first token, number of queries, key head; row0: first row of the warp in the tile;
+    repeat(row): computes and stores a row again.
+    """
     rOutputs, rMost, rSums = results
-    steps, first, count, kv_head, tile = item
+    first, count, kv_head = item
     for side in cutlass.range_constexpr(2):
         row = row0 + 8 * side + lane // 4
         is_row = row // tiles.group < count and row < tiles.queries * tiles.group
@@ -57,7 +60,7 @@ def finish(tiles: cutlass.Constexpr, params, lists, results, item, row0, lane):
         if cute.arch.vote_any_sync(is_spoilt != 0):
             for quad in cutlass.range(8, unroll=1):
                 if cute.arch.shuffle_sync(is_spoilt, 4 * quad) != 0:
-                    repeat_row(tiles, params, lists, item, row0 + 8 * side + quad, lane)
+                    repeat(row0 + 8 * side + quad)
 
 
 def gated(tiles: Any, word: Any, gate: Any, total: Any) -> Any:
@@ -85,53 +88,58 @@ def store_lse(tiles: cutlass.Constexpr, params, origin, row, most, total):
     params.lse[first + row // tiles.group, kv_head * tiles.group + row % tiles.group] = most * LN2 + cute.math.log(total)
 
 
+class Repeated(NamedTuple):
+    """Sums of a row that a warp computes again; a lane has dim / 32 neighbouring columns."""
+
+    query: Any
+    row: Any  # of a cache, as loaded
+    sums: Any  # of p v
+
+
 @cute.jit
-def repeat_row(tiles: cutlass.Constexpr, params, lists, item, row, lane):
-    """Compute a row again from its own query's positions alone. A warp does it; a lane has dim / 32 neighbouring columns."""
-    steps, first, count, kv_head, tile = item
-    bit = Int32(1) << (row // tiles.group)
-    rows, masks = rows_address(lists, tile), masks_address(tiles, lists, tile)
+def begin_again(tiles: cutlass.Constexpr, params, origin, row, lane):
+    """Load the row's query, and clear its sums."""
     width = cutlass.const_expr(tiles.dim // 32)
-    rQuery, rKey, rSums = [cute.make_rmem_tensor(width, Float32) for _ in range(3)]
-    load_columns(tiles, row_address(tiles, params.q, (first, kv_head), row), lane, rQuery)
-    rSums.fill(0.0)
-    factor = params.scale * 1.4426950408889634
-    most, total = Float32(-float("inf")), Float32(0.0)
-    for entry in cutlass.range(0, steps * STEP, 32, unroll=1):
-        if cutlass.const_expr(tiles.mask_bytes == 2):
-            mask = ptx.load_global_half(masks + Int64(entry + lane) * 2)
-        else:
-            mask = ptx.load_global_word(masks + Int64(entry + lane) * 4)
-        cache_row = ptx.load_global_word(rows + Int64(entry + lane) * 4)
-        cache_row = cutlass.select_((mask & bit) != 0, cache_row, Int32(-1))
-        for one in cutlass.range(32, unroll=1):
-            found = cute.arch.shuffle_sync(cache_row, one)
-            if found >= 0:
-                load_columns(tiles, cache_address(tiles, params.k_cache, found, kv_head), lane, rKey)
-                score = Float32(0.0)
-                for c in cutlass.range_constexpr(width):
-                    score = score + rQuery[c] * rKey[c]
-                for power in cutlass.range_constexpr(5):
-                    score = score + cute.arch.shuffle_sync_bfly(score, 1 << power)
-                score = score * factor
-                higher = cute.arch.fmax(most, score)
-                base = cutlass.select_(higher == -float("inf"), Float32(0.0), higher)
-                rescale, share = ptx.exp2(most - base), ptx.exp2(score - base)
-                most, total = higher, total * rescale + share
-                load_columns(tiles, cache_address(tiles, params.v_cache, found, kv_head), lane, rKey)
-                for c in cutlass.range_constexpr(width):
-                    rSums[c] = rSums[c] * rescale + rKey[c] * share
-    address = row_address(tiles, params.out, (first, kv_head), row) + lane * (2 * width)
+    again = Repeated(*[cute.make_rmem_tensor(width, Float32) for _ in range(3)])
+    load_columns(tiles, row_address(tiles, params.q, origin, row), lane, again.query)
+    again.sums.fill(0.0)
+    return again
+
+
+@cute.jit
+def add_position(tiles: cutlass.Constexpr, params, again, cache_row, kv_head, lane, most, total):
+    """Add one position to the sums of a row. Return its largest score and the sum of p."""
+    width = cutlass.const_expr(tiles.dim // 32)
+    load_columns(tiles, cache_address(tiles, params.k_cache, cache_row, kv_head), lane, again.row)
+    score = Float32(0.0)
+    for c in cutlass.range_constexpr(width):
+        score = score + again.query[c] * again.row[c]
+    for power in cutlass.range_constexpr(5):
+        score = score + cute.arch.shuffle_sync_bfly(score, 1 << power)
+    score = score * (params.scale * LOG2E)
+    higher = cute.arch.fmax(most, score)
+    base = cutlass.select_(higher == -float("inf"), Float32(0.0), higher)
+    rescale, share = ptx.exp2(most - base), ptx.exp2(score - base)
+    load_columns(tiles, cache_address(tiles, params.v_cache, cache_row, kv_head), lane, again.row)
+    for c in cutlass.range_constexpr(width):
+        again.sums[c] = again.sums[c] * rescale + again.row[c] * share
+    return higher, total * rescale + share
+
+
+@cute.jit
+def store_again(tiles: cutlass.Constexpr, params, again, origin, row, lane, most, total):
+    width = cutlass.const_expr(tiles.dim // 32)
+    address = row_address(tiles, params.out, origin, row) + lane * (2 * width)
     inverse = cutlass.select_(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
     is_aligned = ptx.as_int((address & 3) == 0)
     for c in cutlass.range_constexpr(0, width, 2):
-        word = ptx.pack(tiles.dtype, rSums[c] * inverse, rSums[c + 1] * inverse)
+        word = ptx.pack(tiles.dtype, again.sums[c] * inverse, again.sums[c + 1] * inverse)
         if cutlass.const_expr(tiles.has_gate):
-            gate_at = row_address(tiles, params.gate, (first, kv_head), row) + lane * (2 * width)
+            gate_at = row_address(tiles, params.gate, origin, row) + lane * (2 * width)
             word = gated(tiles, word, ptx.load_global_word(gate_at + 2 * c), total)
         ptx.store_pair_of_halves(address + 2 * c, word, is_aligned)
     if lane == 0:
-        store_lse(tiles, params, (first, kv_head), row, most, total)
+        store_lse(tiles, params, origin, row, most, total)
 
 
 @cute.jit

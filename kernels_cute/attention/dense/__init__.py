@@ -1,0 +1,82 @@
+"""Dense causal attention of many query tokens a sequence on the tensor cores, straight from the paged cache.
+
+    o[t, h] = softmax(scale * q[t, h] k[j, g]) v[j, g] over the positions j up to the query's own, g the key head of h
+              with a gate times sigmoid(gate[t, h])
+
+q, gate, out [tokens, heads, D] bfloat16 | float16    caches [num_blocks, block_size, kv_heads, D]
+
+Lengths are read on the device: one launch serves every batch, and a captured graph serves other lengths. Data flow, registers,
+shared memory and barriers: DESIGN.md.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+
+from gdn.device import DeviceSpec
+from gdn.ops.attention.problem import AttentionPrefillProblem
+from kernels_cute.common import choice
+from kernels_cute.common.choice import HALF_DTYPES, unserved
+
+ENTRY = "gdn_cute_attention_prefill"
+HEAD_DIMS = (128, 256)
+ROWS = 128  # query rows of a tile, 64 of a math warpgroup
+PAGE_MULTIPLE = 16  # of a cache block: a box of the copy engine has that many positions at least
+TABLE_BYTES = 1024  # at most, of shared memory, for barriers
+workspace_bytes, launch = choice.no_workspace, choice.launch
+
+
+@dataclass(frozen=True)
+class Config:
+    step: int  # positions whose scores a math warpgroup computes at a time; their keys are a stage, their values another
+    key_stages: int  # stages of keys in shared memory, in use or on their way
+    value_stages: int  # the same of values
+    turns: bool  # the two math warpgroups take turns in giving products to the tensor cores
+
+
+def refusal(problem: AttentionPrefillProblem) -> str | None:
+    heads, kv_heads = problem.num_heads, problem.num_kv_heads
+    if reason := unserved({HALF_DTYPES: {"q": problem.dtype}}):
+        return reason
+    if problem.head_dim not in HEAD_DIMS:
+        return f"requires head_dim 128 or 256, got {problem.head_dim}"
+    if kv_heads < 1 or heads % kv_heads or not 1 <= heads // kv_heads <= ROWS:
+        return f"requires 1 to {ROWS} query heads for each key head, got {heads} and {kv_heads}"
+    if problem.block_size % PAGE_MULTIPLE:
+        return f"requires cache blocks of a multiple of {PAGE_MULTIPLE} positions, got {problem.block_size}"
+    if not problem.rows_aligned:
+        return "requires cache rows at multiples of 16 bytes"
+    return None
+
+
+def _steps(problem: AttentionPrefillProblem) -> tuple[int, ...]:
+    """Positions of a step: as many as the registers of a math thread hold next to its outputs."""
+    return (80, 64) if problem.head_dim == 256 else (128, 96)
+
+
+def fits(problem: AttentionPrefillProblem, config: Config, device: DeviceSpec) -> bool:
+    rows = ROWS + (config.key_stages + config.value_stages) * config.step
+    shared = TABLE_BYTES + rows * 2 * problem.head_dim
+    is_known = config.step in _steps(problem) and config.turns in (False, True)
+    return is_known and min(config.key_stages, config.value_stages) >= 2 and shared <= device.shared_bytes_per_block
+
+
+def default_config(problem: AttentionPrefillProblem, device: DeviceSpec) -> Config:
+    return Config(_steps(problem)[0], 2, 2, True)
+
+
+def configs(problem: AttentionPrefillProblem, device: DeviceSpec) -> list[Config]:
+    space = [
+        Config(step, *stages, turns) for step in _steps(problem) for stages in ((2, 2), (3, 2), (3, 3)) for turns in (True, False)
+    ]
+    return [config for config in space if fits(problem, config, device)]
+
+
+def piece_of(step: int, block_size: int) -> int:
+    """Positions that one box of the copy engine brings: they lie in one cache block and in one step."""
+    return gcd(step, block_size)
+
+
+def compile(problem: AttentionPrefillProblem, config: Config) -> dict[str, bytes]:
+    from kernels_cute.attention.dense.library import library_of
+
+    return library_of(ENTRY, problem, config)

@@ -1,0 +1,166 @@
+"""A math warpgroup of the dense prefill kernel: 64 rows of the block's tile, from the last position that it sees to the first
+(attention/products.py). Only the first steps have positions that some row does not see, so only they are masked.
+"""
+
+from functools import partial
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from kernels_cute.attention import ptx
+from kernels_cute.attention.dense import ROWS
+from kernels_cute.attention.dense.again import repeat_row
+from kernels_cute.attention.dense.tiles import PIECE_BYTES, TURN, ZEROED
+from kernels_cute.attention.products import (
+    advance,
+    barrier_at,
+    by_columns,
+    by_rows,
+    issue_outputs,
+    issue_scores,
+    output_mma,
+    put_shares,
+    release,
+    scale_outputs,
+    score_mma,
+    soften,
+    tensor_of,
+)
+from kernels_cute.attention.rows import LOG2E, finish
+
+
+@cute.jit
+def math_warpgroup(tiles: cutlass.Constexpr, storage, params, tile, half, warp, lane):
+    """half: number of the math warpgroup; warp: within it."""
+    scores, outputs = score_mma(tiles), output_mma(tiles)
+    thread, output_thread = scores.get_slice(0), outputs.get_slice(0)
+    sQueries = cute.local_tile(tensor_of(storage.queries, by_rows(tiles, ROWS, 1)), (64, tiles.dim), (None, 0, 0))
+    queries = thread.make_fragment_A(thread.partition_A(sQueries))[None, None, None, half]
+    sKeys = tensor_of(storage.keys, by_rows(tiles, tiles.step, tiles.key_stages))
+    sValues = tensor_of(storage.values, by_columns(tiles, tiles.value_stages))
+    keys = thread.make_fragment_B(thread.partition_B(sKeys))
+    values = output_thread.make_fragment_B(output_thread.partition_B(sValues))
+    rScores = cute.make_rmem_tensor(scores.partition_shape_C((64, tiles.step)), Float32)
+    rOutputs = cute.make_rmem_tensor(outputs.partition_shape_C((64, tiles.dim)), Float32)
+    rShares = cute.make_rmem_tensor(outputs.partition_shape_A((64, tiles.step)), tiles.dtype)
+    rMost = cute.make_rmem_tensor(2, Float32)  # of this lane's two rows, 8 apart: largest score so far, sum of p
+    rSums = cute.make_rmem_tensor(2, Float32)
+    operands, registers = (queries, keys, values), (rScores, rOutputs, rShares, rMost, rSums)
+    rOutputs.fill(0.0)
+    rMost.fill(-float("inf"))
+    rSums.fill(0.0)
+    row = half * 64 + warp * 16 + lane // 4
+    # The last position that this lane's rows see, counted from the lane's first column.
+    own = [tile.position + (row + 8 * side) // tiles.group - lane % 4 * 2 for side in range(2)]
+    if cutlass.const_expr(tiles.takes_turns):  # warpgroup 1 hands out the first turn, and warpgroup 0 takes the last
+        if half == 1:
+            end_turn(tiles, half)
+    walk(tiles, storage, operands, registers, tile, (own[0], own[1]), half, warp, lane, params.scale * LOG2E)
+    if cutlass.const_expr(tiles.takes_turns):
+        if half == 0:
+            begin_turn(tiles, half)
+    repeat = partial(repeat_row, tiles, params, tile, lane)
+    finish(tiles, params, (rOutputs, rMost, rSums), (tile.first, tile.count, tile.kv_head), half * 64 + warp * 16, lane, repeat)
+
+
+@cute.jit
+def walk(tiles: cutlass.Constexpr, storage, operands, registers, tile, own, half, warp, lane, factor):
+    """Compute o, m and the sums of the tile."""
+    steps = (tile.limit + (tiles.step - 1)) // tiles.step
+    # Steps whose positions all queries of the tile see; the first step taken is masked in any case.
+    whole = cutlass.max(cutlass.min((tile.position + 1) // tiles.step, steps - 1), 0)
+    ring, value_ring = (Int32(0), Int32(0)), (Int32(0), Int32(0))
+    if steps > 0:
+        cute.arch.mbarrier_wait(barrier_at(storage, "queries_full"), 0)
+        begin_turn(tiles, half)
+        issue_scores(tiles, storage, operands, registers[0], *ring)
+        end_turn(tiles, half)
+        warpgroup.wait_group(0)
+        release(storage, "keys_free", ring[0], lane)
+        mask(tiles, registers[0], own, (steps - 1) * tiles.step, factor)
+        soften(tiles, registers)
+        put_shares(tiles, registers)
+        clear_values(tiles, storage, tile.limit - (steps - 1) * tiles.step, half, warp, lane)
+        for number in cutlass.range(1, steps - whole, unroll=1):
+            place = (steps - 1 - number) * tiles.step
+            ring, value_ring = take_step(
+                tiles, storage, operands, registers, (own, place, factor), ring, value_ring, half, lane, True
+            )
+        for _ in cutlass.range(whole, unroll=1):
+            ring, value_ring = take_step(
+                tiles, storage, operands, registers, (own, Int32(0), factor), ring, value_ring, half, lane, False
+            )
+        issue_outputs(tiles, storage, operands, registers, *value_ring)
+        warpgroup.wait_group(0)
+
+
+@cute.jit
+def take_step(
+    tiles: cutlass.Constexpr, storage, operands, registers, seen, ring, value_ring, half, lane, is_masked: cutlass.Constexpr
+):  # fmt: skip
+    """Add the p v of the step before, and compute p of the next one. Return the rings' stages and parities."""
+    own, place, factor = seen
+    rScores, rOutputs, _, _, rSums = registers
+    stage, parity = advance(*ring, tiles.key_stages)
+    begin_turn(tiles, half)
+    issue_scores(tiles, storage, operands, rScores, stage, parity)
+    issue_outputs(tiles, storage, operands, registers, *value_ring)
+    end_turn(tiles, half)
+    warpgroup.wait_group(1)
+    release(storage, "keys_free", stage, lane)
+    if cutlass.const_expr(is_masked):
+        mask(tiles, rScores, own, place, factor)
+    else:
+        for i in cutlass.range_constexpr(tiles.step // 2):
+            rScores[i] = rScores[i] * factor
+    factors = soften(tiles, registers)
+    # Never stores, sums are not negative: what the sums are made of stays before the wait, under P V.
+    ptx.store_if_negative(storage.queries.data_ptr().toint(), rSums[0] + rSums[1])
+    warpgroup.wait_group(0)
+    release(storage, "values_free", value_ring[0], lane)
+    value_stage, value_parity = advance(*value_ring, tiles.value_stages)
+    scale_outputs(tiles, rOutputs, factors)
+    put_shares(tiles, registers)
+    return (stage, parity), (value_stage, value_parity)
+
+
+@cute.jit
+def mask(tiles: cutlass.Constexpr, rScores, own, place, factor):
+    """Scale the scores of a step that begins at position `place`; -inf where the row does not see the position."""
+    for side in cutlass.range_constexpr(2):
+        last = own[side] - place
+        for n in cutlass.range_constexpr(tiles.step // 8):
+            for e in cutlass.range_constexpr(2):
+                i = 4 * n + 2 * side + e
+                rScores[i] = cutlass.select_(last >= 8 * n + e, rScores[i] * factor, Float32(-float("inf")))
+
+
+@cute.jit
+def clear_values(tiles: cutlass.Constexpr, storage, count, half, warp, lane):
+    """Write zeros to the values of the first step taken that come after the sequence's last position: p is 0 there, and memory
+    that nobody wrote may hold NaN. Both warpgroups write the same zeros, so that neither waits for the other."""
+    if count < tiles.step:
+        base = storage.values.data_ptr().toint()
+        cute.arch.mbarrier_wait(barrier_at(storage, "values_full", 0), 0)
+        units = cutlass.const_expr(tiles.row_bytes // 16)
+        for unit in cutlass.range(count * units + warp * 32 + lane, tiles.step * units, 128, unroll=1):
+            row, in_row = unit // units, unit % units
+            address = base + (in_row // 8 * tiles.step + row) * PIECE_BYTES + in_row % 8 * 16
+            ptx.store_zeros(address)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=ZEROED + half, number_of_threads=128)
+
+
+@cute.jit
+def begin_turn(tiles: cutlass.Constexpr, half):
+    """Wait until the other warpgroup has given its products to the tensor cores."""
+    if cutlass.const_expr(tiles.takes_turns):
+        cute.arch.barrier(barrier_id=TURN + half, number_of_threads=256)
+
+
+@cute.jit
+def end_turn(tiles: cutlass.Constexpr, half):
+    if cutlass.const_expr(tiles.takes_turns):
+        cute.arch.barrier_arrive(barrier_id=TURN + 1 - half, number_of_threads=256)
