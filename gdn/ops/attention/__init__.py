@@ -36,5 +36,7 @@ OPERATORS = (
             ),
         ),
     ),
+    # `attention` does not run it yet: it has not been timed against torch's flash attention.
+    Operator("attention_prefill", _ATTENTION, (), modules("attention.dense", "cute")),
     Operator("attention", None, ("attention",), composed_of=("sparse_attention_decode",)),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from typing import Any
 
 from gdn.core.example import BF16, same
 from gdn.models import ModelShape
-from gdn.ops.attention.problem import SparseDecodeProblem, SparsePrefillProblem
+from gdn.ops.attention.problem import AttentionPrefillProblem, SparseDecodeProblem, SparsePrefillProblem
 
 
 def sparse_attention_decode(model: ModelShape, fp8: bool = False) -> SparseDecodeProblem:
@@ -23,6 +23,12 @@ def attention(model: ModelShape, fp8: bool = False) -> SparseDecodeProblem:
     """One query of each of 64 sequences over all of at most 32768 positions, which has no indices."""
     sizes = same(64, "num_tokens", "num_sequences")
     return SparseDecodeProblem(**_attention(model) | {"index_dtype": None}, dense=True, **sizes, k=32768)
+
+
+def attention_prefill(model: ModelShape, fp8: bool = False) -> AttentionPrefillProblem:
+    """A prompt of 8192 tokens."""
+    sizes: dict[str, Any] = {"num_tokens": 8192, "num_sequences": 1, "max_context_len": 8192}
+    return AttentionPrefillProblem(**_attention(model) | {"index_dtype": None}, **sizes)
 
 
 def _attention(model: ModelShape) -> dict[str, Any]:

@@ -10,17 +10,15 @@ shared memory and barriers: DESIGN.md.
 """
 
 from dataclasses import dataclass
-from math import gcd
 
 from gdn.device import DeviceSpec
 from gdn.ops.attention.problem import AttentionPrefillProblem
+from kernels_cute.attention.dense.shape import PAGE_MULTIPLE, ROWS
 from kernels_cute.common import choice
 from kernels_cute.common.choice import HALF_DTYPES, unserved
 
 ENTRY = "gdn_cute_attention_prefill"
 HEAD_DIMS = (128, 256)
-ROWS = 128  # query rows of a tile, 64 of a math warpgroup
-PAGE_MULTIPLE = 16  # of a cache block: a box of the copy engine has that many positions at least
 TABLE_BYTES = 1024  # at most, of shared memory, for barriers
 workspace_bytes, launch = choice.no_workspace, choice.launch
 
@@ -69,11 +67,6 @@ def configs(problem: AttentionPrefillProblem, device: DeviceSpec) -> list[Config
         Config(step, *stages, turns) for step in _steps(problem) for stages in ((2, 2), (3, 2), (3, 3)) for turns in (True, False)
     ]
     return [config for config in space if fits(problem, config, device)]
-
-
-def piece_of(step: int, block_size: int) -> int:
-    """Positions that one box of the copy engine brings: they lie in one cache block and in one step."""
-    return gcd(step, block_size)
 
 
 def compile(problem: AttentionPrefillProblem, config: Config) -> dict[str, bytes]:

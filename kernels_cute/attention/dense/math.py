@@ -10,8 +10,8 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.attention import ptx
-from kernels_cute.attention.dense import ROWS
 from kernels_cute.attention.dense.again import repeat_row
+from kernels_cute.attention.dense.shape import ROWS
 from kernels_cute.attention.dense.tiles import PIECE_BYTES, TURN, ZEROED
 from kernels_cute.attention.products import (
     advance,

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels_cute.attention.dense import ROWS, piece_of
+from kernels_cute.attention.dense.shape import ROWS, piece_of
 from kernels_cute.common.barriers import Arrivals, Barrier, BarrierTable
 from kernels_cute.common.memory import CUTE_DTYPES
 

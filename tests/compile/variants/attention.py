@@ -6,10 +6,10 @@ from typing import Any
 from gdn.ops.attention.problem import AttentionProblem
 from gdn.problem import Problem
 from tests.compile.expectations import Expectation
-from tests.compile.variants.attention_prefill import sparse_attention_prefill
+from tests.compile.variants.attention_prefill import attention_prefill, sparse_attention_prefill
 from tests.compile.variants.base import Row, Variants, example
 
-__all__ = ["sparse_attention_decode", "sparse_attention_prefill"]
+__all__ = ["attention_prefill", "sparse_attention_decode", "sparse_attention_prefill"]
 
 _AXES: dict[str, Sequence[Any]] = {
     "heads": [(16, 2), (24, 2), (1, 1), (64, 4)],  # query heads, key heads

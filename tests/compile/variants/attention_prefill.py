@@ -1,8 +1,8 @@
-"""Variants of sparse attention of prefill."""
+"""Variants of attention of prefill, sparse and dense."""
 
 from collections.abc import Collection
 
-from gdn.ops.attention.problem import SparsePrefillProblem
+from gdn.ops.attention.problem import AttentionPrefillProblem, SparsePrefillProblem
 from gdn.problem import Problem
 from tests.compile.expectations import Expectation
 from tests.compile.variants.base import Axes, Row, Variants, example
@@ -36,3 +36,35 @@ def _code(problem: SparsePrefillProblem, backend: str, entries: Collection[str])
 
 
 sparse_attention_prefill = Variants(_AXES, _problem, _code)
+
+
+def _dense_problem(row: Row) -> Problem | None:
+    heads, kv_heads = row["heads"]
+    fields = {name: row[name] for name in ("head_dim", "dtype", "block_size", "has_gate")}
+    problem: Problem = example("attention_prefill", num_heads=heads, num_kv_heads=kv_heads, **fields)
+    return problem
+
+
+def _dense_code(problem: AttentionPrefillProblem, backend: str, entries: Collection[str]) -> Expectation:
+    """Scores of a step are dim / 16 wgmma, before the loops and in both; outputs follow in both, and after them. The copy engine
+    reads queries, keys and values."""
+    step = 80 if problem.head_dim == 256 else 128
+    pieces = problem.head_dim // 64
+    patterns = {
+        f"HGMMA.64x{step}x16": 3 * problem.head_dim // 16, f"HGMMA.64x{problem.head_dim}x16": 3 * step // 16,
+        "UTMALDG.4D": 3 * pieces,
+    }  # fmt: skip
+    return Expectation(patterns, none_of=("HMMA", "LDL", "STL"))
+
+
+attention_prefill = Variants(
+    {
+        "heads": [(16, 2), (24, 2), (5, 5), (12, 1), (64, 4), (128, 1)],
+        "head_dim": [256, 128],
+        "dtype": ["bfloat16", "float16"],
+        "block_size": [16, 272, 1344],
+        "has_gate": [False, True],
+    },
+    _dense_problem,
+    _dense_code,
+)
