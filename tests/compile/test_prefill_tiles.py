@@ -30,13 +30,13 @@ def tiles_of(lengths: list[int], prefixes: list[int], padding: int, queries: int
     import cutlass.cute as cute
     from cutlass.cute.runtime import from_dlpack
 
-    shape, unions = (importlib.import_module(f"kernels_cute.attention.prefill.{name}") for name in ("shape", "unions"))
+    shape, of_tile = (importlib.import_module(f"kernels_cute.attention.{name}") for name in ("prefill.shape", "tile"))
 
     @cute.jit
     def find(q: cute.Tensor, query_start_loc: cute.Tensor, seq_lens: cute.Tensor, found: cute.Tensor, count: cutlass.Int32):
         sizes = cutlass.const_expr(SimpleNamespace(queries=queries))
         for tile in cutlass.range(count, unroll=1):
-            words = unions.tile_of(sizes, Params(q, query_start_loc, seq_lens), tile)
+            words = of_tile.tile_of(sizes, Params(q, query_start_loc, seq_lens), tile)
             for word in cutlass.range_constexpr(4):
                 found[tile, word] = words[word]
 

@@ -53,7 +53,7 @@ def math_warpgroup(tiles: cutlass.Constexpr, storage, params, tile, half, warp, 
     rSums.fill(0.0)
     row = half * 64 + warp * 16 + lane // 4
     # The last position that this lane's rows see, counted from the lane's first column.
-    own = [tile.position + (row + 8 * side) // tiles.group - lane % 4 * 2 for side in range(2)]
+    own = [cutlass.min(tile.position + (row + 8 * side) // tiles.group, tile.limit - 1) - lane % 4 * 2 for side in range(2)]
     if cutlass.const_expr(tiles.takes_turns):  # warpgroup 1 hands out the first turn, and warpgroup 0 takes the last
         if half == 1:
             end_turn(tiles, half)

@@ -52,7 +52,7 @@ def _dense_code(problem: AttentionPrefillProblem, backend: str, entries: Collect
     pieces = problem.head_dim // 64
     patterns = {
         f"HGMMA.64x{step}x16": 3 * problem.head_dim // 16, f"HGMMA.64x{problem.head_dim}x16": 3 * step // 16,
-        "UTMALDG.4D": 3 * pieces,
+        "UTMALDG": 3 * pieces,
     }  # fmt: skip
     return Expectation(patterns, none_of=("HMMA", "LDL", "STL"))
 

@@ -1,0 +1,151 @@
+"""The barriers of dense prefill: a simulation of its roles, with arrive counts from the kernel's own table.
+
+Every warp is a process. What a stage holds is checked wherever it is read, and nothing may be written while somebody reads it.
+The two math warpgroups take turns in giving products to the tensor cores, and each writes zeros over the end of the first values.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
+
+dense_tiles = pytest.importorskip("kernels_cute.attention.dense.tiles", reason="needs the CuTe DSL")
+
+MATH = dense_tiles.MATH_WARPS
+
+
+class Named:
+    """A named barrier: over as soon as all warps have come, of which some do not wait."""
+
+    def __init__(self, name: str, warps: int) -> None:
+        self.name, self.waits, self.warps, self.come, self.phase = name, {"math"}, warps, 0, 0
+
+    def arrive(self) -> int:
+        """Parity of the phase that this arrival belongs to."""
+        parity = self.phase % 2
+        self.come += 1
+        if self.come == self.warps:
+            self.come, self.phase = 0, self.phase + 1
+        return parity
+
+    def is_over(self, parity: int) -> bool:
+        return self.phase % 2 != parity
+
+
+class Block:
+    def __init__(self, stages: tuple[int, int], steps: int, seed: int, *, turns: bool = True, table: Any = None) -> None:
+        self.simulation, self.steps, self.turns = Simulation(seed), steps, turns
+        self.stages = dict(zip(("keys", "values"), stages, strict=True))
+        table = table or dense_tiles.barriers(*stages)
+        self.barriers = {name: [Mbarrier(table, name) for _ in range(one.stages)] for name, one in table.barriers.items()}
+        self.parts = {(name, stage): Buffer(f"{name} {stage}") for name, count in self.stages.items() for stage in range(count)}
+        self.parts["queries", 0] = Buffer("queries")
+        self.turn, self.zeroed = [Named(f"turn {n}", MATH) for n in range(2)], [Named(f"zeroed {n}", MATH // 2) for n in range(2)]
+        self.finished: Counter[int] = Counter()
+
+    def place(self, name: str, step: int) -> tuple[int, int]:
+        return step % self.stages[name], step // self.stages[name] % 2
+
+    def copy(self, name: str, stage: int, content: Any) -> None:
+        full = self.barriers[f"{name}_full"][stage]
+        full.arrive("copy", copies=1)
+        self.simulation.copy(full, self.parts[name, stage], content)
+
+    def copy_warp(self) -> Role:
+        self.copy("queries", 0, "queries")
+        for step in range(self.steps + 1):
+            for name, own in (("keys", step), ("values", step - 1)):
+                if 0 <= own < self.steps:
+                    stage, parity = self.place(name, own)
+                    yield self.barriers[f"{name}_free"][stage], "copy", parity ^ 1
+                    self.copy(name, stage, own)
+            yield self.simulation.some_time(0.5)
+
+    def begin(self, name: str, step: int) -> Role:
+        stage, parity = self.place(name, step)
+        yield self.barriers[f"{name}_full"][stage], "math", parity
+        part = self.parts[name, stage]
+        assert part.content == step, f"{part.name}: expected {step}, holds {part.content}"
+        part.readers += 1
+
+    def end(self, name: str, step: int) -> None:
+        stage, _ = self.place(name, step)
+        self.parts[name, stage].readers -= 1
+        self.barriers[f"{name}_free"][stage].arrive("math")
+
+    def begin_turn(self, half: int) -> Role:
+        if self.turns:
+            barrier: Any = self.turn[half]
+            yield barrier, "math", barrier.arrive()
+
+    def end_turn(self, half: int) -> None:
+        if self.turns:
+            self.turn[1 - half].arrive()
+
+    def math_warp(self, warp: int) -> Role:
+        half = warp // 4
+        if half == 1:
+            self.end_turn(half)
+        if self.steps > 0:
+            yield self.barriers["queries_full"][0], "math", 0
+            yield from self.begin_turn(half)
+            yield from self.begin("keys", 0)
+            self.end_turn(half)
+            yield self.simulation.some_time(1.0)
+            self.end("keys", 0)
+            yield self.barriers["values_full"][0], "math", 0  # zeros after the last position
+            zeroed: Any = self.zeroed[half]
+            yield zeroed, "math", zeroed.arrive()
+            for step in range(1, self.steps):
+                yield from self.begin_turn(half)
+                yield from self.begin("keys", step)
+                yield from self.begin("values", step - 1)
+                self.end_turn(half)
+                yield self.simulation.some_time(1.0)
+                self.end("keys", step)
+                yield self.simulation.some_time(1.0)
+                self.end("values", step - 1)
+            yield from self.begin("values", self.steps - 1)
+            yield self.simulation.some_time(1.0)
+        if half == 0:
+            yield from self.begin_turn(half)
+        self.finished[warp] += 1
+
+    def run(self) -> None:
+        if self.steps > 0:
+            self.simulation.start("copy", self.copy_warp())
+        for warp in range(MATH):
+            self.simulation.start(f"math {warp}", self.math_warp(warp))
+        self.simulation.run()
+        assert self.finished == Counter(range(MATH))
+
+
+@pytest.mark.parametrize("turns", [True, False], ids=["turns", "no turns"])
+@pytest.mark.parametrize("stages", [(2, 2), (3, 2), (3, 3)])
+def test_roles_neither_wait_for_ever_nor_overwrite_what_is_read(stages: tuple[int, int], turns: bool) -> None:
+    for seed in range(30):
+        Block(stages, seed % 9, seed, turns=turns).run()
+
+
+@pytest.mark.parametrize("name", ["keys_free", "values_free"])
+def test_the_simulation_finds_a_count_that_is_too_small(name: str) -> None:
+    """One math warp fewer: a stage is free while the last warp reads it."""
+    found = 0
+    for seed in range(20):
+        block = Block((2, 2), 8, seed, turns=False)
+        for barrier in block.barriers[name]:
+            barrier.expected = Counter(math=MATH - 1)
+        try:
+            block.run()
+        except AssertionError:
+            found += 1
+    assert found
+
+
+def test_counts() -> None:
+    table = dense_tiles.barriers(3, 2)
+    assert {name: table.count(name) for name in table.barriers} == {
+        "queries_full": 1, "keys_full": 1, "keys_free": 8, "values_full": 1, "values_free": 8,
+    }  # fmt: skip
