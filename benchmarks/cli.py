@@ -11,7 +11,7 @@ from rich.table import Table
 from autotune import shapes as shape_list
 from autotune.console import AsJson, Backend, JsonFile, ShapePattern, console, device_spec, keep, progress_bar
 from benchmarks import accuracy as error_figures
-from benchmarks import attention_prefill, context, peers, plot, ranks, report
+from benchmarks import attention_prefill, context, peers, pictures, plot, ranks, report
 from benchmarks import layers as layer_times
 from benchmarks import ops as benchmark
 from benchmarks import selection as agreement
@@ -24,6 +24,7 @@ app = typer.Typer(cls=PlainErrors, help="Measure operators, layers and decode an
 app.command("context")(context.command)
 app.command("ranks")(ranks.command)
 app.command("attention")(attention_prefill.command)
+app.command("report")(pictures.command)
 
 Peers = Annotated[
     list[str] | None,
