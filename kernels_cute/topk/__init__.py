@@ -78,8 +78,13 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
 def _registers_suffice(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
     """64 registers are enough for every variant, 32 if the scores in flight take at most 16; with 40, ptxas spills in some."""
     registers = device.registers_per_sm // (config.threads * config.blocks_per_sm) // 8 * 8
-    most_quads = 4 if problem.dtype == "float32" else 8
+    most_quads = 8 if _are_words_pairs(problem) else 4
     return registers >= 64 or (registers == 32 and config.unroll <= most_quads)
+
+
+def _are_words_pairs(problem: TopkProblem) -> bool:
+    """Whether 8 quads in flight take 16 registers and nothing else does: a word holds two scores, and no tokens are listed."""
+    return problem.dtype == "bfloat16" and problem.ratio == 1
 
 
 def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
@@ -96,7 +101,9 @@ def default_config(problem: TopkProblem, device: DeviceSpec) -> Config:
         return Config(512, 4, 2, entries, capacity)
     if capacity <= 8192:
         return Config(512, 4, 4, entries, capacity)
-    return Config(512, 8, 4 if problem.dtype == "bfloat16" else 2, entries, capacity)
+    if problem.dtype == "bfloat16":
+        return Config(512, 8 if _are_words_pairs(problem) else 4, 4, entries, capacity)
+    return Config(512, 8, 2, entries, capacity)
 
 
 def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:

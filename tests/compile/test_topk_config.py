@@ -9,6 +9,7 @@ import torch
 
 from gdn.device import H100
 from gdn.ops.indexer.problem import TopkParams, TopkProblem
+from gdn.testing import machine_code
 
 topk = pytest.importorskip("kernels_cute.topk", reason="needs the CuTe DSL")
 
@@ -39,6 +40,16 @@ def test_tiles_of_other_sizes_suit_where_the_list_has_room(columns: int, k: int)
 def test_bfloat16_has_more_in_flight_in_as_few_registers(dtype: str, most: int) -> None:
     found = topk.configs(replace(PROBLEM, dtype=dtype), H100)
     assert max(config.unroll for config in found if config.threads * config.blocks_per_sm == 2048) == most
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_groups_of_long_rows_do_not_spill(dtype: str) -> None:
+    """Tokens of groups take registers: three choices at once, which no cover of pairs holds."""
+    problem = replace(PROBLEM, dtype=dtype, sorted_by="index", num_rows=4096, ratio=4, position_dtype="int64")
+    config = topk.default_config(problem, H100)
+    for library in topk.compile(problem, config).values():
+        assert not any(kernel.spills for kernel in machine_code.kernels(library)), config
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("num_columns", 2**20 + 1), ("k", 4097), ("ratio", 1025)])
