@@ -1,8 +1,8 @@
 """Hash of a kernel's sources, independent of comments, docstrings and formatting.
 
-It covers the kernel module, every module of its DSL's package that it imports (also inside functions), and the definitions
-that these use from the leaves: the problem class with its bases, but not the problems of other operators. An edit elsewhere
-changes no hash, so tuned tables stay current and compiled kernels stay in the cache.
+It covers the kernel module, every module of its DSL's package that it imports (also inside functions), and the leaves that these
+import: the problems and tiles of families, each as a whole. An edit elsewhere changes no hash, so tuned tables stay current and
+compiled kernels stay in the cache.
 
 Sources are parsed, nothing is imported. The largest kernel takes 0.2 s, once per process.
 """
@@ -20,33 +20,18 @@ from pathlib import Path
 LEAVES = ("gdn.problem", "gdn.ops.*.problem", "gdn.ops.*.tiles")
 ROOT = Path(__file__).resolve().parents[2]  # root of the leaves: the folder with gdn/
 
-_EVERYTHING = "*"  # name for a leaf that is imported as a module
-
-Taken = tuple[str, str]  # a leaf, and the name taken from it
-
 
 @functools.cache
 def source_hash(file: str) -> str:
     """SHA-256 over all sources that decide a kernel's machine code."""
     modules = _closure(*_place(Path(file).resolve()))
-    lines = [f"{name} {modules[name].normal}" for name in sorted(modules)]
-    lines += _definitions({taken for module in modules.values() for taken in module.taken})
-    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
+    lines = (f"{name} {modules[name].normal}\n" for name in sorted(modules))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def files(file: str) -> list[Path]:
     """The files that `source_hash` reads for a kernel, sorted: where they hold the same bytes, the hash is the same."""
-    base = _place(Path(file).resolve())[1]
-    modules = _closure(*_place(Path(file).resolve()))
-    leaves, waiting = set[str](), [leaf for module in modules.values() for leaf, _ in module.taken]
-    while waiting:
-        leaf = waiting.pop()
-        if leaf not in leaves and _path(leaf, ROOT) is not None:
-            leaves.add(leaf)
-            waiting += [taken for one in _leaf(leaf).values() for taken, _ in one.taken]
-            waiting += [f"{leaf}.{name}" for one in _leaf(leaf).values() for _, name in one.taken]
-    found = [_path(name, base) for name in modules] + [_path(name, ROOT) for name in leaves]
-    return sorted({path for path in found if path is not None})
+    return sorted(module.path for module in _closure(*_place(Path(file).resolve())).values())
 
 
 def content_hash(paths: Iterable[Path]) -> str:
@@ -61,7 +46,7 @@ def content_hash(paths: Iterable[Path]) -> str:
 
 def forget() -> None:
     """Drops all results, so that files are read again."""
-    for cached in (source_hash, _module, _leaf):
+    for cached in (source_hash, _module):
         cached.cache_clear()
 
 
@@ -69,9 +54,9 @@ def forget() -> None:
 class _Module:
     """Facts about one file that the hash needs; its syntax tree is large and not kept."""
 
+    path: Path
     normal: str
     imports: tuple[str, ...]  # all imports, including names from modules, which may be modules themselves
-    taken: tuple[Taken, ...]
 
 
 @functools.cache
@@ -79,9 +64,7 @@ def _module(name: str, path: Path) -> _Module:
     tree = ast.parse(path.read_bytes())
     parts = name.split(".")
     package = parts if path.name == "__init__.py" else parts[:-1]
-    imported = list(_imported(tree, package))
-    imports = [module if one is None else f"{module}.{one}" for module, one in imported] + [module for module, _ in imported]
-    return _Module(_normal(tree.body), tuple(imports), tuple(_taken(imported)))
+    return _Module(path, _normal(tree.body), tuple(_imported(tree, package)))
 
 
 def _place(path: Path) -> tuple[str, Path]:
@@ -101,101 +84,34 @@ def _path(name: str, base: Path) -> Path | None:
 
 
 def _closure(kernel: str, base: Path) -> dict[str, _Module]:
-    """The kernel's module and all modules of its package that it imports, by name."""
+    """The kernel's module, all modules of its package that it imports, and the leaves, by name."""
     package, _, inside = kernel.partition(".")
     found: dict[str, _Module] = {}
     waiting = [kernel]
     while waiting:
         name = waiting.pop()
+        is_leaf = any(fnmatchcase(name, pattern) for pattern in LEAVES)
         # Without a package, modules next to the kernel's belong to it.
-        if name in found or (inside and name.partition(".")[0] != package):
-            continue
-        if (path := _path(name, base)) is None:
+        is_own = not is_leaf and (not inside or name.partition(".")[0] == package)
+        if name in found or not (is_leaf or is_own) or (path := _path(name, base if is_own else ROOT)) is None:
             continue
         module = found[name] = _module(name, path)
-        parts = name.split(".")
+        parts = name.split(".") if is_own else []
         waiting += [".".join(parts[:count]) for count in range(1, len(parts))]  # importing a module runs its packages
         waiting += module.imports
     return found
 
 
-def _imported(tree: ast.AST, package: list[str]) -> Iterator[tuple[str, str | None]]:
-    """All imports, also inside functions: a module, and the name taken from it, None for the module itself."""
+def _imported(tree: ast.AST, package: list[str]) -> Iterator[str]:
+    """All imports, also inside functions: modules, and what is taken from them, which may be modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
-            yield from ((module, alias.name) for alias in node.names)
-
-
-def _taken(imported: Iterable[tuple[str, str | None]]) -> Iterator[Taken]:
-    """The names that are imported from leaves."""
-    for module, name in imported:
-        if _is_leaf(module):
-            yield module, _EVERYTHING if name is None else name
-        elif _is_leaf(f"{module}.{name}"):
-            yield f"{module}.{name}", _EVERYTHING
-
-
-def _is_leaf(module: str) -> bool:
-    return any(fnmatchcase(module, pattern) for pattern in LEAVES)
-
-
-@dataclass(frozen=True)
-class _Definition:
-    """One top-level name of a leaf."""
-
-    normal: str  # "" of an import: what it takes is defined elsewhere
-    uses: frozenset[str]  # names; those of the same leaf count
-    taken: tuple[Taken, ...] = ()  # of an import
-
-
-@functools.cache
-def _leaf(name: str) -> dict[str, _Definition]:
-    """Top-level definitions of a leaf, by name."""
-    path = _path(name, ROOT)
-    found: dict[str, _Definition] = {}
-    for node in ast.parse(path.read_bytes()).body if path is not None else []:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                one = type(node)(**{**vars(node), "names": [alias]})
-                found[alias.asname or alias.name] = _Definition("", frozenset(), tuple(_taken(_imported(one, []))))
-        else:
-            used = frozenset(one.id for one in ast.walk(node) if isinstance(one, ast.Name))
-            found |= dict.fromkeys(_names(node), _Definition(_normal([node]), used))
-    return found
-
-
-def _names(node: ast.stmt) -> Iterable[str]:
-    """Names that a top-level statement defines."""
-    if isinstance(node, ast.ClassDef | ast.FunctionDef):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
-
-
-def _definitions(taken: Iterable[Taken]) -> list[str]:
-    """Definitions taken from leaves and everything that they use there: names with normal forms, sorted."""
-    found: dict[Taken, str] = {}
-    waiting = list(taken)
-    while waiting:
-        leaf, name = waiting.pop()
-        if (leaf, name) in found:
-            continue
-        found[leaf, name] = ""
-        defined = _leaf(leaf)
-        if name == _EVERYTHING:
-            waiting += [(leaf, one) for one in defined]
-        elif name in defined:
-            one = defined[name]
-            found[leaf, name] = one.normal
-            waiting += one.taken
-            waiting += [(leaf, used) for used in one.uses if used in defined]
-        else:  # a module of a leaf that is a package
-            waiting += [(f"{leaf}.{name}", _EVERYTHING)] if _path(f"{leaf}.{name}", ROOT) is not None else []
-    return sorted(f"{leaf}.{name} {normal}" for (leaf, name), normal in found.items() if normal)
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 # Fields about the spelling of a program, or that follow from a node's position.
