@@ -15,6 +15,7 @@ from benchmarks import attention_prefill, context, peers, pictures, plot, ranks,
 from benchmarks import layers as layer_times
 from benchmarks import ops as benchmark
 from benchmarks import selection as agreement
+from benchmarks.points import POINTS
 from gdn.cli.plain import PlainErrors, print_json, section, table
 from gdn.device import DeviceSpec
 from gdn.runtime import registry, tuned
@@ -48,6 +49,9 @@ def ops(
     backend: Backend = None,
     every: Annotated[bool, typer.Option("--every-backend", help="Time each kernel, not only the one that a call takes.")] = False,
     shapes: ShapePattern = "",
+    points: Annotated[
+        bool, typer.Option("--points", help="Time the calls of benchmarks/points.py instead.")
+    ] = False,
     json_file: JsonFile = None,
     write: Annotated[
         bool, typer.Option("--write", help="Write the tables into <device>/MEASURED.md, and the plot of its tables next to it.")
@@ -63,11 +67,7 @@ def ops(
     _check_files(json_file, write, out, shapes, "shapes")
     if write:
         plot.pyplot()  # missing: said before anything is measured
-    every_shape = partial(shape_list.shapes, measured=bool(shapes), tuned=bool(shapes))
-    operators = [op] if op is not None else shape_list.operators()
-    if op is None and shapes:
-        operators = [name for name in operators if any(shapes in shape.name for shape in every_shape(name))]
-    chosen = [shape for name in operators for shape in every_shape(name, shapes)]
+    chosen = _points(op, shapes, write) if points else _shapes(op, shapes)
     libraries = _libraries(with_peers)
     spec = device_spec()
 
@@ -95,6 +95,26 @@ def ops(
         measured = _write_measured(out, spec, report.markdown(found))
         plot.draw(measured, measured.with_suffix(".png"))
     raise typer.Exit(0 if found["rows"] and not found["failures"] else 1)
+
+
+def _shapes(op: str | None, pattern: str) -> list[shape_list.Shape]:
+    """Shapes of the operators' cases; with a pattern, of all operators that have one of the name."""
+    every_shape = partial(shape_list.shapes, measured=bool(pattern), tuned=bool(pattern))
+    operators = [op] if op is not None else shape_list.operators()
+    if op is None and pattern:
+        operators = [name for name in operators if any(pattern in shape.name for shape in every_shape(name))]
+    return [shape for name in operators for shape in every_shape(name, pattern)]
+
+
+def _points(op: str | None, pattern: str, write: bool) -> list[shape_list.Shape]:
+    """Points of one operator, or of all, whose names hold the pattern."""
+    if write:
+        raise ValueError("points: expected without --write, whose tables hold the operators' own shapes")
+    found = [shape for shape in POINTS if op in (None, shape.op) and pattern in shape.name]
+    if not found:
+        known = ", ".join(dict.fromkeys(shape.op for shape in POINTS))
+        raise ValueError(f"points: expected an operator of {known} and part of a point's name, got {op or 'all'} and {pattern!r}")
+    return found
 
 
 def _ops_table(found: dict[str, Any]) -> Table:
