@@ -49,9 +49,7 @@ def ops(
     backend: Backend = None,
     every: Annotated[bool, typer.Option("--every-backend", help="Time each kernel, not only the one that a call takes.")] = False,
     shapes: ShapePattern = "",
-    points: Annotated[
-        bool, typer.Option("--points", help="Time the calls of benchmarks/points.py instead.")
-    ] = False,
+    points: Annotated[bool, typer.Option("--points", help="Time the calls of benchmarks/points.py instead.")] = False,
     json_file: JsonFile = None,
     write: Annotated[
         bool, typer.Option("--write", help="Write the tables into <device>/MEASURED.md, and the plot of its tables next to it.")
