@@ -44,11 +44,6 @@ def shape_of(name: str, config: Any) -> ModelShape:
     )  # fmt: skip
 
 
-def of_layer(layer: GdnLayer) -> list[Problem]:
-    """The problems of the fused steps of a layer, at all sizes."""
-    return _flat(gdn_layer.problems(layer))
-
-
 def of_config(config: Any, **options: Any) -> list[Problem]:
     """The problems of a rank of a model, at all sizes; options as for `groups`."""
     return _flat(groups(config, **options))

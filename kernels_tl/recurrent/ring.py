@@ -45,8 +45,7 @@ class RingSpec:
         self.row_floats = spec.entries * spec.lanes  # of q or k, with what the tile pads
         # Lanes of a column read as many entries at once: four more floats a row, and these lie in different banks.
         self.update_stride = spec.tiles.block_v + 4
-        self.tokens_at = 0  # q and k of a token, for even and odd tokens
-        self.keys_at = 4 * self.row_floats
+        self.keys_at = 4 * self.row_floats  # q and k of a token, for even and odd tokens, come before
         self.updates_at = self.keys_at + self.rows * p.head_k_dim
         self.weights_at = self.updates_at + self.rows * self.update_stride  # pairs: those of u in S^T k and in S^T q
         self.decays_at = self.weights_at + 2 * self.rows
