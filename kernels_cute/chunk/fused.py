@@ -13,9 +13,9 @@ and all of M, P and the vectors computed here and never written to memory:
     S^T  = exp(c_last) S^T + (Y^T exp(c_last - c) f beta) K
     O^T  = exp(c) fq scale O^T + Y^T P^T
 
-Y is the new values over beta. With beta in the columns of L, the diagonal of A is exactly 1: it is left out of M, the product
-adds to W in float32, and 16 bits of M are enough. With beta in the rows, A's columns times beta are what W is multiplied with,
-and rounding their diagonal costs more than all the rest.
+Y is the new values over beta. With beta in the columns of L, the matrix that multiplies W has a diagonal of exactly 1: it is
+left out of M, the product adds to W in float32, and 16 bits of M are enough. With beta in the rows, A's columns times beta are
+what W is multiplied with, and rounding their diagonal costs more than all the rest.
 
 Roles, a warpgroup each: state (64 V columns of S^T, the chain in registers), inverse (M), score (P and the vectors; neither
 depends on the state), and one whose warps copy K, Q, V in, make the gates, copy O out, and hand over. At D = 128 the two
