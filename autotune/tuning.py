@@ -160,14 +160,14 @@ def compile_all(
                 candidate.failure = "not compiled: the time budget was spent"
 
 
-STARTED, DROPPED, TIMED = "started", "dropped", "timed"
+STARTED, INTERRUPTED, DROPPED, TIMED = "started", "interrupted", "dropped", "timed"
 
 
 @dataclass(frozen=True)
 class Record:
     """Latest state of one candidate."""
 
-    state: str  # started | dropped | timed
+    state: str  # started | interrupted | dropped | timed
     why: str = ""  # reason, for a dropped candidate
     time_us: float | None = None
     error: float | None = None
@@ -177,7 +177,7 @@ class Journal:
     """The outcome of every candidate of a search, one JSON line each, from which an interrupted run resumes.
 
     A line is written before a candidate runs on the GPU and one after; a candidate with only the first took the process down
-    with it and is not tried again. Lines of another kernel source are passed over.
+    with it and is not tried again. One that the user interrupted is. Lines of another kernel source are passed over.
     """
 
     def __init__(self, path: Path, kernel_source: str) -> None:
@@ -193,8 +193,10 @@ class Journal:
                     self._records[key] = Record(**fields)
 
     def find(self, static: str, sizes: Mapping[str, int], config: Mapping[str, Any]) -> Record | None:
-        """Record of a candidate. One that was started and never finished counts as dropped."""
+        """Record of a candidate that is done with. One that was started and never finished counts as dropped."""
         found = self._records.get(_key(static, sizes, config))
+        if found is not None and found.state == INTERRUPTED:
+            return None
         if found is not None and found.state == STARTED:
             return Record(DROPPED, why="took the tuner's process down in an earlier run")
         return found
@@ -275,6 +277,9 @@ def _try(made: Plan, shape: Shape, config: Any, runner: "GpuRunner", journal: Jo
             record = Record(TIMED, time_us=runner.time_us(shape, config), error=error)
         except DeviceLost as lost:
             journal.add(static, sizes, fields, Record(DROPPED, why=str(lost)))
+            raise
+        except KeyboardInterrupt:
+            journal.add(static, sizes, fields, Record(INTERRUPTED))
             raise
         except Exception as failed:
             record = Record(DROPPED, why=f"{type(failed).__name__}: {failed}")

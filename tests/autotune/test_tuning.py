@@ -22,14 +22,14 @@ SHAPE, OTHER = shapes.shapes("chunk", "16/32 4096")[0], shapes.shapes("chunk", "
 class FakeRunner:
     """Times by table; counts what it is asked."""
 
-    def __init__(self, lost_at: int | None = None) -> None:
+    def __init__(self, lost_at: int | None = None, loss: BaseException | None = None) -> None:
         self.checked: list[int] = []
-        self.lost_at = lost_at
+        self.lost_at, self.loss = lost_at, loss or tuning.DeviceLost("illegal address")
 
     def check(self, shape: shapes.Shape, config: Any) -> float:
         self.checked.append(config.tile)
         if config.tile == self.lost_at:
-            raise tuning.DeviceLost("illegal address")
+            raise self.loss
         if config.tile == fake_kernel.WRONG:
             raise WrongResult("output error 3e-1")
         return 0.004
@@ -165,6 +165,17 @@ def test_an_interrupted_search_resumes(plan: tuning.Plan, tmp_path: Path) -> Non
     assert second.checked == [fake_kernel.FASTEST]  # neither what was done nor what broke the device runs again
     assert winner is not None and winner.config.tile == fake_kernel.FASTEST
     assert _find(resumed, fake_kernel.FAST) == Record(DROPPED, why="illegal address")
+
+
+def test_a_candidate_that_an_interrupt_cut_off_is_tried_again(plan: tuning.Plan, tmp_path: Path) -> None:
+    first = FakeRunner(lost_at=fake_kernel.FAST, loss=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        tuning.search(plan, SHAPE, first, _journal(tmp_path))
+    assert _find(_journal(tmp_path), fake_kernel.FAST) is None
+    second = FakeRunner()
+    winner = tuning.search(plan, SHAPE, second, _journal(tmp_path))
+    assert second.checked == [fake_kernel.FAST, fake_kernel.FASTEST]  # it, and what was left
+    assert winner is not None and winner.config.tile == fake_kernel.FASTEST
 
 
 def test_a_candidate_that_killed_the_process_is_not_tried_again(tmp_path: Path) -> None:
