@@ -17,6 +17,7 @@ from autotune import moved, tables, tuning
 from autotune import shapes as shape_list
 from autotune.calls import calls as drawn_calls
 from autotune.console import AsJson, Backend, JsonFile, ShapePattern, console, device_spec, keep, progress_bar
+from autotune.journal import Journal
 from gdn.cli.plain import PlainErrors, print_json, section, table
 from gdn.device import H100, DeviceSpec
 from gdn.runtime import compiled, env, registry, tuned
@@ -139,7 +140,7 @@ def _tune(
     }  # fmt: skip
     if journals is None:
         return report
-    journal = tuning.Journal(journals / f"{spec.key}.{name}.jsonl", kernel.source)
+    journal = Journal(journals / f"{spec.key}.{name}.jsonl", kernel.source, warn=partial(console.print, markup=False))
     winners = _search_all(made, chosen, tuning.GpuRunner(kernel, spec), journal, start + budget_s)
     report["winners"] = [vars(one) | {"shape": one.shape.name} for one in winners]
     if winners:

@@ -1,20 +1,19 @@
 """Search for a kernel's fastest configuration per shape: compile, check, time, then time the best again, interleaved."""
 
 import importlib
-import json
 import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from autotune import cases, workers
+from autotune.journal import DROPPED, INTERRUPTED, STARTED, TIMED, Journal, Record
 from autotune.shapes import Shape
 from gdn import runtime
 from gdn.device import DeviceSpec
@@ -158,60 +157,6 @@ def compile_all(
         if index not in reached:
             for candidate in group:
                 candidate.failure = "not compiled: the time budget was spent"
-
-
-STARTED, INTERRUPTED, DROPPED, TIMED = "started", "interrupted", "dropped", "timed"
-
-
-@dataclass(frozen=True)
-class Record:
-    """Latest state of one candidate."""
-
-    state: str  # started | interrupted | dropped | timed
-    why: str = ""  # reason, for a dropped candidate
-    time_us: float | None = None
-    error: float | None = None
-
-
-class Journal:
-    """The outcome of every candidate of a search, one JSON line each, from which an interrupted run resumes.
-
-    A line is written before a candidate runs on the GPU and one after; a candidate with only the first took the process down
-    with it and is not tried again. One that the user interrupted is. Lines of another kernel source are passed over.
-    """
-
-    def __init__(self, path: Path, kernel_source: str) -> None:
-        self.path, self._source = path, kernel_source
-        self._records: dict[str, Record] = {}
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        self._before = "\n" if text and not text.endswith("\n") else ""  # an interruption may have cut the last line off
-        for line in text.splitlines():
-            with suppress(json.JSONDecodeError):  # the line that an interruption cut off
-                fields = json.loads(line)
-                if fields.pop("source") == kernel_source:
-                    key = _key(fields.pop("static"), fields.pop("sizes"), fields.pop("config"))
-                    self._records[key] = Record(**fields)
-
-    def find(self, static: str, sizes: Mapping[str, int], config: Mapping[str, Any]) -> Record | None:
-        """Record of a candidate that is done with. One that was started and never finished counts as dropped."""
-        found = self._records.get(_key(static, sizes, config))
-        if found is not None and found.state == INTERRUPTED:
-            return None
-        if found is not None and found.state == STARTED:
-            return Record(DROPPED, why="took the tuner's process down in an earlier run")
-        return found
-
-    def add(self, static: str, sizes: Mapping[str, int], config: Mapping[str, Any], record: Record) -> None:
-        self._records[_key(static, sizes, config)] = record
-        line = {"source": self._source, "static": static, "sizes": dict(sizes), "config": dict(config), **vars(record)}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"{self._before}{json.dumps(line)}\n")
-        self._before = ""
-
-
-def _key(static: str, sizes: Mapping[str, int], config: Mapping[str, Any]) -> str:
-    return json.dumps([static, dict(sizes), dict(config)], sort_keys=True)
 
 
 @dataclass(frozen=True)

@@ -182,3 +182,17 @@ def test_stale_entries_are_timed_against_the_default(
     assert [entries[16].config["tile"]] == left if left else 16 not in entries
     assert all(entries[16].kernel_source != "of another day" for _ in left)
     assert entries[4].kernel_source == "of another day"  # which --shapes left out
+
+
+def test_a_damaged_journal_is_named_in_one_line(stale_table: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cli, "device_spec", lambda: H100)
+    monkeypatch.setattr(tuning, "GpuRunner", _Runner)
+    good = [fake_kernel.Config(tile, False) for tile in (fake_kernel.DEFAULT, fake_kernel.FASTEST)]
+    monkeypatch.setattr(fake_kernel, "configs", lambda problem, device: good)
+    journal = tmp_path / "h100.chunk.tilelang.jsonl"
+    journal.write_text('{"step": 3}\n')
+    options = ["--shapes", "16/32 4096", "--journals", str(tmp_path), "--out", str(tmp_path), "--workers", "1"]
+    done = RUNNER.invoke(cli.app, ["tune", "chunk", *options])
+    assert done.exit_code == 2, done.output
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {journal}:1: expected a line of a journal of the tuner: source: Field required")

@@ -9,7 +9,7 @@ import pytest
 
 from autotune import shapes, tables, tuning
 from autotune.cases import WrongResult
-from autotune.tuning import DROPPED, STARTED, TIMED, Journal, Record
+from autotune.journal import DROPPED, TIMED, Journal, Record
 from gdn.device import H100
 from gdn.runtime import tuned
 from tests.autotune import fake_kernel
@@ -176,26 +176,6 @@ def test_a_candidate_that_an_interrupt_cut_off_is_tried_again(plan: tuning.Plan,
     winner = tuning.search(plan, SHAPE, second, _journal(tmp_path))
     assert second.checked == [fake_kernel.FAST, fake_kernel.FASTEST]  # it, and what was left
     assert winner is not None and winner.config.tile == fake_kernel.FASTEST
-
-
-def test_a_candidate_that_killed_the_process_is_not_tried_again(tmp_path: Path) -> None:
-    key = (SHAPE.problem.static_key(), SHAPE.problem.sizes(), {"tile": 1, "split": False})
-    _journal(tmp_path).add(*key, Record(STARTED))
-    with (tmp_path / "journal.jsonl").open("a") as file:
-        file.write('{"source": "s", "stat')  # the line that the end of the process cut off
-    resumed = _journal(tmp_path)
-    found = resumed.find(*key)
-    assert found is not None and found.state == DROPPED
-    other = (key[0], key[1], {"tile": 2, "split": False})
-    resumed.add(*other, Record(TIMED, time_us=1.0, error=0.0))
-    assert _journal(tmp_path).find(*other) == Record(TIMED, time_us=1.0, error=0.0)
-
-
-def test_a_journal_of_another_kernel_source_is_passed_over(tmp_path: Path) -> None:
-    key = (SHAPE.problem.static_key(), SHAPE.problem.sizes(), {"tile": 1, "split": False})
-    _journal(tmp_path, "old").add(*key, Record(TIMED, time_us=1.0, error=0.0))
-    assert _journal(tmp_path, "new").find(*key) is None
-    assert _journal(tmp_path, "old").find(*key) is not None
 
 
 def test_a_spent_budget_stops_the_search(plan: tuning.Plan, tmp_path: Path) -> None:
