@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from autotune import shapes, tables, tuning
+from autotune import shapes, tables, tuning, workers
 from autotune.shapes import Shape
 from autotune.workers import Outcome
 from gdn.device import H100
 from gdn.runtime import KernelCandidate, env, tuned
 from gdn.testing import machine_code
-from tests.autotune import fake_kernel
+from tests.autotune import fake_kernel, fakes
 from tests.autotune.fake_kernel import Config
 
 KERNEL = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
@@ -115,6 +115,15 @@ def test_a_winner_that_is_the_default_is_no_entry(folder: Path) -> None:
     assert not path.exists()
 
 
+def test_two_processes_that_write_at_once_lose_nothing(folder: Path) -> None:
+    """Each reads the table, adds an entry, and writes it, 20 times over."""
+    tasks = [(str(folder), first, 20) for first in (1000, 2000)]
+    outcomes = list(workers.run(fakes.write_entries, tasks, workers=2, timeout_s=120))
+    assert [outcome.failure for outcome in outcomes] == [None, None]
+    table = tuned.read(tuned.table_path(folder, "h100", "chunk", "tilelang"))
+    assert sorted(entry.sizes["num_tokens"] for entry in table.groups[0].entries) == [*range(1000, 1020), *range(2000, 2020)]
+
+
 # --- restamp ---------------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +213,23 @@ def test_what_cannot_be_compared_stays_stale_and_says_why(folder: Path, readable
     (why,) = _restamp(path).left
     assert "did not compile" in why and "tile does not divide" in why
     assert tuned.read(path).num_stale(KERNEL.source) == 1
+
+
+def test_an_entry_that_another_writer_adds_during_a_restamp_stays(
+    folder: Path, readable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _write(folder, _winner(SHAPE, 7, 49.0))
+    _stale(path)
+    run = tables.workers.run
+
+    def writing(*arguments: Any, **options: Any) -> Iterator[Outcome]:
+        yield from run(*arguments, **options)
+        _write(folder, _winner(OTHER, 7, 20.0))
+
+    monkeypatch.setattr(tables.workers, "run", writing)
+    assert _restamp(path).stamped == 1
+    assert set(_entries(path)) == {(16, 4096), (4, 8192)}
+    assert tuned.read(path).num_stale(KERNEL.source) == 0
 
 
 def test_machine_code_that_cannot_be_read_is_not_recorded(folder: Path) -> None:
