@@ -10,16 +10,27 @@ import torch
 
 from gdn.core.tunable import Call, Case, Shape, Tunable, WrongResult, launch_of
 from gdn.device import DeviceSpec
+from gdn.ops.delta_rule import inputs
+from gdn.problem import Problem
 from gdn.runtime import registry
 from gdn.testing import timing
 
-__all__ = ["Call", "Case", "Shape", "Tunable", "WrongResult", "launch_of", "make", "tunable"]
+__all__ = ["Call", "Case", "Shape", "Tunable", "WrongResult", "launch_of", "lengths_of", "make", "tunable"]
 
 
 def tunable(op: str) -> Tunable:
     """The tuner's description of an operator."""
     found: Tunable = registry.operator(op).described("cases")
     return found
+
+
+def lengths_of(problem: Problem) -> tuple[int, ...]:
+    """Tokens of each sequence of a problem; none where it has no sequences."""
+    own = tunable(problem.op).lengths
+    if own is not None:
+        return own(problem)
+    sizes = problem.sizes()
+    return inputs.even_lengths(sizes.get("num_tokens", sizes.get("num_rows", 0)), sizes.get("num_sequences", 0))
 
 
 def make(shape: Shape, device: torch.device, spec: DeviceSpec) -> Case:

@@ -9,14 +9,13 @@ from typing import Any
 
 import filelock
 
+from autotune import cases, tuning, workers
 from autotune import shapes as shape_list
-from autotune import tuning, workers
 from autotune.shapes import Shape
 from autotune.tuning import Kernel, Winner
 from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
 from gdn.models import QWEN3_NEXT_80B
-from gdn.ops.delta_rule import inputs
 from gdn.problem import Problem
 from gdn.runtime import compiled, registry, tuned
 from gdn.testing import machine_code
@@ -175,9 +174,8 @@ def stale_shapes(path: Path, kernel: Kernel) -> list[Shape]:
     stale = (row for row in rows(kernel, tuned.read(path)) if row.entry.kernel_source != kernel.source)
     shapes = []
     for number, row in enumerate(stale):
-        sizes = row.problem.sizes()  # even lengths where the problem has tokens of sequences
-        lengths = inputs.even_lengths(sizes.get("num_tokens", sizes.get("num_rows", 0)), sizes.get("num_sequences", 0))
-        shapes.append(known.get(row.problem, Shape(f"entry {number}: {_label(row)}", row.problem, lengths)))
+        made = Shape(f"entry {number}: {_label(row)}", row.problem, cases.lengths_of(row.problem))
+        shapes.append(known.get(row.problem, made))
     return shapes
 
 

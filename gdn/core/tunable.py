@@ -104,6 +104,7 @@ class Tunable:
     measured_only: tuple[Shape, ...] = ()  # measured by name alone, and never tuned
     useful_flops: Callable[[Shape], int] = lambda shape: shape.problem.flops()  # operations that the call asks for
     small: Callable[[Shape], Shape] = lambda shape: shape  # a shape of the same code path at sizes for a CPU
+    lengths: Callable[[Any], tuple[int, ...]] | None = None  # of a problem; None: its tokens, spread evenly
     peer_arguments: Callable[[Shape, torch.device, int], dict[str, Any]] | None = None  # for benchmarks.peers; int: seed
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from autotune import shapes, tables, tuning, workers
+from autotune import cases, shapes, tables, tuning, workers
 from autotune.shapes import Shape
 from autotune.workers import Outcome
 from gdn.device import H100
@@ -249,6 +250,24 @@ def test_stale_entries_become_shapes(folder: Path) -> None:
     made = found[unknown.problem]
     assert made.lengths == (33, 33, 34) and "num_tokens 100" in made.name
     assert tables.stale_shapes(folder / "none.json", KERNEL) == []
+
+
+def test_a_stale_entry_of_fold_states_is_timed_with_tokens_to_fold(folder: Path) -> None:
+    """Its sizes have no tokens: the states of its case were once as new as their sequences, so that nothing was folded."""
+    (kernel,) = tuning.kernels("fold_states", None)
+    known = shapes.shapes("fold_states")[0]
+    problem: Any = replace(known.problem, num_sequences=5)  # type: ignore[call-arg]
+    entry = tuned.Entry(sizes=problem.sizes(), config={}, time_us=1.0, date="2026-11-20", kernel_source="of another day")
+    path = tuned.table_path(folder, "h100", "fold_states", kernel.backend)
+    header = tuned.Header(device="h100", op="fold_states", backend=kernel.backend, runs={"2026-11-20": {}})
+    tuned.write(path, tuned.Table(header=header, groups=[tuned.Group(static=problem.static_fields(), entries=[entry])]))
+    (shape,) = tables.stale_shapes(path, kernel)
+    assert shape.problem == problem and len(shape.lengths) == 5
+    case: Any = cases.make(cases.tunable("fold_states").small(shape), torch.device("cpu"), H100)
+    given = case._work(seed=0).arguments
+    written = given["state_tokens"][given["state_indices"].long()]
+    left = given["num_computed_tokens"] - written
+    assert bool((left >= 1).all()) and bool((left <= problem.fold_every).all()) and len(set(shape.lengths)) > 1
 
 
 # --- repeats of the default ------------------------------------------------------------------------------------------

@@ -262,13 +262,17 @@ def _accept(make: Maker, problem: AcceptDraftTreeProblem, lengths: Sequence[int]
     return Work("accept_draft_tree", arguments, params, updated=updated)
 
 
+def _since_written(problem: Any) -> tuple[int, ...]:
+    """Tokens of each sequence since its state was written, spread evenly over the period of the folds."""
+    return tuple(1 + n * problem.fold_every // problem.num_sequences for n in range(problem.num_sequences))
+
+
 def _folds(heads: tuple[int, int], batch: int, layers: int, state_dtype: str = "float32") -> Shape:
-    """Sequences spread evenly over the period of the folds."""
     rows, fold_every = ring_choice(1, state_dtype)
     name = f"{heads[0]}/{heads[1]} batch {batch}, {layers} layers{' bf16' if state_dtype == 'bfloat16' else ''}"
-    lengths = [1 + n * fold_every // batch for n in range(batch)]
     fields: dict[str, Any] = {"state_dtype": state_dtype, "ring_rows": rows, "fold_every": fold_every, "num_layers": layers}
-    return packed("fold_states", name, lengths, heads_of(*heads), has_final_indices=True, **fields)
+    shape = packed("fold_states", name, (1,) * batch, heads_of(*heads), has_final_indices=True, **fields)
+    return replace(shape, lengths=_since_written(shape.problem))
 
 
 def _trees(batch: int) -> Shape:
@@ -284,6 +288,7 @@ fold_states = Tunable(
         _folds((16, 32), 8, 36, "bfloat16"),
     ),
     small=lambda shape: resized(shape, shape.lengths[-2:], **_FEW),
+    lengths=_since_written,
 )  # fmt: skip
 
 accept_draft_tree = Tunable(
