@@ -15,7 +15,7 @@ from autotune.workers import Outcome
 from gdn.device import H100
 from gdn.runtime import KernelCandidate, env, tuned
 from gdn.testing import machine_code
-from tests.autotune import fake_kernel, fakes
+from tests.autotune import fake_kernel, fake_writer
 from tests.autotune.fake_kernel import Config
 
 KERNEL = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
@@ -119,7 +119,7 @@ def test_a_winner_that_is_the_default_is_no_entry(folder: Path) -> None:
 def test_two_processes_that_write_at_once_lose_nothing(folder: Path) -> None:
     """Each reads the table, adds an entry, and writes it, 20 times over."""
     tasks = [(str(folder), first, 20) for first in (1000, 2000)]
-    outcomes = list(workers.run(fakes.write_entries, tasks, workers=2, timeout_s=120))
+    outcomes = list(workers.run(fake_writer.write_entries, tasks, workers=2, timeout_s=120))
     assert [outcome.failure for outcome in outcomes] == [None, None]
     table = tuned.read(tuned.table_path(folder, "h100", "chunk", "tilelang"))
     assert sorted(entry.sizes["num_tokens"] for entry in table.groups[0].entries) == [*range(1000, 1020), *range(2000, 2020)]
