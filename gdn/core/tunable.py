@@ -178,8 +178,10 @@ class Maker:
         self.device, self.generator = device, torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: str | None) -> Tensor:
+        if dtype is None:
+            raise ValueError("problem: expected every tensor that the case has, got one of no dtype")
         drawn = torch.randn(*shape, dtype=torch.float32, device=self.device, generator=self.generator)
-        return drawn.to(getattr(torch, str(dtype)))
+        return drawn.to(getattr(torch, dtype))
 
     def poisoned(self, *shape: int, dtype: str) -> Tensor:
         """NaN, so that an element that is never written shows."""

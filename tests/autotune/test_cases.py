@@ -283,6 +283,46 @@ def test_a_changed_foreign_slot_and_a_wrong_state_fail(op: str) -> None:
         case.check(_prepared(shape, stale))
 
 
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
+def test_states_without_a_pool_are_checked_too(op: str) -> None:
+    """As Transformers' functions call: a state comes back for each sequence."""
+    fields = {"index_dtype": None, "has_mask": False} if op == "chunk" else {"index_dtype": None}
+    small = _small(shapes.shapes(op)[0])
+    shape = resized(small, small.lengths, **fields)
+    assert cases.refusal(shape) is None
+    case: Any = cases.make(shape, CPU, H100)
+
+    def launch(tensors: Any, spoiled: float = 1.0) -> None:
+        exact = case._expected
+        tensors.out.copy_(exact.o)
+        tensors.final_state.copy_(exact.state * spoiled)
+
+    assert 0 <= case.check(Prepared("tilelang", None, 64, launch, None)) < 1e-2  # type: ignore[arg-type]
+    with pytest.raises(cases.WrongResult, match="state error"):
+        case.check(Prepared("tilelang", None, 64, partial(launch, spoiled=1.05), None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", _one_per_static_key())
+def test_a_case_can_be_made_of_the_tuners_own_shapes(shape: shapes.Shape) -> None:
+    assert cases.refusal(shape) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "why"),
+    [
+        ("gdn_decode", {"has_rounding": True}, "problem: expected whole rows, windows with channels together, no noise"),
+        ("gdn_decode", {"ring_rows": 16, "fold_every": 15}, "its inputs are those of calls with another ring_rows, fold_every"),
+        ("gdn_decode", {"z_dtype": None}, "problem: expected every tensor that the case has"),
+        ("fold_states", {"has_final_indices": False}, "problem: expected other slots to write, no accepted counts and no noise"),
+        ("topk", {"ratio": 4, "position_dtype": "int64"}, "its inputs are those of calls with another ratio, position_dtype"),
+        ("sparse_attention_decode", {"index_dtype": None}, "problem: expected selected positions"),
+    ],
+)
+def test_a_shape_of_which_no_case_can_be_made_says_why(op: str, fields: dict[str, Any], why: str) -> None:
+    shape = shapes.shapes(op)[0]
+    assert cases.refusal(resized(shape, shape.lengths, **fields)) == why
+
+
 @pytest.mark.parametrize(
     "shape", [shape for op in ("conv1d", "conv1d_update") for shape in shapes.shapes(op)], ids=lambda s: s.name
 )

@@ -58,15 +58,19 @@ class DeltaRuleCase(base.SeededCase):
 
     def check(self, prepared: Prepared) -> float:
         problem, expected = self._problem, self._expected
-        if not (problem.pooled and problem.has_final_state):
+        if problem.pooled and not problem.has_final_state:
             raise ValueError(f"shape: expected a pool that is updated, got {problem.static_key()}")
         work = self._work(seed=0)
-        pool = work.arguments["initial_state"]
-        before = pool.clone()
+        before = work.arguments["initial_state"].clone() if problem.pooled else None
         work.launch(prepared)()
-        assert expected.state is not None
-        limit = _STATE_LIMIT[problem.op][problem.state_dtype]
-        state = base.state_error(pool, before, expected.state, expected.written_slots, limit)
+        limit, state = _STATE_LIMIT[problem.op][problem.state_dtype], 0.0
+        if problem.has_final_state:
+            assert expected.state is not None
+            after = work.params.final_state if before is None else work.arguments["initial_state"]
+            if before is not None:
+                state = base.state_error(after, before, expected.state, expected.written_slots, limit)
+            else:
+                state = base.limited("state", compare.error(after, expected.state, groups=2), limit)
         output = compare.token_error(work.params.out, expected.o, expected.offsets)
         return max(state, base.limited("output", output, _OUTPUT_LIMIT[problem.op][problem.dtype]))
 
