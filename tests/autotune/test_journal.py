@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotune.journal import DROPPED, INTERRUPTED, STARTED, TIMED, Journal, Record
+from autotune.journal import DROPPED, INTERRUPTED, STARTED, TIMED, Journal, Judged, Record, claimed
 
 FIRST: Any = ("heads=2", {"num_tokens": 8}, {"tile": 1, "split": True})
 OTHER: Any = ("heads=2", {"num_tokens": 8}, {"tile": 2, "split": True})
@@ -31,10 +31,36 @@ def test_a_journal_of_another_kernel_source_is_passed_over(path: Path) -> None:
     assert Journal(path, "old").find(*FIRST) == DONE
 
 
-def test_a_candidate_that_killed_the_process_is_not_tried_again(path: Path) -> None:
+def test_a_candidate_during_which_the_tuner_ended_is_tried_again_once(path: Path) -> None:
+    """The tuner may have been killed, or the candidate may have taken the machine down."""
     Journal(path, "s").add(*FIRST, Record(STARTED))
-    found = Journal(path, "s").find(*FIRST)
-    assert found is not None and found.state == DROPPED
+    assert Journal(path, "s").find(*FIRST) is None
+    Journal(path, "s").add(*FIRST, Record(STARTED))
+    assert Journal(path, "s").find(*FIRST) == Record(DROPPED, why="the tuner ended 2 times while it was timed")
+
+
+def test_starts_that_ended_do_not_count(path: Path) -> None:
+    for state in (STARTED, INTERRUPTED, STARTED, INTERRUPTED, STARTED):
+        Journal(path, "s").add(*FIRST, Record(state))
+    assert Journal(path, "s").find(*FIRST) is None
+
+
+def test_a_verdict_is_remembered(path: Path) -> None:
+    verdict = Judged({"tile": 1, "split": True}, 49.0, 0.004, 60.0, 0.18, 7)
+    Journal(path, "s").judge(*FIRST[:2], Judged({"tile": 2, "split": True}, 60.0, 0.004, 60.0, None, 3))
+    Journal(path, "s").judge(*FIRST[:2], verdict)
+    assert Journal(path, "s").find_judged(*FIRST[:2]) == verdict
+    assert Journal(path, "s").find_judged("heads=4", FIRST[1]) is None and Journal(path, "t").find_judged(*FIRST[:2]) is None
+    assert Journal(path, "s").find(*FIRST) is None  # it is no record of a candidate
+
+
+def test_a_journal_has_one_tuner_at_a_time(path: Path) -> None:
+    with claimed(path):
+        with pytest.raises(ValueError) as raised, claimed(path):
+            pass
+        assert str(raised.value) == f"journals: another tuner is at work on {path}; wait for it, or name another folder"
+    with claimed(path):  # which has ended
+        pass
 
 
 def test_an_interrupted_candidate_is_tried_again(path: Path) -> None:
@@ -68,8 +94,9 @@ def test_a_last_line_that_was_cut_off_is_dropped_and_named(path: Path, torn: str
         (b'{"step": 3, "loss": 0.1}', "source: Field required"),
         (b'{"source": "s", "static": "", "sizes": {"n": "many"}, "config": {}, "state": "timed"}', "sizes.n: Input should be"),
         (b'{"source": "s", "static": "", "sizes": {}, "config": {}, "state": "lost"}', "state: Input should be 'started'"),
+        (b'{"source": "s", "static": "", "sizes": {}, "config": {}, "state": "timed"}', "Value error, a line that is timed has"),
     ],
-    ids=["torn", "empty", "bytes", "list", "foreign", "size", "state"],
+    ids=["torn", "empty", "bytes", "list", "foreign", "size", "state", "time"],
 )
 def test_any_other_damage_is_refused_by_name(path: Path, line: bytes, what: str) -> None:
     Journal(path, "s").add(*FIRST, DONE)
