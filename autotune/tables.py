@@ -81,12 +81,13 @@ def write_winners(folder: Path, spec: DeviceSpec, kernel: Kernel, winners: Seque
             problem = winner.shape.problem
             static = problem.static_fields()
             group = groups.setdefault(tuned.static_text(static), tuned.Group(static=static, entries=[]))
-            kept = [entry for entry in group.entries if entry.sizes != problem.sizes()]
+            others = [entry for entry in group.entries if entry.sizes != problem.sizes()]
             entry = tuned.Entry(
                 sizes=problem.sizes(), config=asdict(winner.config), time_us=round(winner.time_us, 3),
                 error=float(f"{winner.error:.2e}"), date=today, kernel_source=kernel.source, machine_code=code,
             )  # fmt: skip
-            group.entries = sorted([*kept, entry], key=lambda one: sorted(one.sizes.items()))
+            if not any(replace(one, date=today) == entry for one in group.entries):  # else it keeps the day of its measurement
+                group.entries = sorted([*others, entry], key=lambda one: sorted(one.sizes.items()))
         table = tuned.Table(header=header, groups=list(groups.values()))
         tuned.write(path, pruned(kernel, table, spec)[0])
     return path

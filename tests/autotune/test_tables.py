@@ -102,6 +102,17 @@ def test_entries_of_another_source_stay_and_say_so(folder: Path, monkeypatch: py
     assert {entry.date for entry in _entries(path).values()} == set(table.header.runs)
 
 
+def test_a_winner_that_is_in_the_table_keeps_its_day(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command writes what an earlier one measured."""
+    path = _write(folder, _winner(SHAPE, 7, 49.0))
+    before = path.read_bytes()
+    monkeypatch.setattr(tables.datetime, "date", type("date", (), {"today": staticmethod(lambda: _Day())}))
+    _write(folder, _winner(SHAPE, 7, 49.0), versions={"torch": "3"})
+    assert path.read_bytes() == before
+    _write(folder, _winner(SHAPE, 7, 48.0), versions={"torch": "3"})
+    assert {entry.date for entry in _entries(path).values()} == {"2030-01-01"}
+
+
 class _Day:
     @staticmethod
     def isoformat() -> str:
