@@ -143,6 +143,10 @@ def _add_rms_norm(tensors: tuple[Any, ...], problem: Any) -> None:
         out.copy_(part)
 
 
+def _layout(problem: Any) -> str:
+    return "interleaved" if problem.interleaved else "merged" if problem.merged else "flat"
+
+
 def _gdn_decode(tensors: tuple[Any, ...], problem: Any) -> None:
     given, (slots, accepted, offsets, *_, out, scale, eps, null_slot, _) = tensors[:11], tensors[11:]
     # As the kernel: nothing between the steps is rounded.
@@ -153,7 +157,7 @@ def _gdn_decode(tensors: tuple[Any, ...], problem: Any) -> None:
         qkv, z, b, a, windows, weight, *rest, slots, conv_bias=bias, query_start_loc=offsets, num_accepted_tokens=accepted,
         num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=scale, eps=eps,
         state_v_first=problem.state_v_first, null_slot=null_slot,
-        projection_layout="concatenated" if problem.concatenated else "flat",
+        projection_layout="concatenated" if problem.concatenated else _layout(problem),
     )  # fmt: skip
     out.copy_(o.view(out.shape))
 
@@ -167,7 +171,7 @@ def _gdn_prefill(tensors: tuple[Any, ...], problem: Any) -> None:
     o = reference.fused_gdn_prefill(
         qkv, z, b, a, windows, weight, *rest, slots, conv_bias=bias, query_start_loc=offsets, has_initial_state=mask,
         num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=scale, eps=eps,
-        state_v_first=problem.state_v_first, null_slot=null_slot,
+        state_v_first=problem.state_v_first, null_slot=null_slot, projection_layout=_layout(problem),
     )  # fmt: skip
     out.copy_(o.view(out.shape))
 
@@ -307,12 +311,38 @@ def test_a_case_can_be_made_of_the_tuners_own_shapes(shape: shapes.Shape) -> Non
     assert cases.refusal(shape) is None
 
 
+_FORMS: dict[str, dict[str, Any]] = {
+    "two projections, interleaved": {"interleaved": True, "z_dtype": None, "a_dtype": None},
+    "two projections, merged": {"merged": True, "z_dtype": None, "a_dtype": None},
+    "columns of windows together": {"conv_channels_contiguous": False},
+    "neither norm nor gate": {"norm_dtype": None, "z_dtype": None},
+    "states K first": {"state_v_first": False, "state_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("op", ["gdn_decode", "gdn_prefill"])
+@pytest.mark.parametrize("form", _FORMS)
+def test_the_forms_of_hosts_are_checked(op: str, form: str) -> None:
+    """As vLLM, SGLang and Transformers call the fused steps."""
+    small = _small(shapes.shapes(op)[0])
+    shape = resized(small, small.lengths, **_FORMS[form])
+    assert cases.refusal(shape) is None
+    case = cases.make(shape, CPU, H100)
+    assert 0 <= case.check(_prepared(shape)) < 1e-2
+
+    def spoil(tensors: Any) -> None:
+        tensors.out.flatten()[:1] = 1e4
+
+    with pytest.raises(cases.WrongResult, match="output 0"):
+        case.check(_prepared(shape, spoil))
+
+
 @pytest.mark.parametrize(
     ("op", "fields", "why"),
     [
-        ("gdn_decode", {"has_rounding": True}, "problem: expected whole rows, windows with channels together, no noise"),
+        ("gdn_decode", {"has_rounding": True}, "problem: expected no noise"),
         ("gdn_decode", {"ring_rows": 16, "fold_every": 15}, "its inputs are those of calls with another ring_rows, fold_every"),
-        ("gdn_decode", {"z_dtype": None}, "problem: expected every tensor that the case has"),
+        ("gdn_decode", {"b_dtype": None}, "problem: expected every tensor that the case has"),
         ("fold_states", {"has_final_indices": False}, "problem: expected other slots to write, no accepted counts and no noise"),
         ("topk", {"ratio": 4, "position_dtype": "int64"}, "its inputs are those of calls with another ratio, position_dtype"),
         ("sparse_attention_decode", {"index_dtype": None}, "problem: expected selected positions"),
