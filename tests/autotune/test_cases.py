@@ -107,7 +107,7 @@ def _topk(tensors: tuple[Any, ...], problem: Any) -> None:
 def _conv1d(tensors: tuple[Any, ...], problem: Any) -> None:
     x, weight, bias, pool, offsets, slots, mask, _, _, _, out, null_slot = tensors
     reference.causal_conv1d_fn(
-        x, weight, bias, conv_states=pool, query_start_loc=offsets, cache_indices=slots, has_initial_state=mask.bool(),
+        x, weight, bias, conv_states=pool, query_start_loc=offsets, cache_indices=slots, has_initial_state=None if mask is None else mask.bool(),
         null_slot=null_slot, out=out,
     )  # fmt: skip
 
@@ -320,12 +320,20 @@ _FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("op", ["gdn_decode", "gdn_prefill"])
-@pytest.mark.parametrize("form", _FORMS)
-def test_the_forms_of_hosts_are_checked(op: str, form: str) -> None:
-    """As vLLM, SGLang and Transformers call the fused steps."""
+_CONVOLUTIONS: dict[str, dict[str, Any]] = {"conv1d": {"has_mask": False}, "conv1d_update": {}}
+
+
+@pytest.mark.parametrize(
+    ("op", "fields"),
+    [
+        *(pytest.param(op, fields, id=f"{op}-{form}") for op in ("gdn_decode", "gdn_prefill") for form, fields in _FORMS.items()),
+        *((op, {"state_channels_contiguous": False, **fields}) for op, fields in _CONVOLUTIONS.items()),
+    ],
+)
+def test_the_forms_of_hosts_are_checked(op: str, fields: dict[str, Any]) -> None:
+    """As vLLM, SGLang and Transformers call these operators."""
     small = _small(shapes.shapes(op)[0])
-    shape = resized(small, small.lengths, **_FORMS[form])
+    shape = resized(small, small.lengths, **fields)
     assert cases.refusal(shape) is None
     case = cases.make(shape, CPU, H100)
     assert 0 <= case.check(_prepared(shape)) < 1e-2

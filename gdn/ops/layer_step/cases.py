@@ -38,8 +38,8 @@ from gdn.ops.layer_step.problem import (
 
 def _convolution(make: base.Maker, problem: ConvolutionProblem) -> dict[str, Any]:
     """Arguments x (a slice of a projection), the filter and out."""
-    if problem.state_dtype is None or problem.index_dtype is None or not problem.state_channels_contiguous:
-        raise ValueError(f"problem: expected indices and a pool with channels together, got {problem.static_key()}")
+    if problem.state_dtype is None or problem.index_dtype is None:
+        raise ValueError(f"problem: expected a pool and indices, got {problem.static_key()}")
     num_tokens = problem.sizes()["num_tokens"]
     return {
         "x": make.normal(num_tokens, problem.dim + problem.dim // 2, dtype=problem.dtype)[:, : problem.dim],
@@ -49,24 +49,34 @@ def _convolution(make: base.Maker, problem: ConvolutionProblem) -> dict[str, Any
     }  # fmt: skip
 
 
+def _windows(make: base.Maker, problem: Any, together: bool, dtype: str, slots: int, columns: int) -> base.Tensor:
+    """Windows with values that rows can have. together: the channels of a column are neighbours, else the columns of one."""
+    values = make.normal(slots, *((columns, problem.dim) if together else (problem.dim, columns)), dtype=problem.dtype)
+    values = values.to(getattr(torch, dtype))
+    return values.mT if together else values
+
+
+def _layer_windows(make: base.Maker, problem: GdnDecodeProblem | GdnPrefillProblem, slots: int, columns: int) -> base.Tensor:
+    return _windows(make, problem, problem.conv_channels_contiguous, problem.conv_dtype, slots, columns)
+
+
 def _pool(make: base.Maker, problem: ConvolutionProblem, slots: int, columns: int) -> base.Tensor:
     """Windows with values that x can have: the reference in float64 then keeps the same bits."""
-    values = make.normal(slots, columns, problem.dim, dtype=problem.dtype)
-    return values.to(getattr(torch, str(problem.state_dtype))).mT
+    return _windows(make, problem, problem.state_channels_contiguous, str(problem.state_dtype), slots, columns)
 
 
 def _conv1d(make: base.Maker, problem: Conv1dProblem, lengths: Sequence[int]) -> base.Work:
-    if not problem.has_mask or problem.checkpoint_dtype is not None:
-        raise ValueError(f"problem: expected a mask and no checkpoints, got {problem.static_key()}")
+    if problem.checkpoint_dtype is not None:
+        raise ValueError(f"problem: expected no checkpoints, got {problem.static_key()}")
     arguments, count = _convolution(make, problem), len(lengths)
-    mask = make.integers([True] * count, "bool")
+    mask = make.integers([True] * count, "bool") if problem.has_mask else None
     arguments |= {
         "conv_states": _pool(make, problem, count + 3, problem.width - 1), "has_initial_state": mask,
         "query_start_loc": make.integers([0, *accumulate(lengths)], problem.cu_seqlens_dtype),
         "cache_indices": make.order(count, count + 3, problem.index_dtype),
     }  # fmt: skip
-    own = {"cu_seqlens": arguments["query_start_loc"], "has_initial_state": mask.view(torch.uint8), "null_slot": -1}
-    params = base.params_of(Conv1dParams, arguments, **own)
+    own = {"cu_seqlens": arguments["query_start_loc"], "has_initial_state": None if mask is None else mask.view(torch.uint8)}
+    params = base.params_of(Conv1dParams, arguments, **own, null_slot=-1)
     return base.Work("causal_conv1d_fn", arguments, params, (params.out,), ("conv_states",))
 
 
@@ -218,7 +228,7 @@ def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -
     inner = (V, K) if problem.state_v_first else (K, V)
     arguments = {
         **_projections(make, problem, rows),
-        "conv_state": _windows(make, problem, batch * columns + 3, problem.width - 2 + columns),
+        "conv_state": _layer_windows(make, problem, batch * columns + 3, problem.width - 2 + columns),
         "conv_weight": make.normal(dim, problem.width, dtype=problem.weight_dtype),
         "conv_bias": None if problem.bias_dtype is None else make.normal(dim, dtype=problem.bias_dtype),
         "A_log": make.normal(heads, dtype=problem.A_log_dtype), "dt_bias": make.normal(heads, dtype=problem.dt_bias_dtype),
@@ -232,14 +242,6 @@ def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -
     }  # fmt: skip
     params = base.params_of(GdnDecodeParams, arguments, cu_seqlens=offsets, scale=K**-0.5, eps=1e-6, null_slot=-1)
     return base.Work("fused_gdn_decode", arguments, params, (arguments["out"],), ("conv_state", "ssm_state"))
-
-
-def _windows(make: base.Maker, problem: GdnDecodeProblem | GdnPrefillProblem, slots: int, columns: int) -> base.Tensor:
-    """Windows with values that rows can have, channels together or columns."""
-    together = problem.conv_channels_contiguous
-    values = make.normal(slots, *((columns, problem.dim) if together else (problem.dim, columns)), dtype=problem.dtype)
-    values = values.to(getattr(torch, problem.conv_dtype))
-    return values.mT if together else values
 
 
 def _norm_weight(make: base.Maker, problem: GdnDecodeProblem | GdnPrefillProblem) -> base.Tensor | None:
@@ -323,7 +325,7 @@ def _prefill(make: base.Maker, problem: GdnPrefillProblem, lengths: Sequence[int
     rows, count = sum(lengths), len(lengths)
     inner = (V, K) if problem.state_v_first else (K, V)
     arguments = {
-        **_rows(make, problem, rows), "conv_states": _windows(make, problem, count + 3, problem.width - 1),
+        **_rows(make, problem, rows), "conv_states": _layer_windows(make, problem, count + 3, problem.width - 1),
         "conv_weight": make.normal(dim, problem.width, dtype=problem.weight_dtype),
         "conv_bias": None if problem.bias_dtype is None else make.normal(dim, dtype=problem.bias_dtype),
         "A_log": make.normal(heads, dtype="float32"), "dt_bias": make.normal(heads, dtype=problem.dt_bias_dtype),
