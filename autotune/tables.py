@@ -71,20 +71,24 @@ def write_winners(folder: Path, spec: DeviceSpec, kernel: Kernel, winners: Seque
     """
     path = tuned.table_path(folder, spec.key, kernel.op, kernel.backend)
     today = datetime.date.today().isoformat()
-    codes = [code_of(kernel, winner.shape.problem, winner.config) for winner in winners]  # may compile, so before the lock
+    codes: dict[Problem, str | None] = {}  # before the lock: this may compile
+    for winner in winners:
+        problem = winner.shape.problem
+        if winner.config != kernel.module.default_config(problem, spec):  # those are hardly ever kept
+            codes[problem] = code_of(kernel, problem, winner.config)
     with _held(path):
         before = tuned.read(path) if path.is_file() else None
         runs = {**(before.header.runs if before is not None else {}), today: versions}
         header = tuned.Header(device=spec.key, op=kernel.op, backend=kernel.backend, runs=runs)
         groups = {tuned.static_text(group.static): group for group in (before.groups if before is not None else [])}
-        for winner, code in zip(winners, codes, strict=True):
+        for winner in winners:
             problem = winner.shape.problem
             static = problem.static_fields()
             group = groups.setdefault(tuned.static_text(static), tuned.Group(static=static, entries=[]))
             others = [entry for entry in group.entries if entry.sizes != problem.sizes()]
             entry = tuned.Entry(
                 sizes=problem.sizes(), config=asdict(winner.config), time_us=round(winner.time_us, 3),
-                error=float(f"{winner.error:.2e}"), date=today, kernel_source=kernel.source, machine_code=code,
+                error=float(f"{winner.error:.2e}"), date=today, kernel_source=kernel.source, machine_code=codes.get(problem),
             )  # fmt: skip
             if not any(replace(one, date=today) == entry for one in group.entries):  # else it keeps the day of its measurement
                 group.entries = sorted([*others, entry], key=lambda one: sorted(one.sizes.items()))

@@ -107,7 +107,8 @@ def _topk(tensors: tuple[Any, ...], problem: Any) -> None:
 def _conv1d(tensors: tuple[Any, ...], problem: Any) -> None:
     x, weight, bias, pool, offsets, slots, mask, _, _, _, out, null_slot = tensors
     reference.causal_conv1d_fn(
-        x, weight, bias, conv_states=pool, query_start_loc=offsets, cache_indices=slots, has_initial_state=None if mask is None else mask.bool(),
+        x, weight, bias, conv_states=pool, query_start_loc=offsets, cache_indices=slots,
+        has_initial_state=None if mask is None else mask.bool(),
         null_slot=null_slot, out=out,
     )  # fmt: skip
 

@@ -136,6 +136,14 @@ def test_two_processes_that_write_at_once_lose_nothing(folder: Path) -> None:
     assert sorted(entry.sizes["num_tokens"] for entry in table.groups[0].entries) == [*range(1000, 1020), *range(2000, 2020)]
 
 
+def test_the_machine_code_of_the_default_is_not_read(folder: Path, readable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most shapes keep it, and their entries go."""
+    read: list[Any] = []
+    monkeypatch.setattr(tables, "code_of", lambda kernel, problem, config: read.append(config))
+    _write(folder, _winner(SHAPE, 7, 49.0), _winner(OTHER, fake_kernel.DEFAULT, 20.0, split=False))
+    assert read == [Config(7, True)]
+
+
 # --- restamp ---------------------------------------------------------------------------------------------------------
 
 
