@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,24 +23,15 @@ class DeviceLost(workers.Broken):
     """A launch broke the CUDA context, so that nothing runs in this process any more."""
 
 
-class Timer(Protocol):
-    """What runs in the process; tests have one without a GPU."""
-
-    def measure(self, kernel: Kernel, shape: Shape, config: Any) -> tuple[float, float]:
-        """Relative error and time in us; raises where the result is wrong or the launch fails."""
-
-    def compare(self, kernel: Kernel, shape: Shape, configs: Sequence[Any], rounds: int) -> list[list[float]]:
-        """Times in us of each configuration, one a round, taken in turns."""
-
-
 class GpuTimer:
-    """Runs candidates on the current CUDA device. Keeps the inputs of the last shape."""
+    """Runs candidates on the current CUDA device, in the process of `Device`. Keeps the inputs of the last shape."""
 
     def __init__(self, spec: DeviceSpec) -> None:
         self._spec = spec
         self._last: tuple[Shape, Any] | None = None
 
     def measure(self, kernel: Kernel, shape: Shape, config: Any) -> tuple[float, float]:
+        """Relative error and time in us; raises where the result is wrong or the launch fails."""
         with _whole_device():
             prepared = self._prepared(kernel, shape, config)
             error: float = self._case(shape).check(prepared)
@@ -48,6 +39,7 @@ class GpuTimer:
             return error, statistics.median(timed.sample_us() for _ in range(_SAMPLES))
 
     def compare(self, kernel: Kernel, shape: Shape, configs: Sequence[Any], rounds: int) -> list[list[float]]:
+        """Times in us of each configuration, one a round, taken in turns."""
         with _whole_device():
             case = self._case(shape)
             return timing.rotation_us([case.launches(self._prepared(kernel, shape, one)) for one in configs], rounds)
@@ -77,9 +69,9 @@ def _whole_device() -> Iterator[None]:
 
 
 class Device:
-    """The GPU as the tuner asks it. timer: a class that is importable by name, made in the process."""
+    """The GPU as the tuner asks it. timer: a class as GpuTimer, importable by name; the process makes one."""
 
-    def __init__(self, spec: DeviceSpec, timer: type[Timer] = GpuTimer, hang_s: float = HANG_S) -> None:
+    def __init__(self, spec: DeviceSpec, timer: type[Any] = GpuTimer, hang_s: float = HANG_S) -> None:
         self._made = (timer, spec)
         self._process = workers.Alone(hang_s)
 

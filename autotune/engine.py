@@ -10,29 +10,20 @@ Everything is in the journals before and after it runs, so that the same command
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
 
 from autotune import judge
 from autotune.compiling import Compiler
+from autotune.device import Device
 from autotune.journal import DROPPED, INTERRUPTED, STARTED, TIMED, Journal, Judged, Record
 from autotune.shapes import Shape
 from autotune.tuning import Candidate, Kernel, Plan, Winner
-from autotune.workers import Outcome
 
 VISIT = 8  # configurations
 FINALISTS = 4
 FINALIST_MARGIN = 1.15  # times the default's time: slower candidates are not compared with it
-
-
-class Asked(Protocol):
-    """The device: autotune.device.Device, or a test's."""
-
-    def measure(self, kernel: Kernel, shape: Shape, config: Any) -> Outcome:
-        """(error, time in us) of a configuration."""
-
-    def compare(self, kernel: Kernel, shape: Shape, configs: Sequence[Any], rounds: int) -> Outcome:
-        """Times of each configuration, taken in turns."""
 
 
 @dataclass
@@ -43,10 +34,10 @@ class Job:
     shape: Shape
     journal: Journal
     rank: int  # of its size among those of its operator and tune key
-    _key: tuple[str, dict[str, int]] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._key = (self.shape.problem.static_key(), self.shape.problem.sizes())
+    @cached_property
+    def _key(self) -> tuple[str, dict[str, int]]:
+        return self.shape.problem.static_key(), self.shape.problem.sizes()
 
     @property
     def label(self) -> str:
@@ -80,25 +71,24 @@ class Job:
 
         The default and what the table has must have been tried: a winner replaces the table's entry.
         """
-        known = self.configs[: self.plan.known[self.shape.name]]
-        count = len(self.timed())
-        judged = self._judged()
-        is_new = judged is None or judged.timed != count
-        return bool(count) and is_new and all(self.record(config) is not None for config in known)
+        known, count, judged = self.configs[: self.plan.known[self.shape.name]], len(self.timed()), self._judged()
+        is_new = count > 0 and (judged is None or judged[1].timed != count)
+        return is_new and all(self.record(config) is not None for config in known)
 
     def give(self, judged: Judged) -> None:
         self.journal.judge(*self._key, judged)
 
-    def _judged(self) -> Judged | None:
+    def _judged(self) -> tuple[Any, Judged] | None:
+        """The latest verdict, with its configuration."""
         found = self.journal.find_judged(*self._key)
-        return found if found is not None and any(asdict(config) == found.config for config in self.configs) else None
+        config = next((config for config in self.configs if found is not None and asdict(config) == found.config), None)
+        return None if found is None or config is None else (config, found)
 
     def winner(self) -> Winner | None:
         """What the shape keeps; None before the first verdict."""
-        found = self._judged()
-        if found is None:
+        if (judged := self._judged()) is None:
             return None
-        config = next(config for config in self.configs if asdict(config) == found.config)
+        config, found = judged
         return Winner(self.shape, config, found.time_us, found.error, found.default_us, found.gain)
 
 
@@ -144,7 +134,7 @@ def wanted(plan: Sequence[Visit]) -> list[tuple[Kernel, Candidate]]:
 
 
 def run(
-    plan: Sequence[Visit], compiler: Compiler, device: Asked, deadline: float,
+    plan: Sequence[Visit], compiler: Compiler, device: Device, deadline: float,
     on_step: Callable[[Job, Any, Record], None] = lambda job, config, record: None,
 ) -> None:  # fmt: skip
     """Tries what is compiled while the rest compiles, until all is done or the deadline has passed (time.monotonic())."""
@@ -166,7 +156,7 @@ def run(
             waiting.remove(visit)
 
 
-def _try(job: Job, config: Any, device: Asked) -> Record:
+def _try(job: Job, config: Any, device: Device) -> Record:
     failure = job.candidate(config).failure
     if failure is None:
         job.note(config, Record(STARTED))
@@ -185,7 +175,7 @@ def _try(job: Job, config: Any, device: Asked) -> Record:
     return record
 
 
-def _verdict(job: Job, device: Asked) -> Judged:
+def _verdict(job: Job, device: Device) -> Judged:
     """The fastest of the finalists that is faster than the default beyond doubt, else the default."""
     timed = job.timed()
     times_us, default = {config: record.time_us or 0.0 for config, record in timed}, job.configs[0]
