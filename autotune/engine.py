@@ -17,7 +17,7 @@ from typing import Any
 from autotune import judge
 from autotune.compiling import Compiler
 from autotune.device import Device
-from autotune.journal import DROPPED, INTERRUPTED, STARTED, TIMED, Journal, Judged, Record
+from autotune.journal import DROPPED, INTERRUPTED, JUDGED, STARTED, TIMED, Journal, Record
 from autotune.shapes import Shape
 from autotune.tuning import Candidate, Kernel, Plan, Winner
 
@@ -75,13 +75,10 @@ class Job:
         is_new = count > 0 and (judged is None or judged[1].timed != count)
         return is_new and all(self.record(config) is not None for config in known)
 
-    def give(self, judged: Judged) -> None:
-        self.journal.judge(*self._key, judged)
-
-    def _judged(self) -> tuple[Any, Judged] | None:
-        """The latest verdict, with its configuration."""
-        found = self.journal.find_judged(*self._key)
-        config = next((config for config in self.configs if found is not None and asdict(config) == found.config), None)
+    def _judged(self) -> tuple[Any, Record] | None:
+        """The configuration of the latest verdict, and what it says."""
+        fields, found = self.journal.find_judged(*self._key) or (None, None)
+        config = next((config for config in self.configs if asdict(config) == fields), None)
         return None if found is None or config is None else (config, found)
 
     def winner(self) -> Winner | None:
@@ -89,6 +86,7 @@ class Job:
         if (judged := self._judged()) is None:
             return None
         config, found = judged
+        assert found.time_us is not None and found.error is not None
         return Winner(self.shape, config, found.time_us, found.error, found.default_us, found.gain)
 
 
@@ -151,7 +149,7 @@ def run(
             on_step(visit.job, config, _try(visit.job, config, device))
             visit.left.remove(config)
         if visit.job.is_due():
-            visit.job.give(_verdict(visit.job, device))
+            _judge(visit.job, device)
         if not visit.left:
             waiting.remove(visit)
 
@@ -175,12 +173,12 @@ def _try(job: Job, config: Any, device: Device) -> Record:
     return record
 
 
-def _verdict(job: Job, device: Device) -> Judged:
-    """The fastest of the finalists that is faster than the default beyond doubt, else the default."""
+def _judge(job: Job, device: Device) -> None:
+    """Notes the fastest of the finalists that is faster than the default beyond doubt, else the default."""
     timed = job.timed()
     times_us, default = {config: record.time_us or 0.0 for config, record in timed}, job.configs[0]
     if default not in times_us:  # it failed, so that there is nothing to compare with
-        return _judged(job, timed[0][0], times_us[timed[0][0]], None, None)
+        return _keep(job, timed[0][0], times_us[timed[0][0]], None, None)
     default_us = times_us.pop(default)
     near = [config for config, time_us in times_us.items() if time_us <= FINALIST_MARGIN * default_us]
     kept: list[tuple[judge.Comparison, Any, float, float]] = []
@@ -195,12 +193,13 @@ def _verdict(job: Job, device: Device) -> Judged:
         if found.is_kept:
             kept.append((found, config, statistics.median(times), default_us))
     if not kept:
-        return _judged(job, default, default_us, default_us, None)
+        return _keep(job, default, default_us, default_us, None)
     found, config, time_us, default_us = min(kept, key=lambda item: item[0].ratio)
-    return _judged(job, config, time_us, default_us, found.gain)
+    return _keep(job, config, time_us, default_us, found.gain)
 
 
-def _judged(job: Job, config: Any, time_us: float, default_us: float | None, gain: float | None) -> Judged:
-    record = job.record(config)
-    assert record is not None and record.error is not None
-    return Judged(asdict(config), time_us, record.error, default_us, gain, len(job.timed()))
+def _keep(job: Job, config: Any, time_us: float, default_us: float | None, gain: float | None) -> None:
+    before = job.record(config)
+    assert before is not None
+    record = Record(JUDGED, time_us=time_us, error=before.error, default_us=default_us, gain=gain, timed=len(job.timed()))
+    job.note(config, record)

@@ -3,61 +3,57 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import filelock
 import pydantic
+from pydantic.dataclasses import dataclass
 
-STARTED, INTERRUPTED, DROPPED, TIMED, JUDGED = "started", "interrupted", "dropped", "timed", "judged"
+State = Literal["started", "interrupted", "dropped", "timed", "judged"]
+STARTED: Final = "started"
+INTERRUPTED: Final = "interrupted"
+DROPPED: Final = "dropped"
+TIMED: Final = "timed"
+JUDGED: Final = "judged"
 _MOST_STARTS = 2  # of a candidate that never ended
+_EXACTLY = pydantic.ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_EXACTLY)
 class Record:
-    """Latest state of one candidate."""
+    """Latest state of one candidate; or, judged, what its shape keeps it by."""
 
-    state: str  # started | interrupted | dropped | timed
+    state: State
     why: str = ""  # reason, for a dropped candidate
     time_us: float | None = None
     error: float | None = None
-
-
-@dataclass(frozen=True)
-class Judged:
-    """The configuration that a shape keeps, the fastest or the default, and what it was judged by."""
-
-    config: dict[str, Any]
-    time_us: float
-    error: float
-    default_us: float | None  # in the same rounds; None where the default did not run
-    gain: float | None  # median over the rounds; None where the default is kept, or did not run
-    timed: int  # candidates of the shape that had been timed
-
-
-class _Line(pydantic.BaseModel, extra="forbid"):
-    source: str
-    static: str
-    sizes: dict[str, int]
-    config: dict[str, bool | int]
-    state: Literal["started", "interrupted", "dropped", "timed", "judged"]
-    why: str = ""
-    time_us: float | None = None
-    error: float | None = None
-    default_us: float | None = None
-    gain: float | None = None
-    timed: int = 0
+    default_us: float | None = None  # in the same rounds; None where the default did not run
+    gain: float | None = None  # median over the rounds; None where the default is kept, or did not run
+    timed: int = 0  # candidates of the shape that had been timed when it was judged
 
     @pydantic.model_validator(mode="after")
-    def _check(self) -> "_Line":
+    def _check(self) -> "Record":
         if self.state in (TIMED, JUDGED) and (self.time_us is None or self.error is None):
             raise ValueError(f"a line that is {self.state} has a time_us and an error")
         return self
 
-    def judged(self) -> Judged:
-        assert self.time_us is not None and self.error is not None
-        return Judged(dict(self.config), self.time_us, self.error, self.default_us, self.gain, self.timed)
+
+@dataclass(frozen=True, kw_only=True, config=_EXACTLY)
+class _Line(Record):
+    """A record as it is stored, with its candidate."""
+
+    source: str
+    static: str
+    sizes: dict[str, int]
+    config: dict[str, bool | int]
+
+    def record(self) -> Record:
+        return Record(**{one.name: getattr(self, one.name) for one in fields(Record)})
+
+
+_LINE = pydantic.TypeAdapter(_Line)
 
 
 class Journal:
@@ -75,7 +71,7 @@ class Journal:
         self.path, self._source = path, kernel_source
         self._records: dict[str, Record] = {}
         self._starts: dict[str, int] = {}  # since the last end
-        self._judged: dict[str, Judged] = {}
+        self._judged: dict[str, tuple[dict[str, Any], Record]] = {}
         *lines, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
         for number, text in enumerate(lines, start=1):
             self._read(text, number)
@@ -86,19 +82,19 @@ class Journal:
 
     def _read(self, text: bytes, number: int) -> None:
         try:
-            line = _Line.model_validate_json(text)
+            line = _LINE.validate_json(text)
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False)[0]
             what = ": ".join([*([".".join(map(str, first["loc"]))] if first["loc"] else []), first["msg"]])
             raise ValueError(f"{self.path}:{number}: expected a line of a journal of the tuner: {what}") from error
-        if line.source != self._source:
-            return
-        if line.state == JUDGED:
-            self._judged[_key(line.static, line.sizes)] = line.judged()
-        else:
-            self._note(_key(line.static, line.sizes, line.config), Record(line.state, line.why, line.time_us, line.error))
+        if line.source == self._source:
+            self._note(line.static, line.sizes, line.config, line.record())
 
-    def _note(self, key: str, record: Record) -> None:
+    def _note(self, static: str, sizes: Mapping[str, int], config: Mapping[str, Any], record: Record) -> None:
+        if record.state == JUDGED:
+            self._judged[_key(static, sizes)] = dict(config), record
+            return
+        key = _key(static, sizes, config)
         self._starts[key] = self._starts.get(key, 0) + 1 if record.state == STARTED else 0
         self._records[key] = record
 
@@ -110,22 +106,16 @@ class Journal:
             return Record(DROPPED, why=f"the tuner ended {_MOST_STARTS} times while it was timed")
         return found if found is not None and found.state in (DROPPED, TIMED) else None
 
-    def find_judged(self, static: str, sizes: Mapping[str, int]) -> Judged | None:
+    def find_judged(self, static: str, sizes: Mapping[str, int]) -> tuple[dict[str, Any], Record] | None:
+        """The configuration that a shape keeps."""
         return self._judged.get(_key(static, sizes))
 
     def add(self, static: str, sizes: Mapping[str, int], config: Mapping[str, Any], record: Record) -> None:
-        self._note(_key(static, sizes, config), record)
-        self._write(static, sizes, {"config": dict(config), **vars(record)})
-
-    def judge(self, static: str, sizes: Mapping[str, int], judged: Judged) -> None:
-        self._judged[_key(static, sizes)] = judged
-        self._write(static, sizes, {"state": JUDGED, **asdict(judged)})
-
-    def _write(self, static: str, sizes: Mapping[str, int], fields: dict[str, Any]) -> None:
-        line = json.dumps({"source": self._source, "static": static, "sizes": dict(sizes), **fields})
+        self._note(static, sizes, config, record)
+        line = {"source": self._source, "static": static, "sizes": dict(sizes), "config": dict(config), **asdict(record)}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+            file.write(f"{json.dumps(line)}\n")
 
 
 def _key(static: str, sizes: Mapping[str, int], config: Mapping[str, Any] | None = None) -> str:

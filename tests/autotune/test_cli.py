@@ -195,4 +195,4 @@ def test_a_damaged_journal_is_named_in_one_line(stale_table: Path, monkeypatch: 
     done = RUNNER.invoke(cli.app, ["tune", "chunk", *options])
     assert done.exit_code == 2, done.output
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {journal}:1: expected a line of a journal of the tuner: source: Field required")
+    assert line.startswith(f"error: {journal}:1: expected a line of a journal of the tuner: state: Field required")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotune.journal import DROPPED, INTERRUPTED, STARTED, TIMED, Journal, Judged, Record, claimed
+from autotune.journal import DROPPED, INTERRUPTED, JUDGED, STARTED, TIMED, Journal, Record, claimed
 
 FIRST: Any = ("heads=2", {"num_tokens": 8}, {"tile": 1, "split": True})
 OTHER: Any = ("heads=2", {"num_tokens": 8}, {"tile": 2, "split": True})
@@ -46,10 +46,10 @@ def test_starts_that_ended_do_not_count(path: Path) -> None:
 
 
 def test_a_verdict_is_remembered(path: Path) -> None:
-    verdict = Judged({"tile": 1, "split": True}, 49.0, 0.004, 60.0, 0.18, 7)
-    Journal(path, "s").judge(*FIRST[:2], Judged({"tile": 2, "split": True}, 60.0, 0.004, 60.0, None, 3))
-    Journal(path, "s").judge(*FIRST[:2], verdict)
-    assert Journal(path, "s").find_judged(*FIRST[:2]) == verdict
+    verdict = Record(JUDGED, time_us=49.0, error=0.004, default_us=60.0, gain=0.18, timed=7)
+    Journal(path, "s").add(*OTHER, Record(JUDGED, time_us=60.0, error=0.004, default_us=60.0, timed=3))
+    Journal(path, "s").add(*FIRST, verdict)
+    assert Journal(path, "s").find_judged(*FIRST[:2]) == ({"tile": 1, "split": True}, verdict)
     assert Journal(path, "s").find_judged("heads=4", FIRST[1]) is None and Journal(path, "t").find_judged(*FIRST[:2]) is None
     assert Journal(path, "s").find(*FIRST) is None  # it is no record of a candidate
 
@@ -91,7 +91,7 @@ def test_a_last_line_that_was_cut_off_is_dropped_and_named(path: Path, torn: str
         (b"", "Invalid JSON"),
         (b'"\xff"', "Invalid JSON"),
         (b"[1, 2]", "Input should be an object"),
-        (b'{"step": 3, "loss": 0.1}', "source: Field required"),
+        (b'{"step": 3, "loss": 0.1}', "state: Field required"),
         (b'{"source": "s", "static": "", "sizes": {"n": "many"}, "config": {}, "state": "timed"}', "sizes.n: Input should be"),
         (b'{"source": "s", "static": "", "sizes": {}, "config": {}, "state": "lost"}', "state: Input should be 'started'"),
         (b'{"source": "s", "static": "", "sizes": {}, "config": {}, "state": "timed"}', "Value error, a line that is timed has"),

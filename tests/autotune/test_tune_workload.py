@@ -162,7 +162,7 @@ def test_a_damaged_journal_is_named_before_anything_runs(tune: Callable[..., Any
     gpu = FakeGpu(_us)
     done = tune(gpu)
     assert done.exit_code == 2 and gpu.asked == []
-    assert done.stderr.splitlines()[-1].startswith(f"error: {path}:1: expected a line of a journal of the tuner: source: Field")
+    assert done.stderr.splitlines()[-1].startswith(f"error: {path}:1: expected a line of a journal of the tuner: state: Field")
 
 
 def test_without_a_gpu_all_candidates_compile(tune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
