@@ -70,9 +70,11 @@ def tune(
 ) -> None:
     """Compile, check and time the configurations of kernels, and write those that are faster than the default into their tables.
 
-    Of one operator at its own shapes, or with --workload of all operators that a model reaches, at the sizes that calls mostly
-    have. A configuration is kept where it saves at least 1 % of the default's time and the interval of their ratio, timed in
-    turns, excludes 1. Exit code 1 where shapes are left without a verdict: the same command goes on with them.
+    Without --workload: one operator, at its own shapes. With it: all operators that a model reaches, at its most usual sizes.
+
+    A configuration is kept where it saves at least 1 % of the default's time, and the interval of their ratio excludes 1.
+
+    Exit code 1 where shapes are left without a verdict: the same command goes on with them.
 
     An entry is stale once its kernel's source has changed; comments and formatting do not count.
     """

@@ -25,6 +25,15 @@ def test_a_journal_remembers(path: Path) -> None:
     assert Journal(path, "s").find(*OTHER) is None
 
 
+def test_a_journal_of_an_earlier_version_is_read(path: Path) -> None:
+    """Its lines had no verdicts."""
+    fields = {"source": "s", "static": FIRST[0], "sizes": FIRST[1], "config": FIRST[2]}
+    told = ({"state": "started", "why": "", "time_us": None, "error": None}, {"state": "timed", "time_us": 1.0, "error": 0.0})
+    path.parent.mkdir()
+    path.write_text("".join(f"{json.dumps(fields | one)}\n" for one in told))
+    assert Journal(path, "s").find(*FIRST) == DONE
+
+
 def test_a_journal_of_another_kernel_source_is_passed_over(path: Path) -> None:
     Journal(path, "old").add(*FIRST, DONE)
     assert Journal(path, "new").find(*FIRST) is None
