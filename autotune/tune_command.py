@@ -114,12 +114,12 @@ def tune(
         plans = _plans(every, spec, limit, stored_only=not search)
     else:
         plans = _plans({kernel: known for kernel in _kernels(op, backend)}, spec, limit)
-    reports = _compile(plans, options) if compile_only else _search(plans, folder, journals, options)
-    is_complete = all(report["complete"] for report in reports)
+    reports, was_interrupted = (_compile(plans, options), False) if compile_only else _search(plans, folder, journals, options)
+    is_complete = not was_interrupted and all(report["complete"] for report in reports)
     if as_json:
         about = {"op": op, "workload": workload, "device": spec.key, "complete": is_complete}
         print_json({**about, "left_out": left_out, "kernels": reports})
-    raise typer.Exit(0 if is_complete else 1)
+    raise typer.Exit(130 if was_interrupted else 0 if is_complete else 1)
 
 
 def _kernels(op: str | None, backend: str | None) -> list[tuning.Kernel]:
@@ -167,8 +167,8 @@ def _compile(plans: Sequence[tuning.Plan], options: _Options) -> list[dict[str, 
     return reports
 
 
-def _search(plans: Sequence[tuning.Plan], folder: Path, journals: Path, options: _Options) -> list[dict[str, Any]]:
-    """Searches, writes the tables, and prints the summary: also of what was found when it ended early."""
+def _search(plans: Sequence[tuning.Plan], folder: Path, journals: Path, options: _Options) -> tuple[list[dict[str, Any]], bool]:
+    """Searches, writes the tables, and prints the summary, also where it ends early; returns whether the user interrupted it."""
     with ExitStack() as held:
         opened = []
         for plan in plans:
@@ -184,10 +184,10 @@ def _search(plans: Sequence[tuning.Plan], folder: Path, journals: Path, options:
     if every:
         console.print(summary.table_of(every))
     ended = "interrupted" if was_interrupted else f"the budget of {options.budget} has ended"
+    if not was_interrupted and time.monotonic() < options.deadline:
+        ended = "no process that compiles came up"
     console.print(summary.line(every, ended), markup=False)
-    if was_interrupted:
-        raise typer.Exit(130)
-    return reports
+    return reports, was_interrupted
 
 
 def _work(every: Sequence[engine.Job], options: _Options) -> bool:

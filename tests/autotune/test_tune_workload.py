@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from autotune import cli, compiling, tables, tune_command
 from autotune.shapes import Shape
+from autotune.workers import Outcome
 from gdn.device import H100
 from gdn.runtime import tuned
 from tests.autotune.fake_gpu import FakeGpu, compile_at_once
@@ -128,6 +129,30 @@ def test_an_interrupt_is_named_writes_what_was_found_and_the_same_command_goes_o
     assert tune(second).exit_code == 0
     tried = [(name, type(config), config) for name, config in _measured(first, second)]
     assert len(tried) - len(set(tried)) <= 1  # only what was cut off is tried twice
+
+
+def test_an_interrupted_command_prints_its_json(tune: Callable[..., Any]) -> None:
+    def happens(what: str, shape: Shape, config: Any) -> None:
+        if len(gpu.asked) == 20:
+            raise KeyboardInterrupt
+
+    gpu = FakeGpu(_us, happens)
+    done = tune(gpu, "--json")
+    assert done.exit_code == 130
+    data = json.loads(done.stdout)
+    assert not data["complete"] and sum(kernel["left"] for kernel in data["kernels"]) > 0
+    assert any(kernel["winners"] for kernel in data["kernels"])
+
+
+def test_compilers_that_do_not_start_are_named(tune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(function: Any, tasks: Any, **_: Any) -> Iterator[Outcome]:
+        yield from (Outcome(index, None, "its process did not start", 0.0, started=False) for index in range(len(tasks)))
+
+    monkeypatch.setattr(compiling.workers, "run", run)
+    gpu = FakeGpu(_us)
+    done = tune(gpu)
+    assert done.exit_code == 1 and gpu.asked == []
+    assert "no process that compiles came up: 0 of " in " ".join(done.output.split())
 
 
 def test_a_device_that_fails_is_named_in_one_line(tune: Callable[..., Any]) -> None:
