@@ -158,7 +158,9 @@ def test_what_hangs_in_its_compiler_holds_nothing_else_up(search: Search, monkey
         hanging = next(index for index, (_, _, config) in enumerate(tasks) if config.tile == fake_kernel.HANGS)
         for index in (one for one in range(len(tasks)) if one != hanging):
             yield Outcome(index, None, None, 0.0)
+        begin = time.monotonic()
         while len(gpu.measured()) < 6:
+            assert time.monotonic() - begin < 10, "the others waited for it"
             time.sleep(0.01)
         yield Outcome(hanging, None, "took longer than 300 s", 300.0)
 
@@ -228,6 +230,13 @@ def test_an_interrupt_at_any_point_loses_nothing(search: Search, what: str, conf
     tried = [one for gpu in (first, second) for one in gpu.measured()]
     again = [config] if what == "measure" else []  # that was cut off
     assert sorted(one.tile for one in tried) == sorted([*TILES, *(one.tile for one in again)])
+
+
+def test_a_candidate_is_tried_again_after_any_number_of_interrupts(search: Search) -> None:
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            search(FakeGpu(happens=_at("measure", FASTEST, KeyboardInterrupt())))
+    assert _winner(search(FakeGpu())).config == FASTEST
 
 
 def test_an_interrupt_while_candidates_compile_loses_nothing(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
