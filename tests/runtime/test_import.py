@@ -16,8 +16,8 @@ def run(code: str) -> str:
 def test_import_is_light():
     """The import loads no DSL and starts no CUDA, and it registers the operators.
 
-    It takes at most 0.3 of the processor time that the import of torch takes in the same process, since a slow machine slows both
-    alike; that is 0.3 s where torch takes one second. The least of up to five processes counts, since others share the processor."""
+    It takes at most 0.3 of the processor time that the import of torch takes in the same process, as a slow machine slows both.
+    That is 0.3 s where torch takes one second. The least of up to five processes counts, since others share the processor."""
     code = """
 import sys, time
 start = time.process_time()
