@@ -2,19 +2,20 @@
 
 import datetime
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import filelock
+
+from autotune import cases, tuning, workers
 from autotune import shapes as shape_list
-from autotune import tuning, workers
 from autotune.shapes import Shape
 from autotune.tuning import Kernel, Winner
 from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
 from gdn.models import QWEN3_NEXT_80B
-from gdn.ops.delta_rule import inputs
 from gdn.problem import Problem
 from gdn.runtime import compiled, registry, tuned
 from gdn.testing import machine_code
@@ -55,6 +56,14 @@ def paths(folder: Path, kernel: Kernel) -> list[Path]:
     return sorted(folder.glob(f"*/{kernel.op}.{kernel.backend}.json"))
 
 
+@contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Keeps other writers of a table waiting while it is read, changed and written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(path.with_name(f".{path.name}.lock")):
+        yield
+
+
 def write_winners(folder: Path, spec: DeviceSpec, kernel: Kernel, winners: Sequence[Winner], versions: dict[str, str]) -> Path:
     """Puts the winners into the kernel's table, where they replace the entries of their own problems alone.
 
@@ -62,23 +71,29 @@ def write_winners(folder: Path, spec: DeviceSpec, kernel: Kernel, winners: Seque
     """
     path = tuned.table_path(folder, spec.key, kernel.op, kernel.backend)
     today = datetime.date.today().isoformat()
-    before = tuned.read(path) if path.is_file() else None
-    runs = {**(before.header.runs if before is not None else {}), today: versions}
-    header = tuned.Header(device=spec.key, op=kernel.op, backend=kernel.backend, runs=runs)
-    groups = {tuned.static_text(group.static): group for group in (before.groups if before is not None else [])}
+    codes: dict[Problem, str | None] = {}  # before the lock: this may compile
     for winner in winners:
         problem = winner.shape.problem
-        static = problem.static_fields()
-        group = groups.setdefault(tuned.static_text(static), tuned.Group(static=static, entries=[]))
-        kept = [entry for entry in group.entries if entry.sizes != problem.sizes()]
-        entry = tuned.Entry(
-            sizes=problem.sizes(), config=asdict(winner.config), time_us=round(winner.time_us, 3),
-            error=float(f"{winner.error:.2e}"), date=today, kernel_source=kernel.source,
-            machine_code=code_of(kernel, problem, winner.config),
-        )  # fmt: skip
-        group.entries = sorted([*kept, entry], key=lambda one: sorted(one.sizes.items()))
-    table = tuned.Table(header=header, groups=list(groups.values()))
-    tuned.write(path, pruned(kernel, table, spec)[0])
+        if winner.config != kernel.module.default_config(problem, spec):  # those are hardly ever kept
+            codes[problem] = code_of(kernel, problem, winner.config)
+    with _held(path):
+        before = tuned.read(path) if path.is_file() else None
+        runs = {**(before.header.runs if before is not None else {}), today: versions}
+        header = tuned.Header(device=spec.key, op=kernel.op, backend=kernel.backend, runs=runs)
+        groups = {tuned.static_text(group.static): group for group in (before.groups if before is not None else [])}
+        for winner in winners:
+            problem = winner.shape.problem
+            static = problem.static_fields()
+            group = groups.setdefault(tuned.static_text(static), tuned.Group(static=static, entries=[]))
+            others = [entry for entry in group.entries if entry.sizes != problem.sizes()]
+            entry = tuned.Entry(
+                sizes=problem.sizes(), config=asdict(winner.config), time_us=round(winner.time_us, 3),
+                error=float(f"{winner.error:.2e}"), date=today, kernel_source=kernel.source, machine_code=codes.get(problem),
+            )  # fmt: skip
+            if not any(replace(one, date=today) == entry for one in group.entries):  # else it keeps the day of its measurement
+                group.entries = sorted([*others, entry], key=lambda one: sorted(one.sizes.items()))
+        table = tuned.Table(header=header, groups=list(groups.values()))
+        tuned.write(path, pruned(kernel, table, spec)[0])
     return path
 
 
@@ -115,6 +130,7 @@ def restamp(path: Path, kernel: Kernel, *, num_workers: int, timeout_s: float) -
     found.left += [f"{_label(row)}: its machine code was not recorded" for row in legal if row.entry.machine_code is None]
     known = [row for row in legal if row.entry.machine_code is not None]
     known += [row for row in unrecorded if _is_legal(kernel, row, table.header.device)]
+    old = {id(row.entry): replace(row.entry) for row in known}
     kinds = tuning.by_code(known)
     tasks = [(kernel, kind[0].problem, kind[0].config) for kind in kinds]
     for outcome in workers.run(code_of, tasks, workers=num_workers, timeout_s=timeout_s):
@@ -131,8 +147,19 @@ def restamp(path: Path, kernel: Kernel, *, num_workers: int, timeout_s: float) -
                 row.entry.config = asdict(row.config)
                 found.stamped += 1
     if found.stamped or found.recorded:
-        tuned.write(path, table)
+        _put(path, [(row.group.static, old[id(row.entry)], row.entry) for row in known])
     return found
+
+
+def _put(path: Path, changed: list[tuple[dict[str, Any], tuned.Entry, tuned.Entry]]) -> None:
+    """Puts entries where they were, by static fields; what another writer has put there in the meantime stays."""
+    with _held(path):
+        table = tuned.read(path)
+        for group in table.groups:
+            for static, before, after in changed:
+                if static == group.static:
+                    group.entries = [after if entry == before else entry for entry in group.entries]
+        tuned.write(path, table)
 
 
 def _is_legal(kernel: Kernel, row: Row, device: str) -> bool:
@@ -152,9 +179,8 @@ def stale_shapes(path: Path, kernel: Kernel) -> list[Shape]:
     stale = (row for row in rows(kernel, tuned.read(path)) if row.entry.kernel_source != kernel.source)
     shapes = []
     for number, row in enumerate(stale):
-        sizes = row.problem.sizes()  # even lengths where the problem has tokens of sequences
-        lengths = inputs.even_lengths(sizes.get("num_tokens", sizes.get("num_rows", 0)), sizes.get("num_sequences", 0))
-        shapes.append(known.get(row.problem, Shape(f"entry {number}: {_label(row)}", row.problem, lengths)))
+        made = Shape(f"entry {number}: {_label(row)}", row.problem, cases.lengths_of(row.problem))
+        shapes.append(known.get(row.problem, made))
     return shapes
 
 
@@ -187,8 +213,9 @@ def _serves(kernel: Kernel, groups: list[tuned.Group], problem: Problem, spec: D
 
 def prune(path: Path, kernel: Kernel) -> int:
     """Drops the entries of a table that repeat the default, and the table if none is left; returns their number."""
-    table = tuned.read(path)
-    made, count = pruned(kernel, table, DEVICES.get(table.header.device, H100))
-    if count:
-        tuned.write(path, made)
+    with _held(path):
+        table = tuned.read(path)
+        made, count = pruned(kernel, table, DEVICES.get(table.header.device, H100))
+        if count:
+            tuned.write(path, made)
     return count

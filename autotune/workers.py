@@ -2,6 +2,9 @@
 
 concurrent.futures gives up the whole pool when one process dies, and cannot end a task that hangs inside a compiler; here
 each worker is one spawned process with a pipe and a deadline, killed with all its children (nvcc, ptxas) and replaced.
+
+`run` works through tasks that are known beforehand. `Alone` runs one task after the other as they come, in a process that keeps
+what earlier ones made.
 """
 
 import multiprocessing
@@ -22,6 +25,10 @@ START_S = 120.0  # time for a process to start and import, in addition to its fi
 LOOK_S = 0.5  # interval at which a run checks whether it is to stop
 
 
+class Broken(Exception):
+    """Raised by a task that leaves its process unfit for others: its process is replaced."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Outcome of one task: a value, or the reason of its failure."""
@@ -30,10 +37,12 @@ class Outcome:
     value: Any
     failure: str | None  # None = value is valid
     seconds: float
+    started: bool = True  # False: its process did not start, which is not the task's doing
 
 
 def _serve(function: Callable[..., Any], connection: Connection) -> None:
-    """Main loop of a worker: sends "ready", then for each (arguments) received sends (value, failure), until the pipe closes."""
+    """Main loop of a worker: sends "ready", then for each (arguments) received sends (value, failure, whether it is
+    the last), until the pipe closes."""
     os.setsid()  # a group of its own, so that a kill reaches the compilers it started
     connection.send("ready")
     while True:
@@ -41,12 +50,13 @@ def _serve(function: Callable[..., Any], connection: Connection) -> None:
             arguments = connection.recv()
         except EOFError:
             return
-        answer: tuple[Any, str | None]
+        answer: tuple[Any, str | None, bool]
         try:
-            answer = (function(*arguments), None)
+            answer = (function(*arguments), None, False)
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            answer = (None, f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})")
+            failure = f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})"
+            answer = (None, failure, isinstance(error, Broken))
         connection.send(answer)
 
 
@@ -58,7 +68,13 @@ class _Worker:
         self.process.start()
         theirs.close()
         self.ready, self.started = False, 0.0
+        self.is_lost = False  # died, hangs, or is unfit for another task
         self.task: int | None = None
+
+    def give(self, index: int, arguments: tuple[Any, ...]) -> None:
+        self.task, self.started = index, time.monotonic()
+        with suppress(BrokenPipeError):  # it died between two tasks: `_collect` finds that
+            self.connection.send(arguments)
 
     def deadline(self, timeout_s: float) -> float:
         return self.started + (timeout_s if self.ready else START_S)
@@ -89,8 +105,8 @@ def run(
                 pool.append(_Worker(function))
             for worker in pool:
                 if worker.task is None and waiting:
-                    worker.task, worker.started = waiting.popleft(), time.monotonic()
-                    worker.connection.send(tasks[worker.task])
+                    index = waiting.popleft()
+                    worker.give(index, tasks[index])
             busy = [worker for worker in pool if worker.task is not None]
             rest_s = min(worker.deadline(timeout_s) for worker in busy) - time.monotonic()
             if stopped is not None:
@@ -102,7 +118,7 @@ def run(
                 outcome = _collect(worker, timeout_s)
                 if outcome is None:
                     continue
-                if worker.task is not None:  # no answer: the process is lost
+                if worker.is_lost:
                     worker.stop()
                     pool.remove(worker)
                 yield outcome
@@ -111,14 +127,49 @@ def run(
             worker.stop()
 
 
+class Alone:
+    """One process that runs functions as they are called; it is replaced where one of them crashes or hangs.
+
+    Functions are importable by name, arguments and values pickle. A process starts with the first call.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._worker: _Worker | None = None
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Outcome:
+        if self._worker is None:
+            self._worker = _Worker(_apply)
+        self._worker.give(0, (function, *arguments))
+        outcome = None
+        while outcome is None:
+            rest_s = self._worker.deadline(self._timeout_s) - time.monotonic()
+            wait([self._worker.connection], timeout=max(0.0, rest_s))
+            outcome = _collect(self._worker, self._timeout_s)
+        if self._worker.is_lost:
+            self.close()
+        return outcome
+
+    def close(self) -> None:
+        """Ends the process; a later call starts another one."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+
+def _apply(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
 def _collect(worker: _Worker, timeout_s: float) -> Outcome | None:
-    """The outcome of a busy worker, or None while it works on. A worker that answered has task None afterwards."""
+    """The outcome of a busy worker, or None while it works on. Afterwards the worker is free, or lost."""
     assert worker.task is not None
     index, seconds = worker.task, time.monotonic() - worker.started
     if worker.connection.poll():
         try:
             message = worker.connection.recv()
         except (EOFError, ConnectionResetError):
+            worker.is_lost = True
             worker.process.join()
             code = worker.process.exitcode
             cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
@@ -126,10 +177,11 @@ def _collect(worker: _Worker, timeout_s: float) -> Outcome | None:
         if not worker.ready:
             worker.ready, worker.started = True, time.monotonic()
             return None
-        value, failure = message
+        value, failure, worker.is_lost = message
         worker.task = None
         return Outcome(index, value, failure, seconds)
     if time.monotonic() >= worker.deadline(timeout_s):
+        worker.is_lost = True
         limit = f"took longer than {timeout_s:g} s" if worker.ready else f"its process did not start within {START_S:g} s"
-        return Outcome(index, None, limit, seconds)
+        return Outcome(index, None, limit, seconds, started=worker.ready)
     return None

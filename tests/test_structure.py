@@ -30,7 +30,7 @@ _SERVED_BY = {("layer_step", "delta_rule")}
 
 # Qualified name, or path of a file -> why.
 EXCEPTIONS: dict[str, str] = {
-    "autotune.cli.tune": "typer makes the options of a command of its function's parameters, one each",
+    "autotune.tune_command.tune": "typer makes the options of a command of its function's parameters, one each",
     "gdn.cli.compile.compile_command": "typer makes the options of a command of its function's parameters, one each",
     "gdn.cli.demo.command.demo": "typer makes the options of a command of its function's parameters, one each",
     "gdn.distributed.chunk.chunk_gated_delta_rule": "the arguments of the operator, and the group",

@@ -15,7 +15,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "explain": ("gdn.cli.explain", "explain_command", "Say which kernels and tiles an operator would run, and why."),
     "doctor": ("gdn.cli.doctor", "doctor_command", "Check that this machine has what the kernels need."),
     "compile": ("gdn.cli.compile", "compile_command", "Build every kernel that a model can reach into a folder, without a GPU."),
-    "tune": ("gdn.cli.tune", "tune_command", "Find the fastest tiles of an operator and write its tables."),
+    "tune": ("gdn.cli.tune", "tune_command", "Find the fastest tiles of an operator or a model, and write the tables."),
 }
 # Commands of another program: it reads all of the arguments, --help too.
 _HANDED_OVER = {

@@ -78,22 +78,22 @@ def compile_command(
     )
 
 
-def config_of(model: str) -> HybridConfig:
-    """Configuration of a named model, or of a config.json of Transformers."""
+def config_of(model: str, argument: str = "model") -> HybridConfig:
+    """Configuration of a named model, or of a config.json of Transformers. argument: its name in errors."""
     if model in NAMED:
         return NAMED[model]
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        raise ValueError(f"model: expected one of {', '.join(NAMED)} or a config.json, got {model!r}")
+        raise ValueError(f"{argument}: expected one of {', '.join(NAMED)} or a config.json, got {model!r}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"model: expected a config.json, got {model!r}, which is no JSON: {error}") from error
+        raise ValueError(f"{argument}: expected a config.json, got {model!r}, which is no JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"model: expected a config.json, got {model!r}, which holds a {type(content).__name__}")
+        raise ValueError(f"{argument}: expected a config.json, got {model!r}, which holds a {type(content).__name__}")
     try:
         return HybridConfig.from_transformers(content)
     except TypeError as error:  # an entry of the file, not of a caller
-        raise ValueError(f"model: {model!r}: {error}") from error
+        raise ValueError(f"{argument}: {model!r}: {error}") from error

@@ -104,6 +104,7 @@ class Tunable:
     measured_only: tuple[Shape, ...] = ()  # measured by name alone, and never tuned
     useful_flops: Callable[[Shape], int] = lambda shape: shape.problem.flops()  # operations that the call asks for
     small: Callable[[Shape], Shape] = lambda shape: shape  # a shape of the same code path at sizes for a CPU
+    lengths: Callable[[Any], tuple[int, ...]] | None = None  # of a problem; None: its tokens, spread evenly
     peer_arguments: Callable[[Shape, torch.device, int], dict[str, Any]] | None = None  # for benchmarks.peers; int: seed
 
 
@@ -177,8 +178,10 @@ class Maker:
         self.device, self.generator = device, torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: str | None) -> Tensor:
+        if dtype is None:
+            raise ValueError("problem: expected every tensor that the case has, got one of no dtype")
         drawn = torch.randn(*shape, dtype=torch.float32, device=self.device, generator=self.generator)
-        return drawn.to(getattr(torch, str(dtype)))
+        return drawn.to(getattr(torch, dtype))
 
     def poisoned(self, *shape: int, dtype: str) -> Tensor:
         """NaN, so that an element that is never written shows."""

@@ -142,11 +142,16 @@ def time_us(call: Call, *more: Call) -> float:
     return Timed([call, *more]).sustained_us()
 
 
-def interleaved_us(candidates: Sequence[Sequence[Call]], samples: int = 21) -> list[float]:
-    """Median time of each candidate's call, sampled in rotation, so that a drifting clock affects all of them equally."""
+def rotation_us(candidates: Sequence[Sequence[Call]], samples: int) -> list[list[float]]:
+    """Times of each candidate's call, one a round: in rotation, so that a drifting clock affects all of them equally."""
     timed = [Timed(calls) for calls in candidates]
     rows = [[one.sample_us() for one in timed] for _ in range(samples)]
-    return [statistics.median(column) for column in zip(*rows, strict=True)]
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def interleaved_us(candidates: Sequence[Sequence[Call]], samples: int = 21) -> list[float]:
+    """Median time of each candidate's call, sampled in rotation."""
+    return [statistics.median(column) for column in rotation_us(candidates, samples)]
 
 
 def in_turns(*groups: Sequence[Callable[[], float]], rounds: int = 3) -> list[list[float]]:

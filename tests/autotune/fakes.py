@@ -4,6 +4,8 @@ import os
 import signal
 import time
 
+from autotune import workers
+
 
 def task(kind: str) -> str:
     if kind == "crash":
@@ -14,4 +16,6 @@ def task(kind: str) -> str:
         time.sleep(600)
     if kind == "raise":
         raise ValueError("bad tile")
-    return f"done {kind}"
+    if kind == "broken":
+        raise workers.Broken("unfit")
+    return f"done {os.getpid() if kind == 'pid' else kind}"

@@ -107,7 +107,8 @@ def _topk(tensors: tuple[Any, ...], problem: Any) -> None:
 def _conv1d(tensors: tuple[Any, ...], problem: Any) -> None:
     x, weight, bias, pool, offsets, slots, mask, _, _, _, out, null_slot = tensors
     reference.causal_conv1d_fn(
-        x, weight, bias, conv_states=pool, query_start_loc=offsets, cache_indices=slots, has_initial_state=mask.bool(),
+        x, weight, bias, conv_states=pool, query_start_loc=offsets, cache_indices=slots,
+        has_initial_state=None if mask is None else mask.bool(),
         null_slot=null_slot, out=out,
     )  # fmt: skip
 
@@ -143,6 +144,10 @@ def _add_rms_norm(tensors: tuple[Any, ...], problem: Any) -> None:
         out.copy_(part)
 
 
+def _layout(problem: Any) -> str:
+    return "interleaved" if problem.interleaved else "merged" if problem.merged else "flat"
+
+
 def _gdn_decode(tensors: tuple[Any, ...], problem: Any) -> None:
     given, (slots, accepted, offsets, *_, out, scale, eps, null_slot, _) = tensors[:11], tensors[11:]
     # As the kernel: nothing between the steps is rounded.
@@ -153,7 +158,7 @@ def _gdn_decode(tensors: tuple[Any, ...], problem: Any) -> None:
         qkv, z, b, a, windows, weight, *rest, slots, conv_bias=bias, query_start_loc=offsets, num_accepted_tokens=accepted,
         num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=scale, eps=eps,
         state_v_first=problem.state_v_first, null_slot=null_slot,
-        projection_layout="concatenated" if problem.concatenated else "flat",
+        projection_layout="concatenated" if problem.concatenated else _layout(problem),
     )  # fmt: skip
     out.copy_(o.view(out.shape))
 
@@ -167,7 +172,7 @@ def _gdn_prefill(tensors: tuple[Any, ...], problem: Any) -> None:
     o = reference.fused_gdn_prefill(
         qkv, z, b, a, windows, weight, *rest, slots, conv_bias=bias, query_start_loc=offsets, has_initial_state=mask,
         num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=scale, eps=eps,
-        state_v_first=problem.state_v_first, null_slot=null_slot,
+        state_v_first=problem.state_v_first, null_slot=null_slot, projection_layout=_layout(problem),
     )  # fmt: skip
     out.copy_(o.view(out.shape))
 
@@ -281,6 +286,80 @@ def test_a_changed_foreign_slot_and_a_wrong_state_fail(op: str) -> None:
         case.check(_prepared(shape, foreign))
     with pytest.raises(cases.WrongResult, match="state error"):
         case.check(_prepared(shape, stale))
+
+
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
+def test_states_without_a_pool_are_checked_too(op: str) -> None:
+    """As Transformers' functions call: a state comes back for each sequence."""
+    fields = {"index_dtype": None, "has_mask": False} if op == "chunk" else {"index_dtype": None}
+    small = _small(shapes.shapes(op)[0])
+    shape = resized(small, small.lengths, **fields)
+    assert cases.refusal(shape) is None
+    case: Any = cases.make(shape, CPU, H100)
+
+    def launch(tensors: Any, spoiled: float = 1.0) -> None:
+        exact = case._expected
+        tensors.out.copy_(exact.o)
+        tensors.final_state.copy_(exact.state * spoiled)
+
+    assert 0 <= case.check(Prepared("tilelang", None, 64, launch, None)) < 1e-2  # type: ignore[arg-type]
+    with pytest.raises(cases.WrongResult, match="state error"):
+        case.check(Prepared("tilelang", None, 64, partial(launch, spoiled=1.05), None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", _one_per_static_key())
+def test_a_case_can_be_made_of_the_tuners_own_shapes(shape: shapes.Shape) -> None:
+    assert cases.refusal(shape) is None
+
+
+_FORMS: dict[str, dict[str, Any]] = {
+    "two projections, interleaved": {"interleaved": True, "z_dtype": None, "a_dtype": None},
+    "two projections, merged": {"merged": True, "z_dtype": None, "a_dtype": None},
+    "columns of windows together": {"conv_channels_contiguous": False},
+    "neither norm nor gate": {"norm_dtype": None, "z_dtype": None},
+    "states K first": {"state_v_first": False, "state_dtype": "bfloat16"},
+}
+
+
+_CONVOLUTIONS: dict[str, dict[str, Any]] = {"conv1d": {"has_mask": False}, "conv1d_update": {}}
+
+
+@pytest.mark.parametrize(
+    ("op", "fields"),
+    [
+        *(pytest.param(op, fields, id=f"{op}-{form}") for op in ("gdn_decode", "gdn_prefill") for form, fields in _FORMS.items()),
+        *((op, {"state_channels_contiguous": False, **fields}) for op, fields in _CONVOLUTIONS.items()),
+    ],
+)
+def test_the_forms_of_hosts_are_checked(op: str, fields: dict[str, Any]) -> None:
+    """As vLLM, SGLang and Transformers call these operators."""
+    small = _small(shapes.shapes(op)[0])
+    shape = resized(small, small.lengths, **fields)
+    assert cases.refusal(shape) is None
+    case = cases.make(shape, CPU, H100)
+    assert 0 <= case.check(_prepared(shape)) < 1e-2
+
+    def spoil(tensors: Any) -> None:
+        tensors.out.flatten()[:1] = 1e4
+
+    with pytest.raises(cases.WrongResult, match="output 0"):
+        case.check(_prepared(shape, spoil))
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "why"),
+    [
+        ("gdn_decode", {"has_rounding": True}, "problem: expected no noise"),
+        ("gdn_decode", {"ring_rows": 16, "fold_every": 15}, "its inputs are those of calls with another ring_rows, fold_every"),
+        ("gdn_decode", {"b_dtype": None}, "problem: expected every tensor that the case has"),
+        ("fold_states", {"has_final_indices": False}, "problem: expected other slots to write, no accepted counts and no noise"),
+        ("topk", {"ratio": 4, "position_dtype": "int64"}, "its inputs are those of calls with another ratio, position_dtype"),
+        ("sparse_attention_decode", {"index_dtype": None}, "problem: expected selected positions"),
+    ],
+)
+def test_a_shape_of_which_no_case_can_be_made_says_why(op: str, fields: dict[str, Any], why: str) -> None:
+    shape = shapes.shapes(op)[0]
+    assert cases.refusal(resized(shape, shape.lengths, **fields)) == why
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autotune import calls, cases, choice, cli, workers
+from autotune import calls, cases, choice, choice_command, cli, workers
 from autotune.choice import Question, Verdict
 from autotune.shapes import Shape
 from autotune.workers import Outcome
@@ -240,7 +240,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs `choice` with kernels of these times (us), all compiled."""
 
     def run(*options: str, **times: float) -> Any:
-        monkeypatch.setattr(cli, "device_spec", lambda: H100)
+        monkeypatch.setattr(choice_command, "device_spec", lambda: H100)
         monkeypatch.setattr(choice, "compile_all", lambda questions, **_: {question.name: None for question in questions})
         monkeypatch.setattr(choice, "gpu_times_us", lambda spec, shape, configs: times)
         return CliRunner().invoke(cli.app, ["choice", *options])
@@ -266,7 +266,7 @@ def test_the_command_fails_where_a_slower_kernel_is_chosen(command: Callable[...
 
 def test_the_command_keeps_to_its_budget(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0, 10)
-    monkeypatch.setattr(cli.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(choice_command.time, "monotonic", lambda: float(next(clock)))
     done = command("--calls", "60", "--budget", "55", cute=100.0, tilelang=130.0)
     assert done.exit_code == 0, done.output
     (timed,) = [line for line in done.output.splitlines() if "calls timed" in line]

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autotune import cli, shapes, tables, tuning
+from autotune import cli, shapes, tables, tune_command, tuning
 from benchmarks import cli as benchmarks_cli
 from gdn.device import H100
 from gdn.runtime import env, registry, tuned
 from tests.autotune import fake_kernel
+from tests.autotune.fake_gpu import FakeGpu
 
 RUNNER = CliRunner()
 OLD_NAMES = ["bench", "layers", "ranks", "context", "accuracy", "selection"]  # of commands that are in benchmarks
@@ -54,6 +55,16 @@ def test_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         (["tune", "chunk", "--backend", "cuda", "--compile-only"], "expected one of cute, tilelang"),
         (["tune", "chunk", "--shapes", "published", "--compile-only"], "expected part of one of"),
         (["tune"], "op: expected one of chunk, recurrent"),
+        (["tune", "--workload", "gpt-7"], "workload: expected one of qwen3-next-80b, qwen3.5-35b"),
+        (["tune", "--workload", "nowhere/config.json"], "or a config.json, got 'nowhere/config.json'"),
+        (["tune", "chunk", "--workload", "tiny"], "workload: expected without an operator"),
+        (["tune", "--workload", "tiny", "--stale"], "workload: expected without an operator, --restamp, --prune and --stale"),
+        (["tune", "chunk", "--tp", "2"], "tp, num_spec: expected with --workload"),
+        (["tune", "chunk", "--num-spec", "2"], "tp, num_spec: expected with --workload"),
+        (["tune", "--workload", "tiny", "--tp", "0"], "Invalid value for '--tp'"),
+        (["tune", "--workload", "tiny", "--tp", "5"], "expected"),
+        (["tune", "--workload", "tiny", "--backend", "cuda", "--compile-only"], "backend: expected one of tilelang, cute"),
+        (["tune", "--workload", "tiny", "--shapes", "nowhere", "--compile-only"], "shapes: expected part of"),
         (["tune", "chunk", "--search"], "search: expected with --stale"),
         (["tune", "--restamp", "--backend", "cuda"], "backend: expected one of tilelang, cute, got 'cuda'"),
     ],
@@ -148,20 +159,9 @@ def test_restamp_and_prune_need_no_gpu(stale_table: Path, monkeypatch: pytest.Mo
     assert done.exit_code == 2 and "SM90" in done.output
 
 
-class _Runner:
+def _us(shape: shapes.Shape, config: fake_kernel.Config) -> float:
     """The stored tiles take 60 us, the default 50."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def check(self, shape: shapes.Shape, config: fake_kernel.Config) -> float:
-        return 0.003
-
-    def time_us(self, shape: shapes.Shape, config: fake_kernel.Config) -> float:
-        return 50.0 if config.tile in (fake_kernel.DEFAULT, fake_kernel.FASTEST) else 60.0
-
-    def interleaved_us(self, shape: shapes.Shape, configs: list[fake_kernel.Config]) -> list[float]:
-        return [49.0 if config.tile == fake_kernel.FASTEST else self.time_us(shape, config) for config in configs]
+    return {fake_kernel.DEFAULT: 50.0, fake_kernel.FASTEST: 49.0}.get(config.tile, 60.0)
 
 
 @pytest.mark.parametrize(("search", "left"), [([], []), (["--search"], [fake_kernel.FASTEST])])
@@ -169,9 +169,9 @@ def test_stale_entries_are_timed_against_the_default(
     search: list[str], left: list[int], stale_table: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The stored tiles lose against the default, and their entry goes; a search finds others that win."""
-    monkeypatch.setattr(cli, "device_spec", lambda: H100)
-    monkeypatch.setattr(cli, "_versions", lambda backend: {"torch": "3"})
-    monkeypatch.setattr(tuning, "GpuRunner", _Runner)
+    monkeypatch.setattr(tune_command, "device_spec", lambda: H100)
+    monkeypatch.setattr(tune_command, "_versions", lambda backend: {"torch": "3"})
+    monkeypatch.setattr(tune_command, "Device", lambda spec: FakeGpu(_us))
     good = [fake_kernel.Config(tile, False) for tile in (fake_kernel.DEFAULT, fake_kernel.FASTEST)]
     monkeypatch.setattr(fake_kernel, "configs", lambda problem, device: good)
     monkeypatch.setattr(tuned, "SHIPPED", stale_table.parent.parent)
@@ -182,3 +182,17 @@ def test_stale_entries_are_timed_against_the_default(
     assert [entries[16].config["tile"]] == left if left else 16 not in entries
     assert all(entries[16].kernel_source != "of another day" for _ in left)
     assert entries[4].kernel_source == "of another day"  # which --shapes left out
+
+
+def test_a_damaged_journal_is_named_in_one_line(stale_table: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tune_command, "device_spec", lambda: H100)
+    monkeypatch.setattr(tune_command, "Device", lambda spec: FakeGpu(_us))
+    good = [fake_kernel.Config(tile, False) for tile in (fake_kernel.DEFAULT, fake_kernel.FASTEST)]
+    monkeypatch.setattr(fake_kernel, "configs", lambda problem, device: good)
+    journal = tmp_path / "h100.chunk.tilelang.jsonl"
+    journal.write_text('{"step": 3}\n')
+    options = ["--shapes", "16/32 4096", "--journals", str(tmp_path), "--out", str(tmp_path), "--workers", "1"]
+    done = RUNNER.invoke(cli.app, ["tune", "chunk", *options])
+    assert done.exit_code == 2, done.output
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {journal}:1: expected a line of a journal of the tuner: state: Field required")

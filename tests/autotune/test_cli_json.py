@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autotune import cli, shapes, tables, tuning
+from autotune import cli, compiling, shapes, tables, tune_command, tuning
 from gdn.device import H100
 from tests.autotune import fake_kernel
+from tests.autotune.fake_gpu import FakeGpu, compile_at_once
 
 RUNNER = CliRunner()
 KERNEL = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
@@ -49,19 +50,22 @@ def test_tune_compiling_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made = tuning.Plan(KERNEL, refusals={"odd": "requires more"}, configs={"16/32 4096": [fake_kernel.Config(7, True)]})
-    monkeypatch.setattr(cli, "device_spec", lambda: H100)
+    gpu = FakeGpu()
+    monkeypatch.setattr(tune_command, "device_spec", lambda: H100)
+    monkeypatch.setattr(tune_command, "Device", lambda spec: gpu)
+    monkeypatch.setattr(tune_command, "_versions", lambda backend: {"torch": "2"})
+    monkeypatch.setattr(compiling.workers, "run", compile_at_once)
+    monkeypatch.setattr(tables, "code_of", lambda *_: None)
     monkeypatch.setattr(tuning, "kernels", lambda op, backend: [KERNEL])
-    monkeypatch.setattr(tuning, "plan", lambda *_, **__: made)
-    monkeypatch.setattr(tuning, "search", lambda *_, **__: winner())
-    monkeypatch.setattr(cli, "_versions", lambda backend: {"torch": "2"})
     out = tmp_path / "tables"
-    data = run("tune", "chunk", "--shapes", "16/32 4096", "--out", str(out), "--journals", str(tmp_path / "journals"))
+    data = run("tune", "chunk", "--shapes", "16/", "--out", str(out), "--journals", str(tmp_path / "journals"))
+    assert data["complete"] and (data["op"], data["workload"], data["left_out"]) == ("chunk", None, [])
     (kernel,) = data["kernels"]
-    assert data["complete"] and kernel["not_served"] == {"odd": "requires more"}
-    assert kernel["winners"] == [
-        {"shape": "16/32 4096", "config": {"tile": 7, "split": True}, "time_us": 49.0, "error": 0.004, "default_us": None}
-    ]
+    assert kernel["not_served"] == {"16/64 8192": "requires fewer than 64 value heads, got 64"}
+    found = {one["shape"]: one for one in kernel["winners"]}["16/32 4096"]
+    assert found["config"] == {"tile": fake_kernel.FASTEST, "split": False} and found["error"] == 0.004
+    assert found["gain"] == pytest.approx(1 - 49 / 90, abs=0.01) and found["default_us"] == pytest.approx(90, rel=0.01)
+    assert (kernel["dropped"], kernel["left"], gpu.is_closed) == ([], 0, True)
     assert Path(kernel["table"]).is_file() and out in Path(kernel["table"]).parents
 
 

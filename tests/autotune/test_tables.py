@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from autotune import shapes, tables, tuning
+from autotune import cases, shapes, tables, tuning, workers
 from autotune.shapes import Shape
 from autotune.workers import Outcome
 from gdn.device import H100
 from gdn.runtime import KernelCandidate, env, tuned
 from gdn.testing import machine_code
-from tests.autotune import fake_kernel
+from tests.autotune import fake_kernel, fake_writer
 from tests.autotune.fake_kernel import Config
 
 KERNEL = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
@@ -101,6 +102,17 @@ def test_entries_of_another_source_stay_and_say_so(folder: Path, monkeypatch: py
     assert {entry.date for entry in _entries(path).values()} == set(table.header.runs)
 
 
+def test_a_winner_that_is_in_the_table_keeps_its_day(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command writes what an earlier one measured."""
+    path = _write(folder, _winner(SHAPE, 7, 49.0))
+    before = path.read_bytes()
+    monkeypatch.setattr(tables.datetime, "date", type("date", (), {"today": staticmethod(lambda: _Day())}))
+    _write(folder, _winner(SHAPE, 7, 49.0), versions={"torch": "3"})
+    assert path.read_bytes() == before
+    _write(folder, _winner(SHAPE, 7, 48.0), versions={"torch": "3"})
+    assert {entry.date for entry in _entries(path).values()} == {"2030-01-01"}
+
+
 class _Day:
     @staticmethod
     def isoformat() -> str:
@@ -113,6 +125,23 @@ def test_a_winner_that_is_the_default_is_no_entry(folder: Path) -> None:
     assert set(_entries(path)) == {(4, 8192)}
     _write(folder, _winner(OTHER, fake_kernel.DEFAULT, 19.0, split=False))
     assert not path.exists()
+
+
+def test_two_processes_that_write_at_once_lose_nothing(folder: Path) -> None:
+    """Each reads the table, adds an entry, and writes it, 20 times over."""
+    tasks = [(str(folder), first, 20) for first in (1000, 2000)]
+    outcomes = list(workers.run(fake_writer.write_entries, tasks, workers=2, timeout_s=120))
+    assert [outcome.failure for outcome in outcomes] == [None, None]
+    table = tuned.read(tuned.table_path(folder, "h100", "chunk", "tilelang"))
+    assert sorted(entry.sizes["num_tokens"] for entry in table.groups[0].entries) == [*range(1000, 1020), *range(2000, 2020)]
+
+
+def test_the_machine_code_of_the_default_is_not_read(folder: Path, readable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most shapes keep it, and their entries go."""
+    read: list[Any] = []
+    monkeypatch.setattr(tables, "code_of", lambda kernel, problem, config: read.append(config))
+    _write(folder, _winner(SHAPE, 7, 49.0), _winner(OTHER, fake_kernel.DEFAULT, 20.0, split=False))
+    assert read == [Config(7, True)]
 
 
 # --- restamp ---------------------------------------------------------------------------------------------------------
@@ -206,6 +235,23 @@ def test_what_cannot_be_compared_stays_stale_and_says_why(folder: Path, readable
     assert tuned.read(path).num_stale(KERNEL.source) == 1
 
 
+def test_an_entry_that_another_writer_adds_during_a_restamp_stays(
+    folder: Path, readable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _write(folder, _winner(SHAPE, 7, 49.0))
+    _stale(path)
+    run = tables.workers.run
+
+    def writing(*arguments: Any, **options: Any) -> Iterator[Outcome]:
+        yield from run(*arguments, **options)
+        _write(folder, _winner(OTHER, 7, 20.0))
+
+    monkeypatch.setattr(tables.workers, "run", writing)
+    assert _restamp(path).stamped == 1
+    assert set(_entries(path)) == {(16, 4096), (4, 8192)}
+    assert tuned.read(path).num_stale(KERNEL.source) == 0
+
+
 def test_machine_code_that_cannot_be_read_is_not_recorded(folder: Path) -> None:
     assert _entries(_write(folder, _winner(SHAPE, 7, 49.0)))[16, 4096].machine_code is None
 
@@ -223,6 +269,24 @@ def test_stale_entries_become_shapes(folder: Path) -> None:
     made = found[unknown.problem]
     assert made.lengths == (33, 33, 34) and "num_tokens 100" in made.name
     assert tables.stale_shapes(folder / "none.json", KERNEL) == []
+
+
+def test_a_stale_entry_of_fold_states_is_timed_with_tokens_to_fold(folder: Path) -> None:
+    """Its sizes have no tokens: the states of its case were once as new as their sequences, so that nothing was folded."""
+    (kernel,) = tuning.kernels("fold_states", None)
+    known = shapes.shapes("fold_states")[0]
+    problem: Any = replace(known.problem, num_sequences=5)  # type: ignore[call-arg]
+    entry = tuned.Entry(sizes=problem.sizes(), config={}, time_us=1.0, date="2026-11-20", kernel_source="of another day")
+    path = tuned.table_path(folder, "h100", "fold_states", kernel.backend)
+    header = tuned.Header(device="h100", op="fold_states", backend=kernel.backend, runs={"2026-11-20": {}})
+    tuned.write(path, tuned.Table(header=header, groups=[tuned.Group(static=problem.static_fields(), entries=[entry])]))
+    (shape,) = tables.stale_shapes(path, kernel)
+    assert shape.problem == problem and len(shape.lengths) == 5
+    case: Any = cases.make(cases.tunable("fold_states").small(shape), torch.device("cpu"), H100)
+    given = case._work(seed=0).arguments
+    written = given["state_tokens"][given["state_indices"].long()]
+    left = given["num_computed_tokens"] - written
+    assert bool((left >= 1).all()) and bool((left <= problem.fold_every).all()) and len(set(shape.lengths)) > 1
 
 
 # --- repeats of the default ------------------------------------------------------------------------------------------

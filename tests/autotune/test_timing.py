@@ -109,7 +109,7 @@ def test_a_call_that_synchronises_is_timed_without_a_graph() -> None:
 def test_tune_and_bench_run(tmp_path: Path) -> None:
     runner = CliRunner()
     options = ["--shapes", "4/8 batch 128", "--backend", "cute", "--out", str(tmp_path), "--journals", str(tmp_path)]
-    tuned = runner.invoke(cli.app, ["tune", "recurrent", *options, "--budget-s", "240"])
+    tuned = runner.invoke(cli.app, ["tune", "recurrent", *options, "--budget", "4m"])
     assert tuned.exit_code == 0, tuned.output
     (table,) = tmp_path.glob("*/recurrent.cute.json")
     shown = runner.invoke(cli.app, ["show", "--folder", str(tmp_path)])

@@ -1,5 +1,7 @@
 """One bad candidate loses only itself."""
 
+import os
+import signal
 import threading
 import time
 
@@ -33,3 +35,28 @@ def test_a_run_that_is_stopped_ends_what_hangs() -> None:
         found.append(outcome.index)
         threading.Timer(0.2, stopped.set).start()
     assert found == [0] and time.monotonic() - begin < 300
+
+
+def test_one_process_runs_what_comes_and_is_replaced_where_it_is_lost() -> None:
+    alone = workers.Alone(timeout_s=8)
+    first, second = (alone.call(fakes.task, "pid") for _ in range(2))
+    assert first.value == second.value  # which keeps what a task has made
+    for kind, failure in (("crash", "worker process died (SIGSEGV)"), ("exit", "worker process died (exit code 3)"),
+                          ("hang", "took longer than 8 s"), ("broken", "Broken: unfit (fakes.py")):  # fmt: skip
+        assert str(alone.call(fakes.task, kind).failure).startswith(failure)
+        third = alone.call(fakes.task, "pid")
+        assert third.failure is None and third.value != first.value
+        first = third
+    assert str(alone.call(fakes.task, "raise").failure).startswith("ValueError: bad tile")
+    assert alone.call(fakes.task, "pid").value == first.value  # an error is no reason to start anew
+    alone.close()
+    alone.close()
+
+
+def test_a_process_that_died_between_two_tasks_is_named() -> None:
+    alone = workers.Alone(timeout_s=30)
+    os.kill(int(alone.call(fakes.task, "pid").value.split()[1]), signal.SIGKILL)
+    time.sleep(0.1)
+    assert alone.call(fakes.task, "a").failure == "worker process died (SIGKILL)"
+    assert alone.call(fakes.task, "a").value == "done a"
+    alone.close()

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autotune import cli as autotune_cli
+from autotune import tune_command
 from gdn.cli import app, doctor
 from gdn.runtime import source
 
@@ -42,7 +43,7 @@ def test_it_runs_the_tuner_with_all_arguments(monkeypatch: pytest.MonkeyPatch) -
         given.append((op, backend))
         return []
 
-    monkeypatch.setattr(autotune_cli, "_kernels", kernels)
+    monkeypatch.setattr(tune_command, "_kernels", kernels)
     for arguments in (["chunk", "--backend", "cute"], ["--backend", "cute", "chunk"]):
         result = gdn("tune", *arguments, "--compile-only", "--json")
         assert result.exit_code == 0 and '"complete": true' in result.stdout, result.output

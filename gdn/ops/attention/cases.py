@@ -47,6 +47,8 @@ class DecodeCase(StepCase):
         super().__init__(self._decode, shape, device, copies, verdict="close")
 
     def _decode(self, make: Maker, problem: SparseDecodeProblem, lengths: Any) -> Work:
+        if problem.index_dtype is None:
+            raise ValueError(f"problem: expected selected positions, got {problem.static_key()}")
         context = problem.k * _POSITIONS_PER_INDEX
         tokens, sequences = problem.num_tokens, problem.num_sequences
         run = 4 if self._shape.positions == "runs of 4" else 1

@@ -58,15 +58,19 @@ class DeltaRuleCase(base.SeededCase):
 
     def check(self, prepared: Prepared) -> float:
         problem, expected = self._problem, self._expected
-        if not (problem.pooled and problem.has_final_state):
+        if problem.pooled and not problem.has_final_state:
             raise ValueError(f"shape: expected a pool that is updated, got {problem.static_key()}")
         work = self._work(seed=0)
-        pool = work.arguments["initial_state"]
-        before = pool.clone()
+        before = work.arguments["initial_state"].clone() if problem.pooled else None
         work.launch(prepared)()
-        assert expected.state is not None
-        limit = _STATE_LIMIT[problem.op][problem.state_dtype]
-        state = base.state_error(pool, before, expected.state, expected.written_slots, limit)
+        limit, state = _STATE_LIMIT[problem.op][problem.state_dtype], 0.0
+        if problem.has_final_state:
+            assert expected.state is not None
+            after = work.params.final_state if before is None else work.arguments["initial_state"]
+            if before is not None:
+                state = base.state_error(after, before, expected.state, expected.written_slots, limit)
+            else:
+                state = base.limited("state", compare.error(after, expected.state, groups=2), limit)
         output = compare.token_error(work.params.out, expected.o, expected.offsets)
         return max(state, base.limited("output", output, _OUTPUT_LIMIT[problem.op][problem.dtype]))
 
@@ -262,13 +266,17 @@ def _accept(make: Maker, problem: AcceptDraftTreeProblem, lengths: Sequence[int]
     return Work("accept_draft_tree", arguments, params, updated=updated)
 
 
+def _since_written(problem: Any) -> tuple[int, ...]:
+    """Tokens of each sequence since its state was written, spread evenly over the period of the folds."""
+    return tuple(1 + n * problem.fold_every // problem.num_sequences for n in range(problem.num_sequences))
+
+
 def _folds(heads: tuple[int, int], batch: int, layers: int, state_dtype: str = "float32") -> Shape:
-    """Sequences spread evenly over the period of the folds."""
     rows, fold_every = ring_choice(1, state_dtype)
     name = f"{heads[0]}/{heads[1]} batch {batch}, {layers} layers{' bf16' if state_dtype == 'bfloat16' else ''}"
-    lengths = [1 + n * fold_every // batch for n in range(batch)]
     fields: dict[str, Any] = {"state_dtype": state_dtype, "ring_rows": rows, "fold_every": fold_every, "num_layers": layers}
-    return packed("fold_states", name, lengths, heads_of(*heads), has_final_indices=True, **fields)
+    shape = packed("fold_states", name, (1,) * batch, heads_of(*heads), has_final_indices=True, **fields)
+    return replace(shape, lengths=_since_written(shape.problem))
 
 
 def _trees(batch: int) -> Shape:
@@ -284,6 +292,7 @@ fold_states = Tunable(
         _folds((16, 32), 8, 36, "bfloat16"),
     ),
     small=lambda shape: resized(shape, shape.lengths[-2:], **_FEW),
+    lengths=_since_written,
 )  # fmt: skip
 
 accept_draft_tree = Tunable(

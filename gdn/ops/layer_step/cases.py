@@ -38,8 +38,8 @@ from gdn.ops.layer_step.problem import (
 
 def _convolution(make: base.Maker, problem: ConvolutionProblem) -> dict[str, Any]:
     """Arguments x (a slice of a projection), the filter and out."""
-    if problem.state_dtype is None or problem.index_dtype is None or not problem.state_channels_contiguous:
-        raise ValueError(f"problem: expected indices and a pool with channels together, got {problem.static_key()}")
+    if problem.state_dtype is None or problem.index_dtype is None:
+        raise ValueError(f"problem: expected a pool and indices, got {problem.static_key()}")
     num_tokens = problem.sizes()["num_tokens"]
     return {
         "x": make.normal(num_tokens, problem.dim + problem.dim // 2, dtype=problem.dtype)[:, : problem.dim],
@@ -49,24 +49,34 @@ def _convolution(make: base.Maker, problem: ConvolutionProblem) -> dict[str, Any
     }  # fmt: skip
 
 
+def _windows(make: base.Maker, problem: Any, together: bool, dtype: str, slots: int, columns: int) -> base.Tensor:
+    """Windows with values that rows can have. together: the channels of a column are neighbours, else the columns of one."""
+    values = make.normal(slots, *((columns, problem.dim) if together else (problem.dim, columns)), dtype=problem.dtype)
+    values = values.to(getattr(torch, dtype))
+    return values.mT if together else values
+
+
+def _layer_windows(make: base.Maker, problem: GdnDecodeProblem | GdnPrefillProblem, slots: int, columns: int) -> base.Tensor:
+    return _windows(make, problem, problem.conv_channels_contiguous, problem.conv_dtype, slots, columns)
+
+
 def _pool(make: base.Maker, problem: ConvolutionProblem, slots: int, columns: int) -> base.Tensor:
     """Windows with values that x can have: the reference in float64 then keeps the same bits."""
-    values = make.normal(slots, columns, problem.dim, dtype=problem.dtype)
-    return values.to(getattr(torch, str(problem.state_dtype))).mT
+    return _windows(make, problem, problem.state_channels_contiguous, str(problem.state_dtype), slots, columns)
 
 
 def _conv1d(make: base.Maker, problem: Conv1dProblem, lengths: Sequence[int]) -> base.Work:
-    if not problem.has_mask or problem.checkpoint_dtype is not None:
-        raise ValueError(f"problem: expected a mask and no checkpoints, got {problem.static_key()}")
+    if problem.checkpoint_dtype is not None:
+        raise ValueError(f"problem: expected no checkpoints, got {problem.static_key()}")
     arguments, count = _convolution(make, problem), len(lengths)
-    mask = make.integers([True] * count, "bool")
+    mask = make.integers([True] * count, "bool") if problem.has_mask else None
     arguments |= {
         "conv_states": _pool(make, problem, count + 3, problem.width - 1), "has_initial_state": mask,
         "query_start_loc": make.integers([0, *accumulate(lengths)], problem.cu_seqlens_dtype),
         "cache_indices": make.order(count, count + 3, problem.index_dtype),
     }  # fmt: skip
-    own = {"cu_seqlens": arguments["query_start_loc"], "has_initial_state": mask.view(torch.uint8), "null_slot": -1}
-    params = base.params_of(Conv1dParams, arguments, **own)
+    own = {"cu_seqlens": arguments["query_start_loc"], "has_initial_state": None if mask is None else mask.view(torch.uint8)}
+    params = base.params_of(Conv1dParams, arguments, **own, null_slot=-1)
     return base.Work("causal_conv1d_fn", arguments, params, (params.out,), ("conv_states",))
 
 
@@ -203,14 +213,13 @@ add_rms_norm = base.Tunable(
 
 def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -> base.Work:
     """One decode step of a layer, with drafts or without."""
-    if problem.interleaved or problem.has_rounding or not problem.conv_channels_contiguous:
-        raise ValueError(f"problem: expected whole rows, windows with channels together, no noise, got {problem.static_key()}")
+    if problem.has_rounding:
+        raise ValueError(f"problem: expected no noise, got {problem.static_key()}")
     if problem.has_accepted != problem.has_columns or (problem.cu_seqlens_dtype is None) != (max(lengths) == 1):
         raise ValueError(f"problem: expected offsets and accepted counts with drafts alone, got {problem.static_key()}")
     heads, K, V, dim = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim, problem.dim
     rows, batch, columns = sum(lengths), len(lengths), max(lengths) if problem.has_columns else 1
     slots = make.order(batch * columns, batch * columns + 3, problem.index_dtype)
-    window = make.normal(batch * columns + 3, problem.width - 2 + columns, dim, dtype=problem.dtype)
     offsets = accepted = None
     if problem.cu_seqlens_dtype is not None:
         offsets = make.integers([0, *accumulate(lengths)], problem.cu_seqlens_dtype)
@@ -218,11 +227,12 @@ def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -
         accepted = make.integers([1 + n % columns for n in range(batch)], "int32")
     inner = (V, K) if problem.state_v_first else (K, V)
     arguments = {
-        **_projections(make, problem, rows), "conv_state": window.to(getattr(torch, problem.conv_dtype)).mT,
+        **_projections(make, problem, rows),
+        "conv_state": _layer_windows(make, problem, batch * columns + 3, problem.width - 2 + columns),
         "conv_weight": make.normal(dim, problem.width, dtype=problem.weight_dtype),
         "conv_bias": None if problem.bias_dtype is None else make.normal(dim, dtype=problem.bias_dtype),
         "A_log": make.normal(heads, dtype=problem.A_log_dtype), "dt_bias": make.normal(heads, dtype=problem.dt_bias_dtype),
-        "norm_weight": make.normal(V, dtype=problem.norm_dtype),
+        "norm_weight": _norm_weight(make, problem),
         "ssm_state": make.normal(batch * columns + 3, heads, *inner, dtype=problem.state_dtype),
         "state_indices": slots.view(batch, columns) if problem.has_columns else slots, "query_start_loc": offsets,
         "num_accepted_tokens": accepted, "num_k_heads": problem.num_k_heads, "head_k_dim": K, "head_v_dim": V,
@@ -234,15 +244,34 @@ def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -
     return base.Work("fused_gdn_decode", arguments, params, (arguments["out"],), ("conv_state", "ssm_state"))
 
 
+def _norm_weight(make: base.Maker, problem: GdnDecodeProblem | GdnPrefillProblem) -> base.Tensor | None:
+    return None if problem.norm_dtype is None else make.normal(problem.head_v_dim, dtype=problem.norm_dtype)
+
+
+def _two_projections(make: base.Maker, problem: GdnDecodeProblem | GdnPrefillProblem, rows: int) -> dict[str, Any]:
+    """Rows of the two projections of the interleaved and the merged layout."""
+    heads, values = problem.num_v_heads, problem.num_v_heads * problem.head_v_dim
+    return {
+        "mixed_qkv": make.normal(rows, problem.dim + values, dtype=problem.dtype), "z": None,
+        "b": make.normal(rows, 2 * heads, dtype=problem.b_dtype), "a": None,
+        "projection_layout": "merged" if problem.merged else "interleaved",
+    }  # fmt: skip
+
+
 def _projections(make: base.Maker, problem: GdnDecodeProblem, rows: int) -> dict[str, Any]:
-    """Rows of one projection: slices of wide ones, or the whole, as the layer passes it."""
+    """Rows of the projections: slices of wide ones, or the whole, as the layer passes it."""
     heads, values, dim = problem.num_v_heads, problem.num_v_heads * problem.head_v_dim, problem.dim
+    if problem.interleaved or problem.merged:
+        return _two_projections(make, problem, rows)
     if problem.concatenated:
         row = make.normal(rows, dim + values + 2 * heads, dtype=problem.dtype)
         return {"mixed_qkv": row, **dict.fromkeys(("z", "b", "a")), "projection_layout": "concatenated"}
+    z = None
+    if problem.z_dtype is not None:
+        z = make.normal(rows, dim + values, dtype=problem.z_dtype)[:, dim:].unflatten(1, (heads, problem.head_v_dim))
     return {
         "mixed_qkv": make.normal(rows, dim + values, dtype=problem.dtype)[:, :dim],
-        "z": make.normal(rows, dim + values, dtype=problem.z_dtype)[:, dim:].unflatten(1, (heads, problem.head_v_dim)),
+        "z": z,
         "b": make.normal(rows, 2 * heads, dtype=problem.b_dtype)[:, :heads],
         "a": make.normal(rows, 2 * heads, dtype=problem.a_dtype)[:, heads:],
     }
@@ -274,24 +303,33 @@ gdn_decode = base.Tunable(
 _PREFILL_LIMIT = 1e-2
 
 
+def _rows(make: base.Maker, problem: GdnPrefillProblem, rows: int) -> dict[str, Any]:
+    """Rows of the projections: q, k, v and z as slices of one, b and a of others; or the whole of two."""
+    if problem.interleaved or problem.merged:
+        return _two_projections(make, problem, rows)
+    heads, V, dim = problem.num_v_heads, problem.head_v_dim, problem.dim
+    wide, z = make.normal(rows, dim + heads * V, dtype=problem.dtype), None
+    if problem.z_dtype is not None:
+        z = wide[:, dim:].to(getattr(torch, problem.z_dtype)).unflatten(1, (heads, V))
+    return {
+        "mixed_qkv": wide[:, :dim], "z": z, "b": make.normal(rows, 2 * heads, dtype=problem.b_dtype)[:, :heads],
+        "a": make.normal(rows, 2 * heads, dtype=problem.a_dtype)[:, heads:],
+    }  # fmt: skip
+
+
 def _prefill(make: base.Maker, problem: GdnPrefillProblem, lengths: Sequence[int]) -> base.Work:
     """One prefill step of a layer; two sequences of three continue from their slots."""
-    if problem.interleaved or problem.has_checkpoints or not (problem.has_mask and problem.conv_channels_contiguous):
-        raise ValueError(f"problem: expected flat rows, a mask and windows with channels together, got {problem.static_key()}")
+    if problem.has_checkpoints or not problem.has_mask:
+        raise ValueError(f"problem: expected a mask and no checkpoints, got {problem.static_key()}")
     heads, K, V, dim = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim, problem.dim
     rows, count = sum(lengths), len(lengths)
-    wide = make.normal(rows, dim + heads * V, dtype=problem.dtype)
-    window = make.normal(count + 3, problem.width - 1, dim, dtype=problem.dtype)
     inner = (V, K) if problem.state_v_first else (K, V)
     arguments = {
-        "mixed_qkv": wide[:, :dim], "z": wide[:, dim:].to(getattr(torch, str(problem.z_dtype))).unflatten(1, (heads, V)),
-        "b": make.normal(rows, 2 * heads, dtype=problem.b_dtype)[:, :heads],
-        "a": make.normal(rows, 2 * heads, dtype=problem.a_dtype)[:, heads:],
-        "conv_states": window.to(getattr(torch, problem.conv_dtype)).mT,
+        **_rows(make, problem, rows), "conv_states": _layer_windows(make, problem, count + 3, problem.width - 1),
         "conv_weight": make.normal(dim, problem.width, dtype=problem.weight_dtype),
         "conv_bias": None if problem.bias_dtype is None else make.normal(dim, dtype=problem.bias_dtype),
         "A_log": make.normal(heads, dtype="float32"), "dt_bias": make.normal(heads, dtype=problem.dt_bias_dtype),
-        "norm_weight": make.normal(V, dtype=problem.norm_dtype),
+        "norm_weight": _norm_weight(make, problem),
         "ssm_state": make.normal(count + 3, heads, *inner, dtype=problem.state_dtype),
         "state_indices": make.order(count, count + 3, problem.index_dtype),
         "query_start_loc": make.integers([0, *accumulate(lengths)], problem.cu_seqlens_dtype),
