@@ -77,14 +77,14 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
     items = (2 * problem.head_k_dim + config.block_v) // CHANNELS
     more = 24 * (-(-items // config.threads) - 1) + max(0, entries - 16) // 2 + 8 * (config.threads == 64)
     if problem.cu_seqlens_dtype is None:
-        return more + 32 + 3 * state // 2
+        return more + 32 + 3 * state // 2 + 4 * (problem.intermediate_dtype == "float32")
     more += 6 * (config.v_per_thread == 8 and (problem.cu_seqlens_dtype == "int64" or not problem.has_accepted))
     # Over several tokens the filter, the window and the addresses stay in registers.
     if not problem.state_v_first:  # a thread keeps S q of one column after the exchange, and addresses of sums instead
         more += 2 * (problem.intermediate_dtype is not None)  # addresses of a second tensor
         more += 4 * (problem.has_columns and problem.width < 4)  # such forms spilled 2 to 12 values
         return more + 92 + 19 * state // 16 + 4 * max(0, config.v_per_thread - 4)
-    return more + 84 + 5 * state // 4 + 6 * problem.has_rounding
+    return more + 84 + 5 * state // 4 + (6 if problem.head_v_dim <= 128 else 14) * problem.has_rounding
 
 
 _BATCH = 4  # the most tokens with a ring that are computed at once

@@ -1,11 +1,13 @@
 """The fused decode's choice of tiles: what was fastest where it was measured, and a choice for everything it serves."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from gdn.device import H100
 from gdn.ops.layer_step.problem import GdnDecodeProblem
+from gdn.testing import machine_code
 from kernels_cute import gdn_decode
 
 MAIN = GdnDecodeProblem(
@@ -54,3 +56,22 @@ def test_default_fits(base: GdnDecodeProblem, state_dtype: str, v_first: bool, d
     )  # fmt: skip
     assert gdn_decode.refusal(problem) is None
     assert gdn_decode.fits(problem, gdn_decode.default_config(problem, H100), H100)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"state_dtype": "bfloat16", "intermediate_dtype": "float32", "num_k_heads": 2, "num_v_heads": 6, "width": 2},
+        {
+            "state_dtype": "bfloat16", "has_rounding": True, "cu_seqlens_dtype": "int32", "has_columns": True, "num_k_heads": 4,
+            "num_v_heads": 4, "head_k_dim": 96, "head_v_dim": 160, "num_tokens": 512,
+        },
+    ],
+    ids=["states of every token", "noise with wide values"],
+)  # fmt: skip
+def test_forms_that_spilled(fields: dict[str, Any]) -> None:
+    """Drawn from all variants: more than two choices at once, which a cover of pairs does not hold."""
+    problem = replace(MAIN, **{"num_tokens": 128, "num_sequences": 128} | fields)
+    (library,) = gdn_decode.compile(problem, gdn_decode.default_config(problem, H100)).values()
+    assert not any(kernel.spills for kernel in machine_code.kernels(library))
