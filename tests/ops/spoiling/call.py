@@ -147,3 +147,14 @@ class Draw:
         lengths = [self.random.choice((0, 1, 1, 2, most)) for _ in range(self.random.randint(1, sequences))]
         lengths[self.random.randrange(len(lengths))] = self.random.randint(1, most)
         return lengths
+
+    def tables(self, lengths: Sequence[int], page_size: int, pages: int, columns: int) -> Tensor:
+        """Block tables: a page for each page_size rows of a sequence; what no row is in may be anything."""
+        table = [
+            [
+                self.random.randrange(pages) if column * page_size < length else self.pick(-1, 0, 10**6)
+                for column in range(columns)
+            ]
+            for length in lengths
+        ]
+        return self.rows(torch.tensor(table, dtype=torch.int32).reshape(len(lengths), columns), lead=1)

@@ -1,12 +1,43 @@
-"""Good calls of the recurrence: chunk, recurrent, and a step dealt to both."""
+"""The recurrence, as chunks, token by token, and a step dealt to both: calls, what their arguments may be, their results."""
 
 from typing import Any
 
 import torch
 
 from gdn.ops.delta_rule.problem import entry_width
+from tests.described import Described
 from tests.ops.spoiling.call import Call, Draw
+from tests.ops.spoiling.kinds import (
+    FLAG,
+    FLOAT_OUT,
+    INPUT,
+    MASK,
+    OFFSETS,
+    OPTIONAL_FLAG,
+    PARAMETER,
+    ROWS,
+    SHARED_INPUTS,
+    SLOTS,
+    STATE_POOL,
+    STATES,
+    Kind,
+    but,
+)
+from tests.ops.spoiling.kinds_sequences import (
+    ACCEPTED,
+    CHECKPOINT_OFFSETS,
+    CHECKPOINT_SLOTS,
+    FINAL_SLOTS,
+    INTERMEDIATE,
+    KEPT,
+    PARENTS,
+    REPLAYED,
+    SEED,
+    SHARED_SLOTS,
+    with_offsets,
+)
 from tests.ops.spoiling.rings import give_ring
+from tests.ops.spoiling.verdict import ERROR, SAME, TYPE, VALUE
 
 HEADS = ((2, 2, 2), (2, 2, 4), (2, 2, 6), (4, 2, 2), (6, 2, 2))  # of q, k, v
 
@@ -314,3 +345,79 @@ def parents_of(draw: Draw, bounds: list[int], num_tokens: int) -> list[int]:
         for node in range(end - start):
             parents[start + node] = draw.random.randint(-1, node - 1)
     return parents
+
+
+_DELTA_RULE: dict[str, Kind] = {
+    "q, k": ROWS | {"another 16-bit dtype": TYPE} | SHARED_INPUTS,
+    "v": ROWS | {"another 16-bit dtype": TYPE, "overlaps a read-only argument": SAME},
+    "g": INPUT
+    | {
+        "left out where it must be": ERROR,
+        "without A_log": ERROR,
+        "a positive log decay": VALUE,
+        "positive log decays of padding": SAME,
+    },
+    "beta": INPUT | {"left out where it must be": ERROR},
+    "A_log": PARAMETER | {"given without the gate": TYPE},
+    "dt_bias": PARAMETER | {"given without the gate": TYPE},
+    "initial_state as a pool": STATE_POOL | {"left out where it must be": ERROR},
+    "initial_state to read": STATES,
+    "cu_seqlens": OFFSETS,
+    "out": FLOAT_OUT | {"is another argument": VALUE},
+}
+
+CALLS = {
+    "chunk_gated_delta_rule": Described(
+        chunk,
+        _DELTA_RULE | {
+            "state_indices": SLOTS | SHARED_SLOTS,
+            "final_state_indices": SLOTS | FINAL_SLOTS | {"without state_indices": VALUE},
+            "has_initial_state": MASK,
+            "checkpoint_offsets": CHECKPOINT_OFFSETS | {"no multiple of 64": VALUE},
+            "checkpoint_slots": CHECKPOINT_SLOTS,
+            "checkpoint_states": KEPT,
+            "head_first": FLAG | {"True": VALUE},
+            "initial_state as a pool": but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
+        },
+        (("B T ~ ~", 0.0), ("N ~ ~ ~", "the states")),
+    ),
+    "chunk_summary": Described(
+        summary,
+        {
+            **{names: _DELTA_RULE[names] for names in ("q, k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")},
+        },
+        (("N ~ ~ ~", 0.0), ("N ~ ~ ~", "identity")),
+    ),
+    "fused_recurrent_gated_delta_rule": Described(
+        recurrent,
+        _DELTA_RULE | INTERMEDIATE | REPLAYED | {
+            "ssm_state_indices": SLOTS | SHARED_SLOTS | {"a slot without a ring": VALUE},
+            "final_state_indices": SLOTS | FINAL_SLOTS | {"given with intermediate states": VALUE},
+            "num_accepted_tokens of columns": ACCEPTED | {"the indices 1-D": VALUE},
+            "parent_token": PARENTS,
+            "rounding_seed": SEED | {"given with intermediate states": VALUE},
+            "inplace_final_state": OPTIONAL_FLAG | {"False with indices": VALUE},
+        },
+        (("B T ~ ~", 0.0), ("N ~ ~ ~", "the states")),
+    ),
+    "gated_delta_rule": Described(
+        step,
+        _DELTA_RULE | {
+            # B is always 1.
+            **{names: but(_DELTA_RULE[names], "rows of one element each") for names in ("q, k", "v", "g", "beta")},
+            "cu_seqlens": OFFSETS,
+            "state_indices": with_offsets(SLOTS) | SHARED_SLOTS,
+            "ssm_state_indices": with_offsets(SLOTS) | SHARED_SLOTS,
+            "final_state_indices": with_offsets(SLOTS) | FINAL_SLOTS,
+            "has_initial_state": with_offsets(MASK),
+            "checkpoint_offsets": with_offsets(CHECKPOINT_OFFSETS) | {"no multiple of 64": VALUE},
+            "checkpoint_slots": with_offsets(CHECKPOINT_SLOTS),
+            "num_accepted_tokens": with_offsets(ACCEPTED) | {"the indices 1-D": VALUE},
+            "parent_token": PARENTS,
+            "rounding_seed": SEED,
+            "inplace_final_state": OPTIONAL_FLAG | {"False with indices": VALUE},
+            "initial_state as a pool": but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
+        },
+        (("B T ~ ~", 0.0), ("N ~ ~ ~", "the states")),
+    ),
+}  # fmt: skip

@@ -1,8 +1,26 @@
-"""Good calls of the steps around the recurrence: convolution, gates, split, norm."""
+"""Convolution, gates, split and norms: calls, what their arguments may be, their results."""
 
 import torch
 
+from tests.described import Described
 from tests.ops.spoiling.call import Call, Draw
+from tests.ops.spoiling.kinds import (
+    FILTER,
+    FLOAT_OUT,
+    INPUT,
+    MASK,
+    MATRIX,
+    OFFSETS,
+    PARAMETER,
+    POSITIVE,
+    ROWS,
+    SLOTS,
+    WINDOWS,
+    Kind,
+    but,
+)
+from tests.ops.spoiling.kinds_sequences import ACCEPTED, CHECKPOINT_OFFSETS, CHECKPOINT_SLOTS, KEPT_WINDOWS, PARENTS, SHARED_SLOTS
+from tests.ops.spoiling.verdict import SAME, TYPE, VALUE
 
 
 def _filter(draw: Draw, call: Call, dim: int, width: int) -> None:
@@ -177,3 +195,81 @@ def norm(draw: Draw) -> Call:
     if draw.maybe(0.3):
         call.arguments |= {"eps": draw.pick(0, 1e-5, 1), "activation": draw.pick("silu", "swish", "sigmoid")}
     return call
+
+
+_FILTERED: dict[str, Kind] = {
+    "weight": FILTER,
+    "bias": PARAMETER,
+    "out": FLOAT_OUT
+    | {
+        "in place on x": SAME,
+        "in place on an equal view of x": SAME,
+        "in place on an x whose last dim is not contiguous": VALUE,
+        "one row further than x": VALUE,
+    },
+}
+
+CALLS = {
+    "fused_gdn_gating": Described(
+        gating,
+        {
+            "A_log, dt_bias": PARAMETER,
+            "a, b": INPUT | {"one tensor for two read-only arguments": SAME},
+            "beta": POSITIVE,
+        },
+        (("a", None), ("a", None)),
+    ),
+    "fused_qkvzba_split_reshape_cat": Described(
+        split,
+        {
+            "mixed_qkvz": ROWS | MATRIX,
+            "mixed_ba": INPUT | MATRIX,
+        },
+        (("T ~", None), ("T ~ ~", None), ("T ~", None), ("T ~", None)),
+    ),
+    "causal_conv1d_fn": Described(
+        conv_fn,
+        _FILTERED | {
+            "x": ROWS | MATRIX | {"[dim, tokens]": VALUE},
+            "conv_states": WINDOWS,
+            "query_start_loc": OFFSETS,
+            "cache_indices": SLOTS | SHARED_SLOTS,
+            "has_initial_state": MASK,
+            "checkpoint_offsets": CHECKPOINT_OFFSETS | {"without conv_states": VALUE},
+            "checkpoint_slots": CHECKPOINT_SLOTS,
+            "checkpoint_windows": KEPT_WINDOWS,
+        },
+        (("x", 0.0),),
+    ),
+    "causal_conv1d_update": Described(
+        conv_update,
+        _FILTERED | {
+            "x": ROWS | MATRIX,
+            "conv_state": WINDOWS,
+            "query_start_loc": OFFSETS,
+            "conv_state_indices": SLOTS | SHARED_SLOTS,
+            "num_accepted_tokens": ACCEPTED,
+            "parent_token": but(PARENTS, "the indices 1-D"),
+            "out": _FILTERED["out"] | {"x in the other memory order": VALUE},
+        },
+        (("x", 0.0),),
+    ),
+    "add_rms_norm": Described(
+        add_norm,
+        {
+            "x": ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
+            "residual": ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
+            "weight": PARAMETER,
+            "layer_scale": PARAMETER,
+        },
+        (("x", None), ("x", None)),
+    ),
+    "rms_norm_gated": Described(
+        norm,
+        {
+            "x, z": ROWS | {"one tensor for two read-only arguments": SAME},
+            "weight": PARAMETER,
+        },
+        (("x", None),),
+    ),
+}  # fmt: skip

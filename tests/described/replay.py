@@ -1,11 +1,27 @@
-"""Good calls of the operators around replay decode."""
+"""Operators around replay decode: calls, what their arguments may be, their results."""
 
 import torch
 
 from gdn.ops.delta_rule.problem import entry_width, state_position
+from tests.described import Described
+from tests.described.delta_rule import parents_of, slots_of
 from tests.ops.spoiling.call import Call, Draw
-from tests.ops.spoiling.calls_delta_rule import parents_of, slots_of
+from tests.ops.spoiling.kinds import COUNT, INT32, OFFSETS, PER_SEQUENCE, SLOTS, STATE_POOL, WHOLE, WINDOWS, Kind, but
+from tests.ops.spoiling.kinds_sequences import (
+    ACCEPTED_OF_RING,
+    COMMITTED,
+    FINAL_SLOTS,
+    PARENTS,
+    RING,
+    RING_READ,
+    SEED,
+    SHARED_SLOTS,
+    SIZES_OF_RING,
+    STATE_TOKENS,
+    with_offsets,
+)
 from tests.ops.spoiling.rings import ring_of
+from tests.ops.spoiling.verdict import SAME, TYPE, VALUE
 
 HEADS = ((2, 2), (2, 4), (2, 6), (1, 3))  # of keys, of states
 
@@ -91,3 +107,48 @@ def accept(draw: Draw) -> Call:
     call.give("num_accepted_tokens", torch.ones(count, dtype=torch.int32), "N+")
     call.arguments["conv_width"] = width
     return call
+
+
+# Counts that a call writes: int32, one for each slot or sequence.
+_COUNTS: Kind = but(INT32, "one longer") | {
+    "all rows in one place": VALUE, "overlaps another argument": VALUE, "adjacent to another argument": SAME,
+}  # fmt: skip
+_WITHOUT_OFFSETS: Kind = but(PER_SEQUENCE, "extra rows of anything")
+
+CALLS = {
+    "fold_states": Described(
+        fold,
+        {
+            "ssm_state": but(STATE_POOL, "two dims more", "interleaved with another argument"),
+            "state_indices": but(SLOTS, "one shorter", "extra rows of anything", "extra rows without offsets") | {
+                "two live sequences, one slot": VALUE, "null slots twice": SAME,
+            },
+            "ring": RING_READ | SIZES_OF_RING,
+            "state_tokens": but(_COUNTS, "all rows in one place") | but(
+                STATE_TOKENS, "anything where no sequence is live"
+            ),
+            "num_computed_tokens": _WITHOUT_OFFSETS | COMMITTED | {"fewer tokens than its state": VALUE},
+            "num_accepted_tokens": _WITHOUT_OFFSETS | ACCEPTED_OF_RING,
+            "final_state_indices": but(SLOTS, "extra rows of anything") | FINAL_SLOTS,
+            "fold_phase": COUNT | {"as long as a period": VALUE},
+            "rounding_seed": SEED,
+            "*": WHOLE,
+        },
+        (),
+    ),
+    "accept_draft_tree": Described(
+        accept,
+        {
+            "ring": RING,
+            "conv_state": but(WINDOWS, "one longer"),
+            "state_indices": with_offsets(SLOTS) | SHARED_SLOTS,
+            "parent_token": but(PARENTS, "the indices 1-D", "one longer"),
+            "accepted_nodes": with_offsets(but(PER_SEQUENCE, "the other index dtype") | {"dtype int64": TYPE}),
+            "num_computed_tokens": with_offsets(PER_SEQUENCE) | COMMITTED,
+            "num_accepted_tokens": _COUNTS,
+            "query_start_loc": OFFSETS,
+            "*": WHOLE,
+        },
+        (),
+    ),
+}  # fmt: skip
