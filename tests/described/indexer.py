@@ -82,7 +82,7 @@ def quantize(draw: Draw) -> Call:
 
 def write(draw: Draw) -> Call:
     call = Call("write_indexer_cache")
-    tokens, kv_heads, dim, page_size = draw.pick(0, 1, 3, 5), draw.pick(1, 2), 8, draw.pick(4, 16)
+    tokens, kv_heads, dim, page_size = draw.tokens(0, 1, 3, 5), draw.pick(1, 2), 8, draw.pick(4, 16)
     cache, dims = pages_of(draw, 3, page_size, kv_heads, dim, draw.pick(*CACHE_DTYPES))
     k, k_dims = _keys(draw, tokens, kv_heads, dim, draw.any_float(), flat=kv_heads == 1 and draw.maybe())
     call.give("k", k, k_dims)
@@ -104,7 +104,7 @@ def _rope(draw: Draw, call: Call, tokens: int, dim: int, positions: list[int], l
 
 def prepare(draw: Draw) -> Call:
     call = Call("prepare_indexer")
-    tokens, heads, kv_heads, dim, page_size = draw.pick(0, 1, 3), draw.pick(2, 4), draw.pick(1, 2), 8, draw.pick(4, 16)
+    tokens, heads, kv_heads, dim, page_size = draw.tokens(0, 1, 3), draw.pick(2, 4), draw.pick(1, 2), 8, draw.pick(4, 16)
     call.give("q", draw.rows(draw.floats(tokens, heads, dim, dtype=draw.any_float()), lead=1), "T H D")
     weights = draw.rows(draw.floats(tokens, heads, dtype=draw.any_float()), lead=1)
     has_cache = draw.maybe(0.7)
@@ -187,7 +187,7 @@ def gather(draw: Draw) -> Call:
 
 def expand(draw: Draw) -> Call:
     call = Call("expand_topk_groups")
-    tokens, k, ratio = draw.pick(0, 1, 3), draw.pick(0, 1, 4), draw.pick(1, 2, 4)
+    tokens, k, ratio = draw.tokens(0, 1, 3), draw.pick(0, 1, 4), draw.pick(1, 2, 4)
     groups = [[draw.random.randint(-1, 9) for _ in range(k)] for _ in range(tokens)]
     dtype = draw.pick(torch.int32, torch.int64)
     call.give("group_indices", draw.rows(torch.tensor(groups, dtype=dtype).reshape(tokens, k), lead=1), "T ~")

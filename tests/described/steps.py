@@ -156,7 +156,7 @@ def gating(draw: Draw) -> Call:
 
 def split(draw: Draw) -> Call:
     call = Call("fused_qkvzba_split_reshape_cat")
-    heads, k_dim, v_dim, tokens = draw.pick(1, 2, 3), draw.pick(4, 8), draw.pick(4, 8), draw.pick(0, 1, 3, 5)
+    heads, k_dim, v_dim, tokens = draw.pick(1, 2, 3), draw.pick(4, 8), draw.pick(4, 8), draw.tokens(0, 1, 3, 5)
     value_heads = heads * draw.pick(1, 2)
     dtype = draw.any_float()
     wide = draw.floats(tokens, 2 * heads * k_dim + 2 * value_heads * v_dim, dtype=dtype)

@@ -12,7 +12,7 @@ from tests.ops.spoiling.verdict import SAME, VALUE
 
 def topk_indices(draw: Draw) -> Call:
     call = Call("topk_indices")
-    rows, columns, k = draw.pick(0, 1, 3, 5), draw.pick(0, 1, 6, 20), draw.pick(0, 1, 3, 8)
+    rows, columns, k = draw.tokens(0, 1, 3, 5), draw.pick(0, 1, 6, 20), draw.pick(0, 1, 3, 8)
     call.give("logits", draw.rows(draw.floats(rows, columns, dtype=draw.any_float()), lead=1), "M ~")
     call.arguments["k"] = k
     if draw.maybe(0.7):

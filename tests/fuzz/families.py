@@ -10,6 +10,7 @@ import torch
 
 from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
 from gdn.runtime import registry
+from tests.described import tuned
 from tests.fuzz import chosen
 from tests.gpu import (
     attention,
@@ -338,3 +339,19 @@ FAMILIES: dict[str, Family] = {
         for form in ("token-wise", "compressed", "dense")
     },
 }
+
+
+_SETS = 4  # of the tuner's values
+
+
+def _of_the_tuner(op: str) -> Family:
+    """For an operator that has no family above: one shape."""
+
+    def draw(rng: random.Random, device: torch.device) -> Arguments:
+        return rng.choice(tuned.arguments(op, device, _SETS))
+
+    return Family(tuned.function(op), op, draw, 8e-3)
+
+
+_MISSING = {one.name for one in registry.with_kernels()} - {family.op for family in FAMILIES.values()}
+FAMILIES |= {op: _of_the_tuner(op) for op in sorted(_MISSING)}

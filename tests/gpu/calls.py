@@ -1,4 +1,5 @@
-"""A call of every operator that runs a kernel, with the fields that the other tests have compiled: for rules that all keep."""
+"""A call of every operator that runs a kernel, for rules that all keep. Those written here have the fields that other tests have
+compiled; an operator that none is written for has the tuner's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
+from gdn.runtime import registry
+from tests.described import tuned
 from tests.gpu import (
     attention,
     cases,
@@ -240,6 +243,19 @@ CALLS = {
         lambda device: {"x": test_indexer_steps.normal(9, 128, seed=1, device=device), "group_size": 128},
     ),
 }  # fmt: skip
+
+_ELSEWHERE = {  # tests.gpu.test_streams has their calls
+    "write_indexer_cache", "gather_indexer_cache", "compress_indexer_keys", "expand_topk_groups", "fold_states",
+    "accept_draft_tree",
+}  # fmt: skip
+
+
+def _of_the_tuner(op: str) -> Call:
+    return Call(tuned.function(op), op, lambda device: tuned.arguments(op, device)[0], tuned.pools(op))
+
+
+_MISSING = {one.name for one in registry.with_kernels()} - {call.op for call in CALLS.values()} - _ELSEWHERE
+CALLS |= {op: _of_the_tuner(op) for op in sorted(_MISSING)}
 
 
 def every_call() -> list[tuple[str, str]]:

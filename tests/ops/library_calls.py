@@ -1,6 +1,7 @@
 """Calls of every operator for the tests of torch.library: by a number of tokens, and seeded ones in all their forms."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import gdn
 from gdn.ops.attention.attention import _dense
 from gdn.ops.attention.sparse_attention import attend
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
+from tests.described import plain
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.calls import OPERATORS, good_call
 from tests.ops.test_decode_launch import arguments_of
@@ -116,6 +118,7 @@ def _accept(tokens: int) -> Arguments:
 
 
 BY_TOKENS: dict[str, Callable[[int], Arguments]] = {
+    **{name: partial(plain.call, name, dtype=torch.bfloat16) for name in REGISTERED},
     "chunk_gated_delta_rule": lambda n: chunk_inputs(chunk_problem(index_dtype="int32"), lengths=[n, 2]),
     "chunk_summary": _summary,
     "fused_recurrent_gated_delta_rule": lambda n: recurrent_inputs(recurrent_problem(index_dtype="int32"), lengths=[n, 2]),

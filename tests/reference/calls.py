@@ -1,15 +1,18 @@
 """One small call of every reference function: what the tests of all of them draw from."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
+from tests.described import plain
+from tests.references import NAMES
 
 Arguments = dict[str, Any]
 FP8 = torch.float8_e4m3fn
-WRITES_ONLY = ("write_indexer_cache", "compress_indexer_keys", "fold_states", "accept_draft_tree")  # they return None
+TOKENS = 3
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -140,6 +143,7 @@ def _attention() -> Arguments:
 
 
 CALLS: dict[str, Callable[[], Arguments]] = {
+    **{name: partial(plain.call, name, TOKENS, torch.float32) for name in NAMES},
     "chunk_gated_delta_rule": _chunk,
     "chunk_summary": _summary,
     "fused_recurrent_gated_delta_rule": _recurrent,

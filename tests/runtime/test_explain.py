@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import gdn
 from gdn.core.call import operator_named
 from gdn.device import H100
 from gdn.runtime import compiled, devices, env, registry
+from tests import described
+from tests.described import plain
 from tests.references import reference
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
@@ -139,6 +142,7 @@ def attention() -> dict[str, Any]:
 
 
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    **{name: partial(plain.call, name, T, BF16) for name in described.every()},
     "chunk_gated_delta_rule": lambda: {**delta_rule(), "state_indices": arange(2)},
     "chunk_summary": lambda: {name: x for name, x in delta_rule().items() if name != "initial_state"},
     "fused_recurrent_gated_delta_rule": lambda: {**delta_rule(), "ssm_state_indices": arange(2)},

@@ -99,6 +99,10 @@ class Draw:
     def pick(self, *options: Any) -> Any:
         return self.random.choice(options)
 
+    def tokens(self, *options: int) -> int:
+        """The number of tokens of a call, or of rows that count as tokens."""
+        return self.random.choice(options)
+
     def maybe(self, probability: float = 0.5) -> bool:
         return self.random.random() < probability
 

@@ -1,0 +1,52 @@
+"""The plain form of a maker's call: for a number of tokens and a dtype always the same."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests import described
+from tests.ops.spoiling.call import Draw
+
+Tensor = torch.Tensor
+
+
+class Plain(Draw):
+    """Takes the first of all options and what is given in half of the calls or more, in contiguous tensors of one dtype."""
+
+    def __init__(self, tokens: int, dtype: torch.dtype) -> None:
+        super().__init__(seed=0)
+        self._tokens, self._dtype = tokens, dtype
+
+    def pick(self, *options: Any) -> Any:
+        return options[0]
+
+    def maybe(self, probability: float = 0.5) -> bool:
+        return probability >= 0.5
+
+    def any_float(self) -> torch.dtype:
+        return self._dtype
+
+    def indices(self, values: Any, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(values, dtype=dtype or torch.int32)
+
+    def rows(self, tensor: Tensor, lead: int) -> Tensor:
+        return tensor
+
+    def pool(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def distinct(self, count: int, below: int, start: int = 0) -> list[int]:
+        return list(range(start, start + count))
+
+    def tokens(self, *options: int) -> int:
+        return self._tokens
+
+    def lengths(self, most: int, sequences: int = 4) -> Sequence[int]:
+        return [self._tokens - 2, 2]
+
+
+def call(function: str, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of a public function, without `out`."""
+    arguments = described.every()[function].make(Plain(tokens, dtype)).arguments
+    return {name: value for name, value in arguments.items() if name != "out"}
