@@ -12,7 +12,7 @@ from tests.ops.spoiling.verdict import ERROR, SAME, TYPE, VALUE
 
 def sparse_attention(draw: Draw) -> Call:
     call = Call("sparse_attention")
-    kv_heads, dim, block_size, blocks, k = draw.pick(1, 2), draw.pick(8, 16), draw.pick(4, 16), 5, draw.pick(3, 6)
+    kv_heads, dim, block_size, blocks, k = draw.pick(2, 1), draw.pick(16, 8), draw.pick(16, 4), 5, draw.pick(3, 6)
     heads = kv_heads * draw.pick(2, 4)
     lengths = draw.lengths(3, sequences=3)
     offsets = draw.offsets(lengths)
@@ -40,8 +40,8 @@ def sparse_attention(draw: Draw) -> Call:
 def attention(draw: Draw) -> Call:
     """Dense attention: decode rows, then prefill rows of which some have equal lengths."""
     call = Call("attention")
-    kv_heads, dim, block_size, blocks = draw.pick(1, 2), draw.pick(8, 16), draw.pick(4, 8), 9
-    heads = kv_heads * draw.pick(1, 2, 4)
+    kv_heads, dim, block_size, blocks = draw.pick(2, 1), draw.pick(16, 8), draw.pick(8, 4), 9
+    heads = kv_heads * draw.pick(2, 1, 4)
     lengths = draw.lengths(4, sequences=2) + [draw.pick(9, 12)] * draw.pick(0, 1, 2) + draw.lengths(3, sequences=1)
     offsets = draw.offsets(lengths)
     tokens = offsets[-1] + draw.pick(0, 1)
@@ -54,7 +54,7 @@ def attention(draw: Draw) -> Call:
     call.give("query_start_loc", draw.indices(offsets), "N")
     call.give("seq_lens", draw.indices(totals), "N")
     call.ties["N"] = ("seq_lens_host", "query_lens_host")
-    if draw.maybe(0.7):
+    if draw.maybe(0.45):
         call.arguments |= {"query_lens_host": lengths, "seq_lens_host": tuple(totals)}
     if draw.maybe(0.3):
         call.arguments |= {"max_query_len": max(lengths), "max_seq_len": max(totals) + draw.pick(0, 5)}

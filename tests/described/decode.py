@@ -50,7 +50,7 @@ def decode(draw: Draw) -> Call:
     _projections(draw, call, tokens, inner, dtype, ("interleaved", "merged", "concatenated"))
     kind = draw.pick("1-D", "2-D", "2-D accepted", "kept", "ring", "ring")
     columns = 1 if kind in ("1-D", "kept", "ring") else 3
-    num_spec, width = max(lengths) - 1 if kind == "ring" else columns - 1, draw.pick(2, 4)
+    num_spec, width = max(lengths) - 1 if kind == "ring" else columns - 1, draw.pick(4, 2)
     slots, size = slots_of(draw, call, count, columns=columns)
     null_slot = call.arguments.get("null_slot", -1)
     state = _parameters(draw, call, "conv_state", inner, size, width, num_spec)
@@ -92,7 +92,7 @@ def prefill(draw: Draw) -> Call:
     _projections(draw, call, tokens, inner, dtype, ("interleaved", "merged"))
     slots, size = slots_of(draw, call, count, columns=3)
     null_slot = call.arguments.get("null_slot", -1)
-    _parameters(draw, call, "conv_states", inner, size, draw.pick(2, 4), 0)
+    _parameters(draw, call, "conv_states", inner, size, draw.pick(4, 2), 0)
     reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
     call.give("state_indices", draw.indices(reads + [1] * draw.pick(0, 1)), "N+")
     if has_checkpoints:
@@ -114,8 +114,8 @@ def prefill(draw: Draw) -> Call:
 
 def _inner(draw: Draw) -> tuple[int, int, int]:
     """Value heads, K and V."""
-    ratio = draw.pick(1, 2)
-    return _HEADS * ratio, draw.pick(4, 8), draw.pick(4, 8)
+    ratio = draw.pick(2, 1)
+    return _HEADS * ratio, draw.pick(8, 4), draw.pick(4, 8)
 
 
 def _channels(inner: tuple[int, int, int]) -> int:

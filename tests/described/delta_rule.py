@@ -39,14 +39,14 @@ from tests.ops.spoiling.kinds_sequences import (
 from tests.ops.spoiling.rings import give_ring
 from tests.ops.spoiling.verdict import ERROR, SAME, TYPE, VALUE
 
-HEADS = ((2, 2, 2), (2, 2, 4), (2, 2, 6), (4, 2, 2), (6, 2, 2))  # of q, k, v
+HEADS = ((2, 2, 4), (2, 2, 2), (2, 2, 6), (4, 2, 2), (6, 2, 2))  # of q, k, v
 
 
 def _tokens(draw: Draw, call: Call, batch: int, length: int) -> tuple[int, int, int]:
     """q, k, v, gates and flags; heads and dims of the states."""
     query_heads, key_heads, value_heads = draw.pick(*HEADS)
     heads = max(query_heads, value_heads)
-    k_dim = draw.pick(4, 8, 12)
+    k_dim = draw.pick(12, 4, 8)
     v_dim = k_dim if draw.maybe(0.8) else draw.pick(4, 8)
     dtype = draw.any_float()
 
@@ -59,7 +59,7 @@ def _tokens(draw: Draw, call: Call, batch: int, length: int) -> tuple[int, int, 
     call.arguments["use_qk_l2norm_in_kernel"] = True  # keeps the states small
     if call.operator != "chunk_summary" and draw.maybe(0.3):
         call.arguments["scale"] = draw.pick(0.5, 1, 0.25)
-    gate = draw.pick("none", "log", "log", "raw", "raw")
+    gate = draw.pick("log", "log", "raw", "raw", "none")
     if gate == "log":
         g = -torch.rand(batch, length, heads, generator=draw.generator).to(draw.any_float())
         call.give("g", draw.rows(g, lead=2), "B T H")
@@ -147,7 +147,7 @@ def chunk(draw: Draw) -> Call:
     inner = _tokens(draw, call, batch, length)
     if draw.maybe():
         call.arguments["output_final_state"] = True
-    kind = draw.pick("pool", "pool", "none", "states") if has_checkpoints else draw.pick("none", "states", "pool", "pool")
+    kind = draw.pick("pool", "pool", "none", "states") if has_checkpoints else draw.pick("pool", "pool", "none", "states")
     if kind == "states":
         state_of(draw, call, "initial_state", count, inner, is_pool=False)
     if kind == "pool":
@@ -178,7 +178,7 @@ def recurrent(draw: Draw) -> Call:
     inner = _tokens(draw, call, batch, length)
     if draw.maybe(0.3):
         call.arguments["output_final_state"] = draw.maybe()
-    kind = draw.pick("none", "states", "in place", "1-D", "2-D", "2-D", "tree", "kept", "kept tree", "ring", "ring", "ring tree")
+    kind = draw.pick("1-D", "none", "states", "in place", "2-D", "2-D", "tree", "kept", "kept tree", "ring", "ring", "ring tree")
     if kind == "states":
         state_of(draw, call, "initial_state", count, inner, is_pool=False)
         if draw.maybe(0.3):
@@ -206,7 +206,7 @@ def recurrent(draw: Draw) -> Call:
 def step(draw: Draw) -> Call:
     """gated_delta_rule: short rows before, between and after long ones, of the chunk form, or drafts."""
     call = Call("gated_delta_rule")
-    kind = draw.pick("none", "states", "in place", "pool", "pool", "pool", "2-D", "tree")
+    kind = draw.pick("pool", "pool", "pool", "none", "states", "in place", "2-D", "tree")
     has_checkpoints = kind == "pool" and draw.maybe(0.4)
     lengths = draw.lengths(4)
     if kind not in ("2-D", "tree"):
@@ -219,7 +219,7 @@ def step(draw: Draw) -> Call:
     count = call.sizes["N"] = len(lengths)
     length = offsets[-1] + draw.pick(0, 2)
     inner = _tokens(draw, call, 1, length)
-    if draw.maybe(0.7):
+    if draw.maybe(0.45):
         call.arguments["lengths_host"] = draw.pick(list, tuple)(lengths)
     if draw.maybe():
         call.arguments["output_final_state"] = True

@@ -73,7 +73,7 @@ def _slot_mapping(draw: Draw, tokens: int, rows: int) -> torch.Tensor:
 
 def quantize(draw: Draw) -> Call:
     call = Call("quantize_fp8")
-    shape, dim = draw.pick((3,), (2, 3), (1, 2, 2)), draw.pick(8, 16)
+    shape, dim = draw.pick((draw.tokens(3, 1),), (2, 3), (1, 2, 2)), draw.pick(16, 8)
     call.give("x", draw.rows(draw.floats(*shape, dim, dtype=draw.any_float()), lead=1), "~ " * len(shape) + "~")
     if draw.maybe():
         call.arguments["group_size"] = draw.pick(4, 8, 128)
@@ -82,7 +82,7 @@ def quantize(draw: Draw) -> Call:
 
 def write(draw: Draw) -> Call:
     call = Call("write_indexer_cache")
-    tokens, kv_heads, dim, page_size = draw.tokens(0, 1, 3, 5), draw.pick(1, 2), 8, draw.pick(4, 16)
+    tokens, kv_heads, dim, page_size = draw.tokens(0, 1, 3, 5), draw.pick(1, 2), draw.pick(16, 8), draw.pick(16, 4)
     cache, dims = pages_of(draw, 3, page_size, kv_heads, dim, draw.pick(*CACHE_DTYPES))
     k, k_dims = _keys(draw, tokens, kv_heads, dim, draw.any_float(), flat=kv_heads == 1 and draw.maybe())
     call.give("k", k, k_dims)
@@ -104,7 +104,7 @@ def _rope(draw: Draw, call: Call, tokens: int, dim: int, positions: list[int], l
 
 def prepare(draw: Draw) -> Call:
     call = Call("prepare_indexer")
-    tokens, heads, kv_heads, dim, page_size = draw.tokens(0, 1, 3), draw.pick(2, 4), draw.pick(1, 2), 8, draw.pick(4, 16)
+    tokens, heads, kv_heads, dim, page_size = draw.tokens(0, 1, 3), draw.pick(4, 2), draw.pick(1, 2), draw.pick(16, 8), draw.pick(16, 4)
     call.give("q", draw.rows(draw.floats(tokens, heads, dim, dtype=draw.any_float()), lead=1), "T H D")
     weights = draw.rows(draw.floats(tokens, heads, dtype=draw.any_float()), lead=1)
     has_cache = draw.maybe(0.7)
@@ -135,15 +135,15 @@ def prepare(draw: Draw) -> Call:
 
 def compress(draw: Draw) -> Call:
     call = Call("compress_indexer_keys")
-    kv_heads, dim, ratio, page_size, sequences = draw.pick(1, 2), 8, draw.pick(2, 4), draw.pick(4, 16), draw.pick(1, 2, 3)
-    size = ratio * draw.pick(1, 2)
+    kv_heads, dim, ratio, page_size, sequences = draw.pick(1, 2), draw.pick(16, 8), draw.pick(4, 2), draw.pick(16, 4), draw.pick(1, 2, 3)
+    size = ratio * draw.pick(2, 1)
     dtype = draw.any_float()
     null_slot = draw.pick(-1, 0)
     call.arguments |= {"ratio": ratio} | ({"null_slot": 0} if null_slot == 0 else {})
     rings = draw.distinct(sequences, sequences + 2, start=null_slot + 1)
     positions, ring_slots, mapping = [], [], []
     for n in range(sequences):
-        first, count = draw.random.randrange(9), draw.pick(1, 2, 5)
+        first, count = draw.random.randrange(9), draw.tokens(1, 2, 5)
         skipped = draw.maybe(0.15)
         for position in range(first, first + count):
             positions.append(position)
@@ -174,9 +174,9 @@ def _without_repeats(slots: list[int]) -> list[int]:
 
 def gather(draw: Draw) -> Call:
     call = Call("gather_indexer_cache")
-    kv_heads, dim, page_size, pages = draw.pick(1, 2), 8, draw.pick(4, 16), 6
+    kv_heads, dim, page_size, pages = draw.pick(1, 2), draw.pick(16, 8), draw.pick(16, 4), 7
     cache, dims = pages_of(draw, pages, page_size, kv_heads, dim, draw.pick(*CACHE_DTYPES))
-    lengths = [draw.random.randint(0, 2 * page_size) for _ in range(draw.pick(1, 2, 3))]
+    lengths = draw.lengths(2 * page_size, sequences=3)
     call.give("cache", cache, dims)
     call.give("block_tables", draw.tables(lengths, page_size, pages, columns=2), "N ~")
     call.give("cu_seqlens", draw.indices(draw.offsets(lengths)), "N")
@@ -187,7 +187,7 @@ def gather(draw: Draw) -> Call:
 
 def expand(draw: Draw) -> Call:
     call = Call("expand_topk_groups")
-    tokens, k, ratio = draw.tokens(0, 1, 3), draw.pick(0, 1, 4), draw.pick(1, 2, 4)
+    tokens, k, ratio = draw.tokens(0, 1, 3), draw.pick(4, 0, 1), draw.pick(4, 1, 2)
     groups = [[draw.random.randint(-1, 9) for _ in range(k)] for _ in range(tokens)]
     dtype = draw.pick(torch.int32, torch.int64)
     call.give("group_indices", draw.rows(torch.tensor(groups, dtype=dtype).reshape(tokens, k), lead=1), "T ~")

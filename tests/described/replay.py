@@ -23,13 +23,13 @@ from tests.ops.spoiling.kinds_sequences import (
 from tests.ops.spoiling.rings import ring_of
 from tests.ops.spoiling.verdict import SAME, TYPE, VALUE
 
-HEADS = ((2, 2), (2, 4), (2, 6), (1, 3))  # of keys, of states
+HEADS = ((2, 4), (2, 2), (2, 6), (1, 3))  # of keys, of states
 
 
 def fold(draw: Draw) -> Call:
     call = Call("fold_states")
     (key_heads, heads), k_dim, v_dim = draw.pick(*HEADS), draw.pick(4, 8), draw.pick(4, 8, 12)
-    count, most, fold_every = draw.pick(1, 2, 3), draw.pick(1, 2, 4), draw.pick(1, 2, 5)
+    count, most, fold_every = draw.tokens(1, 2, 3), draw.pick(2, 1, 4), draw.pick(5, 1, 2)
     rows, layers = fold_every - 1 + 2 * most + draw.pick(0, 3), draw.pick(0, 0, 1, 2)
     slots, size = slots_of(draw, call, count, columns=2)
     v_first = call.arguments["state_v_first"] = draw.maybe()
@@ -80,7 +80,7 @@ def has_entries(call: Call, n: int) -> bool:
 
 def accept(draw: Draw) -> Call:
     call = Call("accept_draft_tree")
-    lengths, layers, width = draw.lengths(4), draw.pick(0, 0, 1, 2), draw.pick(2, 4)
+    lengths, layers, width = draw.lengths(4), draw.pick(0, 0, 1, 2), draw.pick(4, 2)
     count, offsets = len(lengths), draw.offsets(lengths)
     call.sizes["N"] = count
     call.give("query_start_loc", draw.indices(offsets), "~")
@@ -92,12 +92,12 @@ def accept(draw: Draw) -> Call:
     null_slot = call.arguments.get("null_slot", -1)
     reads = [null_slot if draw.maybe(0.15) else slot for slot in slots]
     call.give("state_indices", draw.indices(reads), "N+")
-    rows = draw.pick(4, 7, 16)
+    rows = draw.pick(16, 4, 7)
     ring = ring_of(draw, max(layers, 1) * size, rows, draw.pick(8, 20))
     call.give("ring", ring.unflatten(0, (layers, size)) if layers else ring, "L ~ ~ ~" if layers else "~ ~ ~")
     if draw.maybe(0.7):
         outer = (layers,) if layers else ()
-        windows = draw.floats(*outer, size, 8, width - 2 + 4, dtype=draw.any_float())
+        windows = draw.floats(*outer, size, 8, width - 2 + draw.pick(8, 4), dtype=draw.any_float())
         call.give("conv_state", draw.pool(windows), "L ~ ~ ~" if layers else "~ ~ ~")
     else:
         call.arguments["conv_state"] = None

@@ -12,7 +12,7 @@ from tests.ops.spoiling.verdict import SAME, VALUE
 
 def topk_indices(draw: Draw) -> Call:
     call = Call("topk_indices")
-    rows, columns, k = draw.tokens(0, 1, 3, 5), draw.pick(0, 1, 6, 20), draw.pick(0, 1, 3, 8)
+    rows, columns, k = draw.tokens(0, 1, 3, 5), draw.pick(20, 0, 1, 6), draw.pick(3, 0, 1, 8)
     call.give("logits", draw.rows(draw.floats(rows, columns, dtype=draw.any_float()), lead=1), "M ~")
     call.arguments["k"] = k
     if draw.maybe(0.7):
@@ -28,7 +28,7 @@ def topk_indices(draw: Draw) -> Call:
 def indexer_topk(draw: Draw) -> Call:
     call = ragged(draw, "indexer_topk")
     rows, keys = call.arguments["q"].shape[0], call.arguments["k"].shape[0]
-    call.arguments["topk"] = draw.pick(1, 3, 8)
+    call.arguments["topk"] = draw.pick(3, 1, 8)
     if draw.maybe(0.4):
         call.arguments["workspace_bytes"] = draw.pick(4, 12, 1000) * (keys + 1)
     if draw.maybe(0.3):
@@ -40,7 +40,7 @@ def indexer_topk(draw: Draw) -> Call:
 def paged_indexer_topk(draw: Draw) -> Call:
     call, addressed = paged(draw, "paged_indexer_topk", CACHE_DTYPES)
     rows = call.arguments["q"].shape[:2].numel()
-    call.arguments["topk"] = draw.pick(1, 3, 8)
+    call.arguments["topk"] = draw.pick(3, 1, 8)
     if draw.maybe(0.4):
         call.arguments["workspace_bytes"] = 4 * 3 * addressed * draw.pick(1, 10)
     if draw.maybe(0.3):

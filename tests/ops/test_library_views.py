@@ -216,7 +216,7 @@ class Exported(torch.nn.Module):
         self.step = step
 
     def forward(self, buffer: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-        found: Tensor = self.step((buffer,), **tensors, weights=None, rotary_dim=8)[0]
+        found: Tensor = self.step((buffer,), **tensors, weights=None, rotary_dim=4)[0]
         return found
 
 
