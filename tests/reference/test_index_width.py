@@ -121,14 +121,14 @@ def test_checkpoint_offsets(name: str, offset: int) -> None:
 )
 def test_skipped_tokens_of_the_indexer(name: str, key: str, slot: int) -> None:
     arguments = CALLS[name]()
-    spoilt, plain = arguments[key].clone(), arguments[key].int()
+    spoilt, plain = arguments[key].long(), arguments[key].int()
     spoilt[-2:], plain[-2:] = slot, -1
     check_same(name, arguments | {key: spoilt}, {key: plain})
 
 
 @pytest.mark.parametrize("position", PADDING)
 def test_positions_that_do_not_count(position: int) -> None:
-    arguments = CALLS["sparse_attention"]()
+    arguments = CALLS["sparse_attention"]() | {"topk_length": None}
     spoilt, plain = arguments["topk_indices"].long(), arguments["topk_indices"].clone()
     spoilt[0, 1], spoilt[1, 0] = position, 2**32
     plain[0, 1], plain[1, 0] = -1, -1
