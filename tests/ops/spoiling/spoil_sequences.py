@@ -148,6 +148,9 @@ def _read_by_another(call: Call, path: str, _: random.Random) -> Spoiled | None:
     tensor, live, reads = copied(call, path), live_sequences(call), indices_of(call)
     if tensor is None or reads is None or len(live) < 2 or call.arguments.get("disable_state_update"):
         return None
+    mask = call.get("has_initial_state")
+    if mask is not None and not mask[live[0]]:
+        return None  # it starts from zeros, and reads no slot
     read = column_read(call, live[0])
     tensor.view(tensor.shape[0], -1)[live[1], 0] = rows_of(call, reads)[live[0]][read]
     return with_value(call, path, tensor, reads)
