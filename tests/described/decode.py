@@ -115,7 +115,7 @@ def prefill(draw: Draw) -> Call:
 def _inner(draw: Draw) -> tuple[int, int, int]:
     """Value heads, K and V."""
     ratio = draw.pick(2, 1)
-    return _HEADS * ratio, draw.pick(8, 4), draw.pick(4, 8)
+    return _HEADS * ratio, draw.size(8, 4, served=64), draw.size(4, 8, served=64)
 
 
 def _channels(inner: tuple[int, int, int]) -> int:

@@ -46,7 +46,7 @@ def _tokens(draw: Draw, call: Call, batch: int, length: int) -> tuple[int, int, 
     """q, k, v, gates and flags; heads and dims of the states."""
     query_heads, key_heads, value_heads = draw.pick(*HEADS)
     heads = max(query_heads, value_heads)
-    k_dim = draw.pick(12, 4, 8)
+    k_dim = draw.size(12, 4, 8, served=64)
     v_dim = k_dim if draw.maybe(0.8) else draw.pick(4, 8)
     dtype = draw.any_float()
 
@@ -87,7 +87,7 @@ def _shape(draw: Draw, call: Call, lengths: list[int], most_padding: int = 2) ->
         call.give("cu_seqlens", draw.indices(offsets), "~")
         call.ties["N"] = call.ties["T"] = ("cu_seqlens",)
         call.sizes["N"] = len(lengths)
-        return 1, offsets[-1] + draw.random.randint(0, most_padding), len(lengths)
+        return 1, offsets[-1] + draw.pick(*range(most_padding + 1)), len(lengths)
     batch = draw.pick(1, 2, 3)
     call.sizes["N"] = batch
     call.ties["N"] = ("q", "k", "v")

@@ -73,16 +73,16 @@ def _slot_mapping(draw: Draw, tokens: int, rows: int) -> torch.Tensor:
 
 def quantize(draw: Draw) -> Call:
     call = Call("quantize_fp8")
-    shape, dim = draw.pick((draw.tokens(3, 1),), (2, 3), (1, 2, 2)), draw.pick(16, 8)
+    shape, dim = draw.pick((draw.tokens(3, 1),), (2, 3), (1, 2, 2)), draw.size(16, 8, served=128)
     call.give("x", draw.rows(draw.floats(*shape, dim, dtype=draw.any_float()), lead=1), "~ " * len(shape) + "~")
     if draw.maybe():
-        call.arguments["group_size"] = draw.pick(4, 8, 128)
+        call.arguments["group_size"] = draw.size(4, 8, 128, served=128)
     return call
 
 
 def write(draw: Draw) -> Call:
     call = Call("write_indexer_cache")
-    tokens, kv_heads, dim, page_size = draw.tokens(0, 1, 3, 5), draw.pick(1, 2), draw.pick(16, 8), draw.pick(16, 4)
+    tokens, kv_heads, dim, page_size = draw.tokens(0, 1, 3, 5), draw.pick(1, 2), draw.size(16, 8, served=64), draw.pick(16, 4)
     cache, dims = pages_of(draw, 3, page_size, kv_heads, dim, draw.pick(*CACHE_DTYPES))
     k, k_dims = _keys(draw, tokens, kv_heads, dim, draw.any_float(), flat=kv_heads == 1 and draw.maybe())
     call.give("k", k, k_dims)
@@ -93,7 +93,7 @@ def write(draw: Draw) -> Call:
 
 
 def _rope(draw: Draw, call: Call, tokens: int, dim: int, positions: list[int], longest: int) -> None:
-    rotary_dim = draw.pick(4, dim)
+    rotary_dim = draw.size(4, dim, served=32)
     call.give("positions", draw.indices(positions), "T")
     call.give("cos_sin", draw.floats(longest, rotary_dim, dtype=draw.any_float()), "~ rotary")
     call.arguments["rotary_dim"] = rotary_dim
@@ -108,7 +108,7 @@ def prepare(draw: Draw) -> Call:
         draw.tokens(0, 1, 3),
         draw.pick(4, 2),
         draw.pick(1, 2),
-        draw.pick(16, 8),
+        draw.size(16, 8, served=64),
         draw.pick(16, 4),
     )
     call.give("q", draw.rows(draw.floats(tokens, heads, dim, dtype=draw.any_float()), lead=1), "T H D")
@@ -143,7 +143,7 @@ def compress(draw: Draw) -> Call:
     call = Call("compress_indexer_keys")
     kv_heads, dim, ratio, page_size, sequences = (
         draw.pick(1, 2),
-        draw.pick(16, 8),
+        draw.size(16, 8, served=64),
         draw.pick(4, 2),
         draw.pick(16, 4),
         draw.pick(1, 2, 3),
@@ -186,7 +186,7 @@ def _without_repeats(slots: list[int]) -> list[int]:
 
 def gather(draw: Draw) -> Call:
     call = Call("gather_indexer_cache")
-    kv_heads, dim, page_size, pages = draw.pick(1, 2), draw.pick(16, 8), draw.pick(16, 4), 7
+    kv_heads, dim, page_size, pages = draw.pick(1, 2), draw.size(16, 8, served=64), draw.pick(16, 4), 7
     cache, dims = pages_of(draw, pages, page_size, kv_heads, dim, draw.pick(*CACHE_DTYPES))
     lengths = draw.lengths(2 * page_size, sequences=3)
     call.give("cache", cache, dims)

@@ -68,7 +68,7 @@ def mqa_logits(draw: Draw) -> Call:
 def ragged(draw: Draw, operator: str) -> Call:
     """Arguments that mqa_logits and indexer_topk share."""
     call = Call(operator)
-    rows, keys, kv_heads, dim = draw.tokens(0, 1, 3, 5), draw.pick(9, 0, 1, 4), draw.pick(1, 2), draw.pick(16, 8)
+    rows, keys, kv_heads, dim = draw.tokens(0, 1, 3, 5), draw.pick(9, 0, 1, 4), draw.pick(1, 2), draw.size(16, 8, served=64)
     heads = kv_heads * draw.pick(4, 2)
     dtype = draw.pick(torch.bfloat16, FP8)
     call.give("q", draw.rows(draw.floats(rows, heads, dim).to(dtype), lead=1), "M H D")
@@ -104,7 +104,7 @@ def fp8_mqa_logits(draw: Draw) -> Call:
 def paged(draw: Draw, operator: str, dtypes: tuple[torch.dtype, ...], next_ns: tuple[int, ...] = (1, 2, 3)) -> tuple[Call, int]:
     """A call over pages, and the longest context that its block tables can address."""
     call = Call(operator)
-    batch, next_n, kv_heads, dim = draw.tokens(1, 2, 3), draw.pick(*next_ns), draw.pick(1, 2), draw.pick(16, 8)
+    batch, next_n, kv_heads, dim = draw.tokens(1, 2, 3), draw.pick(*next_ns), draw.pick(1, 2), draw.size(16, 8, served=64)
     heads, page_size, pages, columns = kv_heads * draw.pick(4, 2), draw.pick(16, 4), 7, 2
     cache_dtype = draw.pick(*dtypes)
     dtype = FP8 if cache_dtype in (torch.uint8, FP8) else cache_dtype

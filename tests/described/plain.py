@@ -14,9 +14,10 @@ Tensor = torch.Tensor
 class Plain(Draw):
     """Takes the first of all options and what is given in half of the calls or more, in contiguous tensors of one dtype."""
 
-    def __init__(self, tokens: int, dtype: torch.dtype) -> None:
+    def __init__(self, tokens: int, dtype: torch.dtype, *, is_served: bool = False) -> None:
+        """is_served: in sizes that kernels take, instead of the smallest ones."""
         super().__init__(seed=0)
-        self._tokens, self._dtype = tokens, dtype
+        self._tokens, self._dtype, self._is_served = tokens, dtype, is_served
 
     def pick(self, *options: Any) -> Any:
         return options[0]
@@ -42,11 +43,14 @@ class Plain(Draw):
     def tokens(self, *options: int) -> int:
         return self._tokens
 
+    def size(self, *options: int, served: int) -> int:
+        return served if self._is_served else options[0]
+
     def lengths(self, most: int, sequences: int = 4) -> Sequence[int]:
         return [self._tokens - 2, 2]
 
 
-def call(function: str, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+def call(function: str, tokens: int, dtype: torch.dtype, *, is_served: bool = False) -> dict[str, Any]:
     """Arguments of a public function, without `out`."""
-    arguments = described.every()[function].make(Plain(tokens, dtype)).arguments
+    arguments = described.every()[function].make(Plain(tokens, dtype, is_served=is_served)).arguments
     return {name: value for name, value in arguments.items() if name != "out"}

@@ -28,7 +28,7 @@ HEADS = ((2, 4), (2, 2), (2, 6), (1, 3))  # of keys, of states
 
 def fold(draw: Draw) -> Call:
     call = Call("fold_states")
-    (key_heads, heads), k_dim, v_dim = draw.pick(*HEADS), draw.pick(4, 8), draw.pick(4, 8, 12)
+    (key_heads, heads), k_dim, v_dim = draw.pick(*HEADS), draw.size(4, 8, served=64), draw.size(4, 8, 12, served=64)
     count, most, fold_every = draw.tokens(1, 2, 3), draw.pick(2, 1, 4), draw.pick(5, 1, 2)
     rows, layers = fold_every - 1 + 2 * most + draw.pick(0, 3), draw.pick(0, 0, 1, 2)
     slots, size = slots_of(draw, call, count, columns=2)

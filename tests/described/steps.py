@@ -46,7 +46,7 @@ def _null_slot(draw: Draw, call: Call) -> int:
 
 def conv_fn(draw: Draw) -> Call:
     call = Call("causal_conv1d_fn")
-    dim, width = draw.pick(12, 8, 4), draw.pick(4, 2, 3)
+    dim, width = draw.size(12, 8, 4, served=64), draw.pick(4, 2, 3)
     is_packed = draw.maybe(0.8)
     lengths = draw.lengths(5) if is_packed else [draw.pick(1, 2, 5)]
     offsets = draw.offsets(lengths)
@@ -88,7 +88,7 @@ def conv_fn(draw: Draw) -> Call:
 
 def conv_update(draw: Draw) -> Call:
     call = Call("causal_conv1d_update")
-    dim, width = draw.pick(12, 8, 4), draw.pick(4, 2, 3)
+    dim, width = draw.size(12, 8, 4, served=64), draw.pick(4, 2, 3)
     form = draw.pick("packed", "packed", "[B, dim]", "[B, dim, T]")
     dtype = draw.any_float()
     lengths = draw.lengths(3) if form == "packed" else [1 if form == "[B, dim]" else draw.pick(1, 2, 3)] * draw.pick(1, 2, 3)
@@ -156,7 +156,12 @@ def gating(draw: Draw) -> Call:
 
 def split(draw: Draw) -> Call:
     call = Call("fused_qkvzba_split_reshape_cat")
-    heads, k_dim, v_dim, tokens = draw.pick(2, 1, 3), draw.pick(4, 8), draw.pick(4, 8), draw.tokens(0, 1, 3, 5)
+    heads, k_dim, v_dim, tokens = (
+        draw.pick(2, 1, 3),
+        draw.size(4, 8, served=64),
+        draw.size(4, 8, served=64),
+        draw.tokens(0, 1, 3, 5),
+    )
     value_heads = heads * draw.pick(2, 1)
     dtype = draw.any_float()
     wide = draw.floats(tokens, 2 * heads * k_dim + 2 * value_heads * v_dim, dtype=dtype)
@@ -169,7 +174,7 @@ def split(draw: Draw) -> Call:
 
 def add_norm(draw: Draw) -> Call:
     call = Call("add_rms_norm")
-    shape, dim, dtype = draw.pick((draw.tokens(3, 5),), (2, 3), (0, 2)), draw.pick(12, 4, 8), draw.any_float()
+    shape, dim, dtype = draw.pick((draw.tokens(3, 5),), (2, 3), (0, 2)), draw.size(12, 4, 8, served=64), draw.any_float()
     dims = " ".join([f"D{i}" for i in range(len(shape))] + ["D"])
     call.give("x", draw.rows(draw.floats(*shape, dim, dtype=dtype), lead=len(shape)), dims)
     if draw.maybe(0.8):
@@ -187,7 +192,7 @@ def add_norm(draw: Draw) -> Call:
 
 def norm(draw: Draw) -> Call:
     call = Call("rms_norm_gated")
-    shape, dim = draw.pick((draw.tokens(2, 4), 3), (3,), (4, 2), (5,), (0, 2)), draw.pick(12, 4, 8)
+    shape, dim = draw.pick((draw.tokens(2, 4), 3), (3,), (4, 2), (5,), (0, 2)), draw.size(12, 4, 8, served=64)
     dims = " ".join([f"D{i}" for i in range(len(shape))] + ["V"])
     call.give("x", draw.rows(draw.floats(*shape, dim, dtype=draw.any_float()), lead=len(shape)), dims)
     call.give("z", draw.rows(draw.floats(*shape, dim, dtype=draw.any_float()), lead=len(shape)), dims)

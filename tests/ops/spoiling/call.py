@@ -103,6 +103,10 @@ class Draw:
         """The number of tokens of a call, or of rows that count as tokens."""
         return self.random.choice(options)
 
+    def size(self, *options: int, served: int) -> int:
+        """A size that kernels restrict. served: one that they take, of a plain call that asks for it."""
+        return self.random.choice(options)
+
     def maybe(self, probability: float = 0.5) -> bool:
         return self.random.random() < probability
 
