@@ -104,13 +104,8 @@ def _rope(draw: Draw, call: Call, tokens: int, dim: int, positions: list[int], l
 
 def prepare(draw: Draw) -> Call:
     call = Call("prepare_indexer")
-    tokens, heads, kv_heads, dim, page_size = (
-        draw.tokens(0, 1, 3),
-        draw.pick(4, 2),
-        draw.pick(1, 2),
-        draw.size(16, 8, served=64),
-        draw.pick(16, 4),
-    )
+    tokens, heads = draw.tokens(0, 1, 3), draw.pick(4, 2)
+    kv_heads, dim, page_size = draw.pick(1, 2), draw.size(16, 8, served=64), draw.pick(16, 4)
     call.give("q", draw.rows(draw.floats(tokens, heads, dim, dtype=draw.any_float()), lead=1), "T H D")
     weights = draw.rows(draw.floats(tokens, heads, dtype=draw.any_float()), lead=1)
     has_cache = draw.maybe(0.7)
@@ -141,13 +136,8 @@ def prepare(draw: Draw) -> Call:
 
 def compress(draw: Draw) -> Call:
     call = Call("compress_indexer_keys")
-    kv_heads, dim, ratio, page_size, sequences = (
-        draw.pick(1, 2),
-        draw.size(16, 8, served=64),
-        draw.pick(4, 2),
-        draw.pick(16, 4),
-        draw.pick(1, 2, 3),
-    )
+    kv_heads, dim = draw.pick(1, 2), draw.size(16, 8, served=64)
+    ratio, page_size, sequences = draw.pick(4, 2), draw.pick(16, 4), draw.pick(1, 2, 3)
     size = ratio * draw.pick(2, 1)
     dtype = draw.any_float()
     null_slot = draw.pick(-1, 0)

@@ -156,12 +156,8 @@ def gating(draw: Draw) -> Call:
 
 def split(draw: Draw) -> Call:
     call = Call("fused_qkvzba_split_reshape_cat")
-    heads, k_dim, v_dim, tokens = (
-        draw.pick(2, 1, 3),
-        draw.size(4, 8, served=64),
-        draw.size(4, 8, served=64),
-        draw.tokens(0, 1, 3, 5),
-    )
+    heads, k_dim = draw.pick(2, 1, 3), draw.size(4, 8, served=64)
+    v_dim, tokens = draw.size(4, 8, served=64), draw.tokens(0, 1, 3, 5)
     value_heads = heads * draw.pick(2, 1)
     dtype = draw.any_float()
     wide = draw.floats(tokens, 2 * heads * k_dim + 2 * value_heads * v_dim, dtype=dtype)

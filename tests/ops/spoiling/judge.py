@@ -29,7 +29,7 @@ ROUNDING = {
 
 
 # What a refusal says after the argument's name, by the spoiling.
-_SHAPE = r"expected .*, got (shape \[.*\]|\d+.*)"
+_SHAPE = r"expected .*, got (shape \[.*\](, strides \(.*\))?|\d+.*)"
 _MESSAGES = {
     "its values as a list": "expected a torch.Tensor, got list",
     "a numpy array": "expected a torch.Tensor, got ndarray",

@@ -79,6 +79,12 @@ def live_sequences(call: Call) -> list[int]:
     return live
 
 
+def reads_state(call: Call, sequence: int) -> bool:
+    """Whether a live sequence reads its slot: one that starts from zeros does not."""
+    mask = call.get("has_initial_state")
+    return not isinstance(mask, Tensor) or bool(mask[sequence])
+
+
 def _keeps_window(call: Call) -> bool:
     return call.operator == "fused_gdn_decode"
 

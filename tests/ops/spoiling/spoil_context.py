@@ -23,7 +23,8 @@ def _marked(name: str, mark: Callable[[Tensor], Tensor], *, floats_only: bool) -
         tensor = call.get(path)
         if not isinstance(tensor, Tensor) or (floats_only and not tensor.is_floating_point()):
             return None
-        return put(call, path, mark(tensor))
+        value = mark(tensor)
+        return put(call, path, value, is_exact=value.stride() == tensor.stride())  # else torch may sum in another order
 
     SPOILINGS[name] = spoil
 
