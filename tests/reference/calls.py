@@ -48,13 +48,6 @@ def _step() -> Arguments:
     return chunk_inputs(problem, lengths=[3, 1, 70, 5]) | {"lengths_host": (3, 1, 70, 5)}
 
 
-def _conv() -> Arguments:
-    return {
-        "x": randn(9, 6), "weight": randn(6, 4, seed=1), "bias": randn(6, seed=2), "conv_states": randn(5, 6, 3, seed=3),
-        "query_start_loc": torch.tensor([0, 5, 9]), "cache_indices": torch.tensor([3, 1]),
-    }  # fmt: skip
-
-
 def _conv_update() -> Arguments:
     return {
         "x": randn(2, 6, 3), "conv_state": randn(5, 6, 5, seed=3), "weight": randn(6, 4, seed=1),
@@ -72,17 +65,6 @@ def _decode() -> Arguments:
         "dt_bias": randn(value_heads, seed=7), "norm_weight": randn(v_dim, seed=8),
         "ssm_state": randn(5, value_heads, k_dim, v_dim, seed=9), "state_indices": torch.tensor([4, -1, 2]),
         "num_k_heads": heads, "head_k_dim": k_dim, "head_v_dim": v_dim,
-    }  # fmt: skip
-
-
-def _prefill() -> Arguments:
-    one = _decode()
-    del one["conv_state"], one["state_indices"]
-    channels, (heads, v_dim) = one["mixed_qkv"].shape[1], one["z"].shape[1:]
-    return one | {
-        "mixed_qkv": randn(9, channels), "z": randn(9, heads, v_dim, seed=1), "b": randn(9, heads, seed=2),
-        "a": randn(9, heads, seed=3), "conv_states": randn(5, channels, 3, seed=4), "state_indices": torch.tensor([4, -1, 2]),
-        "query_start_loc": torch.tensor([0, 3, 4, 9]), "has_initial_state": torch.tensor([True, True, False]),
     }  # fmt: skip
 
 
@@ -119,10 +101,8 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "chunk_summary": _summary,
     "fused_recurrent_gated_delta_rule": _recurrent,
     "gated_delta_rule": _step,
-    "causal_conv1d_fn": _conv,
     "causal_conv1d_update": _conv_update,
     "fused_gdn_decode": _decode,
-    "fused_gdn_prefill": _prefill,
     "compress_indexer_keys": _compress,
     "mqa_logits": _ragged,
     "indexer_topk": lambda: {**_ragged(), "topk": 5},

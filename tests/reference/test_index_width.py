@@ -100,10 +100,9 @@ def test_checkpoint_offsets(name: str, offset: int) -> None:
     """An offset beyond the sequence makes no checkpoint."""
     arguments = CALLS[name]()
     if name == "causal_conv1d_fn":
-        arguments |= {"x": randn(70, 6), "query_start_loc": torch.tensor([0, 66, 70])}
-    count = 3 if name == "fused_gdn_prefill" else 2
-    arguments["checkpoint_slots"] = torch.tensor([[0], [1], [3]])[:count]
-    none = torch.zeros(count, 1, dtype=torch.int64)
+        arguments |= {"x": randn(70, arguments["x"].shape[1]), "query_start_loc": torch.tensor([0, 66, 70])}
+    arguments["checkpoint_slots"] = torch.tensor([[3], [4]])
+    none = torch.zeros(2, 1, dtype=torch.int64)
     spoilt = none.clone()
     spoilt[0] = offset
     check_same(name, arguments | {"checkpoint_offsets": spoilt}, {"checkpoint_offsets": none})
