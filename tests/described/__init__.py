@@ -23,14 +23,14 @@ class Described:
 
     make: a call of it. What the maker draws decides the form, so that one maker serves random forms (`Draw`) and the plain one of
     a number of tokens (`Plain`).
-    arguments: names of arguments -> what is accepted and refused of them. What follows from the signature is left out.
     results: of each result its dimensions ("~": any; or the argument that it is like), and what rows hold that have no work
     (None: not promised).
+    arguments: names of arguments -> what is accepted and refused of them. What follows from the signature is left out.
     """
 
     make: Callable[[Draw], Call]
-    arguments: Mapping[str, Kind]
     results: tuple[tuple[str, Any], ...]
+    arguments: Mapping[str, Kind]
 
 
 def every() -> dict[str, Described]:

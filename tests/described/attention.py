@@ -114,21 +114,13 @@ _BOTH: dict[str, Kind] = {
 _RESULTS = (("T ~ ~", 0.0), ("T ~", -math.inf))
 
 CALLS = {
-    "attention": Described(
-        attention,
-        _BOTH | {
-            "backend": but(BACKEND, "'reference'"),  # prefill rows take torch's own attention otherwise
+    "attention": Described(attention, _RESULTS, _BOTH | {
+        "backend": but(BACKEND, "'reference'"),  # prefill rows take torch's own attention otherwise
+    }),
+    "sparse_attention": Described(sparse_attention, _RESULTS, _BOTH | {
+        "topk_indices": INDEX | MATRIX | {
+            "none as -9": SAME, "a position beyond the sequence": VALUE, "a position after the query's own": SAME,
         },
-        _RESULTS,
-    ),
-    "sparse_attention": Described(
-        sparse_attention,
-        _BOTH | {
-            "topk_indices": INDEX | MATRIX | {
-                "none as -9": SAME, "a position beyond the sequence": VALUE, "a position after the query's own": SAME,
-            },
-            "topk_length": INDEX | {"a negative count": VALUE, "more than k": VALUE},
-        },
-        _RESULTS,
-    ),
+        "topk_length": INDEX | {"a negative count": VALUE, "more than k": VALUE},
+    }),
 }  # fmt: skip

@@ -5,20 +5,9 @@ import torch
 from gdn.ops.delta_rule.problem import entry_width
 from tests.described import Described
 from tests.described.delta_rule import checkpoint_states, intermediate, slots_of, state_of
+from tests.ops.spoiling import kinds_sequences as sequences
 from tests.ops.spoiling.call import Call, Draw
 from tests.ops.spoiling.kinds import FILTER, FLOAT_OUT, INPUT, MASK, MATRIX, OFFSETS, PARAMETER, ROWS, SLOTS, STATE_POOL, WINDOWS
-from tests.ops.spoiling.kinds_sequences import (
-    ACCEPTED,
-    CHECKPOINT_OFFSETS,
-    CHECKPOINT_SLOTS,
-    INTERMEDIATE,
-    KEPT,
-    KEPT_WINDOWS,
-    REPLAYED,
-    SEED,
-    SHARED_SLOTS,
-    with_offsets,
-)
 from tests.ops.spoiling.rings import give_ring
 from tests.ops.spoiling.verdict import ERROR, SAME, VALUE
 
@@ -183,53 +172,45 @@ def _options(draw: Draw, call: Call, tokens: int, inner: tuple[int, int, int], d
 
 
 CALLS = {
-    "fused_gdn_decode": Described(
-        decode,
-        INTERMEDIATE | REPLAYED | {
-            "mixed_qkv": ROWS | MATRIX,
-            "z": ROWS | {
-                "left out where it must be": ERROR, "given with projections in pairs": VALUE, "given without the norm": VALUE,
-            },
-            "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with projections in pairs": VALUE},
-            "b": INPUT | MATRIX | {"left out where it must be": ERROR, "given with concatenated projections": VALUE},
-            "conv_state": WINDOWS | {"one page buffer for both pools": SAME},
-            "ssm_state": STATE_POOL | {"one page buffer for both pools": SAME},
-            "conv_weight": FILTER,
-            "conv_bias": PARAMETER,
-            "A_log, dt_bias": PARAMETER,
-            "norm_weight": PARAMETER,
-            "state_indices": SLOTS | SHARED_SLOTS | {"a slot without a ring": VALUE},
-            "query_start_loc": OFFSETS,
-            "num_accepted_tokens of columns": ACCEPTED | {"the indices 1-D": VALUE},
-            "rounding_seed": SEED | {"given with intermediate states": VALUE},
-            "out": FLOAT_OUT,
+    "fused_gdn_decode": Described(decode, (("T ~", 0.0),), sequences.INTERMEDIATE | sequences.REPLAYED | {
+        "mixed_qkv": ROWS | MATRIX,
+        "z": ROWS | {
+            "left out where it must be": ERROR, "given with projections in pairs": VALUE, "given without the norm": VALUE,
         },
-        (("T ~", 0.0),),
-    ),
-    "fused_gdn_prefill": Described(
-        prefill,
-        {
-            "mixed_qkv": ROWS | MATRIX,
-            "z": ROWS | {
-                "left out where it must be": ERROR, "given with projections in pairs": VALUE, "given without the norm": VALUE,
-            },
-            "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with projections in pairs": VALUE},
-            "b": INPUT | MATRIX,
-            "conv_states": WINDOWS | {"one page buffer for both pools": SAME},
-            "ssm_state": STATE_POOL | {"one page buffer for both pools": SAME},
-            "conv_weight": FILTER,
-            "conv_bias": PARAMETER,
-            "A_log, dt_bias": PARAMETER,
-            "norm_weight": PARAMETER,
-            "state_indices": with_offsets(SLOTS) | SHARED_SLOTS,
-            "query_start_loc": OFFSETS,
-            "has_initial_state": with_offsets(MASK),
-            "checkpoint_offsets": with_offsets(CHECKPOINT_OFFSETS) | {"no multiple of 64": VALUE},
-            "checkpoint_slots": with_offsets(CHECKPOINT_SLOTS),
-            "checkpoint_states": KEPT,
-            "checkpoint_windows": KEPT_WINDOWS,
-            "out": FLOAT_OUT,
+        "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with projections in pairs": VALUE},
+        "b": INPUT | MATRIX | {"left out where it must be": ERROR, "given with concatenated projections": VALUE},
+        "conv_state": WINDOWS | {"one page buffer for both pools": SAME},
+        "ssm_state": STATE_POOL | {"one page buffer for both pools": SAME},
+        "conv_weight": FILTER,
+        "conv_bias": PARAMETER,
+        "A_log, dt_bias": PARAMETER,
+        "norm_weight": PARAMETER,
+        "state_indices": SLOTS | sequences.SHARED_SLOTS | {"a slot without a ring": VALUE},
+        "query_start_loc": OFFSETS,
+        "num_accepted_tokens of columns": sequences.ACCEPTED | {"the indices 1-D": VALUE},
+        "rounding_seed": sequences.SEED | {"given with intermediate states": VALUE},
+        "out": FLOAT_OUT,
+    }),
+    "fused_gdn_prefill": Described(prefill, (("T ~", 0.0),), {
+        "mixed_qkv": ROWS | MATRIX,
+        "z": ROWS | {
+            "left out where it must be": ERROR, "given with projections in pairs": VALUE, "given without the norm": VALUE,
         },
-        (("T ~", 0.0),),
-    ),
+        "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with projections in pairs": VALUE},
+        "b": INPUT | MATRIX,
+        "conv_states": WINDOWS | {"one page buffer for both pools": SAME},
+        "ssm_state": STATE_POOL | {"one page buffer for both pools": SAME},
+        "conv_weight": FILTER,
+        "conv_bias": PARAMETER,
+        "A_log, dt_bias": PARAMETER,
+        "norm_weight": PARAMETER,
+        "state_indices": sequences.with_offsets(SLOTS) | sequences.SHARED_SLOTS,
+        "query_start_loc": OFFSETS,
+        "has_initial_state": sequences.with_offsets(MASK),
+        "checkpoint_offsets": sequences.with_offsets(sequences.CHECKPOINT_OFFSETS) | {"no multiple of 64": VALUE},
+        "checkpoint_slots": sequences.with_offsets(sequences.CHECKPOINT_SLOTS),
+        "checkpoint_states": sequences.KEPT,
+        "checkpoint_windows": sequences.KEPT_WINDOWS,
+        "out": FLOAT_OUT,
+    }),
 }  # fmt: skip

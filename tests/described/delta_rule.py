@@ -6,36 +6,9 @@ import torch
 
 from gdn.ops.delta_rule.problem import entry_width
 from tests.described import Described
+from tests.ops.spoiling import kinds
+from tests.ops.spoiling import kinds_sequences as sequences
 from tests.ops.spoiling.call import Call, Draw
-from tests.ops.spoiling.kinds import (
-    FLAG,
-    FLOAT_OUT,
-    INPUT,
-    MASK,
-    OFFSETS,
-    OPTIONAL_FLAG,
-    PARAMETER,
-    ROWS,
-    SHARED_INPUTS,
-    SLOTS,
-    STATE_POOL,
-    STATES,
-    Kind,
-    but,
-)
-from tests.ops.spoiling.kinds_sequences import (
-    ACCEPTED,
-    CHECKPOINT_OFFSETS,
-    CHECKPOINT_SLOTS,
-    FINAL_SLOTS,
-    INTERMEDIATE,
-    KEPT,
-    PARENTS,
-    REPLAYED,
-    SEED,
-    SHARED_SLOTS,
-    with_offsets,
-)
 from tests.ops.spoiling.rings import give_ring
 from tests.ops.spoiling.verdict import ERROR, SAME, TYPE, VALUE
 
@@ -347,77 +320,63 @@ def parents_of(draw: Draw, bounds: list[int], num_tokens: int) -> list[int]:
     return parents
 
 
-_DELTA_RULE: dict[str, Kind] = {
-    "q, k": ROWS | {"another 16-bit dtype": TYPE} | SHARED_INPUTS,
-    "v": ROWS | {"another 16-bit dtype": TYPE, "overlaps a read-only argument": SAME},
-    "g": INPUT
+_DELTA_RULE: dict[str, kinds.Kind] = {
+    "q, k": kinds.ROWS | {"another 16-bit dtype": TYPE} | kinds.SHARED_INPUTS,
+    "v": kinds.ROWS | {"another 16-bit dtype": TYPE, "overlaps a read-only argument": SAME},
+    "g": kinds.INPUT
     | {
         "left out where it must be": ERROR,
         "without A_log": ERROR,
         "a positive log decay": VALUE,
         "positive log decays of padding": SAME,
     },
-    "beta": INPUT | {"left out where it must be": ERROR},
-    "A_log": PARAMETER | {"given without the gate": TYPE},
-    "dt_bias": PARAMETER | {"given without the gate": TYPE},
-    "initial_state as a pool": STATE_POOL | {"left out where it must be": ERROR},
-    "initial_state to read": STATES,
-    "cu_seqlens": OFFSETS,
-    "out": FLOAT_OUT | {"is another argument": VALUE},
+    "beta": kinds.INPUT | {"left out where it must be": ERROR},
+    "A_log": kinds.PARAMETER | {"given without the gate": TYPE},
+    "dt_bias": kinds.PARAMETER | {"given without the gate": TYPE},
+    "initial_state as a pool": kinds.STATE_POOL | {"left out where it must be": ERROR},
+    "initial_state to read": kinds.STATES,
+    "cu_seqlens": kinds.OFFSETS,
+    "out": kinds.FLOAT_OUT | {"is another argument": VALUE},
 }
+_RESULTS = (("B T ~ ~", 0.0), ("N ~ ~ ~", "the states"))
 
 CALLS = {
-    "chunk_gated_delta_rule": Described(
-        chunk,
-        _DELTA_RULE | {
-            "state_indices": SLOTS | SHARED_SLOTS,
-            "final_state_indices": SLOTS | FINAL_SLOTS | {"without state_indices": VALUE},
-            "has_initial_state": MASK,
-            "checkpoint_offsets": CHECKPOINT_OFFSETS | {"no multiple of 64": VALUE},
-            "checkpoint_slots": CHECKPOINT_SLOTS,
-            "checkpoint_states": KEPT,
-            "head_first": FLAG | {"True": VALUE},
-            "initial_state as a pool": but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
-        },
-        (("B T ~ ~", 0.0), ("N ~ ~ ~", "the states")),
-    ),
-    "chunk_summary": Described(
-        summary,
-        {
-            **{names: _DELTA_RULE[names] for names in ("q, k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")},
-        },
-        (("N ~ ~ ~", 0.0), ("N ~ ~ ~", "identity")),
-    ),
-    "fused_recurrent_gated_delta_rule": Described(
-        recurrent,
-        _DELTA_RULE | INTERMEDIATE | REPLAYED | {
-            "ssm_state_indices": SLOTS | SHARED_SLOTS | {"a slot without a ring": VALUE},
-            "final_state_indices": SLOTS | FINAL_SLOTS | {"given with intermediate states": VALUE},
-            "num_accepted_tokens of columns": ACCEPTED | {"the indices 1-D": VALUE},
-            "parent_token": PARENTS,
-            "rounding_seed": SEED | {"given with intermediate states": VALUE},
-            "inplace_final_state": OPTIONAL_FLAG | {"False with indices": VALUE},
-        },
-        (("B T ~ ~", 0.0), ("N ~ ~ ~", "the states")),
-    ),
-    "gated_delta_rule": Described(
-        step,
-        _DELTA_RULE | {
-            # B is always 1.
-            **{names: but(_DELTA_RULE[names], "rows of one element each") for names in ("q, k", "v", "g", "beta")},
-            "cu_seqlens": OFFSETS,
-            "state_indices": with_offsets(SLOTS) | SHARED_SLOTS,
-            "ssm_state_indices": with_offsets(SLOTS) | SHARED_SLOTS,
-            "final_state_indices": with_offsets(SLOTS) | FINAL_SLOTS,
-            "has_initial_state": with_offsets(MASK),
-            "checkpoint_offsets": with_offsets(CHECKPOINT_OFFSETS) | {"no multiple of 64": VALUE},
-            "checkpoint_slots": with_offsets(CHECKPOINT_SLOTS),
-            "num_accepted_tokens": with_offsets(ACCEPTED) | {"the indices 1-D": VALUE},
-            "parent_token": PARENTS,
-            "rounding_seed": SEED,
-            "inplace_final_state": OPTIONAL_FLAG | {"False with indices": VALUE},
-            "initial_state as a pool": but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
-        },
-        (("B T ~ ~", 0.0), ("N ~ ~ ~", "the states")),
-    ),
+    "chunk_gated_delta_rule": Described(chunk, _RESULTS, _DELTA_RULE | {
+        "state_indices": kinds.SLOTS | sequences.SHARED_SLOTS,
+        "final_state_indices": kinds.SLOTS | sequences.FINAL_SLOTS | {"without state_indices": VALUE},
+        "has_initial_state": kinds.MASK,
+        "checkpoint_offsets": sequences.CHECKPOINT_OFFSETS | {"no multiple of 64": VALUE},
+        "checkpoint_slots": sequences.CHECKPOINT_SLOTS,
+        "checkpoint_states": sequences.KEPT,
+        "head_first": kinds.FLAG | {"True": VALUE},
+        "initial_state as a pool": kinds.but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
+    }),
+    "chunk_summary": Described(summary, (("N ~ ~ ~", 0.0), ("N ~ ~ ~", "identity")), {
+        **{names: _DELTA_RULE[names] for names in ("q, k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")},
+    }),
+    "fused_recurrent_gated_delta_rule": Described(recurrent, _RESULTS, {
+        **_DELTA_RULE, **sequences.INTERMEDIATE, **sequences.REPLAYED,
+        "ssm_state_indices": kinds.SLOTS | sequences.SHARED_SLOTS | {"a slot without a ring": VALUE},
+        "final_state_indices": kinds.SLOTS | sequences.FINAL_SLOTS | {"given with intermediate states": VALUE},
+        "num_accepted_tokens of columns": sequences.ACCEPTED | {"the indices 1-D": VALUE},
+        "parent_token": sequences.PARENTS,
+        "rounding_seed": sequences.SEED | {"given with intermediate states": VALUE},
+        "inplace_final_state": kinds.OPTIONAL_FLAG | {"False with indices": VALUE},
+    }),
+    "gated_delta_rule": Described(step, _RESULTS, _DELTA_RULE | {
+        # B is always 1.
+        **{names: kinds.but(_DELTA_RULE[names], "rows of one element each") for names in ("q, k", "v", "g", "beta")},
+        "cu_seqlens": kinds.OFFSETS,
+        "state_indices": sequences.with_offsets(kinds.SLOTS) | sequences.SHARED_SLOTS,
+        "ssm_state_indices": sequences.with_offsets(kinds.SLOTS) | sequences.SHARED_SLOTS,
+        "final_state_indices": sequences.with_offsets(kinds.SLOTS) | sequences.FINAL_SLOTS,
+        "has_initial_state": sequences.with_offsets(kinds.MASK),
+        "checkpoint_offsets": sequences.with_offsets(sequences.CHECKPOINT_OFFSETS) | {"no multiple of 64": VALUE},
+        "checkpoint_slots": sequences.with_offsets(sequences.CHECKPOINT_SLOTS),
+        "num_accepted_tokens": sequences.with_offsets(sequences.ACCEPTED) | {"the indices 1-D": VALUE},
+        "parent_token": sequences.PARENTS,
+        "rounding_seed": sequences.SEED,
+        "inplace_final_state": kinds.OPTIONAL_FLAG | {"False with indices": VALUE},
+        "initial_state as a pool": kinds.but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
+    }),
 }  # fmt: skip

@@ -3,49 +3,31 @@
 import torch
 
 from tests.described import Described
+from tests.ops.spoiling import kinds
 from tests.ops.spoiling.call import Call, Draw
-from tests.ops.spoiling.kinds import (
-    COUNT,
-    INDEX,
-    INDEX_OUT,
-    INPUT,
-    MATRIX,
-    OFFSETS,
-    OPTIONAL_COUNT,
-    OPTIONAL_FLAG,
-    PARAMETER,
-    READ_CACHE,
-    ROWS,
-    STATE_POOL,
-    TABLES,
-    WHOLE,
-    WRITTEN_CACHE,
-    Kind,
-    but,
-)
 from tests.ops.spoiling.verdict import ERROR, SAME, TYPE, VALUE
 
 FP8 = torch.float8_e4m3fn
 CACHE_DTYPES = (torch.uint8, FP8, torch.bfloat16, torch.float16, torch.float32)
-_POSITIONS: Kind = INDEX | {
+_POSITIONS: kinds.Kind = kinds.INDEX | {
     "a position beyond cos_sin": VALUE,
     "a position of 2**33 + 1": VALUE,
     "a negative position": VALUE,
 }  # fmt: skip
-_ROPE: dict[str, Kind] = {
+_ROPE: dict[str, kinds.Kind] = {
     "positions": _POSITIONS,
-    "cos_sin": INPUT | {"dtype float64": TYPE},
-    "rotary_dim": COUNT,
-    "k_norm": PARAMETER | {"dtype float64": TYPE},
+    "cos_sin": kinds.INPUT | {"dtype float64": TYPE},
+    "rotary_dim": kinds.COUNT,
+    "k_norm": kinds.PARAMETER | {"dtype float64": TYPE},
 }
-_SLOT_MAPPING: Kind = INDEX | {
+_SLOT_MAPPING: kinds.Kind = kinds.INDEX | {
     "a row beyond the cache": VALUE,
     "a row of 2**33 + 1": VALUE,
     "null as -7": SAME,
     "null as -2**33 + 1": SAME,
     "one row twice": VALUE,
 }
-_HEAD_WEIGHTS: Kind = INPUT | MATRIX
+_HEAD_WEIGHTS: kinds.Kind = kinds.INPUT | kinds.MATRIX
 
 
 def pages_of(draw: Draw, pages: int, page_size: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, str]:
@@ -203,75 +185,51 @@ def expand(draw: Draw) -> Call:
 
 
 CALLS = {
-    "quantize_fp8": Described(
-        quantize,
-        {
-            "x": but(ROWS, "on the meta device", "two dims more", "one shorter", "one longer") | {"dtype float64": TYPE},
+    "quantize_fp8": Described(quantize, (("x", None), ("x", None)), {
+        "x": kinds.but(kinds.ROWS, "on the meta device", "two dims more", "one shorter", "one longer") | {"dtype float64": TYPE},
+    }),
+    "write_indexer_cache": Described(write, (), {
+        "k": kinds.ROWS | {"dtype float64": TYPE},
+        "cache": kinds.WRITTEN_CACHE,
+        "slot_mapping": _SLOT_MAPPING,
+    }),
+    "prepare_indexer": Described(prepare, (("T ~ ~", None), ("T ~", None)), _ROPE | {
+        "q": kinds.ROWS | {"dtype float64": TYPE},
+        "k": kinds.ROWS | {"dtype float64": TYPE, "left out where it must be": ERROR},
+        "weights": _HEAD_WEIGHTS,
+        "q_norm": kinds.PARAMETER | {"dtype float64": TYPE},
+        "k_norm": _ROPE["k_norm"] | {"left out where it must be": ERROR},
+        "cache": kinds.WRITTEN_CACHE | {"left out where it must be": ERROR},
+        "slot_mapping": _SLOT_MAPPING | {"left out where it must be": ERROR},
+        "fp8": kinds.OPTIONAL_FLAG | {"against the cache": VALUE},
+        "v": kinds.ROWS | {"dtype float64": TYPE, "another 16-bit dtype": TYPE, "left out where it must be": ERROR},
+        "v_cache": kinds.WRITTEN_CACHE | {"left out where it must be": ERROR},
+    }),
+    "compress_indexer_keys": Described(compress, (), _ROPE | {
+        "raw_k": kinds.ROWS | {"dtype float64": TYPE, "another 16-bit dtype": TYPE},
+        "ring": kinds.STATE_POOL | {"misaligned base": SAME, "misaligned rows": SAME, "size no multiple of ratio": VALUE},
+        "cache": kinds.WRITTEN_CACHE,
+        "k_norm": _ROPE["k_norm"],
+        "positions": kinds.but(_ROPE["positions"], "a negative position", "a position of 2**33 + 1") | {
+            "anything at skipped tokens": SAME, "positions that skip their tokens": SAME,
         },
-        (("x", None), ("x", None)),
-    ),
-    "write_indexer_cache": Described(
-        write,
-        {
-            "k": ROWS | {"dtype float64": TYPE},
-            "cache": WRITTEN_CACHE,
-            "slot_mapping": _SLOT_MAPPING,
+        "ring_slots": kinds.INDEX | {
+            "a ring beyond the ring buffer": VALUE, "a slot of 2**33 + 1": VALUE, "null as -7": SAME,
+            "null as -2**33 + 1": SAME,
         },
-        (),
-    ),
-    "prepare_indexer": Described(
-        prepare,
-        _ROPE | {
-            "q": ROWS | {"dtype float64": TYPE},
-            "k": ROWS | {"dtype float64": TYPE, "left out where it must be": ERROR},
-            "weights": _HEAD_WEIGHTS,
-            "q_norm": PARAMETER | {"dtype float64": TYPE},
-            "k_norm": _ROPE["k_norm"] | {"left out where it must be": ERROR},
-            "cache": WRITTEN_CACHE | {"left out where it must be": ERROR},
-            "slot_mapping": _SLOT_MAPPING | {"left out where it must be": ERROR},
-            "fp8": OPTIONAL_FLAG | {"against the cache": VALUE},
-            "v": ROWS | {"dtype float64": TYPE, "another 16-bit dtype": TYPE, "left out where it must be": ERROR},
-            "v_cache": WRITTEN_CACHE | {"left out where it must be": ERROR},
-        },
-        (("T ~ ~", None), ("T ~", None)),
-    ),
-    "compress_indexer_keys": Described(
-        compress,
-        _ROPE | {
-            "raw_k": ROWS | {"dtype float64": TYPE, "another 16-bit dtype": TYPE},
-            "ring": STATE_POOL | {"misaligned base": SAME, "misaligned rows": SAME, "size no multiple of ratio": VALUE},
-            "cache": WRITTEN_CACHE,
-            "k_norm": _ROPE["k_norm"],
-            "positions": but(_ROPE["positions"], "a negative position", "a position of 2**33 + 1") | {
-                "anything at skipped tokens": SAME, "positions that skip their tokens": SAME,
-            },
-            "ring_slots": INDEX | {
-                "a ring beyond the ring buffer": VALUE, "a slot of 2**33 + 1": VALUE, "null as -7": SAME,
-                "null as -2**33 + 1": SAME,
-            },
-            "slot_mapping": _SLOT_MAPPING | {"anything at tokens that end no group": SAME},
-        },
-        (),
-    ),
-    "gather_indexer_cache": Described(
-        gather,
-        {
-            "cache": but(READ_CACHE, "one shorter", "one longer"),
-            "block_tables": TABLES,
-            "cu_seqlens": but(OFFSETS, "ends beyond the tokens") | {"longer than its block table": VALUE},
-            "num_rows": OPTIONAL_COUNT | {"too small": VALUE},
-            "*": WHOLE,
-        },
-        (("gathered ~ ~", None), ("gathered ~", None)),
-    ),
-    "expand_topk_groups": Described(
-        expand,
-        {
-            "group_indices": INDEX | MATRIX | {"none as -9": SAME},
-            "positions": INDEX | {"none as -9": SAME},
-            "out": INDEX_OUT,
-            "*": WHOLE,
-        },
-        (("T expanded", None),),
-    ),
+        "slot_mapping": _SLOT_MAPPING | {"anything at tokens that end no group": SAME},
+    }),
+    "gather_indexer_cache": Described(gather, (("gathered ~ ~", None), ("gathered ~", None)), {
+        "cache": kinds.but(kinds.READ_CACHE, "one shorter", "one longer"),
+        "block_tables": kinds.TABLES,
+        "cu_seqlens": kinds.but(kinds.OFFSETS, "ends beyond the tokens") | {"longer than its block table": VALUE},
+        "num_rows": kinds.OPTIONAL_COUNT | {"too small": VALUE},
+        "*": kinds.WHOLE,
+    }),
+    "expand_topk_groups": Described(expand, (("T expanded", None),), {
+        "group_indices": kinds.INDEX | kinds.MATRIX | {"none as -9": SAME},
+        "positions": kinds.INDEX | {"none as -9": SAME},
+        "out": kinds.INDEX_OUT,
+        "*": kinds.WHOLE,
+    }),
 }  # fmt: skip

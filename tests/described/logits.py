@@ -4,46 +4,32 @@ import torch
 
 from tests.described import Described
 from tests.described.indexer import CACHE_DTYPES, FP8, pages_of
+from tests.ops.spoiling import kinds
 from tests.ops.spoiling.call import Call, Draw
-from tests.ops.spoiling.kinds import (
-    COUNT,
-    INDEX,
-    INPUT,
-    LOGITS_OUT,
-    MATRIX,
-    OPTIONAL_COUNT,
-    PARAMETER,
-    QUERY,
-    READ_CACHE,
-    REQUIRED,
-    SHARED_INPUTS,
-    TABLES,
-    Kind,
-)
 from tests.ops.spoiling.verdict import ERROR, SAME, TYPE, VALUE
 
-_HEAD_WEIGHTS: Kind = INPUT | MATRIX
-_RANGES: dict[str, Kind] = {
-    "cu_seqlen_ks": INDEX | {"a negative start": SAME} | SHARED_INPUTS,
-    "cu_seqlen_ke": INDEX | {"ends of 2**33 + 1": SAME, "empty as -2**33 + 1": SAME},
+_HEAD_WEIGHTS: kinds.Kind = kinds.INPUT | kinds.MATRIX
+_RANGES: dict[str, kinds.Kind] = {
+    "cu_seqlen_ks": kinds.INDEX | {"a negative start": SAME} | kinds.SHARED_INPUTS,
+    "cu_seqlen_ke": kinds.INDEX | {"ends of 2**33 + 1": SAME, "empty as -2**33 + 1": SAME},
 }
-_LENGTHS: Kind = INDEX | {
+_LENGTHS: kinds.Kind = kinds.INDEX | {
     "longer than its block table": VALUE,
     "a length of 2**33 + 1": VALUE,
     "empty as -2**33 + 1": SAME,
 }  # fmt: skip
-RAGGED: dict[str, Kind] = _RANGES | {
-    "q": QUERY | {"float16, the keys too": SAME, "float32, the keys too": SAME},
-    "k": QUERY | {"another 16-bit dtype": TYPE, "no multiple of the heads": VALUE, "overlaps a read-only argument": SAME},
-    "k_scale": INPUT | {"dtype float64": TYPE, "another 16-bit dtype": TYPE},
+RAGGED: dict[str, kinds.Kind] = _RANGES | {
+    "q": kinds.QUERY | {"float16, the keys too": SAME, "float32, the keys too": SAME},
+    "k": kinds.QUERY | {"another 16-bit dtype": TYPE, "no multiple of the heads": VALUE, "overlaps a read-only argument": SAME},
+    "k_scale": kinds.INPUT | {"dtype float64": TYPE, "another 16-bit dtype": TYPE},
     "weights": _HEAD_WEIGHTS,
 }  # fmt: skip
-PAGED: dict[str, Kind] = {
-    "q": QUERY | {"float16, the keys too": SAME, "float32, the keys too": SAME},
-    "cache": READ_CACHE,
+PAGED: dict[str, kinds.Kind] = {
+    "q": kinds.QUERY | {"float16, the keys too": SAME, "float32, the keys too": SAME},
+    "cache": kinds.READ_CACHE,
     "weights": _HEAD_WEIGHTS,
     "context_lens": _LENGTHS,
-    "block_tables": TABLES,
+    "block_tables": kinds.TABLES,
 }
 
 
@@ -165,43 +151,27 @@ def _ranges(draw: Draw, call: Call, rows: int, keys: int) -> None:
 
 
 CALLS = {
-    "mqa_logits": Described(
-        mqa_logits,
-        RAGGED | {
-            "out": LOGITS_OUT,
+    "mqa_logits": Described(mqa_logits, (("M columns", None),), RAGGED | {
+        "out": kinds.LOGITS_OUT,
+    }),
+    "fp8_mqa_logits": Described(fp8_mqa_logits, (("M columns", None),), _RANGES | {
+        "q": kinds.QUERY,
+        "kv": {
+            "None": TYPE, "a str": TYPE, "a Fraction": TYPE, "a single tensor": TYPE, "three entries": ERROR,
+            "the pair as a list": SAME,
         },
-        (("M columns", None),),
-    ),
-    "fp8_mqa_logits": Described(
-        fp8_mqa_logits,
-        _RANGES | {
-            "q": QUERY,
-            "kv": {
-                "None": TYPE, "a str": TYPE, "a Fraction": TYPE, "a single tensor": TYPE, "three entries": ERROR,
-                "the pair as a list": SAME,
-            },
-            "kv[0]": REQUIRED | QUERY,
-            "kv[1]": PARAMETER | {"dtype float64": TYPE},
-            "weights": _HEAD_WEIGHTS,
-            "max_seqlen_k": OPTIONAL_COUNT,
-        },
-        (("M columns", None),),
-    ),
-    "paged_mqa_logits": Described(
-        paged_mqa_logits,
-        PAGED | {
-            "max_context_len": COUNT,
-            "out": LOGITS_OUT,
-        },
-        (("rows columns", None),),
-    ),
-    "fp8_paged_mqa_logits": Described(
-        fp8_paged_mqa_logits,
-        PAGED | {
-            "q": QUERY,
-            "max_context_len": OPTIONAL_COUNT,
-            "indices": {"a 0-d tensor": ERROR, "a list": ERROR},
-        },
-        (("rows columns", None),),
-    ),
+        "kv[0]": kinds.REQUIRED | kinds.QUERY,
+        "kv[1]": kinds.PARAMETER | {"dtype float64": TYPE},
+        "weights": _HEAD_WEIGHTS,
+        "max_seqlen_k": kinds.OPTIONAL_COUNT,
+    }),
+    "paged_mqa_logits": Described(paged_mqa_logits, (("rows columns", None),), PAGED | {
+        "max_context_len": kinds.COUNT,
+        "out": kinds.LOGITS_OUT,
+    }),
+    "fp8_paged_mqa_logits": Described(fp8_paged_mqa_logits, (("rows columns", None),), PAGED | {
+        "q": kinds.QUERY,
+        "max_context_len": kinds.OPTIONAL_COUNT,
+        "indices": {"a 0-d tensor": ERROR, "a list": ERROR},
+    }),
 }  # fmt: skip

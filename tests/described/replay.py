@@ -5,21 +5,9 @@ import torch
 from gdn.ops.delta_rule.problem import entry_width, state_position
 from tests.described import Described
 from tests.described.delta_rule import parents_of, slots_of
+from tests.ops.spoiling import kinds_sequences as sequences
 from tests.ops.spoiling.call import Call, Draw
 from tests.ops.spoiling.kinds import COUNT, INT32, OFFSETS, PER_SEQUENCE, SLOTS, STATE_POOL, WHOLE, WINDOWS, Kind, but
-from tests.ops.spoiling.kinds_sequences import (
-    ACCEPTED_OF_RING,
-    COMMITTED,
-    FINAL_SLOTS,
-    PARENTS,
-    RING,
-    RING_READ,
-    SEED,
-    SHARED_SLOTS,
-    SIZES_OF_RING,
-    STATE_TOKENS,
-    with_offsets,
-)
 from tests.ops.spoiling.rings import ring_of
 from tests.ops.spoiling.verdict import SAME, TYPE, VALUE
 
@@ -116,39 +104,31 @@ _COUNTS: Kind = but(INT32, "one longer") | {
 _WITHOUT_OFFSETS: Kind = but(PER_SEQUENCE, "extra rows of anything")
 
 CALLS = {
-    "fold_states": Described(
-        fold,
-        {
-            "ssm_state": but(STATE_POOL, "two dims more", "interleaved with another argument"),
-            "state_indices": but(SLOTS, "one shorter", "extra rows of anything", "extra rows without offsets") | {
-                "two live sequences, one slot": VALUE, "null slots twice": SAME,
-            },
-            "ring": RING_READ | SIZES_OF_RING,
-            "state_tokens": but(_COUNTS, "all rows in one place") | but(
-                STATE_TOKENS, "anything where no sequence is live"
-            ),
-            "num_computed_tokens": _WITHOUT_OFFSETS | COMMITTED | {"fewer tokens than its state": VALUE},
-            "num_accepted_tokens": _WITHOUT_OFFSETS | ACCEPTED_OF_RING,
-            "final_state_indices": but(SLOTS, "extra rows of anything") | FINAL_SLOTS,
-            "fold_phase": COUNT | {"as long as a period": VALUE},
-            "rounding_seed": SEED,
-            "*": WHOLE,
+    "fold_states": Described(fold, (), {
+        "ssm_state": but(STATE_POOL, "two dims more", "interleaved with another argument"),
+        "state_indices": but(SLOTS, "one shorter", "extra rows of anything", "extra rows without offsets") | {
+            "two live sequences, one slot": VALUE, "null slots twice": SAME,
         },
-        (),
-    ),
-    "accept_draft_tree": Described(
-        accept,
-        {
-            "ring": RING,
-            "conv_state": but(WINDOWS, "one longer"),
-            "state_indices": with_offsets(SLOTS) | SHARED_SLOTS,
-            "parent_token": but(PARENTS, "the indices 1-D", "one longer"),
-            "accepted_nodes": with_offsets(but(PER_SEQUENCE, "the other index dtype") | {"dtype int64": TYPE}),
-            "num_computed_tokens": with_offsets(PER_SEQUENCE) | COMMITTED,
-            "num_accepted_tokens": _COUNTS,
-            "query_start_loc": OFFSETS,
-            "*": WHOLE,
-        },
-        (),
-    ),
+        "ring": sequences.RING_READ | sequences.SIZES_OF_RING,
+        "state_tokens": but(_COUNTS, "all rows in one place") | but(
+            sequences.STATE_TOKENS, "anything where no sequence is live"
+        ),
+        "num_computed_tokens": _WITHOUT_OFFSETS | sequences.COMMITTED | {"fewer tokens than its state": VALUE},
+        "num_accepted_tokens": _WITHOUT_OFFSETS | sequences.ACCEPTED_OF_RING,
+        "final_state_indices": but(SLOTS, "extra rows of anything") | sequences.FINAL_SLOTS,
+        "fold_phase": COUNT | {"as long as a period": VALUE},
+        "rounding_seed": sequences.SEED,
+        "*": WHOLE,
+    }),
+    "accept_draft_tree": Described(accept, (), {
+        "ring": sequences.RING,
+        "conv_state": but(WINDOWS, "one longer"),
+        "state_indices": sequences.with_offsets(SLOTS) | sequences.SHARED_SLOTS,
+        "parent_token": but(sequences.PARENTS, "the indices 1-D", "one longer"),
+        "accepted_nodes": sequences.with_offsets(but(PER_SEQUENCE, "the other index dtype") | {"dtype int64": TYPE}),
+        "num_computed_tokens": sequences.with_offsets(PER_SEQUENCE) | sequences.COMMITTED,
+        "num_accepted_tokens": _COUNTS,
+        "query_start_loc": OFFSETS,
+        "*": WHOLE,
+    }),
 }  # fmt: skip

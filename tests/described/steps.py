@@ -3,22 +3,8 @@
 import torch
 
 from tests.described import Described
+from tests.ops.spoiling import kinds
 from tests.ops.spoiling.call import Call, Draw
-from tests.ops.spoiling.kinds import (
-    FILTER,
-    FLOAT_OUT,
-    INPUT,
-    MASK,
-    MATRIX,
-    OFFSETS,
-    PARAMETER,
-    POSITIVE,
-    ROWS,
-    SLOTS,
-    WINDOWS,
-    Kind,
-    but,
-)
 from tests.ops.spoiling.kinds_sequences import ACCEPTED, CHECKPOINT_OFFSETS, CHECKPOINT_SLOTS, KEPT_WINDOWS, PARENTS, SHARED_SLOTS
 from tests.ops.spoiling.verdict import SAME, TYPE, VALUE
 
@@ -198,10 +184,10 @@ def norm(draw: Draw) -> Call:
     return call
 
 
-_FILTERED: dict[str, Kind] = {
-    "weight": FILTER,
-    "bias": PARAMETER,
-    "out": FLOAT_OUT
+_FILTERED: dict[str, kinds.Kind] = {
+    "weight": kinds.FILTER,
+    "bias": kinds.PARAMETER,
+    "out": kinds.FLOAT_OUT
     | {
         "in place on x": SAME,
         "in place on an equal view of x": SAME,
@@ -211,66 +197,42 @@ _FILTERED: dict[str, Kind] = {
 }
 
 CALLS = {
-    "fused_gdn_gating": Described(
-        gating,
-        {
-            "A_log, dt_bias": PARAMETER,
-            "a, b": INPUT | {"one tensor for two read-only arguments": SAME},
-            "beta": POSITIVE,
-        },
-        (("a", None), ("a", None)),
-    ),
-    "fused_qkvzba_split_reshape_cat": Described(
-        split,
-        {
-            "mixed_qkvz": ROWS | MATRIX,
-            "mixed_ba": INPUT | MATRIX,
-        },
-        (("T ~", None), ("T ~ ~", None), ("T ~", None), ("T ~", None)),
-    ),
-    "causal_conv1d_fn": Described(
-        conv_fn,
-        _FILTERED | {
-            "x": ROWS | MATRIX | {"[dim, tokens]": VALUE},
-            "conv_states": WINDOWS,
-            "query_start_loc": OFFSETS,
-            "cache_indices": SLOTS | SHARED_SLOTS,
-            "has_initial_state": MASK,
-            "checkpoint_offsets": CHECKPOINT_OFFSETS | {"without conv_states": VALUE},
-            "checkpoint_slots": CHECKPOINT_SLOTS,
-            "checkpoint_windows": KEPT_WINDOWS,
-        },
-        (("x", 0.0),),
-    ),
-    "causal_conv1d_update": Described(
-        conv_update,
-        _FILTERED | {
-            "x": ROWS | MATRIX,
-            "conv_state": WINDOWS,
-            "query_start_loc": OFFSETS,
-            "conv_state_indices": SLOTS | SHARED_SLOTS,
-            "num_accepted_tokens": ACCEPTED,
-            "parent_token": but(PARENTS, "the indices 1-D"),
-            "out": _FILTERED["out"] | {"x in the other memory order": VALUE},
-        },
-        (("x", 0.0),),
-    ),
-    "add_rms_norm": Described(
-        add_norm,
-        {
-            "x": ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
-            "residual": ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
-            "weight": PARAMETER,
-            "layer_scale": PARAMETER,
-        },
-        (("x", None), ("x", None)),
-    ),
-    "rms_norm_gated": Described(
-        norm,
-        {
-            "x, z": ROWS | {"one tensor for two read-only arguments": SAME},
-            "weight": PARAMETER,
-        },
-        (("x", None),),
-    ),
+    "fused_gdn_gating": Described(gating, (("a", None), ("a", None)), {
+        "A_log, dt_bias": kinds.PARAMETER,
+        "a, b": kinds.INPUT | {"one tensor for two read-only arguments": SAME},
+        "beta": kinds.POSITIVE,
+    }),
+    "fused_qkvzba_split_reshape_cat": Described(split, (("T ~", None), ("T ~ ~", None), ("T ~", None), ("T ~", None)), {
+        "mixed_qkvz": kinds.ROWS | kinds.MATRIX,
+        "mixed_ba": kinds.INPUT | kinds.MATRIX,
+    }),
+    "causal_conv1d_fn": Described(conv_fn, (("x", 0.0),), _FILTERED | {
+        "x": kinds.ROWS | kinds.MATRIX | {"[dim, tokens]": VALUE},
+        "conv_states": kinds.WINDOWS,
+        "query_start_loc": kinds.OFFSETS,
+        "cache_indices": kinds.SLOTS | SHARED_SLOTS,
+        "has_initial_state": kinds.MASK,
+        "checkpoint_offsets": CHECKPOINT_OFFSETS | {"without conv_states": VALUE},
+        "checkpoint_slots": CHECKPOINT_SLOTS,
+        "checkpoint_windows": KEPT_WINDOWS,
+    }),
+    "causal_conv1d_update": Described(conv_update, (("x", 0.0),), _FILTERED | {
+        "x": kinds.ROWS | kinds.MATRIX,
+        "conv_state": kinds.WINDOWS,
+        "query_start_loc": kinds.OFFSETS,
+        "conv_state_indices": kinds.SLOTS | SHARED_SLOTS,
+        "num_accepted_tokens": ACCEPTED,
+        "parent_token": kinds.but(PARENTS, "the indices 1-D"),
+        "out": _FILTERED["out"] | {"x in the other memory order": VALUE},
+    }),
+    "add_rms_norm": Described(add_norm, (("x", None), ("x", None)), {
+        "x": kinds.ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
+        "residual": kinds.ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
+        "weight": kinds.PARAMETER,
+        "layer_scale": kinds.PARAMETER,
+    }),
+    "rms_norm_gated": Described(norm, (("x", None),), {
+        "x, z": kinds.ROWS | {"one tensor for two read-only arguments": SAME},
+        "weight": kinds.PARAMETER,
+    }),
 }  # fmt: skip

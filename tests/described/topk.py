@@ -58,34 +58,22 @@ def _picked(draw: Draw, call: Call, rows: int, k: int, name: str = "k", rows_dim
 
 
 CALLS = {
-    "topk_indices": Described(
-        topk_indices,
-        {
-            "logits": INPUT | MATRIX,
-            "k": COUNT,
-            "row_starts": INDEX | SHARED_INPUTS,
-            "row_ends": INDEX | {"ends of 2**33 + 1": SAME, "empty as -2**33 + 1": SAME},
-            "out": INDEX_OUT,
-        },
-        (("M k", -1),),
-    ),
-    "indexer_topk": Described(
-        indexer_topk,
-        RAGGED | {
-            "topk": COUNT,
-            "workspace_bytes": OPTIONAL_COUNT | {"less than one row": VALUE},
-            "out": INDEX_OUT,
-        },
-        (("M k", -1),),
-    ),
-    "paged_indexer_topk": Described(
-        paged_indexer_topk,
-        PAGED | {
-            "topk": COUNT,
-            "workspace_bytes": OPTIONAL_COUNT | {"less than one row": VALUE},
-            "max_context_len": OPTIONAL_COUNT,
-            "out": INDEX_OUT,
-        },
-        (("rows k", -1),),
-    ),
+    "topk_indices": Described(topk_indices, (("M k", -1),), {
+        "logits": INPUT | MATRIX,
+        "k": COUNT,
+        "row_starts": INDEX | SHARED_INPUTS,
+        "row_ends": INDEX | {"ends of 2**33 + 1": SAME, "empty as -2**33 + 1": SAME},
+        "out": INDEX_OUT,
+    }),
+    "indexer_topk": Described(indexer_topk, (("M k", -1),), RAGGED | {
+        "topk": COUNT,
+        "workspace_bytes": OPTIONAL_COUNT | {"less than one row": VALUE},
+        "out": INDEX_OUT,
+    }),
+    "paged_indexer_topk": Described(paged_indexer_topk, (("rows k", -1),), PAGED | {
+        "topk": COUNT,
+        "workspace_bytes": OPTIONAL_COUNT | {"less than one row": VALUE},
+        "max_context_len": OPTIONAL_COUNT,
+        "out": INDEX_OUT,
+    }),
 }  # fmt: skip

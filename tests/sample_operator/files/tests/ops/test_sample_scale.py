@@ -27,7 +27,7 @@ def _make(draw: Draw) -> Call:
 
 
 # Any number of dims: two more are no error.
-CALLS = {"sample_scale": Described(_make, {"x": but(ROWS, "two dims more"), "weight": PARAMETER}, (("x", None),))}
+CALLS = {"sample_scale": Described(_make, (("x", None),), {"x": but(ROWS, "two dims more"), "weight": PARAMETER})}
 
 
 def _code(problem: SampleScaleProblem, backend: str, entries: Collection[str]) -> Expectation:
