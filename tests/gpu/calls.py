@@ -1,5 +1,5 @@
 """A call of every operator that runs a kernel, for rules that all keep. Those written here have the fields that other tests have
-compiled; an operator that none is written for has the tuner's."""
+compiled; an operator that none is written for has its plain one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from gdn.core.call import operator_named
 from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
 from gdn.runtime import registry
-from tests.described import tuned
+from tests.described import plain
 from tests.gpu import (
     attention,
     cases,
@@ -249,12 +250,14 @@ _ELSEWHERE = {  # tests.gpu.test_streams has their calls
 }  # fmt: skip
 
 
-def _of_the_tuner(op: str) -> Call:
-    return Call(tuned.function(op), op, lambda device: tuned.arguments(op, device)[0], tuned.pools(op))
+def _plain(op: str) -> Call:
+    function = registry.operator(op).functions[0]
+    pools = tuple(name for name in operator_named(function).writes if name != "out")
+    return Call(function, op, lambda device: plain.on_device(op, device, 9), pools)
 
 
 _MISSING = {one.name for one in registry.with_kernels()} - {call.op for call in CALLS.values()} - _ELSEWHERE
-CALLS |= {op: _of_the_tuner(op) for op in sorted(_MISSING)}
+CALLS |= {op: _plain(op) for op in sorted(_MISSING)}
 
 
 def every_call() -> list[tuple[str, str]]:

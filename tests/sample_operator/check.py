@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import gdn
-from autotune import cases, shapes, tables, tuning
+from autotune import shapes, tables, tuning
 from benchmarks import ops, report
 from gdn.device import H100
 from gdn.models import QWEN3_NEXT_80B
-from gdn.runtime import Prepared, env, explain_problem, registry, tuned
-from tests.compile import expectations, variants
+from gdn.runtime import env, explain_problem, registry, tuned
 from tests.fuzz import families, worker
 from tests.gpu import calls
 from tests.ops.spoiling.judge import Wrong, check, spoilt
@@ -49,26 +48,12 @@ def the_tuner_and_its_table(folder: Path, kernel: Any) -> None:
     assert [row.problem for row in tables.rows(found, tuned.read(path))] == [winner.shape.problem]
 
 
-def the_case_and_the_benchmarks_rows() -> None:
-    small = cases.tunable(OP).small(shapes.shapes(OP)[0])
-    case: Any = cases.make(small, CPU, H100)
-
-    def launch(params: Any) -> None:
-        params.out.copy_(gdn.sample_scale(params.x, params.weight, params.factor))
-
-    chosen: Any = None
-    assert case.check(Prepared("cute", None, 0, launch, chosen)) < 4e-3
-    assert ops.backends(OP, None, every=True) == ["cute"] and cases.tunable(OP).useful_flops(small) == 0
+def the_benchmarks_rows() -> None:
+    assert ops.backends(OP, None, every=True) == ["cute"]
     row = {"op": OP, "shape": "128 rows", "backend": "cute", "time_us": 2.0, "burst_us": 2.0, "floor_us": 1.0}
     row |= {"share_of_floor": 0.5, "error": 0.0}
     limits = {"copy_gbps": 3000.0, "bf16_tflops": 700.0, "fp8_tflops": 1400.0}
     assert OP in report.markdown({"device": "", "date": "", "torch": "", "limits": limits, "rows": [row], "peers": []})
-
-
-def the_compile_tests(kernel: Any) -> None:
-    assert len(variants.cover(OP, kernel)) >= 8
-    problem: Any = registry.operator(OP).example(QWEN3_NEXT_80B, fp8=False)
-    assert expectations.expectation(problem, "cute", []).at_least == {"LDG": 2, "STG": 1}
 
 
 def the_spoilings() -> None:
@@ -88,7 +73,7 @@ def the_calls_of_the_gpu_tests() -> None:
     call = calls.CALLS[OP]
     assert (call.function, call.op, call.pools, call.backends) == (OP, OP, (), ["cute", "reference"])
     arguments = call.make(CPU)
-    assert gdn.sample_scale(**arguments).shape == arguments["x"].shape == (128, 2048)
+    assert gdn.sample_scale(**arguments).shape == arguments["x"].shape == (9, 64)
     assert families.FAMILIES[OP].op == OP
     drawn = worker.Worker(worker.Options(device="cpu", only=(OP,), cases=2))
     drawn.run(0, 4)
@@ -99,8 +84,7 @@ def main(folder: Path) -> None:
     kernel = importlib.import_module("kernels_cute.sample")
     the_switch_the_example_and_the_choice(kernel)
     the_tuner_and_its_table(folder, kernel)
-    the_case_and_the_benchmarks_rows()
-    the_compile_tests(kernel)
+    the_benchmarks_rows()
     the_spoilings()
     the_calls_of_the_gpu_tests()
 

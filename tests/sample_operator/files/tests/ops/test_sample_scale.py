@@ -18,7 +18,7 @@ from tests.ops.spoiling.kinds import PARAMETER, ROWS, but
 
 def _make(draw: Draw) -> Call:
     call = Call("sample_scale")
-    tokens, dim = draw.tokens(0, 1, 3, 5), draw.pick(8, 16, 12)
+    tokens, dim = draw.tokens(0, 1, 3, 5), draw.size(12, 8, 16, served=64)
     call.give("x", draw.rows(draw.floats(tokens, dim, dtype=draw.any_float()), lead=1), "T D")
     call.give("weight", draw.floats(dim, dtype=draw.any_float()), "D")
     if draw.maybe():
