@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 import gdn
 from gdn.runtime import registry
 from tests.ops.spoiling.call import Call, Draw
@@ -26,11 +28,13 @@ class Described:
     results: of each result its dimensions ("~": any; or the argument that it is like), and what rows hold that have no work
     (None: not promised).
     arguments: names of arguments -> what is accepted and refused of them. What follows from the signature is left out.
+    changes: masks of the elements of pools that a call may change, by the pool's name. `out` is left out.
     """
 
     make: Callable[[Draw], Call]
     results: tuple[tuple[str, Any], ...]
     arguments: Mapping[str, Kind]
+    changes: Callable[[Call], dict[str, torch.Tensor]] | None = None
 
 
 def every() -> dict[str, Described]:

@@ -4,11 +4,12 @@ import torch
 
 from gdn.ops.delta_rule.problem import entry_width
 from tests.described import Described
-from tests.described.delta_rule import checkpoint_states, intermediate, slots_of, state_of
+from tests.described.delta_rule import checkpoint_states, intermediate, replayed, slots_of, state_of
 from tests.ops.spoiling import kinds_sequences as sequences
 from tests.ops.spoiling.call import Call, Draw
 from tests.ops.spoiling.kinds import FILTER, FLOAT_OUT, INPUT, MASK, MATRIX, OFFSETS, PARAMETER, ROWS, SLOTS, STATE_POOL, WINDOWS
-from tests.ops.spoiling.rings import give_ring
+from tests.ops.spoiling.live import live_sequences, rows_of, slots_mask, written_slots
+from tests.ops.spoiling.rings import give_ring, has_ring
 from tests.ops.spoiling.verdict import ERROR, SAME, VALUE
 
 _HEADS = 2  # key heads
@@ -161,6 +162,26 @@ def _parameters(
     return state_of(draw, call, "ssm_state", size, inner, is_pool=True)
 
 
+def _changed_by_decode(call: Call) -> dict[str, torch.Tensor]:
+    if "intermediate_states" in call.arguments:
+        return {}
+    slots = written_slots(call, "state_indices", None)
+    windows = {rows_of(call, "state_indices")[n][0] for n in live_sequences(call)}
+    conv, state = call.get("conv_state"), call.get("ssm_state")
+    if has_ring(call):
+        inner = (call.get("num_k_heads"), state.shape[1], call.get("head_k_dim"), call.get("head_v_dim"))
+        return {"conv_state": slots_mask(conv, windows), **replayed(call, "ssm_state", "state_indices", inner)}
+    return {"conv_state": slots_mask(conv, windows), "ssm_state": slots_mask(state, slots)}
+
+
+def _changed_by_prefill(call: Call) -> dict[str, torch.Tensor]:
+    slots = written_slots(call, "state_indices", None)
+    windows, state = call.get("conv_states"), call.get("ssm_state")
+    mask = slots_mask(windows, slots)
+    mask[:, :, call.get("conv_weight").shape[1] - 1 :] = False
+    return {"conv_states": mask, "ssm_state": slots_mask(state, slots)}
+
+
 def _options(draw: Draw, call: Call, tokens: int, inner: tuple[int, int, int], dtype: torch.dtype) -> None:
     value_heads, k_dim, v_dim = inner
     call.arguments |= {"num_k_heads": _HEADS, "head_k_dim": k_dim, "head_v_dim": v_dim}
@@ -190,7 +211,7 @@ CALLS = {
         "num_accepted_tokens of columns": sequences.ACCEPTED | {"the indices 1-D": VALUE},
         "rounding_seed": sequences.SEED | {"given with intermediate states": VALUE},
         "out": FLOAT_OUT,
-    }),
+    }, _changed_by_decode),
     "fused_gdn_prefill": Described(prefill, (("T ~", 0.0),), {
         "mixed_qkv": ROWS | MATRIX,
         "z": ROWS | {
@@ -212,5 +233,5 @@ CALLS = {
         "checkpoint_states": sequences.KEPT,
         "checkpoint_windows": sequences.KEPT_WINDOWS,
         "out": FLOAT_OUT,
-    }),
+    }, _changed_by_prefill),
 }  # fmt: skip

@@ -9,7 +9,8 @@ from tests.described import Described
 from tests.ops.spoiling import kinds
 from tests.ops.spoiling import kinds_sequences as sequences
 from tests.ops.spoiling.call import Call, Draw
-from tests.ops.spoiling.rings import give_ring
+from tests.ops.spoiling.live import indices_of, lengths, live_sequences, slots_mask, written_slots
+from tests.ops.spoiling.rings import give_ring, has_ring, replayed_elements
 from tests.ops.spoiling.verdict import ERROR, SAME, TYPE, VALUE
 
 HEADS = ((2, 2, 4), (2, 2, 2), (2, 2, 6), (4, 2, 2), (6, 2, 2))  # of q, k, v
@@ -320,6 +321,25 @@ def parents_of(draw: Draw, bounds: list[int], num_tokens: int) -> list[int]:
     return parents
 
 
+def replayed(call: Call, pool: str, indices: str, inner: tuple[int, int, int, int]) -> dict[str, torch.Tensor]:
+    """inner: key heads, state heads, K, V."""
+    counts, slots = lengths(call), call.index(indices)
+    return replayed_elements(call, pool, [(n, slots[n], counts[n]) for n in live_sequences(call)], inner)
+
+
+def _changed(call: Call) -> dict[str, torch.Tensor]:
+    pool, name = call.get("initial_state"), indices_of(call)
+    if has_ring(call) and name is not None and not call.arguments.get("disable_state_update"):
+        q, k, v = (call.get(path).shape for path in ("q", "k", "v"))
+        return replayed(call, "initial_state", name, (k[2], max(q[2], v[2]), k[3], v[3]))
+    is_kept = call.arguments.get("disable_state_update") or "intermediate_states" in call.arguments
+    if not isinstance(pool, torch.Tensor) or is_kept:
+        return {}
+    if name is None:
+        return {"initial_state": torch.ones(pool.shape, dtype=torch.bool)} if call.get("inplace_final_state") else {}
+    return {"initial_state": slots_mask(pool, written_slots(call, name, "final_state_indices"))}
+
+
 _DELTA_RULE: dict[str, kinds.Kind] = {
     "q, k": kinds.ROWS | {"another 16-bit dtype": TYPE} | kinds.SHARED_INPUTS,
     "v": kinds.ROWS | {"another 16-bit dtype": TYPE, "overlaps a read-only argument": SAME},
@@ -350,7 +370,7 @@ CALLS = {
         "checkpoint_states": sequences.KEPT,
         "head_first": kinds.FLAG | {"True": VALUE},
         "initial_state as a pool": kinds.but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
-    }),
+    }, _changed),
     "chunk_summary": Described(summary, (("N ~ ~ ~", 0.0), ("N ~ ~ ~", "identity")), {
         **{names: _DELTA_RULE[names] for names in ("q, k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")},
     }),
@@ -362,7 +382,7 @@ CALLS = {
         "parent_token": sequences.PARENTS,
         "rounding_seed": sequences.SEED | {"given with intermediate states": VALUE},
         "inplace_final_state": kinds.OPTIONAL_FLAG | {"False with indices": VALUE},
-    }),
+    }, _changed),
     "gated_delta_rule": Described(step, _RESULTS, _DELTA_RULE | {
         # B is always 1.
         **{names: kinds.but(_DELTA_RULE[names], "rows of one element each") for names in ("q, k", "v", "g", "beta")},
@@ -378,5 +398,5 @@ CALLS = {
         "rounding_seed": sequences.SEED,
         "inplace_final_state": kinds.OPTIONAL_FLAG | {"False with indices": VALUE},
         "initial_state as a pool": kinds.but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
-    }),
+    }, _changed),
 }  # fmt: skip

@@ -2,9 +2,11 @@
 
 import torch
 
+from gdn.ops.indexer.reference import page_views
 from tests.described import Described
 from tests.ops.spoiling import kinds
 from tests.ops.spoiling.call import Call, Draw
+from tests.ops.spoiling.live import null_slot
 from tests.ops.spoiling.verdict import ERROR, SAME, TYPE, VALUE
 
 FP8 = torch.float8_e4m3fn
@@ -169,6 +171,39 @@ def gather(draw: Draw) -> Call:
     return call
 
 
+def _cache_rows(cache: torch.Tensor, slots: list[int]) -> torch.Tensor:
+    """Elements of cache rows, whatever the form of the pages."""
+    marks = torch.zeros(cache.shape, dtype=torch.uint8)
+    views = page_views(marks) if cache.dtype == torch.uint8 else (marks.unsqueeze(2) if marks.dim() == 3 else marks, None)
+    page_size = cache.shape[1]
+    for view in views:
+        if view is not None:
+            flat = view.view(torch.uint8)
+            for slot in slots:
+                if 0 <= slot < cache.shape[0] * page_size:
+                    flat[slot // page_size, slot % page_size] = 1
+    return marks.bool()
+
+
+def _changed_by_write(call: Call) -> dict[str, torch.Tensor]:
+    caches = {name: call.arguments.get(name) for name in ("cache", "v_cache")}
+    rows = call.index("slot_mapping") if isinstance(caches["cache"], torch.Tensor) else []
+    return {name: _cache_rows(cache, rows) for name, cache in caches.items() if isinstance(cache, torch.Tensor)}
+
+
+def _changed_by_compress(call: Call) -> dict[str, torch.Tensor]:
+    ring, ratio, null = call.get("ring"), call.arguments.get("ratio", 4), null_slot(call)
+    mask = torch.zeros(ring.shape, dtype=torch.bool)
+    slots = []
+    for slot, position, row in zip(call.index("ring_slots"), call.index("positions"), call.index("slot_mapping"), strict=True):
+        if slot < 0 or slot == null or position < 0:
+            continue
+        mask[slot, position % ring.shape[1]] = True
+        if (position + 1) % ratio == 0:
+            slots.append(row)
+    return {"ring": mask, "cache": _cache_rows(call.get("cache"), slots)}
+
+
 def expand(draw: Draw) -> Call:
     call = Call("expand_topk_groups")
     tokens, k, ratio = draw.tokens(0, 1, 3), draw.pick(4, 0, 1), draw.pick(4, 1, 2)
@@ -192,7 +227,7 @@ CALLS = {
         "k": kinds.ROWS | {"dtype float64": TYPE},
         "cache": kinds.WRITTEN_CACHE,
         "slot_mapping": _SLOT_MAPPING,
-    }),
+    }, _changed_by_write),
     "prepare_indexer": Described(prepare, (("T ~ ~", None), ("T ~", None)), _ROPE | {
         "q": kinds.ROWS | {"dtype float64": TYPE},
         "k": kinds.ROWS | {"dtype float64": TYPE, "left out where it must be": ERROR},
@@ -204,7 +239,7 @@ CALLS = {
         "fp8": kinds.OPTIONAL_FLAG | {"against the cache": VALUE},
         "v": kinds.ROWS | {"dtype float64": TYPE, "another 16-bit dtype": TYPE, "left out where it must be": ERROR},
         "v_cache": kinds.WRITTEN_CACHE | {"left out where it must be": ERROR},
-    }),
+    }, _changed_by_write),
     "compress_indexer_keys": Described(compress, (), _ROPE | {
         "raw_k": kinds.ROWS | {"dtype float64": TYPE, "another 16-bit dtype": TYPE},
         "ring": kinds.STATE_POOL | {"misaligned base": SAME, "misaligned rows": SAME, "size no multiple of ratio": VALUE},
@@ -218,7 +253,7 @@ CALLS = {
             "null as -2**33 + 1": SAME,
         },
         "slot_mapping": _SLOT_MAPPING | {"anything at tokens that end no group": SAME},
-    }),
+    }, _changed_by_compress),
     "gather_indexer_cache": Described(gather, (("gathered ~ ~", None), ("gathered ~", None)), {
         "cache": kinds.but(kinds.READ_CACHE, "one shorter", "one longer"),
         "block_tables": kinds.TABLES,

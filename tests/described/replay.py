@@ -8,6 +8,7 @@ from tests.described.delta_rule import parents_of, slots_of
 from tests.ops.spoiling import kinds_sequences as sequences
 from tests.ops.spoiling.call import Call, Draw
 from tests.ops.spoiling.kinds import COUNT, INT32, OFFSETS, PER_SEQUENCE, SLOTS, STATE_POOL, WHOLE, WINDOWS, Kind, but
+from tests.ops.spoiling.live import live_sequences, slots_mask, written_slots
 from tests.ops.spoiling.rings import ring_of
 from tests.ops.spoiling.verdict import SAME, TYPE, VALUE
 
@@ -97,6 +98,25 @@ def accept(draw: Draw) -> Call:
     return call
 
 
+def _changed_by_fold(call: Call) -> dict[str, torch.Tensor]:
+    slots = written_slots(call, "state_indices", "final_state_indices")
+    state, counts = call.get("ssm_state"), call.get("state_tokens")
+    own = slots_mask(counts, slots)
+    return {"ssm_state": own.view(*own.shape, 1, 1, 1).expand(state.shape), "state_tokens": own}
+
+
+def _changed_by_accept(call: Call) -> dict[str, torch.Tensor]:
+    slots = written_slots(call, "state_indices", None)
+    masks = {}
+    for name in ("ring", "conv_state"):
+        if isinstance(pool := call.get(name), torch.Tensor):
+            own = slots_mask(pool.flatten(0, pool.dim() - 4)[0] if pool.dim() == 4 else pool, slots)
+            masks[name] = own.expand(pool.shape)
+    accepted = torch.zeros(call.get("num_accepted_tokens").shape, dtype=torch.bool)
+    accepted[live_sequences(call)] = True
+    return masks | {"num_accepted_tokens": accepted}
+
+
 # Counts that a call writes: int32, one for each slot or sequence.
 _COUNTS: Kind = but(INT32, "one longer") | {
     "all rows in one place": VALUE, "overlaps another argument": VALUE, "adjacent to another argument": SAME,
@@ -119,7 +139,7 @@ CALLS = {
         "fold_phase": COUNT | {"as long as a period": VALUE},
         "rounding_seed": sequences.SEED,
         "*": WHOLE,
-    }),
+    }, _changed_by_fold),
     "accept_draft_tree": Described(accept, (), {
         "ring": sequences.RING,
         "conv_state": but(WINDOWS, "one longer"),
@@ -130,5 +150,5 @@ CALLS = {
         "num_accepted_tokens": _COUNTS,
         "query_start_loc": OFFSETS,
         "*": WHOLE,
-    }),
+    }, _changed_by_accept),
 }  # fmt: skip

@@ -6,6 +6,7 @@ from tests.described import Described
 from tests.ops.spoiling import kinds
 from tests.ops.spoiling.call import Call, Draw
 from tests.ops.spoiling.kinds_sequences import ACCEPTED, CHECKPOINT_OFFSETS, CHECKPOINT_SLOTS, KEPT_WINDOWS, PARENTS, SHARED_SLOTS
+from tests.ops.spoiling.live import live_sequences, rows_of, slots_mask, written_slots
 from tests.ops.spoiling.verdict import SAME, TYPE, VALUE
 
 
@@ -184,6 +185,26 @@ def norm(draw: Draw) -> Call:
     return call
 
 
+def _changed_by_conv_fn(call: Call) -> dict[str, torch.Tensor]:
+    pool = call.get("conv_states")
+    if not isinstance(pool, torch.Tensor):
+        return {}
+    slots = written_slots(call, "cache_indices", None) if "cache_indices" in call.arguments else set(live_sequences(call))
+    mask = slots_mask(pool, slots)
+    mask[:, :, call.get("weight").shape[1] - 1 :] = False
+    return {"conv_states": mask}
+
+
+def _changed_by_update(call: Call) -> dict[str, torch.Tensor]:
+    pool, name = call.get("conv_state"), "conv_state_indices"
+    live = live_sequences(call)
+    if name not in call.arguments:
+        return {"conv_state": slots_mask(pool, set(live))}
+    rows = rows_of(call, name)
+    is_tree = isinstance(call.get("parent_token"), torch.Tensor)
+    return {"conv_state": slots_mask(pool, {slot for n in live for slot in (rows[n] if is_tree else rows[n][:1])})}
+
+
 _FILTERED: dict[str, kinds.Kind] = {
     "weight": kinds.FILTER,
     "bias": kinds.PARAMETER,
@@ -215,7 +236,7 @@ CALLS = {
         "checkpoint_offsets": CHECKPOINT_OFFSETS | {"without conv_states": VALUE},
         "checkpoint_slots": CHECKPOINT_SLOTS,
         "checkpoint_windows": KEPT_WINDOWS,
-    }),
+    }, _changed_by_conv_fn),
     "causal_conv1d_update": Described(conv_update, (("x", 0.0),), _FILTERED | {
         "x": kinds.ROWS | kinds.MATRIX,
         "conv_state": kinds.WINDOWS,
@@ -224,7 +245,7 @@ CALLS = {
         "num_accepted_tokens": ACCEPTED,
         "parent_token": kinds.but(PARENTS, "the indices 1-D"),
         "out": _FILTERED["out"] | {"x in the other memory order": VALUE},
-    }),
+    }, _changed_by_update),
     "add_rms_norm": Described(add_norm, (("x", None), ("x", None)), {
         "x": kinds.ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
         "residual": kinds.ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
