@@ -90,7 +90,7 @@ def _tensors(arguments: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 class Draw:
-    """Random choices of a good call."""
+    """Random choices of a good call. A maker names the plain option first: the plain form of its call takes that one."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
