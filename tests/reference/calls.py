@@ -23,11 +23,6 @@ def _fp8(*shape: int, seed: int = 0) -> torch.Tensor:
     return randn(*shape, seed=seed).to(FP8)
 
 
-def _cos_sin(positions: int, rotary_dim: int) -> torch.Tensor:
-    angle = torch.arange(positions)[:, None] / 100.0 ** (torch.arange(rotary_dim // 2) / (rotary_dim // 2))
-    return torch.cat([angle.cos(), angle.sin()], dim=1)
-
-
 def _chunk() -> Arguments:
     problem = chunk_problem(index_dtype="int32", has_mask=True, has_final_indices=True, has_checkpoints=True)
     return chunk_inputs(problem, lengths=[70, 5])
@@ -55,38 +50,10 @@ def _conv_update() -> Arguments:
     }  # fmt: skip
 
 
-def _decode() -> Arguments:
-    heads, value_heads, k_dim, v_dim = 2, 4, 6, 8
-    channels = 2 * heads * k_dim + value_heads * v_dim
-    return {
-        "mixed_qkv": randn(3, channels), "z": randn(3, value_heads, v_dim, seed=1), "b": randn(3, value_heads, seed=2),
-        "a": randn(3, value_heads, seed=3), "conv_state": randn(5, channels, 3, seed=4),
-        "conv_weight": randn(channels, 4, seed=5), "A_log": randn(value_heads, seed=6),
-        "dt_bias": randn(value_heads, seed=7), "norm_weight": randn(v_dim, seed=8),
-        "ssm_state": randn(5, value_heads, k_dim, v_dim, seed=9), "state_indices": torch.tensor([4, -1, 2]),
-        "num_k_heads": heads, "head_k_dim": k_dim, "head_v_dim": v_dim,
-    }  # fmt: skip
-
-
-def _compress() -> Arguments:
-    return {
-        "raw_k": randn(5, 32), "ring": randn(2, 4, 32, seed=1), "cache": torch.zeros(1, 16, 32).to(FP8),
-        "positions": torch.arange(5), "cos_sin": _cos_sin(8, 16), "k_norm": randn(32, seed=2),
-        "ring_slots": torch.tensor([1, 1, 1, 1, 1]), "slot_mapping": torch.arange(5), "rotary_dim": 16,
-    }  # fmt: skip
-
-
 def _ragged() -> Arguments:
     return {
         "q": _fp8(6, 4, 32), "k": _fp8(20, 2, 32, seed=1), "weights": randn(6, 4, seed=2),
         "cu_seqlen_ks": torch.arange(6), "cu_seqlen_ke": torch.arange(6) + 12, "k_scale": randn(20, 2, seed=3).exp(),
-    }  # fmt: skip
-
-
-def _paged() -> Arguments:
-    return {
-        "q": randn(2, 2, 4, 32).bfloat16(), "cache": randn(4, 16, 1, 32, seed=1).bfloat16(), "weights": randn(4, 4, seed=2),
-        "context_lens": torch.tensor([30, 17]), "block_tables": torch.tensor([[3, 1], [0, 2]], dtype=torch.int32),
     }  # fmt: skip
 
 
@@ -102,12 +69,8 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "fused_recurrent_gated_delta_rule": _recurrent,
     "gated_delta_rule": _step,
     "causal_conv1d_update": _conv_update,
-    "fused_gdn_decode": _decode,
-    "compress_indexer_keys": _compress,
     "mqa_logits": _ragged,
     "indexer_topk": lambda: {**_ragged(), "topk": 5},
-    "paged_mqa_logits": lambda: {**_paged(), "max_context_len": 32},
-    "paged_indexer_topk": lambda: {**_paged(), "topk": 5},
     "attention": lambda: {**_plain("attention"), "return_lse": True},
     "sparse_attention": lambda: {**_plain("sparse_attention"), "return_lse": True},
 }

@@ -81,9 +81,10 @@ def test_null_slot_to_write_next_to_int32_indices(slot: int) -> None:
 def test_accepted_counts(name: str, accepted: int) -> None:
     arguments = CALLS[name]()
     if name == "fused_gdn_decode":
-        arguments["state_indices"] = torch.tensor([[4, 1], [2, 0], [3, 3]])
-        arguments["conv_state"] = randn(5, arguments["conv_state"].shape[1], 4)
-        arguments["num_accepted_tokens"] = torch.ones(3, dtype=torch.int64)
+        slots, channels, columns = arguments["conv_state"].shape
+        arguments["state_indices"] = torch.tensor([[4, 1], [2, 0]])
+        arguments["conv_state"] = randn(slots, channels, columns + 1)
+        arguments["num_accepted_tokens"] = torch.ones(2, dtype=torch.int64)
     spoilt = arguments["num_accepted_tokens"].long()
     spoilt[0] = accepted
     plain = arguments["num_accepted_tokens"].clone()
@@ -141,5 +142,5 @@ def test_ranges_and_lengths_are_clamped_in_their_own_width() -> None:
     check_same("mqa_logits", ragged | {"cu_seqlen_ks": starts, "cu_seqlen_ke": ends}, plain)
     check_same("indexer_topk", ragged | {"topk": 5, "cu_seqlen_ks": starts, "cu_seqlen_ke": ends}, plain)
     paged = CALLS["paged_mqa_logits"]()
-    lengths = torch.tensor([2**32 + 3, -(2**63)])
-    check_same("paged_mqa_logits", paged | {"context_lens": lengths}, {"context_lens": torch.tensor([40, -5])})
+    lengths, plain_lengths = torch.tensor([[2**32 + 3], [-(2**63)], [5]]), torch.tensor([[40], [-5], [5]])
+    check_same("paged_mqa_logits", paged | {"context_lens": lengths}, {"context_lens": plain_lengths})
