@@ -4,6 +4,7 @@ A module holds `CALLS`: for each public function one maker of its calls, what it
 that is tested by function draws from it: spoilings, empty batches, torch.library, the rules of the references, `gdn.explain`.
 """
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,7 +38,14 @@ class Described:
     changes: Callable[[Call], dict[str, torch.Tensor]] | None = None
 
 
+@functools.cache
 def every() -> dict[str, Described]:
-    """All public functions that run an operator, by name."""
-    places = dict.fromkeys(one.family.calls for one in registry.OPERATORS.values() if one.family is not None)
-    return {name: described for place in places for name, described in importlib.import_module(place).CALLS.items()}
+    """All public functions that run an operator, by name. LookupError for a family whose record names no module of calls."""
+    found: dict[str, Described] = {}
+    for operator in registry.OPERATORS.values():
+        if operator.family is None:
+            continue
+        if not operator.family.calls:
+            raise LookupError(f"{operator.name}: expected a family whose record names the module of its calls, got none")
+        found |= importlib.import_module(operator.family.calls).CALLS
+    return found
