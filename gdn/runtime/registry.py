@@ -45,11 +45,12 @@ CUTE_FIRST = ("cute", "tilelang")
 
 @dataclass(frozen=True)
 class Family:
-    """Modules that describe a family's operators. Each has one attribute per operator, under the operator's name."""
+    """Modules that describe a family's operators. Each has one attribute per operator, under the operator's name, but `calls`."""
 
     cases: str  # gdn.core.tunable.Tunable: shapes to tune and measure, inputs, the verdict on a result
     variants: str  # tests.compile.variants.Variants: axes of dtypes and flags to compile for, expected instructions
     examples: str  # function of a model's shapes and `fp8`: the problem of a serving engine's call
+    calls: str = ""  # for the tests: CALLS, of each public function a maker of calls; "" where none is public
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,9 @@ def modules(name: str, *backends: str) -> dict[str, str]:
 
 
 def family(name: str, variants: str) -> Family:
-    """Modules of a family in gdn.ops. variants: the module of tests.compile.variants."""
-    return Family(f"gdn.ops.{name}.cases", f"tests.compile.variants.{variants}", f"gdn.ops.{name}.examples")
+    """Modules of a family in gdn.ops. variants: the module of tests.compile.variants, and of tests.described."""
+    places = (f"gdn.ops.{name}.cases", f"tests.compile.variants.{variants}", f"gdn.ops.{name}.examples")
+    return Family(*places, f"tests.described.{variants}")
 
 
 ANY_BACKEND: dict[str, str] = {backend: backend for backend in BACKENDS}

@@ -10,6 +10,7 @@ import torch
 
 import gdn
 from autotune import cases, shapes
+from gdn.core.call import operator_named
 from gdn.core.tunable import resized
 from gdn.device import H100
 from gdn.runtime import Prepared, explaining, registry
@@ -87,63 +88,6 @@ def _paged_mqa_logits(tensors: tuple[Any, ...], problem: Any) -> None:
     reference.paged_mqa_logits(q, pages, weights, context_lens, block_tables, problem.max_context_len, scale=scale, out=out)
 
 
-def _sparse_attention_decode(tensors: tuple[Any, ...], problem: Any) -> None:
-    q, k_cache, v_cache, indices, tables, offsets, lengths, topk_length, gate, out, lse, _, scale = tensors
-    o, exact_lse = reference.sparse_attention(
-        q, (k_cache, v_cache), indices, tables, offsets, lengths, topk_length=topk_length, scale=scale, return_lse=True, gate=gate
-    )
-    out.copy_(o)
-    lse.copy_(exact_lse)
-
-
-_sparse_attention_prefill = _sparse_attention_decode
-
-
-def _topk(tensors: tuple[Any, ...], problem: Any) -> None:
-    logits, starts, ends, _, out, *_ = tensors
-    reference.topk_indices(logits, problem.k, starts, ends, sorted_by=problem.sorted_by, out=out)
-
-
-def _conv1d(tensors: tuple[Any, ...], problem: Any) -> None:
-    x, weight, bias, pool, offsets, slots, mask, _, _, _, out, null_slot = tensors
-    reference.causal_conv1d_fn(
-        x, weight, bias, conv_states=pool, query_start_loc=offsets, cache_indices=slots,
-        has_initial_state=None if mask is None else mask.bool(),
-        null_slot=null_slot, out=out,
-    )  # fmt: skip
-
-
-def _conv1d_update(tensors: tuple[Any, ...], problem: Any) -> None:
-    x, weight, bias, pool, slots, accepted, offsets, parents, out, null_slot = tensors
-    reference.causal_conv1d_update(
-        x, pool, weight, bias, conv_state_indices=slots, num_accepted_tokens=accepted, query_start_loc=offsets,
-        parent_token=parents, null_slot=null_slot, out=out,
-    )  # fmt: skip
-
-
-def _split(tensors: tuple[Any, ...], problem: Any) -> None:
-    sizes = (problem.num_k_heads, problem.num_v_heads, problem.head_k_dim, problem.head_v_dim)
-    for out, part in zip(tensors[2:], reference.fused_qkvzba_split_reshape_cat(*tensors[:2], *sizes), strict=True):
-        out.copy_(part.view(out.shape))
-
-
-def _gating(tensors: tuple[Any, ...], problem: Any) -> None:
-    for out, part in zip(tensors[4:6], reference.fused_gdn_gating(*tensors[:4], *tensors[6:]), strict=True):
-        out.copy_(part)
-
-
-def _rms_norm_gated(tensors: tuple[Any, ...], problem: Any) -> None:
-    x, z, weight, out, eps = tensors
-    out.copy_(reference.rms_norm_gated(x, z, weight, eps))
-
-
-def _add_rms_norm(tensors: tuple[Any, ...], problem: Any) -> None:
-    x, residual, weight, scale, normed, total, eps = tensors
-    found = reference.add_rms_norm(x, residual, weight, eps, layer_scale=scale, zero_centred=problem.zero_centred)
-    for out, part in zip((normed, total), found, strict=True):
-        out.copy_(part)
-
-
 def _layout(problem: Any) -> str:
     return "interleaved" if problem.interleaved else "merged" if problem.merged else "flat"
 
@@ -177,29 +121,24 @@ def _gdn_prefill(tensors: tuple[Any, ...], problem: Any) -> None:
     out.copy_(o.view(out.shape))
 
 
-def _fold_states(tensors: tuple[Any, ...], problem: Any) -> None:
-    states, ring, slots, counts, computed, _, final, _, phase, null_slot = tensors
-    reference.fold_states(
-        states, slots, ring.double(), counts, computed, num_k_heads=problem.num_k_heads, fold_every=problem.fold_every,
-        fold_phase=phase, final_state_indices=final, state_v_first=problem.state_v_first, null_slot=null_slot,
-    )  # fmt: skip
+def _by_name(params: Any, shape: shapes.Shape) -> None:
+    """The reference on the fields of Params that are named as its arguments; flags are those of the case's calls."""
+    case: Any = cases.tunable(shape.op).case(shape, CPU, 1)
+    work = case._work(0)
+    given = {name: getattr(params, name, value) for name, value in work.arguments.items()}
+    found = operator_named(work.function).reference(**given)
+    names = [name for one in work.outputs for name in params._fields if one is not None and getattr(work.params, name) is one]
+    for name, result in zip(names, found if isinstance(found, tuple) else (found,), strict=False):
+        getattr(params, name).copy_(result.view(getattr(params, name).shape))
 
 
-def _accept_draft_tree(tensors: tuple[Any, ...], problem: Any) -> None:
-    ring, windows, slots, parents, nodes, computed, accepted, offsets, null_slot = tensors
-    reference.accept_draft_tree(
-        ring, windows, slots, parents, nodes, computed, accepted, query_start_loc=offsets, conv_width=problem.conv_width,
-        null_slot=null_slot,
-    )  # fmt: skip
-
-
-def _stand_in(op: str) -> Callable[[tuple[Any, ...], Any], None]:
-    """The reference in a kernel's place: a function of this module, or of the indexer's stand-ins, under the operator's name."""
-    of_indexer = getattr(indexer_kernels, op, None)
-    if of_indexer is None:
-        found: Callable[[tuple[Any, ...], Any], None] = globals()[f"_{op}"]
-        return found
-    return lambda tensors, problem: of_indexer(problem, *tensors)
+def _stand_in(shape: shapes.Shape) -> Callable[[tuple[Any, ...]], None]:
+    """The reference in a kernel's place: a function of this module, or of the indexer's stand-ins, under the operator's name, or
+    by the names of the Params' fields."""
+    of_indexer, own = getattr(indexer_kernels, shape.op, None), globals().get(f"_{shape.op}")
+    if of_indexer is not None:
+        return lambda tensors: of_indexer(shape.problem, *tensors)
+    return lambda tensors: _by_name(tensors, shape) if own is None else own(tensors, shape.problem)
 
 
 def _out_of(op: str, params: Any) -> torch.Tensor:
@@ -217,7 +156,7 @@ def _prepared(shape: shapes.Shape, spoil: Callable[[tuple[Any, ...]], None] = la
 
     def launch(*tensors: Any) -> None:
         (tensors,) = tensors  # the operator's Params
-        _stand_in(shape.op)(tensors, shape.problem)
+        _stand_in(shape)(tensors)
         spoil(tensors)
 
     choice: Any = None

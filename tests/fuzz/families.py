@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
 from gdn.runtime import registry
+from tests.described import plain
 from tests.fuzz import chosen
 from tests.gpu import (
     attention,
+    calls,
     cases,
     chunk,
     replay_slots,
@@ -22,7 +23,6 @@ from tests.gpu import (
     test_gdn_prefill,
     test_indexer_steps,
     test_mqa_logits,
-    test_paged_mqa_logits,
     test_recurrent,
     test_steps,
 )
@@ -120,44 +120,15 @@ def _update(**fields: Any) -> Draw:
     return draw
 
 
-def _maker(rng: random.Random, device: torch.device) -> test_steps.Maker:
-    return test_steps.Maker(test_steps.Case(), device, _seed(rng))
-
-
-def _gating(rng: random.Random, device: torch.device) -> Arguments:
-    of, rows = _maker(rng, device), rng.choice([0, 1, 9, 130])
-    a, b = of.normal(rows, 32), of.normal(rows, 32)
-    return {"A_log": of.normal(32, dtype=F32), "a": a, "b": b, "dt_bias": of.normal(32, dtype=F32)}
-
-
-def _split(rng: random.Random, device: torch.device) -> Arguments:
-    of, rows = _maker(rng, device), rng.choice([0, 1, 7, 66])
-    sizes = {"num_heads_qk": 16, "num_heads_v": 32, "head_qk": 128, "head_v": 128}
-    return {"mixed_qkvz": of.normal(rows, 2 * 16 * 128 + 2 * 32 * 128), "mixed_ba": of.normal(rows, 64)} | sizes
-
-
-def _norm(rng: random.Random, device: torch.device) -> Arguments:
-    of, shape = _maker(rng, device), (rng.choice([0, 1, 7, 66]), 4, 128)
-    return {"x": of.normal(*shape), "z": of.normal(*shape), "weight": of.normal(128, dtype=F32)}
-
-
-def _add_norm(has_residual: bool) -> Draw:
-    def draw(rng: random.Random, device: torch.device) -> Arguments:
-        of, rows = _maker(rng, device), rng.choice([0, 1, 7, 66])
-        residual = of.normal(rows, 2048) if has_residual else None
-        return {"x": of.normal(rows, 2048), "residual": residual, "weight": of.normal(2048)}
-
-    return draw
+def _rows(make: Callable[..., Arguments], *rows: int) -> Draw:
+    return lambda rng, device: make(device, seed=_seed(rng), rows=rng.choice(rows))
 
 
 def _mqa(variant: str) -> Draw:
     def draw(rng: random.Random, device: torch.device) -> Arguments:
-        problem = test_mqa_logits.problem_of(variant, rng.choice([1, 7, 67, 130]), rng.choice([64, 65, 300, 1000]))
+        rows, keys = rng.choice([1, 7, 67, 130]), rng.choice([64, 65, 300, 1000])
         ranges = rng.choice(test_mqa_logits.RANGES)
-        inputs = make_mqa_inputs(problem, device, seed=_seed(rng) % 2**20, ranges=ranges, poison=False)
-        names = ("q", "k", "weights", "cu_seqlen_ks", "cu_seqlen_ke", "k_scale")
-        options = {"scale": test_mqa_logits.SCALE, "out_dtype": getattr(torch, problem.out_dtype), "relu": problem.relu}
-        return {name: getattr(inputs, name) for name in names} | options
+        return calls.mqa(device, variant, rows, keys, seed=_seed(rng) % 2**20, ranges=ranges)
 
     return draw
 
@@ -165,11 +136,8 @@ def _mqa(variant: str) -> Draw:
 def _paged(variant: str) -> Draw:
     def draw(rng: random.Random, device: torch.device) -> Arguments:
         batch, most = rng.choice([1, 3, 6]), rng.choice([64, 300, 900])
-        problem = test_paged_mqa_logits.problem_of(variant, batch, most)
         own = [rng.choice([0, 1, 63, 64, most, rng.randint(0, most)]) for _ in range(batch)]
-        inputs = make_paged_inputs(problem, device, lengths=test_paged_mqa_logits.lengths_of(problem, own))
-        options = {"scale": test_paged_mqa_logits.SCALE, "out_dtype": getattr(torch, problem.out_dtype), "relu": problem.relu}
-        return inputs.arguments() | options
+        return calls.paged(device, variant, own, most)
 
     return draw
 
@@ -220,11 +188,6 @@ def _prepare(**fields: Any) -> Draw:
         return arguments
 
     return draw
-
-
-def _quantize(rng: random.Random, device: torch.device) -> Arguments:
-    rows = rng.choice([0, 1, 9, 200])
-    return {"x": test_indexer_steps.normal(rows, 128, seed=_seed(rng), device=device), "group_size": 128}
 
 
 def _write(rng: random.Random, device: torch.device) -> Arguments:
@@ -309,11 +272,11 @@ FAMILIES: dict[str, Family] = {
     "fold": Family("fold_states", "fold_states", _fold(), 1e-5),
     "fold, elsewhere": Family("fold_states", "fold_states", _fold(has_final=True, state_dtype=BF16), 8e-3),
     "accepted trees": Family("accept_draft_tree", "accept_draft_tree", _accept, 0.0),
-    "gating": Family("fused_gdn_gating", "gating", _gating, 1e-5),
-    "split": Family("fused_qkvzba_split_reshape_cat", "split", _split, 0.0),
-    "norm": Family("rms_norm_gated", "rms_norm_gated", _norm, 8e-3),
-    "add norm": Family("add_rms_norm", "add_rms_norm", _add_norm(True), 8e-3),
-    "first norm": Family("add_rms_norm", "add_rms_norm", _add_norm(False), 8e-3),
+    "gating": Family("fused_gdn_gating", "gating", _rows(calls.gating, 0, 1, 9, 130), 1e-5),
+    "split": Family("fused_qkvzba_split_reshape_cat", "split", _rows(calls.split, 0, 1, 7, 66), 0.0),
+    "norm": Family("rms_norm_gated", "rms_norm_gated", _rows(calls.norm, 0, 1, 7, 66), 8e-3),
+    "add norm": Family("add_rms_norm", "add_rms_norm", _rows(calls.add_norm, 0, 1, 7, 66), 8e-3),
+    "first norm": Family("add_rms_norm", "add_rms_norm", _rows(calls.first_norm, 0, 1, 7, 66), 8e-3),
     "logits, fp8": Family("mqa_logits", "mqa_logits", _mqa("h64-fp8"), 5e-3),
     "logits, bfloat16": Family("mqa_logits", "mqa_logits", _mqa("h16-bf16"), 5e-3),
     "paged logits": Family("paged_mqa_logits", "paged_mqa_logits", _paged("h64-fp8-p64"), 5e-3),
@@ -327,7 +290,7 @@ FAMILIES: dict[str, Family] = {
     "dense prefill": Family("attention", "sparse_attention_decode", _attention(True, 90, attention.Variant(16, 2)), 2e-2),
     "prepare": Family("prepare_indexer", "prepare_indexer", _prepare(), 2e-2),
     "prepare, bfloat16": Family("prepare_indexer", "prepare_indexer", _prepare(cache_dtype=BF16, values=True), 2e-2),
-    "quantize": Family("quantize_fp8", "quantize_fp8", _quantize, 0.0),
+    "quantize": Family("quantize_fp8", "quantize_fp8", _rows(calls.quantized, 0, 1, 9, 200), 0.0),
     "write": Family("write_indexer_cache", "write_indexer_cache", _write, 0.0),
     "gather": Family("gather_indexer_cache", "gather_indexer_cache", _gather, 0.0),
     "compress": Family("compress_indexer_keys", "compress_indexer_keys", _compress, 2e-2),
@@ -338,3 +301,16 @@ FAMILIES: dict[str, Family] = {
         for form in ("token-wise", "compressed", "dense")
     },
 }
+
+
+def _plain(op: str) -> Family:
+    """For an operator that has no family above: its plain form."""
+
+    def draw(rng: random.Random, device: torch.device) -> Arguments:
+        return plain.on_device(op, device, rng.choice([3, 9, 66]), _seed(rng))
+
+    return Family(registry.operator(op).functions[0], op, draw, 8e-3)
+
+
+_MISSING = {one.name for one in registry.with_kernels()} - {family.op for family in FAMILIES.values()}
+FAMILIES |= {op: _plain(op) for op in sorted(_MISSING)}

@@ -1,11 +1,17 @@
-"""A call of every operator that runs a kernel, with the fields that the other tests have compiled: for rules that all keep."""
+"""A call of every operator that runs a kernel, for rules that all keep. Those written here have the fields that other tests have
+compiled; an operator that none is written for has its plain one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
+from gdn.core.call import operator_named
 from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
+from gdn.runtime import registry
+from tests.described import plain
 from tests.gpu import (
     attention,
     cases,
@@ -24,6 +30,7 @@ from tests.gpu.delta_rule import Arguments, backends
 from tests.gpu.replay_step import Step
 
 Tensor = torch.Tensor
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 @dataclass(frozen=True)
@@ -49,30 +56,25 @@ def fused_decode(case: test_gdn_decode.Case, **changes: torch.dtype) -> Callable
     return make
 
 
-def _mqa(variant: str) -> Callable[[torch.device], Arguments]:
-    def make(device: torch.device) -> Arguments:
-        problem = test_mqa_logits.problem_of(variant, 67, 300)
-        inputs = make_mqa_inputs(problem, device, poison=False)
-        return {
-            "q": inputs.q, "k": inputs.k, "weights": inputs.weights, "cu_seqlen_ks": inputs.cu_seqlen_ks,
-            "cu_seqlen_ke": inputs.cu_seqlen_ke, "k_scale": inputs.k_scale, "scale": test_mqa_logits.SCALE,
-            "out_dtype": getattr(torch, problem.out_dtype), "relu": problem.relu,
-        }  # fmt: skip
-
-    return make
+def mqa(device: torch.device, variant: str, rows: int = 67, keys: int = 300, **options: Any) -> Arguments:
+    """options: seed and ranges of the inputs."""
+    problem = test_mqa_logits.problem_of(variant, rows, keys)
+    inputs = make_mqa_inputs(problem, device, poison=False, **options)
+    names = ("q", "k", "weights", "cu_seqlen_ks", "cu_seqlen_ke", "k_scale")
+    return {name: getattr(inputs, name) for name in names} | {
+        "scale": test_mqa_logits.SCALE, "out_dtype": getattr(torch, problem.out_dtype), "relu": problem.relu,
+    }  # fmt: skip
 
 
-def _paged(variant: str) -> Callable[[torch.device], Arguments]:
-    def make(device: torch.device) -> Arguments:
-        problem = test_paged_mqa_logits.problem_of(variant, 5, 300)
-        inputs = make_paged_inputs(problem, device, lengths=[300, 0, 17, 64, 299])
-        return {
-            "q": inputs.q, "cache": inputs.cache, "weights": inputs.weights, "context_lens": inputs.context_lens,
-            "block_tables": inputs.block_tables, "max_context_len": 300, "scale": test_paged_mqa_logits.SCALE,
-            "out_dtype": getattr(torch, problem.out_dtype), "relu": problem.relu,
-        }  # fmt: skip
+def paged(device: torch.device, variant: str, lengths: Sequence[int], longest: int) -> Arguments:
+    problem = test_paged_mqa_logits.problem_of(variant, len(lengths), longest)
+    inputs = make_paged_inputs(problem, device, lengths=test_paged_mqa_logits.lengths_of(problem, list(lengths)))
+    return inputs.arguments() | {
+        "scale": test_paged_mqa_logits.SCALE, "out_dtype": getattr(torch, problem.out_dtype), "relu": problem.relu,
+    }  # fmt: skip
 
-    return make
+
+_LENGTHS = (300, 0, 17, 64, 299)
 
 
 def _topk(device: torch.device) -> Arguments:
@@ -92,42 +94,47 @@ def _attention(new: list[int], most: int, *, dense: bool = False) -> Callable[[t
     return make
 
 
-def _gating(A_log: torch.dtype, bias: torch.dtype) -> Callable[[torch.device], Arguments]:
-    def make(device: torch.device) -> Arguments:
-        of = test_steps.Maker(test_steps.Case(), device)
-        a, b = of.normal(9, 32), of.normal(9, 32)
-        return {"A_log": of.normal(32, dtype=A_log), "a": a, "b": b, "dt_bias": of.normal(32, dtype=bias)}
-
-    return make
+def _maker(device: torch.device, seed: int) -> test_steps.Maker:
+    return test_steps.Maker(test_steps.Case(), device, seed)
 
 
-def _norm(dtype: torch.dtype, z: torch.dtype, weight: torch.dtype) -> Callable[[torch.device], Arguments]:
-    def make(device: torch.device) -> Arguments:
-        of = test_steps.Maker(test_steps.Case(), device)
-        shape = (7, 4, 128)
-        return {"x": of.normal(*shape, dtype=dtype), "z": of.normal(*shape, dtype=z), "weight": of.normal(128, dtype=weight)}
-
-    return make
+def gating(device: torch.device, rows: int = 9, seed: int = 0, A_log: torch.dtype = F32, dt_bias: torch.dtype = F32) -> Arguments:
+    """A_log, dt_bias: dtypes."""
+    of = _maker(device, seed)
+    a, b = of.normal(rows, 32), of.normal(rows, 32)
+    return {"A_log": of.normal(32, dtype=A_log), "a": a, "b": b, "dt_bias": of.normal(32, dtype=dt_bias)}
 
 
-def _add_norm(device: torch.device) -> Arguments:
-    of = test_steps.Maker(test_steps.Case(), device)
-    return {"x": of.normal(7, 2048), "residual": of.normal(7, 2048), "weight": of.normal(2048)}
+def norm(
+    device: torch.device, rows: int = 7, seed: int = 0, x: torch.dtype = BF16, z: torch.dtype = BF16, weight: torch.dtype = F32
+) -> Arguments:
+    """x, z, weight: dtypes."""
+    of, shape = _maker(device, seed), (rows, 4, 128)
+    return {"x": of.normal(*shape, dtype=x), "z": of.normal(*shape, dtype=z), "weight": of.normal(128, dtype=weight)}
+
+
+def add_norm(device: torch.device, rows: int = 7, seed: int = 0) -> Arguments:
+    of = _maker(device, seed)
+    return {"x": of.normal(rows, 2048), "residual": of.normal(rows, 2048), "weight": of.normal(2048)}
+
+
+def first_norm(device: torch.device, rows: int = 7, seed: int = 0) -> Arguments:
+    return add_norm(device, rows, seed) | {"residual": None}
 
 
 def _add_norm_scaled(device: torch.device) -> Arguments:
-    arguments = _add_norm(device)
+    arguments = add_norm(device)
     return arguments | {"layer_scale": 0.5 * arguments["weight"]}
 
 
-def _first_norm(device: torch.device) -> Arguments:
-    return _add_norm(device) | {"residual": None}
-
-
-def _split(device: torch.device) -> Arguments:
-    of = test_steps.Maker(test_steps.Case(), device)
+def split(device: torch.device, rows: int = 7, seed: int = 0) -> Arguments:
+    of = _maker(device, seed)
     sizes = {"num_heads_qk": 16, "num_heads_v": 32, "head_qk": 128, "head_v": 128}
-    return {"mixed_qkvz": of.normal(7, 2 * 16 * 128 + 2 * 32 * 128), "mixed_ba": of.normal(7, 64)} | sizes
+    return {"mixed_qkvz": of.normal(rows, 2 * 16 * 128 + 2 * 32 * 128), "mixed_ba": of.normal(rows, 64)} | sizes
+
+
+def quantized(device: torch.device, rows: int = 9, seed: int = 1) -> Arguments:
+    return {"x": test_indexer_steps.normal(rows, 128, seed=seed, device=device), "group_size": 128}
 
 
 def _prepare(device: torch.device) -> Arguments:
@@ -136,7 +143,6 @@ def _prepare(device: torch.device) -> Arguments:
     return arguments
 
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 _CONV = ("weight", "bias")
 _DECODE = ("conv_weight", "conv_bias", "A_log", "dt_bias", "norm_weight")
 _POOLS = ("conv_state", "ssm_state")
@@ -219,27 +225,39 @@ CALLS = {
             test_steps.replace(WIDE_CONV, lengths=test_steps.DECODE), device, spec=4
         ), ("conv_state",), _CONV,
     ),
-    "gating": Call("fused_gdn_gating", "gating", _gating(F32, F32), (), ("A_log", "dt_bias")),
-    "gating, bfloat16": Call("fused_gdn_gating", "gating", _gating(BF16, F32), (), ("A_log", "dt_bias")),
-    "split": Call("fused_qkvzba_split_reshape_cat", "split", _split),
-    "add norm": Call("add_rms_norm", "add_rms_norm", _add_norm, (), ("weight",)),
+    "gating": Call("fused_gdn_gating", "gating", gating, (), ("A_log", "dt_bias")),
+    "gating, bfloat16": Call("fused_gdn_gating", "gating", partial(gating, A_log=BF16), (), ("A_log", "dt_bias")),
+    "split": Call("fused_qkvzba_split_reshape_cat", "split", split),
+    "add norm": Call("add_rms_norm", "add_rms_norm", add_norm, (), ("weight",)),
     "add norm, layer scale": Call("add_rms_norm", "add_rms_norm", _add_norm_scaled, (), ("weight", "layer_scale")),
-    "norm of the first layer": Call("add_rms_norm", "add_rms_norm", _first_norm, (), ("weight",)),
-    "norm, float32": Call("rms_norm_gated", "rms_norm_gated", _norm(BF16, BF16, F32), (), ("weight",)),
-    "norm, bfloat16": Call("rms_norm_gated", "rms_norm_gated", _norm(F16, F32, BF16), (), ("weight",)),
-    "mqa, fp8": Call("mqa_logits", "mqa_logits", _mqa("h64-fp8")),
-    "mqa, bfloat16": Call("mqa_logits", "mqa_logits", _mqa("h16-bf16")),
-    "paged": Call("paged_mqa_logits", "paged_mqa_logits", _paged("h64-fp8-p64")),
+    "norm of the first layer": Call("add_rms_norm", "add_rms_norm", first_norm, (), ("weight",)),
+    "norm, float32": Call("rms_norm_gated", "rms_norm_gated", norm, (), ("weight",)),
+    "norm, bfloat16": Call("rms_norm_gated", "rms_norm_gated", partial(norm, x=F16, z=F32, weight=BF16), (), ("weight",)),
+    "mqa, fp8": Call("mqa_logits", "mqa_logits", partial(mqa, variant="h64-fp8")),
+    "mqa, bfloat16": Call("mqa_logits", "mqa_logits", partial(mqa, variant="h16-bf16")),
+    "paged": Call("paged_mqa_logits", "paged_mqa_logits", partial(paged, variant="h64-fp8-p64", lengths=_LENGTHS, longest=300)),
     "topk": Call("topk_indices", "topk", _topk),
     "sparse decode": Call("sparse_attention", "sparse_attention_decode", _attention([1, 1, 3, 0, 8], 8)),
     "sparse prefill": Call("sparse_attention", "sparse_attention_prefill", _attention([90, 1, 20, 0, 8], 90)),
     "dense decode": Call("attention", "sparse_attention_decode", _attention([1, 1, 3, 0, 8], 8, dense=True)),
     "prepare": Call("prepare_indexer", "prepare_indexer", _prepare, ("cache",), ("q_norm", "k_norm")),
-    "quantize": Call(
-        "quantize_fp8", "quantize_fp8",
-        lambda device: {"x": test_indexer_steps.normal(9, 128, seed=1, device=device), "group_size": 128},
-    ),
+    "quantize": Call("quantize_fp8", "quantize_fp8", quantized),
 }  # fmt: skip
+
+_ELSEWHERE = {  # tests.gpu.test_streams has their calls
+    "write_indexer_cache", "gather_indexer_cache", "compress_indexer_keys", "expand_topk_groups", "fold_states",
+    "accept_draft_tree",
+}  # fmt: skip
+
+
+def _plain(op: str) -> Call:
+    function = registry.operator(op).functions[0]
+    pools = tuple(name for name in operator_named(function).writes if name != "out")
+    return Call(function, op, lambda device: plain.on_device(op, device, 9), pools)
+
+
+_MISSING = {one.name for one in registry.with_kernels()} - {call.op for call in CALLS.values()} - _ELSEWHERE
+CALLS |= {op: _plain(op) for op in sorted(_MISSING)}
 
 
 def every_call() -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ import gdn
 from gdn import runtime
 from gdn.device import H100
 from gdn.runtime import registry
+from tests import described
 from tests.compile.variants.base import example
 from tests.ops.emptied import FORMS, Emptied
 from tests.ops.spoiling.call import Call
@@ -33,41 +34,7 @@ REFUSED = {
     ("compress_indexer_keys", "no slots"): "ring",
 }
 
-# Dimensions of each result ("~": any), and what rows hold that have nothing to do (None: not promised).
-_ROWS = (("B T ~ ~", 0.0), ("N ~ ~ ~", "the states"))
-_LIKE_X = ("x", 0.0)
-_SCORES = (("rows columns", None),)
-RESULTS: dict[str, tuple[tuple[str, Any], ...]] = {
-    "chunk_gated_delta_rule": _ROWS,
-    "chunk_summary": (("N ~ ~ ~", 0.0), ("N ~ ~ ~", "identity")),
-    "fused_recurrent_gated_delta_rule": _ROWS,
-    "gated_delta_rule": _ROWS,
-    "fused_gdn_decode": (("T ~", 0.0),),
-    "fold_states": (),
-    "accept_draft_tree": (),
-    "fused_gdn_prefill": (("T ~", 0.0),),
-    "fused_gdn_gating": (("a", None), ("a", None)),
-    "fused_qkvzba_split_reshape_cat": (("T ~", None), ("T ~ ~", None), ("T ~", None), ("T ~", None)),
-    "causal_conv1d_fn": (_LIKE_X,),
-    "causal_conv1d_update": (_LIKE_X,),
-    "add_rms_norm": (("x", None), ("x", None)),
-    "rms_norm_gated": (("x", None),),
-    "quantize_fp8": (("x", None), ("x", None)),
-    "write_indexer_cache": (),
-    "prepare_indexer": (("T ~ ~", None), ("T ~", None)),
-    "compress_indexer_keys": (),
-    "gather_indexer_cache": (("gathered ~ ~", None), ("gathered ~", None)),
-    "expand_topk_groups": (("T expanded", None),),
-    "mqa_logits": (("M columns", None),),
-    "fp8_mqa_logits": (("M columns", None),),
-    "paged_mqa_logits": _SCORES,
-    "fp8_paged_mqa_logits": _SCORES,
-    "topk_indices": (("M k", -1),),
-    "indexer_topk": (("M k", -1),),
-    "paged_indexer_topk": (("rows k", -1),),
-    "attention": (("T ~ ~", 0.0), ("T ~", -math.inf)),
-    "sparse_attention": (("T ~ ~", 0.0), ("T ~", -math.inf)),
-}
+RESULTS = {name: one.results for name, one in described.every().items()}
 # Rows that belong to no sequence, no slot and no page may hold anything.
 WITHOUT_WORK = ("no sequences", "no slots", "no pages", "no blocks", "no choice")
 PADDING = ("q", "k", "v", "g", "beta", "gate", "x", "mixed_qkv", "z", "b", "a")

@@ -12,9 +12,10 @@ from gdn.testing.compare import same_bits
 from tests.ops.contract_kernel import ContractKernel
 from tests.ops.indexer_kernels import StandIn
 from tests.ops.library_calls import BY_TOKENS, REGISTERED, of_schema
-from tests.ops.test_decode_launch import Kernel
+from tests.ops.test_decode_launch import Kernel, arguments_of
 from tests.ops.test_memory import arguments as pooled
 from tests.ops.test_prefill_launch import Kernel as PrefillKernel
+from tests.ops.test_prefill_launch import prefill_arguments
 
 Arguments = dict[str, Any]
 Way = Callable[[str, Arguments], Any]
@@ -110,8 +111,8 @@ def test_autocast(name: str, way: str, dtype: torch.dtype) -> None:
     [
         ("chunk_gated_delta_rule", lambda: pooled("chunk_gated_delta_rule"), ContractKernel),
         ("fused_recurrent_gated_delta_rule", lambda: pooled("fused_recurrent_gated_delta_rule"), ContractKernel),
-        ("fused_gdn_decode", lambda: BY_TOKENS["fused_gdn_decode"](TOKENS), Kernel),
-        ("fused_gdn_prefill", lambda: BY_TOKENS["fused_gdn_prefill"](TOKENS), PrefillKernel),
+        ("fused_gdn_decode", lambda: arguments_of(TOKENS), Kernel),
+        ("fused_gdn_prefill", lambda: prefill_arguments(TOKENS), PrefillKernel),
         ("quantize_fp8", lambda: BY_TOKENS["quantize_fp8"](TOKENS), StandIn),
     ],
 )

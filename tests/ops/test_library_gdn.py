@@ -1,5 +1,6 @@
 """torch.library: the GDN operators inside torch.compile, with their effects on pools."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,8 +9,7 @@ import torch
 import gdn
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from gdn.testing.compare import same_bits
-from tests.ops.test_prefill_launch import prefill_arguments
-from tests.ops.test_steps_args import add_norm, conv_fn, conv_update, decode, gating, norm, split
+from tests.ops.library_calls import BY_TOKENS, seeded
 
 Arguments = dict[str, Any]
 
@@ -66,20 +66,23 @@ def test_recurrent(fields: dict[str, Any], extra: Arguments, backend: str) -> No
     same_results(gdn.fused_recurrent_gated_delta_rule, arguments, backend)
 
 
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("causal_conv1d_fn", conv_fn), ("causal_conv1d_update", conv_update), ("fused_gdn_gating", gating),
-        ("fused_qkvzba_split_reshape_cat", split), ("rms_norm_gated", norm), ("fused_gdn_decode", decode),
-        ("fused_gdn_prefill", lambda: prefill_arguments(5)),
-        ("add_rms_norm", add_norm), ("add_rms_norm", lambda: add_norm() | {"residual": None}),
-        ("add_rms_norm", lambda: add_norm() | {"layer_scale": torch.randn(8)}),
-    ],
-)  # fmt: skip
-def test_steps(name: str, make: Any) -> None:
-    same_results(getattr(gdn, name), make(), "aot_eager")
-    without_out = {key: value for key, value in make().items() if key != "out"}
-    same_results(getattr(gdn, name), without_out, "aot_eager")
+def test_a_norm_without_a_residual() -> None:
+    """The sum is x itself."""
+    arguments = BY_TOKENS["add_rms_norm"](5) | {"residual": None, "layer_scale": None}
+    same_results(gdn.add_rms_norm, arguments, "aot_eager")
+
+
+FORMS: dict[str, Callable[[Arguments], bool]] = {
+    "causal_conv1d_update": lambda given: "num_accepted_tokens" in given,
+    "fused_gdn_decode": lambda given: "num_accepted_tokens" in given,
+    "sparse_attention": lambda given: given.get("return_lse", False),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_that_are_not_the_plain_one(name: str) -> None:
+    calls = (seeded(name, seed).arguments for seed in range(100))
+    same_results(getattr(gdn, name), next(filter(FORMS[name], calls)), "aot_eager")
 
 
 def of_schema(arguments: Arguments, is_pooled: bool) -> Arguments:
@@ -102,13 +105,3 @@ def test_opcheck_recurrent(fields: dict[str, Any]) -> None:
     problem = recurrent_problem(**fields)
     arguments = recurrent_inputs(problem, lengths=[2, 0, 3])
     torch.library.opcheck(torch.ops.gdn.fused_recurrent_gated_delta_rule.default, (), of_schema(arguments, problem.pooled))
-
-
-def test_shapes_may_vary_without_a_new_graph() -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(gdn.chunk_gated_delta_rule, fullgraph=True, backend="aot_eager", dynamic=True)
-    for length in (3, 17, 70):
-        arguments = chunk_inputs(chunk_problem(), lengths=[length, 2])
-        assert same_bits(compiled(**arguments)[0], gdn.chunk_gated_delta_rule(**arguments)[0])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

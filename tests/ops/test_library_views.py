@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 import gdn
+from gdn.core.call import operator_named
 from gdn.testing.compare import same_bits
-from tests.ops.library_calls import BY_TOKENS
+from tests.ops.library_calls import BY_TOKENS, REGISTERED
 
 Arguments = dict[str, Any]
 Step = Callable[..., Any]
@@ -27,20 +28,18 @@ SIZES = [(6, 0), (6, 0), (8, 0), (7, 2), (6, 2), (8, 1), (7, 0), (5, 2), (5, 1),
 MODES: dict[str, tuple[bool | None, Callable[[], AbstractContextManager[Any]]]] = {
     "default": (None, torch.no_grad), "dynamic": (True, torch.inference_mode),
 }  # fmt: skip
-# Operator -> its caches: what a call writes, `out` apart.
-CACHES = {
-    "chunk_gated_delta_rule": ("initial_state",),
-    "fused_recurrent_gated_delta_rule": ("initial_state",),
-    "gated_delta_rule": ("initial_state",),
-    "fused_gdn_decode": ("conv_state", "ssm_state"),
-    "fused_gdn_prefill": ("conv_states", "ssm_state"),
-    "causal_conv1d_fn": ("conv_states",),
-    "causal_conv1d_update": ("conv_state",),
-    "write_indexer_cache": ("cache",),
-    "prepare_indexer": ("cache", "v_cache"),
-    "compress_indexer_keys": ("ring", "cache"),
-}
-WITHOUT_OUT = ("write_indexer_cache", "prepare_indexer", "compress_indexer_keys")
+# States and counts of these are of two dtypes in any case: no buffer of one dtype holds them.
+TWO_DTYPES = ("fold_states", "accept_draft_tree")
+
+
+def caches_of(name: str) -> tuple[str, ...]:
+    """What a plain call of an operator writes, `out` apart."""
+    given = BY_TOKENS[name](6)
+    return tuple(key for key in operator_named(name).writes if key != "out" and given.get(key) is not None)
+
+
+CACHES = {name: found for name in REGISTERED if name not in TWO_DTYPES and (found := caches_of(name))}
+WITHOUT_OUT = [name for name in CACHES if "out" not in operator_named(name).writes]
 TWO_WRITTEN = [name for name, caches in CACHES.items() if len(caches) + (name not in WITHOUT_OUT) > 1]
 
 
@@ -216,7 +215,7 @@ class Exported(torch.nn.Module):
         self.step = step
 
     def forward(self, buffer: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-        found: Tensor = self.step((buffer,), **tensors, weights=None, rotary_dim=8)[0]
+        found: Tensor = self.step((buffer,), **tensors, weights=None, rotary_dim=4)[0]
         return found
 
 

@@ -1,6 +1,7 @@
 """Convolution, gates, split, norm and the fused decode: bad calls raise, name the argument, and touch nothing."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,18 +9,15 @@ import torch
 
 import gdn
 from gdn.testing.compare import same_bits
+from tests.described import plain
 from tests.ops.bad_calls import Bad
 
 H, HV, K, V, W, DIM = 2, 4, 8, 8, 4, 2 * 2 * 8 + 4 * 8
 Arguments = dict[str, Any]
 
 
-def conv_fn() -> Arguments:
-    return {
-        "x": torch.randn(6, DIM), "weight": torch.randn(DIM, W), "bias": torch.randn(DIM),
-        "conv_states": torch.randn(5, DIM, W - 1), "query_start_loc": torch.tensor([0, 2, 6]),
-        "cache_indices": torch.tensor([3, 1]), "out": torch.zeros(6, DIM),
-    }  # fmt: skip
+def _plain(name: str) -> Callable[[], Arguments]:
+    return partial(plain.call, name, 3, torch.float32)
 
 
 def conv_update() -> Arguments:
@@ -28,25 +26,6 @@ def conv_update() -> Arguments:
         "query_start_loc": torch.tensor([0, 2, 6]), "conv_state_indices": torch.tensor([[3, 1], [2, 4]]),
         "num_accepted_tokens": torch.tensor([1, 2], dtype=torch.int32), "out": torch.zeros(6, DIM),
     }  # fmt: skip
-
-
-def gating() -> Arguments:
-    return {"A_log": torch.randn(HV), "a": torch.randn(3, HV), "b": torch.randn(3, HV), "dt_bias": torch.randn(HV)}
-
-
-def split() -> Arguments:
-    return {
-        "mixed_qkvz": torch.randn(3, 2 * H * K + 2 * HV * V), "mixed_ba": torch.randn(3, 2 * HV), "num_heads_qk": H,
-        "num_heads_v": HV, "head_qk": K, "head_v": V,
-    }  # fmt: skip
-
-
-def add_norm() -> Arguments:
-    return {"x": torch.randn(3, V), "residual": torch.randn(3, V), "weight": torch.randn(V)}
-
-
-def norm() -> Arguments:
-    return {"x": torch.randn(3, HV, V), "z": torch.randn(3, HV, V), "weight": torch.randn(V)}
 
 
 def decode() -> Arguments:
@@ -61,9 +40,9 @@ def decode() -> Arguments:
 
 # The wording of relations between arguments, and what is special; what is refused of every argument is in tests/ops/spoiling.
 BAD: dict[str, tuple[Callable[[], Arguments], list[Bad]]] = {
-    "causal_conv1d_fn": (conv_fn, [
+    "causal_conv1d_fn": (_plain("causal_conv1d_fn"), [
         Bad("x_rank", lambda a: {"x": a["x"][0]}, ValueError, r"^x: expected shape \[tokens, dim\]"),
-        Bad("weight", lambda a: {"weight": a["weight"][1:]}, ValueError, r"^x: expected 63 channels"),
+        Bad("weight", lambda a: {"weight": a["weight"][1:]}, ValueError, r"^x: expected 11 channels"),
         Bad("width", lambda a: {"weight": a["weight"][:, :1]}, ValueError, r"^weight: .*w >= 2"),
         Bad("columns", lambda a: {"conv_states": a["conv_states"][..., :2]}, ValueError, r"^conv_states: .*columns >= 3\], got"),
         Bad(
@@ -82,18 +61,22 @@ BAD: dict[str, tuple[Callable[[], Arguments], list[Bad]]] = {
             ValueError, r"^parent_token: expected -1 or a node before node 0, got 0",
         ),
     ]),
-    "fused_gdn_gating": (gating, [Bad("beta", lambda a: {"beta": 0.0}, ValueError, r"^beta: expected a number > 0, got 0.0")]),
-    "fused_qkvzba_split_reshape_cat": (split, [
-        Bad("width", lambda a: {"mixed_qkvz": a["mixed_qkvz"][:, 1:]}, ValueError, r"^mixed_qkvz: expected shape \[L, 96\], got"),
+    "fused_gdn_gating": (_plain("fused_gdn_gating"), [
+        Bad("beta", lambda a: {"beta": 0.0}, ValueError, r"^beta: expected a number > 0, got 0.0"),
+    ]),
+    "fused_qkvzba_split_reshape_cat": (_plain("fused_qkvzba_split_reshape_cat"), [
+        Bad("width", lambda a: {"mixed_qkvz": a["mixed_qkvz"][:, 1:]}, ValueError, r"^mixed_qkvz: expected shape \[L, 48\], got"),
         Bad("heads", lambda a: {"num_heads_v": 3}, ValueError, r"^num_heads_v: expected a mul"),
     ]),
-    "add_rms_norm": (add_norm, [
+    "add_rms_norm": (_plain("add_rms_norm"), [
         Bad(
             "scale alone", lambda a: {"layer_scale": a["weight"], "residual": None}, ValueError,
             r"^layer_scale: expected None without a residual, got a tensor",
         ),
     ]),
-    "rms_norm_gated": (norm, [Bad("eps", lambda a: {"eps": -1.0}, ValueError, r"^eps: expected a number >= 0, got -1")]),
+    "rms_norm_gated": (_plain("rms_norm_gated"), [
+        Bad("eps", lambda a: {"eps": -1.0}, ValueError, r"^eps: expected a number >= 0, got -1"),
+    ]),
     "fused_gdn_decode": (decode, [
         Bad("width", lambda a: {"mixed_qkv": a["mixed_qkv"][:, 1:]}, ValueError, r"^mixed_qkv: expected sh"),
         Bad("z_none", lambda a: {"z": None}, TypeError, r"^z: expected a torch.Tensor, got NoneType"),

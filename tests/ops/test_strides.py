@@ -116,8 +116,9 @@ def faults(recorder: Recorder, given: dict[str, Any]) -> Iterator[str]:
 @pytest.mark.parametrize("operator", sorted(OPERATORS))
 def test_strides(operator: str, recorder: Recorder) -> None:
     function, wrong, launches = getattr(gdn, operator), [], 0
-    for seed in range(4):
-        arguments = good_call(operator, seed).arguments
+    drawn = [(seed, good_call(operator, seed)) for seed in range(60)]
+    full = [(seed, call.arguments) for seed, call in drawn if all(x.numel() for x in call.tensors().values())]
+    for seed, arguments in full[:4]:
         read = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and n not in WRITTEN and x.dim() and x.numel()}
         for name, x in read.items():
             for what, variant in variants(x):

@@ -1,15 +1,18 @@
 """One small call of every reference function: what the tests of all of them draw from."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
+from tests.described import plain
+from tests.references import NAMES
 
 Arguments = dict[str, Any]
 FP8 = torch.float8_e4m3fn
-WRITES_ONLY = ("write_indexer_cache", "compress_indexer_keys", "fold_states", "accept_draft_tree")  # they return None
+TOKENS = 3
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -18,11 +21,6 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def _fp8(*shape: int, seed: int = 0) -> torch.Tensor:
     return randn(*shape, seed=seed).to(FP8)
-
-
-def _cos_sin(positions: int, rotary_dim: int) -> torch.Tensor:
-    angle = torch.arange(positions)[:, None] / 100.0 ** (torch.arange(rotary_dim // 2) / (rotary_dim // 2))
-    return torch.cat([angle.cos(), angle.sin()], dim=1)
 
 
 def _chunk() -> Arguments:
@@ -45,74 +43,10 @@ def _step() -> Arguments:
     return chunk_inputs(problem, lengths=[3, 1, 70, 5]) | {"lengths_host": (3, 1, 70, 5)}
 
 
-def _conv() -> Arguments:
-    return {
-        "x": randn(9, 6), "weight": randn(6, 4, seed=1), "bias": randn(6, seed=2), "conv_states": randn(5, 6, 3, seed=3),
-        "query_start_loc": torch.tensor([0, 5, 9]), "cache_indices": torch.tensor([3, 1]),
-    }  # fmt: skip
-
-
 def _conv_update() -> Arguments:
     return {
         "x": randn(2, 6, 3), "conv_state": randn(5, 6, 5, seed=3), "weight": randn(6, 4, seed=1),
         "conv_state_indices": torch.tensor([[3, 2, 4], [1, 0, 0]]), "num_accepted_tokens": torch.tensor([2, 1]),
-    }  # fmt: skip
-
-
-def _decode() -> Arguments:
-    heads, value_heads, k_dim, v_dim = 2, 4, 6, 8
-    channels = 2 * heads * k_dim + value_heads * v_dim
-    return {
-        "mixed_qkv": randn(3, channels), "z": randn(3, value_heads, v_dim, seed=1), "b": randn(3, value_heads, seed=2),
-        "a": randn(3, value_heads, seed=3), "conv_state": randn(5, channels, 3, seed=4),
-        "conv_weight": randn(channels, 4, seed=5), "A_log": randn(value_heads, seed=6),
-        "dt_bias": randn(value_heads, seed=7), "norm_weight": randn(v_dim, seed=8),
-        "ssm_state": randn(5, value_heads, k_dim, v_dim, seed=9), "state_indices": torch.tensor([4, -1, 2]),
-        "num_k_heads": heads, "head_k_dim": k_dim, "head_v_dim": v_dim,
-    }  # fmt: skip
-
-
-def _prefill() -> Arguments:
-    one = _decode()
-    del one["conv_state"], one["state_indices"]
-    channels, (heads, v_dim) = one["mixed_qkv"].shape[1], one["z"].shape[1:]
-    return one | {
-        "mixed_qkv": randn(9, channels), "z": randn(9, heads, v_dim, seed=1), "b": randn(9, heads, seed=2),
-        "a": randn(9, heads, seed=3), "conv_states": randn(5, channels, 3, seed=4), "state_indices": torch.tensor([4, -1, 2]),
-        "query_start_loc": torch.tensor([0, 3, 4, 9]), "has_initial_state": torch.tensor([True, True, False]),
-    }  # fmt: skip
-
-
-def _fold() -> Arguments:
-    return {
-        "ssm_state": randn(5, 4, 8, 6), "state_indices": torch.tensor([3, -1, 0]), "ring": -randn(5, 7, 44).abs(),
-        "state_tokens": torch.tensor([4, 9, 9, 2, 9], dtype=torch.int32), "num_computed_tokens": torch.tensor([5, 0, 7]),
-        "num_k_heads": 2, "fold_every": 4, "num_accepted_tokens": torch.tensor([2, 1, 1]),
-    }  # fmt: skip
-
-
-def _accept() -> Arguments:
-    return {
-        "ring": randn(5, 8, 12), "conv_state": randn(5, 6, 7, seed=1), "state_indices": torch.tensor([3, -1, 0]),
-        "parent_token": torch.tensor([-1, 0, 0, -1, -1, 0, 1], dtype=torch.int32),
-        "accepted_nodes": torch.tensor([2, 0, 2], dtype=torch.int32), "num_computed_tokens": torch.tensor([5, 0, 7]),
-        "num_accepted_tokens": torch.ones(3, dtype=torch.int32), "query_start_loc": torch.tensor([0, 3, 4, 7]), "conv_width": 4,
-    }  # fmt: skip
-
-
-def _prepare() -> Arguments:
-    return {
-        "q": randn(4, 3, 32), "k": randn(4, 32, seed=1), "weights": randn(4, 3, seed=2), "positions": torch.arange(4),
-        "cos_sin": _cos_sin(8, 16), "q_norm": randn(32, seed=3), "k_norm": randn(32, seed=4),
-        "cache": torch.zeros(2, 16, 36, dtype=torch.uint8), "slot_mapping": torch.tensor([5, -1, 17, 0]), "rotary_dim": 16,
-    }  # fmt: skip
-
-
-def _compress() -> Arguments:
-    return {
-        "raw_k": randn(5, 32), "ring": randn(2, 4, 32, seed=1), "cache": torch.zeros(1, 16, 32).to(FP8),
-        "positions": torch.arange(5), "cos_sin": _cos_sin(8, 16), "k_norm": randn(32, seed=2),
-        "ring_slots": torch.tensor([1, 1, 1, 1, 1]), "slot_mapping": torch.arange(5), "rotary_dim": 16,
     }  # fmt: skip
 
 
@@ -123,59 +57,23 @@ def _ragged() -> Arguments:
     }  # fmt: skip
 
 
-def _paged() -> Arguments:
-    return {
-        "q": randn(2, 2, 4, 32).bfloat16(), "cache": randn(4, 16, 1, 32, seed=1).bfloat16(), "weights": randn(4, 4, seed=2),
-        "context_lens": torch.tensor([30, 17]), "block_tables": torch.tensor([[3, 1], [0, 2]], dtype=torch.int32),
-    }  # fmt: skip
+def _plain(name: str) -> Arguments:
+    return plain.call(name, TOKENS, torch.float32)
 
 
-def _attention() -> Arguments:
-    return {
-        "q": randn(3, 4, 16), "kv_cache": randn(2, 5, 4, 2, 16, seed=1),
-        "topk_indices": torch.tensor([[0, 3, -1], [1, -1, 4], [6, 2, 0]], dtype=torch.int32),
-        "block_tables": torch.tensor([[3, 1], [0, 2]], dtype=torch.int32), "query_start_loc": torch.tensor([0, 2, 3]),
-        "seq_lens": torch.tensor([6, 7]), "return_lse": True,
-    }  # fmt: skip
-
-
+# The plain call of each one; by hand where a test needs a form, a length or a slot of its own.
 CALLS: dict[str, Callable[[], Arguments]] = {
+    **{name: partial(_plain, name) for name in NAMES},
     "chunk_gated_delta_rule": _chunk,
     "chunk_summary": _summary,
     "fused_recurrent_gated_delta_rule": _recurrent,
     "gated_delta_rule": _step,
-    "causal_conv1d_fn": _conv,
     "causal_conv1d_update": _conv_update,
-    "fused_gdn_decode": _decode,
-    "fused_gdn_prefill": _prefill,
-    "fold_states": _fold,
-    "accept_draft_tree": _accept,
-    "fused_gdn_gating": lambda: {"A_log": randn(4), "a": randn(3, 4, seed=1), "b": randn(3, 4, seed=2), "dt_bias": randn(4)},
-    "fused_qkvzba_split_reshape_cat": lambda: {
-        "mixed_qkvz": randn(3, 88), "mixed_ba": randn(3, 8, seed=1), "num_heads_qk": 2, "num_heads_v": 4, "head_qk": 6,
-        "head_v": 8,
-    },
-    "add_rms_norm": lambda: {"x": randn(3, 4, 8), "residual": randn(3, 4, 8, seed=1), "weight": randn(8, seed=2)},
-    "rms_norm_gated": lambda: {"x": randn(3, 4, 8), "z": randn(3, 4, 8, seed=1), "weight": randn(8, seed=2)},
-    "quantize_fp8": lambda: {"x": randn(3, 4, 64), "group_size": 32},
-    "write_indexer_cache": lambda: {
-        "k": randn(3, 32), "cache": torch.zeros(2, 16, 36, dtype=torch.uint8), "slot_mapping": torch.tensor([5, -1, 17]),
-    },
-    "prepare_indexer": _prepare,
-    "compress_indexer_keys": _compress,
-    "gather_indexer_cache": lambda: {
-        "cache": randn(4, 16, 2, 32).bfloat16(), "block_tables": torch.tensor([[3, 1], [0, 2]], dtype=torch.int32),
-        "cu_seqlens": torch.tensor([0, 20, 31]),
-    },
     "mqa_logits": _ragged,
     "indexer_topk": lambda: {**_ragged(), "topk": 5},
-    "paged_mqa_logits": lambda: {**_paged(), "max_context_len": 32},
-    "paged_indexer_topk": lambda: {**_paged(), "topk": 5},
-    "topk_indices": lambda: {"logits": randn(3, 20), "k": 4},
-    "expand_topk_groups": lambda: {"group_indices": torch.tensor([[2, 0], [1, -1]]), "positions": torch.tensor([13, 6])},
-    "attention": lambda: {key: value for key, value in _attention().items() if key != "topk_indices"},
-    "sparse_attention": _attention,
-}  # fmt: skip
+    "attention": lambda: {**_plain("attention"), "return_lse": True},
+    "sparse_attention": lambda: {**_plain("sparse_attention"), "return_lse": True},
+}
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:

@@ -81,9 +81,10 @@ def test_null_slot_to_write_next_to_int32_indices(slot: int) -> None:
 def test_accepted_counts(name: str, accepted: int) -> None:
     arguments = CALLS[name]()
     if name == "fused_gdn_decode":
-        arguments["state_indices"] = torch.tensor([[4, 1], [2, 0], [3, 3]])
-        arguments["conv_state"] = randn(5, arguments["conv_state"].shape[1], 4)
-        arguments["num_accepted_tokens"] = torch.ones(3, dtype=torch.int64)
+        slots, channels, columns = arguments["conv_state"].shape
+        arguments["state_indices"] = torch.tensor([[4, 1], [2, 0]])
+        arguments["conv_state"] = randn(slots, channels, columns + 1)
+        arguments["num_accepted_tokens"] = torch.ones(2, dtype=torch.int64)
     spoilt = arguments["num_accepted_tokens"].long()
     spoilt[0] = accepted
     plain = arguments["num_accepted_tokens"].clone()
@@ -100,10 +101,9 @@ def test_checkpoint_offsets(name: str, offset: int) -> None:
     """An offset beyond the sequence makes no checkpoint."""
     arguments = CALLS[name]()
     if name == "causal_conv1d_fn":
-        arguments |= {"x": randn(70, 6), "query_start_loc": torch.tensor([0, 66, 70])}
-    count = 3 if name == "fused_gdn_prefill" else 2
-    arguments["checkpoint_slots"] = torch.tensor([[0], [1], [3]])[:count]
-    none = torch.zeros(count, 1, dtype=torch.int64)
+        arguments |= {"x": randn(70, arguments["x"].shape[1]), "query_start_loc": torch.tensor([0, 66, 70])}
+    arguments["checkpoint_slots"] = torch.tensor([[3], [4]])
+    none = torch.zeros(2, 1, dtype=torch.int64)
     spoilt = none.clone()
     spoilt[0] = offset
     check_same(name, arguments | {"checkpoint_offsets": spoilt}, {"checkpoint_offsets": none})
@@ -121,14 +121,14 @@ def test_checkpoint_offsets(name: str, offset: int) -> None:
 )
 def test_skipped_tokens_of_the_indexer(name: str, key: str, slot: int) -> None:
     arguments = CALLS[name]()
-    spoilt, plain = arguments[key].clone(), arguments[key].int()
+    spoilt, plain = arguments[key].long(), arguments[key].int()
     spoilt[-2:], plain[-2:] = slot, -1
     check_same(name, arguments | {key: spoilt}, {key: plain})
 
 
 @pytest.mark.parametrize("position", PADDING)
 def test_positions_that_do_not_count(position: int) -> None:
-    arguments = CALLS["sparse_attention"]()
+    arguments = CALLS["sparse_attention"]() | {"topk_length": None}
     spoilt, plain = arguments["topk_indices"].long(), arguments["topk_indices"].clone()
     spoilt[0, 1], spoilt[1, 0] = position, 2**32
     plain[0, 1], plain[1, 0] = -1, -1
@@ -142,5 +142,5 @@ def test_ranges_and_lengths_are_clamped_in_their_own_width() -> None:
     check_same("mqa_logits", ragged | {"cu_seqlen_ks": starts, "cu_seqlen_ke": ends}, plain)
     check_same("indexer_topk", ragged | {"topk": 5, "cu_seqlen_ks": starts, "cu_seqlen_ke": ends}, plain)
     paged = CALLS["paged_mqa_logits"]()
-    lengths = torch.tensor([2**32 + 3, -(2**63)])
-    check_same("paged_mqa_logits", paged | {"context_lens": lengths}, {"context_lens": torch.tensor([40, -5])})
+    lengths, plain_lengths = torch.tensor([[2**32 + 3], [-(2**63)], [5]]), torch.tensor([[40], [-5], [5]])
+    check_same("paged_mqa_logits", paged | {"context_lens": lengths}, {"context_lens": plain_lengths})

@@ -90,13 +90,21 @@ def _tensors(arguments: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 class Draw:
-    """Random choices of a good call."""
+    """Random choices of a good call. A maker names the plain option first: the plain form of its call takes that one."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
 
     def pick(self, *options: Any) -> Any:
+        return self.random.choice(options)
+
+    def tokens(self, *options: int) -> int:
+        """The number of tokens of a call, or of rows that count as tokens."""
+        return self.random.choice(options)
+
+    def size(self, *options: int, served: int) -> int:
+        """A size that kernels restrict. served: one that they take, of a plain call that asks for it."""
         return self.random.choice(options)
 
     def maybe(self, probability: float = 0.5) -> bool:
@@ -147,3 +155,14 @@ class Draw:
         lengths = [self.random.choice((0, 1, 1, 2, most)) for _ in range(self.random.randint(1, sequences))]
         lengths[self.random.randrange(len(lengths))] = self.random.randint(1, most)
         return lengths
+
+    def tables(self, lengths: Sequence[int], page_size: int, pages: int, columns: int) -> Tensor:
+        """Block tables: a page for each page_size rows of a sequence; what no row is in may be anything."""
+        table = [
+            [
+                self.random.randrange(pages) if column * page_size < length else self.pick(-1, 0, 10**6)
+                for column in range(columns)
+            ]
+            for length in lengths
+        ]
+        return self.rows(torch.tensor(table, dtype=torch.int32).reshape(len(lengths), columns), lead=1)

@@ -6,11 +6,7 @@ from collections.abc import Callable
 import torch
 
 from tests.ops.spoiling.call import Call
-from tests.ops.spoiling.live import (
-    lengths,
-    live_sequences,
-    null_slot,
-)  # fmt: skip
+from tests.ops.spoiling.live import lengths, live_sequences, null_slot, reads_state
 from tests.ops.spoiling.spoiling import SPOILINGS, Spoiled
 
 Tensor = torch.Tensor
@@ -60,7 +56,10 @@ def places_looked_at(call: Call, path: str) -> list[tuple[int, ...]]:
         return []
     if path in ("state_indices", "ssm_state_indices", "cache_indices", "conv_state_indices"):
         if tensor.dim() == 1:
-            return [(n,) for n in live_sequences(call)]
+            is_written = not isinstance(call.get("final_state_indices"), Tensor) and not call.arguments.get(
+                "disable_state_update"
+            )
+            return [(n,) for n in live_sequences(call) if is_written or reads_state(call, n)]
         counts = lengths(call)
         if call.operator == "causal_conv1d_update" and not isinstance(call.get("parent_token"), Tensor):
             return [(n, 0) for n in live_sequences(call)]

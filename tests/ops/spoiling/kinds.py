@@ -171,6 +171,17 @@ WRITTEN_CACHE: Kind = READ_CACHE | {
     "adjacent to another argument": SAME,
 }
 
+SHARED_INPUTS: Kind = {
+    "one tensor for two read-only arguments": SAME,
+    "overlaps a read-only argument": SAME,
+}
+QUERY: Kind = ROWS | {"dtype float64": TYPE}  # another 16-bit dtype: as prepare_indexer hands it out
+TABLES: Kind = INT32 | MATRIX | {
+    "a page beyond the cache": VALUE,
+    "a negative page": VALUE,
+    "anything where no row is looked at": SAME,
+}  # fmt: skip
+
 # ------------------------------------------------------------------------------------------------------------------ flags
 
 _NO_SCALAR: Kind = {

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.indices import FAR, POOLS, as_int64, copied, places_looked_at, register_entry, with_value
-from tests.ops.spoiling.live import column_read, indices_of, kept_of, lengths, live_sequences, null_slot, rows_of
+from tests.ops.spoiling.live import column_read, indices_of, kept_of, lengths, live_sequences, null_slot, reads_state, rows_of
 from tests.ops.spoiling.spoiling import SPOILINGS, Spoiled, spoiling
 
 Tensor = torch.Tensor
@@ -147,6 +147,8 @@ def _shared_target(call: Call, path: str, _: random.Random) -> Spoiled | None:
 def _read_by_another(call: Call, path: str, _: random.Random) -> Spoiled | None:
     tensor, live, reads = copied(call, path), live_sequences(call), indices_of(call)
     if tensor is None or reads is None or len(live) < 2 or call.arguments.get("disable_state_update"):
+        return None
+    if not reads_state(call, live[0]):
         return None
     read = column_read(call, live[0])
     tensor.view(tensor.shape[0], -1)[live[1], 0] = rows_of(call, reads)[live[0]][read]

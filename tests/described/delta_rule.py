@@ -1,21 +1,26 @@
-"""Good calls of the recurrence: chunk, recurrent, and a step dealt to both."""
+"""The recurrence, as chunks, token by token, and a step dealt to both: calls, what their arguments may be, their results."""
 
 from typing import Any
 
 import torch
 
 from gdn.ops.delta_rule.problem import entry_width
+from tests.described import Described
+from tests.ops.spoiling import kinds
+from tests.ops.spoiling import kinds_sequences as sequences
 from tests.ops.spoiling.call import Call, Draw
-from tests.ops.spoiling.rings import give_ring
+from tests.ops.spoiling.live import indices_of, lengths, live_sequences, slots_mask, written_slots
+from tests.ops.spoiling.rings import give_ring, has_ring, replayed_elements
+from tests.ops.spoiling.verdict import ERROR, SAME, TYPE, VALUE
 
-HEADS = ((2, 2, 2), (2, 2, 4), (2, 2, 6), (4, 2, 2), (6, 2, 2))  # of q, k, v
+HEADS = ((2, 2, 4), (2, 2, 2), (2, 2, 6), (4, 2, 2), (6, 2, 2))  # of q, k, v
 
 
 def _tokens(draw: Draw, call: Call, batch: int, length: int) -> tuple[int, int, int]:
     """q, k, v, gates and flags; heads and dims of the states."""
     query_heads, key_heads, value_heads = draw.pick(*HEADS)
     heads = max(query_heads, value_heads)
-    k_dim = draw.pick(4, 8, 12)
+    k_dim = draw.size(12, 4, 8, served=64)
     v_dim = k_dim if draw.maybe(0.8) else draw.pick(4, 8)
     dtype = draw.any_float()
 
@@ -28,7 +33,7 @@ def _tokens(draw: Draw, call: Call, batch: int, length: int) -> tuple[int, int, 
     call.arguments["use_qk_l2norm_in_kernel"] = True  # keeps the states small
     if call.operator != "chunk_summary" and draw.maybe(0.3):
         call.arguments["scale"] = draw.pick(0.5, 1, 0.25)
-    gate = draw.pick("none", "log", "log", "raw", "raw")
+    gate = draw.pick("log", "log", "raw", "raw", "none")
     if gate == "log":
         g = -torch.rand(batch, length, heads, generator=draw.generator).to(draw.any_float())
         call.give("g", draw.rows(g, lead=2), "B T H")
@@ -56,7 +61,7 @@ def _shape(draw: Draw, call: Call, lengths: list[int], most_padding: int = 2) ->
         call.give("cu_seqlens", draw.indices(offsets), "~")
         call.ties["N"] = call.ties["T"] = ("cu_seqlens",)
         call.sizes["N"] = len(lengths)
-        return 1, offsets[-1] + draw.random.randint(0, most_padding), len(lengths)
+        return 1, offsets[-1] + draw.pick(*range(most_padding + 1)), len(lengths)
     batch = draw.pick(1, 2, 3)
     call.sizes["N"] = batch
     call.ties["N"] = ("q", "k", "v")
@@ -116,7 +121,7 @@ def chunk(draw: Draw) -> Call:
     inner = _tokens(draw, call, batch, length)
     if draw.maybe():
         call.arguments["output_final_state"] = True
-    kind = draw.pick("pool", "pool", "none", "states") if has_checkpoints else draw.pick("none", "states", "pool", "pool")
+    kind = draw.pick("pool", "pool", "none", "states") if has_checkpoints else draw.pick("pool", "pool", "none", "states")
     if kind == "states":
         state_of(draw, call, "initial_state", count, inner, is_pool=False)
     if kind == "pool":
@@ -147,7 +152,7 @@ def recurrent(draw: Draw) -> Call:
     inner = _tokens(draw, call, batch, length)
     if draw.maybe(0.3):
         call.arguments["output_final_state"] = draw.maybe()
-    kind = draw.pick("none", "states", "in place", "1-D", "2-D", "2-D", "tree", "kept", "kept tree", "ring", "ring", "ring tree")
+    kind = draw.pick("1-D", "none", "states", "in place", "2-D", "2-D", "tree", "kept", "kept tree", "ring", "ring", "ring tree")
     if kind == "states":
         state_of(draw, call, "initial_state", count, inner, is_pool=False)
         if draw.maybe(0.3):
@@ -175,7 +180,7 @@ def recurrent(draw: Draw) -> Call:
 def step(draw: Draw) -> Call:
     """gated_delta_rule: short rows before, between and after long ones, of the chunk form, or drafts."""
     call = Call("gated_delta_rule")
-    kind = draw.pick("none", "states", "in place", "pool", "pool", "pool", "2-D", "tree")
+    kind = draw.pick("pool", "pool", "pool", "none", "states", "in place", "2-D", "tree")
     has_checkpoints = kind == "pool" and draw.maybe(0.4)
     lengths = draw.lengths(4)
     if kind not in ("2-D", "tree"):
@@ -188,7 +193,7 @@ def step(draw: Draw) -> Call:
     count = call.sizes["N"] = len(lengths)
     length = offsets[-1] + draw.pick(0, 2)
     inner = _tokens(draw, call, 1, length)
-    if draw.maybe(0.7):
+    if draw.maybe(0.45):
         call.arguments["lengths_host"] = draw.pick(list, tuple)(lengths)
     if draw.maybe():
         call.arguments["output_final_state"] = True
@@ -314,3 +319,84 @@ def parents_of(draw: Draw, bounds: list[int], num_tokens: int) -> list[int]:
         for node in range(end - start):
             parents[start + node] = draw.random.randint(-1, node - 1)
     return parents
+
+
+def replayed(call: Call, pool: str, indices: str, inner: tuple[int, int, int, int]) -> dict[str, torch.Tensor]:
+    """inner: key heads, state heads, K, V."""
+    counts, slots = lengths(call), call.index(indices)
+    return replayed_elements(call, pool, [(n, slots[n], counts[n]) for n in live_sequences(call)], inner)
+
+
+def _changed(call: Call) -> dict[str, torch.Tensor]:
+    pool, name = call.get("initial_state"), indices_of(call)
+    if has_ring(call) and name is not None and not call.arguments.get("disable_state_update"):
+        q, k, v = (call.get(path).shape for path in ("q", "k", "v"))
+        return replayed(call, "initial_state", name, (k[2], max(q[2], v[2]), k[3], v[3]))
+    is_kept = call.arguments.get("disable_state_update") or "intermediate_states" in call.arguments
+    if not isinstance(pool, torch.Tensor) or is_kept:
+        return {}
+    if name is None:
+        return {"initial_state": torch.ones(pool.shape, dtype=torch.bool)} if call.get("inplace_final_state") else {}
+    return {"initial_state": slots_mask(pool, written_slots(call, name, "final_state_indices"))}
+
+
+_DELTA_RULE: dict[str, kinds.Kind] = {
+    "q, k": kinds.ROWS | {"another 16-bit dtype": TYPE} | kinds.SHARED_INPUTS,
+    "v": kinds.ROWS | {"another 16-bit dtype": TYPE, "overlaps a read-only argument": SAME},
+    "g": kinds.INPUT
+    | {
+        "left out where it must be": ERROR,
+        "without A_log": ERROR,
+        "a positive log decay": VALUE,
+        "positive log decays of padding": SAME,
+    },
+    "beta": kinds.INPUT | {"left out where it must be": ERROR},
+    "A_log": kinds.PARAMETER | {"given without the gate": TYPE},
+    "dt_bias": kinds.PARAMETER | {"given without the gate": TYPE},
+    "initial_state as a pool": kinds.STATE_POOL | {"left out where it must be": ERROR},
+    "initial_state to read": kinds.STATES,
+    "cu_seqlens": kinds.OFFSETS,
+    "out": kinds.FLOAT_OUT | {"is another argument": VALUE},
+}
+_RESULTS = (("B T ~ ~", 0.0), ("N ~ ~ ~", "the states"))
+
+CALLS = {
+    "chunk_gated_delta_rule": Described(chunk, _RESULTS, _DELTA_RULE | {
+        "state_indices": kinds.SLOTS | sequences.SHARED_SLOTS,
+        "final_state_indices": kinds.SLOTS | sequences.FINAL_SLOTS | {"without state_indices": VALUE},
+        "has_initial_state": kinds.MASK,
+        "checkpoint_offsets": sequences.CHECKPOINT_OFFSETS | {"no multiple of 64": VALUE},
+        "checkpoint_slots": sequences.CHECKPOINT_SLOTS,
+        "checkpoint_states": sequences.KEPT,
+        "head_first": kinds.FLAG | {"True": VALUE},
+        "initial_state as a pool": kinds.but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
+    }, _changed),
+    "chunk_summary": Described(summary, (("N ~ ~ ~", 0.0), ("N ~ ~ ~", "identity")), {
+        **{names: _DELTA_RULE[names] for names in ("q, k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")},
+    }),
+    "fused_recurrent_gated_delta_rule": Described(recurrent, _RESULTS, {
+        **_DELTA_RULE, **sequences.INTERMEDIATE, **sequences.REPLAYED,
+        "ssm_state_indices": kinds.SLOTS | sequences.SHARED_SLOTS | {"a slot without a ring": VALUE},
+        "final_state_indices": kinds.SLOTS | sequences.FINAL_SLOTS | {"given with intermediate states": VALUE},
+        "num_accepted_tokens of columns": sequences.ACCEPTED | {"the indices 1-D": VALUE},
+        "parent_token": sequences.PARENTS,
+        "rounding_seed": sequences.SEED | {"given with intermediate states": VALUE},
+        "inplace_final_state": kinds.OPTIONAL_FLAG | {"False with indices": VALUE},
+    }, _changed),
+    "gated_delta_rule": Described(step, _RESULTS, _DELTA_RULE | {
+        # B is always 1.
+        **{names: kinds.but(_DELTA_RULE[names], "rows of one element each") for names in ("q, k", "v", "g", "beta")},
+        "cu_seqlens": kinds.OFFSETS,
+        "state_indices": sequences.with_offsets(kinds.SLOTS) | sequences.SHARED_SLOTS,
+        "ssm_state_indices": sequences.with_offsets(kinds.SLOTS) | sequences.SHARED_SLOTS,
+        "final_state_indices": sequences.with_offsets(kinds.SLOTS) | sequences.FINAL_SLOTS,
+        "has_initial_state": sequences.with_offsets(kinds.MASK),
+        "checkpoint_offsets": sequences.with_offsets(sequences.CHECKPOINT_OFFSETS) | {"no multiple of 64": VALUE},
+        "checkpoint_slots": sequences.with_offsets(sequences.CHECKPOINT_SLOTS),
+        "num_accepted_tokens": sequences.with_offsets(sequences.ACCEPTED) | {"the indices 1-D": VALUE},
+        "parent_token": sequences.PARENTS,
+        "rounding_seed": sequences.SEED,
+        "inplace_final_state": kinds.OPTIONAL_FLAG | {"False with indices": VALUE},
+        "initial_state as a pool": kinds.but(_DELTA_RULE["initial_state as a pool"], "interleaved with another argument"),
+    }, _changed),
+}  # fmt: skip

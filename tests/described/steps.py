@@ -1,8 +1,13 @@
-"""Good calls of the steps around the recurrence: convolution, gates, split, norm."""
+"""Convolution, gates, split and norms: calls, what their arguments may be, their results."""
 
 import torch
 
+from tests.described import Described
+from tests.ops.spoiling import kinds
 from tests.ops.spoiling.call import Call, Draw
+from tests.ops.spoiling.kinds_sequences import ACCEPTED, CHECKPOINT_OFFSETS, CHECKPOINT_SLOTS, KEPT_WINDOWS, PARENTS, SHARED_SLOTS
+from tests.ops.spoiling.live import live_sequences, rows_of, slots_mask, written_slots
+from tests.ops.spoiling.verdict import SAME, TYPE, VALUE
 
 
 def _filter(draw: Draw, call: Call, dim: int, width: int) -> None:
@@ -28,7 +33,7 @@ def _null_slot(draw: Draw, call: Call) -> int:
 
 def conv_fn(draw: Draw) -> Call:
     call = Call("causal_conv1d_fn")
-    dim, width = draw.pick(4, 8, 12), draw.pick(2, 3, 4)
+    dim, width = draw.size(12, 8, 4, served=64), draw.pick(4, 2, 3)
     is_packed = draw.maybe(0.8)
     lengths = draw.lengths(5) if is_packed else [draw.pick(1, 2, 5)]
     offsets = draw.offsets(lengths)
@@ -70,7 +75,7 @@ def conv_fn(draw: Draw) -> Call:
 
 def conv_update(draw: Draw) -> Call:
     call = Call("causal_conv1d_update")
-    dim, width = draw.pick(4, 8, 12), draw.pick(2, 3, 4)
+    dim, width = draw.size(12, 8, 4, served=64), draw.pick(4, 2, 3)
     form = draw.pick("packed", "packed", "[B, dim]", "[B, dim, T]")
     dtype = draw.any_float()
     lengths = draw.lengths(3) if form == "packed" else [1 if form == "[B, dim]" else draw.pick(1, 2, 3)] * draw.pick(1, 2, 3)
@@ -88,7 +93,7 @@ def conv_update(draw: Draw) -> Call:
         call.give("x", x if draw.maybe() else x.mT.contiguous().mT, "B C T")
     call.ties.setdefault("N", ("x",))
     _filter(draw, call, dim, width)
-    kind = draw.pick("none", "1-D", "1-D accepted", "2-D", "2-D accepted", "tree")
+    kind = draw.pick("1-D", "none", "1-D accepted", "2-D", "2-D accepted", "tree")
     columns = 1 if kind in ("none", "1-D", "1-D accepted") else 4
     num_spec = 2 if kind == "1-D accepted" else 0 if kind == "tree" else columns - 1
     size = 3 * count * columns + 2
@@ -125,7 +130,7 @@ def conv_update(draw: Draw) -> Call:
 
 def gating(draw: Draw) -> Call:
     call = Call("fused_gdn_gating")
-    shape, heads = draw.pick((3,), (2, 3), (1, 4), (5,), (0,)), draw.pick(2, 4)
+    shape, heads = draw.pick((draw.tokens(3, 5, 0),), (2, 3), (1, 4)), draw.pick(4, 2)
     dims = " ".join([f"D{i}" for i in range(len(shape))] + ["H"])
     for name in ("a", "b"):
         call.give(name, draw.rows(draw.floats(*shape, heads, dtype=draw.any_float()), lead=1), dims)
@@ -138,8 +143,9 @@ def gating(draw: Draw) -> Call:
 
 def split(draw: Draw) -> Call:
     call = Call("fused_qkvzba_split_reshape_cat")
-    heads, k_dim, v_dim, tokens = draw.pick(1, 2, 3), draw.pick(4, 8), draw.pick(4, 8), draw.pick(0, 1, 3, 5)
-    value_heads = heads * draw.pick(1, 2)
+    heads, k_dim = draw.pick(2, 1, 3), draw.size(4, 8, served=64)
+    v_dim, tokens = draw.size(4, 8, served=64), draw.tokens(0, 1, 3, 5)
+    value_heads = heads * draw.pick(2, 1)
     dtype = draw.any_float()
     wide = draw.floats(tokens, 2 * heads * k_dim + 2 * value_heads * v_dim, dtype=dtype)
     call.give("mixed_qkvz", draw.rows(wide, lead=1), "T width")
@@ -151,7 +157,7 @@ def split(draw: Draw) -> Call:
 
 def add_norm(draw: Draw) -> Call:
     call = Call("add_rms_norm")
-    shape, dim, dtype = draw.pick((3,), (2, 3), (5,), (0, 2)), draw.pick(4, 8, 12), draw.any_float()
+    shape, dim, dtype = draw.pick((draw.tokens(3, 5),), (2, 3), (0, 2)), draw.size(12, 4, 8, served=64), draw.any_float()
     dims = " ".join([f"D{i}" for i in range(len(shape))] + ["D"])
     call.give("x", draw.rows(draw.floats(*shape, dim, dtype=dtype), lead=len(shape)), dims)
     if draw.maybe(0.8):
@@ -169,7 +175,7 @@ def add_norm(draw: Draw) -> Call:
 
 def norm(draw: Draw) -> Call:
     call = Call("rms_norm_gated")
-    shape, dim = draw.pick((3,), (2, 3), (4, 2), (5,), (0, 2)), draw.pick(4, 8, 12)
+    shape, dim = draw.pick((draw.tokens(2, 4), 3), (3,), (4, 2), (5,), (0, 2)), draw.size(12, 4, 8, served=64)
     dims = " ".join([f"D{i}" for i in range(len(shape))] + ["V"])
     call.give("x", draw.rows(draw.floats(*shape, dim, dtype=draw.any_float()), lead=len(shape)), dims)
     call.give("z", draw.rows(draw.floats(*shape, dim, dtype=draw.any_float()), lead=len(shape)), dims)
@@ -177,3 +183,77 @@ def norm(draw: Draw) -> Call:
     if draw.maybe(0.3):
         call.arguments |= {"eps": draw.pick(0, 1e-5, 1), "activation": draw.pick("silu", "swish", "sigmoid")}
     return call
+
+
+def _changed_by_conv_fn(call: Call) -> dict[str, torch.Tensor]:
+    pool = call.get("conv_states")
+    if not isinstance(pool, torch.Tensor):
+        return {}
+    slots = written_slots(call, "cache_indices", None) if "cache_indices" in call.arguments else set(live_sequences(call))
+    mask = slots_mask(pool, slots)
+    mask[:, :, call.get("weight").shape[1] - 1 :] = False
+    return {"conv_states": mask}
+
+
+def _changed_by_update(call: Call) -> dict[str, torch.Tensor]:
+    pool, name = call.get("conv_state"), "conv_state_indices"
+    live = live_sequences(call)
+    if name not in call.arguments:
+        return {"conv_state": slots_mask(pool, set(live))}
+    rows = rows_of(call, name)
+    is_tree = isinstance(call.get("parent_token"), torch.Tensor)
+    return {"conv_state": slots_mask(pool, {slot for n in live for slot in (rows[n] if is_tree else rows[n][:1])})}
+
+
+_FILTERED: dict[str, kinds.Kind] = {
+    "weight": kinds.FILTER,
+    "bias": kinds.PARAMETER,
+    "out": kinds.FLOAT_OUT
+    | {
+        "in place on x": SAME,
+        "in place on an equal view of x": SAME,
+        "in place on an x whose last dim is not contiguous": VALUE,
+        "one row further than x": VALUE,
+    },
+}
+
+CALLS = {
+    "fused_gdn_gating": Described(gating, (("a", None), ("a", None)), {
+        "A_log, dt_bias": kinds.PARAMETER,
+        "a, b": kinds.INPUT | {"one tensor for two read-only arguments": SAME},
+        "beta": kinds.POSITIVE,
+    }),
+    "fused_qkvzba_split_reshape_cat": Described(split, (("T ~", None), ("T ~ ~", None), ("T ~", None), ("T ~", None)), {
+        "mixed_qkvz": kinds.ROWS | kinds.MATRIX,
+        "mixed_ba": kinds.INPUT | kinds.MATRIX,
+    }),
+    "causal_conv1d_fn": Described(conv_fn, (("x", 0.0),), _FILTERED | {
+        "x": kinds.ROWS | kinds.MATRIX | {"[dim, tokens]": VALUE},
+        "conv_states": kinds.WINDOWS,
+        "query_start_loc": kinds.OFFSETS,
+        "cache_indices": kinds.SLOTS | SHARED_SLOTS,
+        "has_initial_state": kinds.MASK,
+        "checkpoint_offsets": CHECKPOINT_OFFSETS | {"without conv_states": VALUE},
+        "checkpoint_slots": CHECKPOINT_SLOTS,
+        "checkpoint_windows": KEPT_WINDOWS,
+    }, _changed_by_conv_fn),
+    "causal_conv1d_update": Described(conv_update, (("x", 0.0),), _FILTERED | {
+        "x": kinds.ROWS | kinds.MATRIX,
+        "conv_state": kinds.WINDOWS,
+        "query_start_loc": kinds.OFFSETS,
+        "conv_state_indices": kinds.SLOTS | SHARED_SLOTS,
+        "num_accepted_tokens": ACCEPTED,
+        "parent_token": kinds.but(PARENTS, "the indices 1-D"),
+        "out": _FILTERED["out"] | {"x in the other memory order": VALUE},
+    }, _changed_by_update),
+    "add_rms_norm": Described(add_norm, (("x", None), ("x", None)), {
+        "x": kinds.ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
+        "residual": kinds.ROWS | {"another 16-bit dtype": TYPE, "one tensor for two read-only arguments": SAME},
+        "weight": kinds.PARAMETER,
+        "layer_scale": kinds.PARAMETER,
+    }),
+    "rms_norm_gated": Described(norm, (("x", None),), {
+        "x, z": kinds.ROWS | {"one tensor for two read-only arguments": SAME},
+        "weight": kinds.PARAMETER,
+    }),
+}  # fmt: skip

@@ -1,11 +1,16 @@
-"""Good calls of the fused steps between a layer's projections: decode and prefill."""
+"""The fused steps between a layer's projections, decode and prefill: calls, what their arguments may be, their results."""
 
 import torch
 
 from gdn.ops.delta_rule.problem import entry_width
+from tests.described import Described
+from tests.described.delta_rule import checkpoint_states, intermediate, replayed, slots_of, state_of
+from tests.ops.spoiling import kinds_sequences as sequences
 from tests.ops.spoiling.call import Call, Draw
-from tests.ops.spoiling.calls_delta_rule import checkpoint_states, intermediate, slots_of, state_of
-from tests.ops.spoiling.rings import give_ring
+from tests.ops.spoiling.kinds import FILTER, FLOAT_OUT, INPUT, MASK, MATRIX, OFFSETS, PARAMETER, ROWS, SLOTS, STATE_POOL, WINDOWS
+from tests.ops.spoiling.live import live_sequences, rows_of, slots_mask, written_slots
+from tests.ops.spoiling.rings import give_ring, has_ring
+from tests.ops.spoiling.verdict import ERROR, SAME, VALUE
 
 _HEADS = 2  # key heads
 _TIES = {
@@ -35,7 +40,7 @@ def decode(draw: Draw) -> Call:
     _projections(draw, call, tokens, inner, dtype, ("interleaved", "merged", "concatenated"))
     kind = draw.pick("1-D", "2-D", "2-D accepted", "kept", "ring", "ring")
     columns = 1 if kind in ("1-D", "kept", "ring") else 3
-    num_spec, width = max(lengths) - 1 if kind == "ring" else columns - 1, draw.pick(2, 4)
+    num_spec, width = max(lengths) - 1 if kind == "ring" else columns - 1, draw.pick(4, 2)
     slots, size = slots_of(draw, call, count, columns=columns)
     null_slot = call.arguments.get("null_slot", -1)
     state = _parameters(draw, call, "conv_state", inner, size, width, num_spec)
@@ -77,7 +82,7 @@ def prefill(draw: Draw) -> Call:
     _projections(draw, call, tokens, inner, dtype, ("interleaved", "merged"))
     slots, size = slots_of(draw, call, count, columns=3)
     null_slot = call.arguments.get("null_slot", -1)
-    _parameters(draw, call, "conv_states", inner, size, draw.pick(2, 4), 0)
+    _parameters(draw, call, "conv_states", inner, size, draw.pick(4, 2), 0)
     reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
     call.give("state_indices", draw.indices(reads + [1] * draw.pick(0, 1)), "N+")
     if has_checkpoints:
@@ -99,8 +104,8 @@ def prefill(draw: Draw) -> Call:
 
 def _inner(draw: Draw) -> tuple[int, int, int]:
     """Value heads, K and V."""
-    ratio = draw.pick(1, 2)
-    return _HEADS * ratio, draw.pick(4, 8), draw.pick(4, 8)
+    ratio = draw.pick(2, 1)
+    return _HEADS * ratio, draw.size(8, 4, served=64), draw.size(4, 8, served=64)
 
 
 def _channels(inner: tuple[int, int, int]) -> int:
@@ -157,6 +162,26 @@ def _parameters(
     return state_of(draw, call, "ssm_state", size, inner, is_pool=True)
 
 
+def _changed_by_decode(call: Call) -> dict[str, torch.Tensor]:
+    if "intermediate_states" in call.arguments:
+        return {}
+    slots = written_slots(call, "state_indices", None)
+    windows = {rows_of(call, "state_indices")[n][0] for n in live_sequences(call)}
+    conv, state = call.get("conv_state"), call.get("ssm_state")
+    if has_ring(call):
+        inner = (call.get("num_k_heads"), state.shape[1], call.get("head_k_dim"), call.get("head_v_dim"))
+        return {"conv_state": slots_mask(conv, windows), **replayed(call, "ssm_state", "state_indices", inner)}
+    return {"conv_state": slots_mask(conv, windows), "ssm_state": slots_mask(state, slots)}
+
+
+def _changed_by_prefill(call: Call) -> dict[str, torch.Tensor]:
+    slots = written_slots(call, "state_indices", None)
+    windows, state = call.get("conv_states"), call.get("ssm_state")
+    mask = slots_mask(windows, slots)
+    mask[:, :, call.get("conv_weight").shape[1] - 1 :] = False
+    return {"conv_states": mask, "ssm_state": slots_mask(state, slots)}
+
+
 def _options(draw: Draw, call: Call, tokens: int, inner: tuple[int, int, int], dtype: torch.dtype) -> None:
     value_heads, k_dim, v_dim = inner
     call.arguments |= {"num_k_heads": _HEADS, "head_k_dim": k_dim, "head_v_dim": v_dim}
@@ -165,3 +190,48 @@ def _options(draw: Draw, call: Call, tokens: int, inner: tuple[int, int, int], d
     if draw.maybe(0.4):
         call.give("out", draw.rows(draw.floats(tokens, value_heads * v_dim, dtype=dtype), lead=1), "T HV")
         call.ties["HV"] = ("out",)
+
+
+CALLS = {
+    "fused_gdn_decode": Described(decode, (("T ~", 0.0),), sequences.INTERMEDIATE | sequences.REPLAYED | {
+        "mixed_qkv": ROWS | MATRIX,
+        "z": ROWS | {
+            "left out where it must be": ERROR, "given with projections in pairs": VALUE, "given without the norm": VALUE,
+        },
+        "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with projections in pairs": VALUE},
+        "b": INPUT | MATRIX | {"left out where it must be": ERROR, "given with concatenated projections": VALUE},
+        "conv_state": WINDOWS | {"one page buffer for both pools": SAME},
+        "ssm_state": STATE_POOL | {"one page buffer for both pools": SAME},
+        "conv_weight": FILTER,
+        "conv_bias": PARAMETER,
+        "A_log, dt_bias": PARAMETER,
+        "norm_weight": PARAMETER,
+        "state_indices": SLOTS | sequences.SHARED_SLOTS | {"a slot without a ring": VALUE},
+        "query_start_loc": OFFSETS,
+        "num_accepted_tokens of columns": sequences.ACCEPTED | {"the indices 1-D": VALUE},
+        "rounding_seed": sequences.SEED | {"given with intermediate states": VALUE},
+        "out": FLOAT_OUT,
+    }, _changed_by_decode),
+    "fused_gdn_prefill": Described(prefill, (("T ~", 0.0),), {
+        "mixed_qkv": ROWS | MATRIX,
+        "z": ROWS | {
+            "left out where it must be": ERROR, "given with projections in pairs": VALUE, "given without the norm": VALUE,
+        },
+        "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with projections in pairs": VALUE},
+        "b": INPUT | MATRIX,
+        "conv_states": WINDOWS | {"one page buffer for both pools": SAME},
+        "ssm_state": STATE_POOL | {"one page buffer for both pools": SAME},
+        "conv_weight": FILTER,
+        "conv_bias": PARAMETER,
+        "A_log, dt_bias": PARAMETER,
+        "norm_weight": PARAMETER,
+        "state_indices": sequences.with_offsets(SLOTS) | sequences.SHARED_SLOTS,
+        "query_start_loc": OFFSETS,
+        "has_initial_state": sequences.with_offsets(MASK),
+        "checkpoint_offsets": sequences.with_offsets(sequences.CHECKPOINT_OFFSETS) | {"no multiple of 64": VALUE},
+        "checkpoint_slots": sequences.with_offsets(sequences.CHECKPOINT_SLOTS),
+        "checkpoint_states": sequences.KEPT,
+        "checkpoint_windows": sequences.KEPT_WINDOWS,
+        "out": FLOAT_OUT,
+    }, _changed_by_prefill),
+}  # fmt: skip

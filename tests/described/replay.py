@@ -1,19 +1,24 @@
-"""Good calls of the operators around replay decode."""
+"""Operators around replay decode: calls, what their arguments may be, their results."""
 
 import torch
 
 from gdn.ops.delta_rule.problem import entry_width, state_position
+from tests.described import Described
+from tests.described.delta_rule import parents_of, slots_of
+from tests.ops.spoiling import kinds_sequences as sequences
 from tests.ops.spoiling.call import Call, Draw
-from tests.ops.spoiling.calls_delta_rule import parents_of, slots_of
+from tests.ops.spoiling.kinds import COUNT, INT32, OFFSETS, PER_SEQUENCE, SLOTS, STATE_POOL, WHOLE, WINDOWS, Kind, but
+from tests.ops.spoiling.live import live_sequences, slots_mask, written_slots
 from tests.ops.spoiling.rings import ring_of
+from tests.ops.spoiling.verdict import SAME, TYPE, VALUE
 
-HEADS = ((2, 2), (2, 4), (2, 6), (1, 3))  # of keys, of states
+HEADS = ((2, 4), (2, 2), (2, 6), (1, 3))  # of keys, of states
 
 
 def fold(draw: Draw) -> Call:
     call = Call("fold_states")
-    (key_heads, heads), k_dim, v_dim = draw.pick(*HEADS), draw.pick(4, 8), draw.pick(4, 8, 12)
-    count, most, fold_every = draw.pick(1, 2, 3), draw.pick(1, 2, 4), draw.pick(1, 2, 5)
+    (key_heads, heads), k_dim, v_dim = draw.pick(*HEADS), draw.size(4, 8, served=64), draw.size(4, 8, 12, served=64)
+    count, most, fold_every = draw.tokens(1, 2, 3), draw.pick(2, 1, 4), draw.pick(5, 1, 2)
     rows, layers = fold_every - 1 + 2 * most + draw.pick(0, 3), draw.pick(0, 0, 1, 2)
     slots, size = slots_of(draw, call, count, columns=2)
     v_first = call.arguments["state_v_first"] = draw.maybe()
@@ -64,7 +69,7 @@ def has_entries(call: Call, n: int) -> bool:
 
 def accept(draw: Draw) -> Call:
     call = Call("accept_draft_tree")
-    lengths, layers, width = draw.lengths(4), draw.pick(0, 0, 1, 2), draw.pick(2, 4)
+    lengths, layers, width = draw.lengths(4), draw.pick(0, 0, 1, 2), draw.pick(4, 2)
     count, offsets = len(lengths), draw.offsets(lengths)
     call.sizes["N"] = count
     call.give("query_start_loc", draw.indices(offsets), "~")
@@ -76,12 +81,12 @@ def accept(draw: Draw) -> Call:
     null_slot = call.arguments.get("null_slot", -1)
     reads = [null_slot if draw.maybe(0.15) else slot for slot in slots]
     call.give("state_indices", draw.indices(reads), "N+")
-    rows = draw.pick(4, 7, 16)
+    rows = draw.pick(16, 4, 7)
     ring = ring_of(draw, max(layers, 1) * size, rows, draw.pick(8, 20))
     call.give("ring", ring.unflatten(0, (layers, size)) if layers else ring, "L ~ ~ ~" if layers else "~ ~ ~")
     if draw.maybe(0.7):
         outer = (layers,) if layers else ()
-        windows = draw.floats(*outer, size, 8, width - 2 + 4, dtype=draw.any_float())
+        windows = draw.floats(*outer, size, 8, width - 2 + draw.pick(8, 4), dtype=draw.any_float())
         call.give("conv_state", draw.pool(windows), "L ~ ~ ~" if layers else "~ ~ ~")
     else:
         call.arguments["conv_state"] = None
@@ -91,3 +96,59 @@ def accept(draw: Draw) -> Call:
     call.give("num_accepted_tokens", torch.ones(count, dtype=torch.int32), "N+")
     call.arguments["conv_width"] = width
     return call
+
+
+def _changed_by_fold(call: Call) -> dict[str, torch.Tensor]:
+    slots = written_slots(call, "state_indices", "final_state_indices")
+    state, counts = call.get("ssm_state"), call.get("state_tokens")
+    own = slots_mask(counts, slots)
+    return {"ssm_state": own.view(*own.shape, 1, 1, 1).expand(state.shape), "state_tokens": own}
+
+
+def _changed_by_accept(call: Call) -> dict[str, torch.Tensor]:
+    slots = written_slots(call, "state_indices", None)
+    masks = {}
+    for name in ("ring", "conv_state"):
+        if isinstance(pool := call.get(name), torch.Tensor):
+            own = slots_mask(pool.flatten(0, pool.dim() - 4)[0] if pool.dim() == 4 else pool, slots)
+            masks[name] = own.expand(pool.shape)
+    accepted = torch.zeros(call.get("num_accepted_tokens").shape, dtype=torch.bool)
+    accepted[live_sequences(call)] = True
+    return masks | {"num_accepted_tokens": accepted}
+
+
+# Counts that a call writes: int32, one for each slot or sequence.
+_COUNTS: Kind = but(INT32, "one longer") | {
+    "all rows in one place": VALUE, "overlaps another argument": VALUE, "adjacent to another argument": SAME,
+}  # fmt: skip
+_WITHOUT_OFFSETS: Kind = but(PER_SEQUENCE, "extra rows of anything")
+
+CALLS = {
+    "fold_states": Described(fold, (), {
+        "ssm_state": but(STATE_POOL, "two dims more", "interleaved with another argument"),
+        "state_indices": but(SLOTS, "one shorter", "extra rows of anything", "extra rows without offsets") | {
+            "two live sequences, one slot": VALUE, "null slots twice": SAME,
+        },
+        "ring": sequences.RING_READ | sequences.SIZES_OF_RING,
+        "state_tokens": but(_COUNTS, "all rows in one place") | but(
+            sequences.STATE_TOKENS, "anything where no sequence is live"
+        ),
+        "num_computed_tokens": _WITHOUT_OFFSETS | sequences.COMMITTED | {"fewer tokens than its state": VALUE},
+        "num_accepted_tokens": _WITHOUT_OFFSETS | sequences.ACCEPTED_OF_RING,
+        "final_state_indices": but(SLOTS, "extra rows of anything") | sequences.FINAL_SLOTS,
+        "fold_phase": COUNT | {"as long as a period": VALUE},
+        "rounding_seed": sequences.SEED,
+        "*": WHOLE,
+    }, _changed_by_fold),
+    "accept_draft_tree": Described(accept, (), {
+        "ring": sequences.RING,
+        "conv_state": but(WINDOWS, "one longer"),
+        "state_indices": sequences.with_offsets(SLOTS) | sequences.SHARED_SLOTS,
+        "parent_token": but(sequences.PARENTS, "the indices 1-D", "one longer"),
+        "accepted_nodes": sequences.with_offsets(but(PER_SEQUENCE, "the other index dtype") | {"dtype int64": TYPE}),
+        "num_computed_tokens": sequences.with_offsets(PER_SEQUENCE) | sequences.COMMITTED,
+        "num_accepted_tokens": _COUNTS,
+        "query_start_loc": OFFSETS,
+        "*": WHOLE,
+    }, _changed_by_accept),
+}  # fmt: skip
