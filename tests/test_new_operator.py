@@ -84,6 +84,7 @@ def test_the_tuner_the_benchmarks_and_the_makers_of_calls_find_it(project: Path,
     _run(project, "-m", "tests.sample_operator.check", str(tmp_path))
 
 
+@pytest.mark.cover
 def test_the_tests_of_every_operator_find_it(project: Path) -> None:
     """Each of these files has tests of the operator, which pass, and so do those of all operators."""
     whole = [name for names in OF_ALL.values() for name in names]
@@ -106,6 +107,7 @@ def test_the_tests_that_take_minutes_find_it(project: Path) -> None:
     assert {"tests/compile/test_variants.py", "tests/ops/spoiling/test_spoiling.py"} <= _passed(told, "sample")
 
 
+@pytest.mark.cover
 def test_the_gpu_tests_find_it(project: Path) -> None:
     """They can only be listed here."""
     listed = _pytest(project, "--collect-only", "-m", "gpu", "-k", OP, "tests/gpu")
