@@ -4,6 +4,7 @@ One long sequence, at the shapes of Qwen3-Next-80B: the chunk operator alone, ex
 input projection to its output projection; an attention layer with its indexer. A call's time is that of the slowest rank.
 """
 
+import gc
 import json
 import statistics
 import tempfile
@@ -146,6 +147,7 @@ def _rank(rank: int, ranks: int, job: Job, folder: str) -> None:
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
     if group is not None:
+        gc.collect()  # layers hold the group, in cycles: at the end of the process its threads would outlive it
         dist.destroy_process_group()
 
 

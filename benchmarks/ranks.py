@@ -4,6 +4,7 @@ A step is that of the demo's engine: embedding, layers with their MLPs, head and
 tokens. All ranks replay together, so the first one's clock is that of all.
 """
 
+import gc
 import json
 import statistics
 import tempfile
@@ -129,6 +130,8 @@ def _rank(rank: int, ranks: int, job: Job, folder: str) -> None:
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
     if group is not None:
+        del model
+        gc.collect()  # layers hold the group, in cycles: at the end of the process its threads would outlive it
         dist.destroy_process_group()
 
 
