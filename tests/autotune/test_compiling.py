@@ -31,7 +31,7 @@ def _candidates(*configs: Any) -> list[Candidate]:
 
 def _compiled(candidates: list[Candidate], timeout_s: float = 10, **options: Any) -> None:
     with Compiler([(KERNEL, one) for one in candidates], 2, timeout_s, **options) as compiler:
-        compiler.wait_for_all(time.monotonic() + 60)
+        compiler.wait_for_all(time.monotonic() + 300)  # a slow machine must not decide
 
 
 @pytest.mark.cover  # one of them hangs for as long as it may
