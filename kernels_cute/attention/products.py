@@ -51,6 +51,38 @@ def tensor_of(field: Any, layout: Any) -> Any:
     return field.get_tensor(layout.outer, swizzle=layout.inner)
 
 
+def operands_of(tiles: Any, storage: Any, queries: Any) -> Any:
+    """(queries, keys, values) as wgmma reads them. queries: (64 rows, dim, half) in shared memory."""
+    thread, output_thread = score_mma(tiles).get_slice(0), output_mma(tiles).get_slice(0)
+    keys = tensor_of(storage.keys, by_rows(tiles, tiles.step, tiles.key_stages))
+    values = tensor_of(storage.values, by_columns(tiles, tiles.value_stages))
+    return (
+        thread.make_fragment_A(thread.partition_A(queries)), thread.make_fragment_B(thread.partition_B(keys)),
+        output_thread.make_fragment_B(output_thread.partition_B(values)),
+    )  # fmt: skip
+
+
+def registers_of(tiles: Any) -> Any:
+    """(scores, outputs, p, m, sum of p) of a thread; m and the sum are those of its two rows, 8 apart."""
+    scores, outputs = score_mma(tiles), output_mma(tiles)
+    return (
+        cute.make_rmem_tensor(scores.partition_shape_C((64, tiles.step)), Float32),
+        cute.make_rmem_tensor(outputs.partition_shape_C((64, tiles.dim)), Float32),
+        cute.make_rmem_tensor(outputs.partition_shape_A((64, tiles.step)), tiles.dtype),
+        cute.make_rmem_tensor(2, Float32),
+        cute.make_rmem_tensor(2, Float32),
+    )
+
+
+@cute.jit
+def clear(registers):
+    """o = 0, without a position so far."""
+    _, rOutputs, _, rMost, rSums = registers
+    rOutputs.fill(0.0)
+    rMost.fill(-float("inf"))
+    rSums.fill(0.0)
+
+
 @cute.jit
 def issue_scores(tiles: cutlass.Constexpr, storage, operands, rScores, stage, parity):
     queries, keys, _ = operands
@@ -124,6 +156,23 @@ def scale_outputs(tiles: cutlass.Constexpr, rOutputs, factors):
             for side in cutlass.range_constexpr(2):
                 for e in cutlass.range_constexpr(2):
                     rOutputs[4 * n + 2 * side + e] = rOutputs[4 * n + 2 * side + e] * factors[side]
+
+
+@cute.jit
+def end_step(tiles: cutlass.Constexpr, storage, registers, factors, value_ring, lane, spare):
+    """Wait for P V of the step before, scale o for the new m, and hand over p. Return the stage and parity of the next values.
+
+    spare: an address of shared memory. Nothing is stored there, since sums are not negative; but what the sums are made of so
+    stays before the wait, under P V.
+    """
+    _, rOutputs, _, _, rSums = registers
+    ptx.store_if_negative(spare, rSums[0] + rSums[1])
+    warpgroup.wait_group(0)
+    release(storage, "values_free", value_ring[0], lane)
+    value_stage, value_parity = advance(value_ring[0], value_ring[1], tiles.value_stages)
+    scale_outputs(tiles, rOutputs, factors)
+    put_shares(tiles, registers)
+    return value_stage, value_parity
 
 
 @cute.jit

@@ -16,15 +16,15 @@ from kernels_cute.attention.dense.tiles import PIECE_BYTES, TURN, ZEROED
 from kernels_cute.attention.products import (
     advance,
     barrier_at,
-    by_columns,
     by_rows,
+    clear,
+    end_step,
     issue_outputs,
     issue_scores,
-    output_mma,
+    operands_of,
     put_shares,
+    registers_of,
     release,
-    scale_outputs,
-    score_mma,
     soften,
     tensor_of,
 )
@@ -34,23 +34,10 @@ from kernels_cute.attention.rows import LOG2E, finish
 @cute.jit
 def math_warpgroup(tiles: cutlass.Constexpr, storage, params, tile, half, warp, lane):
     """half: number of the math warpgroup; warp: within it."""
-    scores, outputs = score_mma(tiles), output_mma(tiles)
-    thread, output_thread = scores.get_slice(0), outputs.get_slice(0)
     sQueries = cute.local_tile(tensor_of(storage.queries, by_rows(tiles, ROWS, 1)), (64, tiles.dim), (None, 0, 0))
-    queries = thread.make_fragment_A(thread.partition_A(sQueries))[None, None, None, half]
-    sKeys = tensor_of(storage.keys, by_rows(tiles, tiles.step, tiles.key_stages))
-    sValues = tensor_of(storage.values, by_columns(tiles, tiles.value_stages))
-    keys = thread.make_fragment_B(thread.partition_B(sKeys))
-    values = output_thread.make_fragment_B(output_thread.partition_B(sValues))
-    rScores = cute.make_rmem_tensor(scores.partition_shape_C((64, tiles.step)), Float32)
-    rOutputs = cute.make_rmem_tensor(outputs.partition_shape_C((64, tiles.dim)), Float32)
-    rShares = cute.make_rmem_tensor(outputs.partition_shape_A((64, tiles.step)), tiles.dtype)
-    rMost = cute.make_rmem_tensor(2, Float32)  # of this lane's two rows, 8 apart: largest score so far, sum of p
-    rSums = cute.make_rmem_tensor(2, Float32)
-    operands, registers = (queries, keys, values), (rScores, rOutputs, rShares, rMost, rSums)
-    rOutputs.fill(0.0)
-    rMost.fill(-float("inf"))
-    rSums.fill(0.0)
+    queries, keys, values = operands_of(tiles, storage, sQueries)
+    operands, registers = (queries[None, None, None, half], keys, values), registers_of(tiles)
+    clear(registers)
     row = half * 64 + warp * 16 + lane // 4
     # The last position that this lane's rows see, counted from the lane's first column.
     own = [cutlass.min(tile.position + (row + 8 * side) // tiles.group, tile.limit - 1) - lane % 4 * 2 for side in range(2)]
@@ -62,6 +49,7 @@ def math_warpgroup(tiles: cutlass.Constexpr, storage, params, tile, half, warp, 
         if half == 0:
             begin_turn(tiles, half)
     repeat = partial(repeat_row, tiles, params, tile, lane)
+    _, rOutputs, _, rMost, rSums = registers
     finish(tiles, params, (rOutputs, rMost, rSums), (tile.first, tile.count, tile.kv_head), half * 64 + warp * 16, lane, repeat)
 
 
@@ -102,7 +90,7 @@ def take_step(
 ):  # fmt: skip
     """Add the p v of the step before, and compute p of the next one. Return the rings' stages and parities."""
     own, place, factor = seen
-    rScores, rOutputs, _, _, rSums = registers
+    rScores = registers[0]
     stage, parity = advance(*ring, tiles.key_stages)
     begin_turn(tiles, half)
     issue_scores(tiles, storage, operands, rScores, stage, parity)
@@ -116,14 +104,8 @@ def take_step(
         for i in cutlass.range_constexpr(tiles.step // 2):
             rScores[i] = rScores[i] * factor
     factors = soften(tiles, registers)
-    # Never stores, sums are not negative: what the sums are made of stays before the wait, under P V.
-    ptx.store_if_negative(storage.queries.data_ptr().toint(), rSums[0] + rSums[1])
-    warpgroup.wait_group(0)
-    release(storage, "values_free", value_ring[0], lane)
-    value_stage, value_parity = advance(*value_ring, tiles.value_stages)
-    scale_outputs(tiles, rOutputs, factors)
-    put_shares(tiles, registers)
-    return (stage, parity), (value_stage, value_parity)
+    value_ring = end_step(tiles, storage, registers, factors, value_ring, lane, storage.queries.data_ptr().toint())
+    return (stage, parity), value_ring
 
 
 @cute.jit

@@ -19,41 +19,30 @@ from kernels_cute.attention.prefill.tiles import ITEM_WORDS
 from kernels_cute.attention.products import (
     advance,
     barrier_at,
-    by_columns,
     by_rows,
+    clear,
+    end_step,
     issue_outputs,
     issue_scores,
-    output_mma,
+    operands_of,
     put_shares,
+    registers_of,
     release,
-    scale_outputs,
-    score_mma,
     soften,
     tensor_of,
 )
-from kernels_cute.attention.rows import finish
+from kernels_cute.attention.rows import LOG2E, finish
 
 
 @cute.jit
 def math_warpgroup(tiles: cutlass.Constexpr, storage, params, lists, half, warp, lane):
     """half: number of the math warpgroup; warp: within it."""
-    scores, outputs = score_mma(tiles), output_mma(tiles)
-    thread, output_thread = scores.get_slice(0), outputs.get_slice(0)
-    sQueries = tensor_of(storage.queries, by_rows(tiles, STEP, 2))
-    queries = thread.make_fragment_A(thread.partition_A(sQueries))[None, None, None, half]
-    keys = thread.make_fragment_B(thread.partition_B(tensor_of(storage.keys, by_rows(tiles, STEP, tiles.key_stages))))
-    values = output_thread.make_fragment_B(
-        output_thread.partition_B(tensor_of(storage.values, by_columns(tiles, tiles.value_stages)))
-    )
-    rScores = cute.make_rmem_tensor(scores.partition_shape_C((64, STEP)), Float32)
-    rOutputs = cute.make_rmem_tensor(outputs.partition_shape_C((64, tiles.dim)), Float32)
-    rShares = cute.make_rmem_tensor(outputs.partition_shape_A((64, STEP)), tiles.dtype)
-    rMost = cute.make_rmem_tensor(2, Float32)  # of this lane's two rows, 8 apart: largest score so far, sum of p
-    rSums = cute.make_rmem_tensor(2, Float32)
-    operands, registers = (queries, keys, values), (rScores, rOutputs, rShares, rMost, rSums)
+    queries, keys, values = operands_of(tiles, storage, tensor_of(storage.queries, by_rows(tiles, STEP, 2)))
+    operands, registers = (queries[None, None, None, half], keys, values), registers_of(tiles)
+    _, rOutputs, _, rMost, rSums = registers
     row = half * 64 + warp * 16 + lane // 4
     bits = (bit_of(tiles, row), bit_of(tiles, row + 8))
-    factor = params.scale * 1.4426950408889634
+    factor = params.scale * LOG2E
     sRecords = storage.records.get_tensor(cute.make_layout(2 * ITEM_WORDS))
 
     number, going = Int32(0), Boolean(True)
@@ -64,9 +53,7 @@ def math_warpgroup(tiles: cutlass.Constexpr, storage, params, lists, half, warp,
         if steps > 0:
             rings = attend(tiles, storage, operands, registers, (bits, factor, lane), steps, rings)
         else:
-            rOutputs.fill(0.0)
-            rMost.fill(-float("inf"))
-            rSums.fill(0.0)
+            clear(registers)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(barrier_at(storage, "queries_free"))
@@ -91,11 +78,8 @@ def bit_of(tiles: cutlass.Constexpr, row):
 @cute.jit
 def attend(tiles: cutlass.Constexpr, storage, operands, registers, lanes, steps, rings):
     """Compute o, m and the sums of an item. Return the stages and parities that come next in the rings."""
-    rScores, rOutputs, rShares, rMost, rSums = registers
-    lane = lanes[2]
-    rOutputs.fill(0.0)
-    rMost.fill(-float("inf"))
-    rSums.fill(0.0)
+    rScores, lane = registers[0], lanes[2]
+    clear(registers)
     stage, parity, value_stage, value_parity = rings
     issue_scores(tiles, storage, operands, rScores, stage, parity)
     warpgroup.wait_group(0)
@@ -107,13 +91,9 @@ def attend(tiles: cutlass.Constexpr, storage, operands, registers, lanes, steps,
         issue_outputs(tiles, storage, operands, registers, value_stage, value_parity)
         warpgroup.wait_group(1)
         factors = weigh(tiles, storage, registers, lanes, stage)
-        # Never stores, sums are not negative: what the sums are made of stays before the wait, under P V.
-        ptx.store_if_negative(storage.taken.data_ptr().toint(), rSums[0] + rSums[1])
-        warpgroup.wait_group(0)
-        release(storage, "values_free", value_stage, lane)
-        value_stage, value_parity = advance(value_stage, value_parity, tiles.value_stages)
-        scale_outputs(tiles, rOutputs, factors)
-        put_shares(tiles, registers)
+        value_stage, value_parity = end_step(
+            tiles, storage, registers, factors, (value_stage, value_parity), lane, storage.taken.data_ptr().toint()
+        )
     release(storage, "queries_free", Int32(0), lane)
     issue_outputs(tiles, storage, operands, registers, value_stage, value_parity)
     warpgroup.wait_group(0)
