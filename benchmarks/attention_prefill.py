@@ -3,7 +3,7 @@
     python -m benchmarks attention
 
 FLOP are 4 D for each visible pair of positions and each query head. Torch gets keys and values that were gathered from the pages
-beforehand; "with the gather" counts that too, as `gdn.attention` does it.
+beforehand; `gdn.attention` gathers them in each call.
 """
 
 import importlib
@@ -13,18 +13,18 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
+import gdn
 from autotune.console import JsonFile, console, device_spec, keep
+from benchmarks import dense_attention
 from gdn import runtime
 from gdn.cli.plain import table
 from gdn.core.tunable import example
-from gdn.ops.attention import torch_attention
 from gdn.ops.attention.problem import AttentionPrefillParams, AttentionPrefillProblem
 from gdn.runtime import registry
 from gdn.testing import timing
 
+_PEERS = ("flash, causal_lower_right", "cudnn, causal_lower_right")  # of dense_attention.ways
 SHAPES = ((8192, 8192), (2048, 32768), (1024, 1024))  # new tokens, context
 
 
@@ -54,16 +54,8 @@ def arguments_of(problem: AttentionPrefillProblem, device: torch.device) -> Atte
     )  # fmt: skip
 
 
-def flops(problem: AttentionPrefillProblem) -> int:
-    """Of the pairs that the mask leaves, of one sequence."""
-    new, context = problem.num_tokens, problem.max_context_len
-    return 4 * problem.head_dim * problem.num_heads * (new * (context - new) + new * (new + 1) // 2)
-
-
 def ways(problem: AttentionPrefillProblem, params: AttentionPrefillParams) -> Iterator[tuple[str, Callable[[], object]]]:
     """Every way to compute the call, by name."""
-    from torch.nn.attention.bias import causal_lower_right  # it loads torch's compiler, which takes a second
-
     device = params.q.device
     module = importlib.import_module(registry.operator("attention_prefill").modules["cute"])
     for config in module.configs(problem, device_spec()) if device.type == "cuda" else []:
@@ -71,23 +63,15 @@ def ways(problem: AttentionPrefillProblem, params: AttentionPrefillParams) -> It
         assert prepared.launch is not None
         yield f"ours, {config}", lambda prepared=prepared: prepared.launch(params)  # type: ignore[misc]
 
-    def gathered(cache: torch.Tensor) -> torch.Tensor:
-        return cache.index_select(0, params.block_tables[0]).flatten(0, 1)[None, : problem.max_context_len]
-
-    q, keys, values = params.q[None], gathered(params.k_cache), gathered(params.v_cache)
-    yield "torch, flash", lambda: torch_attention.attend(q, keys, values, params.scale)
-    yield (
-        "torch, flash, with the gather",
-        lambda: torch_attention.attend(q, gathered(params.k_cache), gathered(params.v_cache), params.scale),
-    )
-    mask: Any = causal_lower_right(problem.num_tokens, problem.max_context_len)
-    queries, *pair = (x.transpose(1, 2).contiguous() for x in (q, keys, values))
-
-    def cudnn() -> object:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return scaled_dot_product_attention(queries, pair[0], pair[1], attn_mask=mask, enable_gqa=True)
-
-    yield "torch, cuDNN", cudnn
+    arguments: dict[str, Any] = {
+        "q": params.q, "kv_cache": (params.k_cache, params.v_cache), "block_tables": params.block_tables,
+        "query_start_loc": params.query_start_loc, "seq_lens": params.seq_lens,
+    }  # fmt: skip
+    host: dict[str, Any] = {"query_lens_host": (problem.num_tokens,), "seq_lens_host": (problem.max_context_len,)}
+    yield "gdn.attention, with the gather", lambda: gdn.attention(**arguments, **host)
+    for name, call in dense_attention.ways(arguments):
+        if name in _PEERS:
+            yield f"torch, {name}", call
 
 
 def measure(device: torch.device, shapes: tuple[tuple[int, int], ...] = SHAPES) -> Iterator[Time | str]:
@@ -102,7 +86,7 @@ def measure(device: torch.device, shapes: tuple[tuple[int, int], ...] = SHAPES) 
             except RuntimeError as error:
                 yield f"{name}, {way}: {str(error).splitlines()[0]}"
                 continue
-            yield Time(name, way, us, flops(problem) / us * 1e-6)
+            yield Time(name, way, us, problem.flops() / us * 1e-6)
 
 
 def command(

@@ -9,7 +9,7 @@ holds what is expected.
 import heapq
 import random
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 Step = float | tuple["Mbarrier", str, int]
@@ -122,3 +122,16 @@ class Simulation:
             self.now, _, action = heapq.heappop(self._events)
             action()
         assert self._alive == 0
+
+
+def faults_found(blocks: Iterable[Any], name: str, expected: Mapping[str, int]) -> int:
+    """How many of the blocks' runs fail where the barriers of this name expect other arrivals."""
+    found = 0
+    for block in blocks:
+        for barrier in block.barriers[name]:
+            barrier.expected = Counter(expected)
+        try:
+            block.run()
+        except AssertionError:
+            found += 1
+    return found

@@ -78,7 +78,7 @@ class PrefillCase(StepCase):
         return _work(arguments, SparsePrefillParams, make, problem)
 
 
-def _decode(sequences: int, heads: tuple[int, int], positions: str = "random", drafts: int = 0) -> Shape:
+def decode_shape(sequences: int, heads: tuple[int, int], positions: str = "random", drafts: int = 0) -> Shape:
     tokens = sequences * (1 + drafts)
     sizes: dict[str, Any] = {"num_heads": heads[0], "num_kv_heads": heads[1], "num_tokens": tokens, "num_sequences": sequences}
     problem = example("sparse_attention_decode", **sizes)
@@ -87,7 +87,7 @@ def _decode(sequences: int, heads: tuple[int, int], positions: str = "random", d
     return Shape(name, problem, positions=positions)
 
 
-def _prefill(heads: tuple[int, int], positions: str) -> Shape:
+def prefill_shape(heads: tuple[int, int], positions: str) -> Shape:
     problem = example("sparse_attention_prefill", num_heads=heads[0], num_kv_heads=heads[1])
     name = f"{problem.num_tokens} x {problem.max_context_len}, k {problem.k}, {heads[0]}/{heads[1]} heads, {positions}"
     return Shape(name, problem, positions=positions)
@@ -104,17 +104,18 @@ def _peer_arguments(shape: Shape, device: torch.device, seed: int) -> dict[str, 
 sparse_attention_decode = Tunable(
     DecodeCase,
     shapes=(
-        _decode(64, (16, 2)), _decode(64, (8, 1)), _decode(1, (16, 2)), _decode(1, (8, 1)), _decode(16, (16, 2)),
-        _decode(32, (16, 2)), _decode(128, (16, 2)), _decode(64, (16, 2), drafts=3),
+        decode_shape(64, (16, 2)), decode_shape(64, (8, 1)), decode_shape(1, (16, 2)), decode_shape(1, (8, 1)),
+        decode_shape(16, (16, 2)),
+        decode_shape(32, (16, 2)), decode_shape(128, (16, 2)), decode_shape(64, (16, 2), drafts=3),
     ),
-    shown=(_decode(64, (16, 2), "runs of 4"),),
+    shown=(decode_shape(64, (16, 2), "runs of 4"),),
     small=lambda shape: _small(shape, num_tokens=3, num_sequences=3),
 )  # fmt: skip
 
 sparse_attention_prefill = Tunable(
     PrefillCase,
-    shapes=(_prefill((16, 2), "90 % kept"),),
-    shown=(_prefill((16, 2), "random"),),
+    shapes=(prefill_shape((16, 2), "90 % kept"),),
+    shown=(prefill_shape((16, 2), "random"),),
     small=lambda shape: _small(shape, num_tokens=20, max_context_len=64),
     peer_arguments=_peer_arguments,
 )

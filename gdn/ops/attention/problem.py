@@ -77,9 +77,9 @@ class AttentionPrefillProblem(AttentionProblem, op="attention_prefill"):
     max_context_len: int = size()  # positions that the block table of a sequence can address
 
     def flops(self) -> int:
-        """Every token of equal sequences that are as long as they can be, up to its own position."""
-        tokens = -(-self.num_tokens // max(1, self.num_sequences))
-        pairs = self.num_tokens * max(1, self.max_context_len - tokens // 2)
+        """Of the pairs that the mask leaves, in equal sequences that are as long as they can be."""
+        new = self.num_tokens // max(1, self.num_sequences)  # tokens of a sequence
+        pairs = self.num_tokens * (2 * self.max_context_len - new + 1) // 2
         return 4 * pairs * self.num_heads * self.head_dim
 
     def bytes_moved(self) -> int:

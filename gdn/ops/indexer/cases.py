@@ -137,7 +137,7 @@ def _useful_flops(shape: Shape) -> int:
     return int(2 * pairs * problem.num_heads * problem.head_dim)
 
 
-def _paged(batch: int, context: int, num_heads: int, next_n: int = 1, bf16: bool = False) -> Shape:
+def paged_shape(batch: int, context: int, num_heads: int, next_n: int = 1, bf16: bool = False) -> Shape:
     sizes = {"next_n": next_n, "batch": batch, "max_context_len": context}
     problem = example("paged_mqa_logits", {"index_num_heads": num_heads}, fp8=not bf16, **sizes)
     kind = "bf16" if bf16 else "fp8"
@@ -162,10 +162,11 @@ mqa_logits = Tunable(
 paged_mqa_logits = Tunable(
     PagedCase,
     shapes=(
-        _paged(32, 8192, 64), _paged(64, 32768, 64), _paged(64, 65536, 64), _paged(64, 32768, 32),
-        _paged(128, 8192, 64, next_n=2), _paged(1, 131072, 64), _paged(64, 32768, 16), _paged(64, 32768, 16, bf16=True),
+        paged_shape(32, 8192, 64), paged_shape(64, 32768, 64), paged_shape(64, 65536, 64), paged_shape(64, 32768, 32),
+        paged_shape(128, 8192, 64, next_n=2), paged_shape(1, 131072, 64), paged_shape(64, 32768, 16),
+        paged_shape(64, 32768, 16, bf16=True),
     ),
-    measured_only=(_paged(64, 65536, 16),),  # a cache as large as that of 64 heads
+    measured_only=(paged_shape(64, 65536, 16),),  # a cache as large as that of 64 heads
     small=lambda shape: resized(shape, batch=3, max_context_len=150),
 )  # fmt: skip
 
@@ -184,7 +185,7 @@ def _topk(make: Maker, problem: TopkProblem, lengths: Sequence[int]) -> Work:
     return Work("topk_indices", arguments | {"k": problem.k, "sorted_by": problem.sorted_by}, params, (out,))
 
 
-def _rows(num_rows: int, num_columns: int, k: int = 2048, dtype: str = "float32", starts: bool = True) -> Shape:
+def selection_shape(num_rows: int, num_columns: int, k: int = 2048, dtype: str = "float32", starts: bool = True) -> Shape:
     """starts=False: rows begin at column 0, like those of paged logits."""
     fields: dict[str, Any] = {"dtype": dtype, "starts_dtype": "int32" if starts else None, "k": k}
     kind = {"float32": "f32", "bfloat16": "bf16"}[dtype] + ("" if starts else ", no starts")
@@ -195,10 +196,11 @@ def _rows(num_rows: int, num_columns: int, k: int = 2048, dtype: str = "float32"
 topk = Tunable(
     partial(StepCase, _topk, verdict="bits"),
     shapes=(
-        _rows(4096, 8192), _rows(4096, 8192, 512), _rows(4096, 32768), _rows(64, 65536), _rows(64, 131072), _rows(1024, 131072),
-        _rows(4096, 32768, dtype="bfloat16"),
+        selection_shape(4096, 8192), selection_shape(4096, 8192, 512), selection_shape(4096, 32768),
+        selection_shape(64, 65536), selection_shape(64, 131072), selection_shape(1024, 131072),
+        selection_shape(4096, 32768, dtype="bfloat16"),
     ),
-    tuned_only=(_rows(64, 65536, starts=False), _rows(64, 131072, starts=False)),
+    tuned_only=(selection_shape(64, 65536, starts=False), selection_shape(64, 131072, starts=False)),
     small=lambda shape: resized(shape, num_rows=5, num_columns=70, k=9),
 )  # fmt: skip
 

@@ -277,21 +277,21 @@ def _projections(make: base.Maker, problem: GdnDecodeProblem, rows: int) -> dict
     }
 
 
-def _steps(heads: tuple[int, int], batch: int, state_dtype: str = "float32", drafts: int = 0, **fields: Any) -> base.Shape:
+def step_shape(heads: tuple[int, int], batch: int, state_dtype: str = "float32", drafts: int = 0, **fields: Any) -> base.Shape:
     flags = {"cu_seqlens_dtype": "int32" if drafts else None, "has_columns": drafts > 0, "has_accepted": drafts > 0}
     return base.decode_steps("gdn_decode", heads, batch, drafts, state_dtype=state_dtype, **flags, **fields)
 
 
 _WHOLE: dict[str, Any] = {"concatenated": True, **dict.fromkeys(("z_dtype", "b_dtype", "a_dtype"))}  # as the layer's
-_CONCATENATED = [_steps((16, 32), batch, **_WHOLE) for batch in (1, 32, 128)]
+_CONCATENATED = [step_shape((16, 32), batch, **_WHOLE) for batch in (1, 32, 128)]
 
 gdn_decode = base.Tunable(
     partial(base.StepCase, _step, verdict="close", copied=("conv_state",), states=("ssm_state",)),
     shapes=(
-        *(_steps((16, 32), batch) for batch in (1, 8, 32, 128, 512)),
-        *(_steps((16, 32), batch, "bfloat16") for batch in (128, 512)),
-        *(_steps((4, 8), batch) for batch in (1, 8, 32, 128)),
-        *(_steps((16, 32), batch, drafts=3) for batch in (32, 128)),
+        *(step_shape((16, 32), batch) for batch in (1, 8, 32, 128, 512)),
+        *(step_shape((16, 32), batch, "bfloat16") for batch in (128, 512)),
+        *(step_shape((4, 8), batch) for batch in (1, 8, 32, 128)),
+        *(step_shape((16, 32), batch, drafts=3) for batch in (32, 128)),
     ),
     measured_only=tuple(replace(shape, name=f"{shape.name}, concatenated") for shape in _CONCATENATED),
     small=lambda shape: base.resized(shape, shape.lengths[:3], num_k_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=32),
