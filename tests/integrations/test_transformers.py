@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ def test_index_tensors_of_a_captured_call_stay_with_its_graph(length: int, monke
     def looked_at(*given: Any) -> Any:
         """As on a GPU: the form has a stream."""
         form = of(*given)
-        seen.append(form._replace(gpu=0, stream=stream))
+        seen.append(replace(form, gpu=0, stream=stream))
         return seen[-1]
 
     monkeypatch.setattr(again.Form, "of", staticmethod(looked_at))
@@ -215,7 +216,7 @@ def test_a_call_like_those_before_is_not_asked_again(monkeypatch: pytest.MonkeyP
 
 
 def test_modes_are_asked_once_a_call_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And are forgotten after it, whether it ended or failed; with gradients or autocast each layer asks for itself."""
+    """And are forgotten after it, whether it ended or failed; with gradients, autocast or packed sequences each layer asks for itself."""
     small, found = with_fused_kernels(), []
     (linear,) = host.linear_layers(small)
     decode = prompts(1)[0]
@@ -239,6 +240,9 @@ def test_modes_are_asked_once_a_call_of_the_model(monkeypatch: pytest.MonkeyPatc
             small(decode, past_key_values=cache, use_cache=True)
         small(decode, past_key_values=cache, use_cache=True)
         assert modes[3:] == [None, None] and served(handle) == counted
+        with torch.no_grad():
+            small(prompts(4)[0], position_ids=torch.tensor([[0, 1, 0, 1]]), use_cache=False)
+        assert modes[5:] == [None]  # its sequences are packed
         hook.remove()
         monkeypatch.setattr(linear.out_proj, "forward", lambda *_: 1 / 0)
         with torch.no_grad(), pytest.raises(ZeroDivisionError):

@@ -1,6 +1,7 @@
 """A Gated DeltaNet layer's call that is like one before: what `layer.refusal` let pass then is compared, and not asked again."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, is_autocast_enabled, is_grad_enabled
 from torch.compiler import is_compiling
@@ -15,12 +16,13 @@ from gdn.runtime.guards import Guard, view_of
 from gdn.runtime.streams import raw_stream
 
 
-class Form(NamedTuple):
-    """What follows from the form of the tokens and from the stream.
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What follows from the form of the tokens and from the stream. With slots: a field of a tuple takes several times as long.
 
     guard: of the call that it was made for. rows, strides: of the tokens as rows; None where they are not contiguous, or the
-    fused operators have no kernel. result, result_strides: of the tokens, as of the result. gpu: its index, None on the CPU.
-    recurring: index tensors of the operator.
+    fused operators have no kernel. result, result_strides, elements: of the tokens, as of the result. gpu: its index, None on
+    the CPU. recurring: index tensors of the operator.
     """
 
     guard: Guard | None
@@ -31,6 +33,7 @@ class Form(NamedTuple):
     strides: tuple[int, int] = (0, 1)
     result: tuple[int, int, int] = (0, 0, 0)
     result_strides: tuple[int, int, int] = (0, 0, 1)
+    elements: int = 0
     is_decode: bool = False
     recurring: Any = None
 
@@ -45,7 +48,7 @@ class Form(NamedTuple):
         recurring = indices.rows(batch, device) if is_decode else indices.prompts(batch, length, has_previous, device)
         return Form(
             guard, has_previous, device.index, stream, (batch * length, hidden), (hidden, 1), (batch, length, hidden),
-            (length * hidden, hidden, 1), is_decode, recurring,
+            (length * hidden, hidden, 1), batch * length * hidden, is_decode, recurring,
         )  # fmt: skip
 
 
@@ -61,14 +64,14 @@ class Again:
         self._facts, self._calls, self._boundaries = facts, calls, boundaries
         self._form = Form(None, False, None, None)
 
-    def __call__(self, layer: Any, hidden_states: Tensor, cache: Any) -> Tensor | None:
+    def call(self, layer: Any, hidden_states: Tensor, cache: Any) -> Tensor | None:
         """The result; None if the call differs, and then nothing was done. One function, since each further one takes as long as
-        two of the comparisons."""
+        two of the comparisons; and a method with a name, since `__call__` takes three times as long."""
         facts, calls, boundaries = self._facts, self._calls, self._boundaries
-        if cache is None or is_compiling() or not calls.active or boundaries.current is not None:
+        if cache is None or is_compiling() or not calls.active:
             return None
         mode = boundaries.mode
-        if mode is None and is_grad_enabled():
+        if mode is None and (boundaries.current is not None or is_grad_enabled()):
             return None
         try:
             made = cache.layers[facts.layer_idx]
@@ -106,14 +109,15 @@ class Again:
             form = Form.of(facts, guard, hidden_states, has_previous)
             if form.gpu is None or not is_current_stream_capturing():
                 self._form = form
-        if form.rows is None:
+        rows = form.rows
+        if rows is None:
             return None
         # Without an argument it reports CUDA's state, in a fifth of the time that the name of a device takes.
         if mode is None and (is_autocast_enabled("cpu") if form.gpu is None else is_autocast_enabled()):
             return None
 
         calls.served += 1
-        tokens = view_of(hidden_states, form.rows, form.strides)
+        tokens = view_of(hidden_states, rows, form.strides)
         if facts.is_interleaved:
             qkv, z, b, a = parts["in_proj_qkvz"](tokens), None, parts["in_proj_ba"](tokens), None
         else:
@@ -121,13 +125,14 @@ class Again:
             b, a = parts["in_proj_b"](tokens), parts["in_proj_a"](tokens)
         windows, weight = views
         own, gain, bias = layer._parameters, norm._parameters["weight"], filters["bias"]
-        A_log, dt_bias, recurring = own["A_log"], own["dt_bias"], form.recurring
+        A_log, dt_bias = own["A_log"], own["dt_bias"]
         if form.is_decode:
-            core = facts.decode(qkv, z, b, a, windows, weight, A_log, dt_bias, gain, pool, recurring, bias)
+            core = facts.decode(qkv, z, b, a, windows, weight, A_log, dt_bias, gain, pool, form.recurring, bias)
         else:
-            core = facts.prefill(qkv, z, b, a, windows, weight, A_log, dt_bias, gain, pool, *recurring, bias)
+            slots, offsets, flags = form.recurring
+            core = facts.prefill(qkv, z, b, a, windows, weight, A_log, dt_bias, gain, pool, slots, offsets, flags, bias)
             made.has_previous_state[0] = True
         result: Tensor = parts["out_proj"](core)
-        if result.size(-1) == form.rows[1] and result.is_contiguous():
+        if result.numel() == form.elements and result.is_contiguous():
             return view_of(result, form.result, form.result_strides)
         return result.view(*form.result[:2], -1)

@@ -5,7 +5,8 @@ position_ids do not reach them. A hook before the text model derives the boundar
 """
 
 import threading
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ IN_PARTS = (
 )
 
 
-class Mode(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Mode:
     """Torch's modes in a call of the model without gradients and autocast: asked once, they need not be asked in every layer.
 
     gpu: index of the tokens' device, None on the CPU. stream: its current one. is_capturing: whether a graph takes it in.
@@ -52,7 +54,7 @@ class Boundaries(threading.local):
 
     current: offsets [N + 1] of packed sequences over all tokens; None where each row is one sequence. unserved_mask: why the mask
     of attention with an indexer must be read as it is; None where it hides padding and later tokens alone. mode: None outside of
-    a call, and where the layers ask for themselves.
+    a call, with packed sequences, and where the layers ask for themselves.
     """
 
     def __init__(self) -> None:

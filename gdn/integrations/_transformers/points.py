@@ -162,7 +162,7 @@ def _text_installer(module: nn.Module, boundaries: packed.Boundaries) -> Callabl
                 mask = reason
             if not torch.compiler.is_compiling():
                 boundaries.current, boundaries.unserved_mask = derived, mask
-                boundaries.mode = None if tokens is None else packed.Mode.now(tokens.device)
+                boundaries.mode = None if tokens is None or derived is not None else packed.Mode.now(tokens.device)
                 if derived is not None:
                     calls.served += 1
 

@@ -60,7 +60,7 @@ def layer_forward(
             output_attentions: Any = _ABSENT, **others: Any,
         ) -> Any:  # fmt: skip
             if attention_mask is None and not others:
-                result = again(self, hidden_states, cache)
+                result = again.call(self, hidden_states, cache)
                 if result is not None:
                     return result
             passed_on = _given(use_cache, output_router_logits, output_hidden_states, output_attentions)
@@ -74,7 +74,7 @@ def layer_forward(
         output_attentions: Any = _ABSENT, **others: Any,
     ) -> Any:  # fmt: skip
         if attention_mask is None and not others:
-            result = again(self, hidden_states, cache_params)
+            result = again.call(self, hidden_states, cache_params)
             if result is not None:
                 return result
         passed_on = _given(use_cache, output_router_logits, output_hidden_states, output_attentions)
