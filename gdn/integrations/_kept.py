@@ -34,7 +34,7 @@ class Served:
     __slots__ = ("_guard",)
 
     def __init__(self) -> None:
-        self._guard: guards.Guard = _never
+        self._guard: guards.Guard = never
 
     def __call__(self, *tensors: Tensor) -> bool:
         return self._guard(*tensors) and not tensors[-1].data_ptr() & UNALIGNED and not torch.is_grad_enabled()
@@ -65,7 +65,7 @@ class ServedOf:
 UNALIGNED = 15  # bits of an address that kernels do not take, of what they update in place
 
 
-def _never(*_: Tensor) -> bool:
+def never(*_: Tensor) -> bool:
     return False
 
 
@@ -148,7 +148,7 @@ class PartViews:
         return parts
 
 
-_NO_PARTS: Any = (None, _nothing, 0, _never)
+_NO_PARTS: Any = (None, _nothing, 0, never)
 
 
 def _let_go(owner: "weakref.ref[PartViews]", source: Any) -> None:
@@ -158,7 +158,7 @@ def _let_go(owner: "weakref.ref[PartViews]", source: Any) -> None:
 
 
 _PLAIN = 3  # calls before views are kept
-_NO_VIEWS: Any = (None, _nothing, _nothing, (0, 0), _never)
+_NO_VIEWS: Any = (None, _nothing, _nothing, (0, 0), never)
 
 
 def _forget(owner: "weakref.ref[LayerViews]", source: Any) -> None:

@@ -18,11 +18,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
+from torch.compiler import is_compiling
+from torch.cuda import is_current_stream_capturing
 
 import gdn
 from gdn.integrations import _indices as indices
 from gdn.integrations._calls import Calls, unserved, unserved_state
-from gdn.integrations._kept import Served, bound
+from gdn.integrations._kept import UNALIGNED, Served, bound, never
+from gdn.runtime.guards import Guard, maker
+from gdn.runtime.streams import raw_stream
 
 Tensor = torch.Tensor
 CHUNK = 64  # tokens between two states that the host may ask for
@@ -141,7 +146,8 @@ def kernel_class(base: type) -> type:
         def __init__(self, host: Any, serving: Serving) -> None:
             """host: the kernel object that SGLang made for the same phase."""
             self._host, self._serving = host, serving
-            self._decoded, self._packed, self._extended, self._verified = (Served() for _ in range(4))
+            self._decoded, self._extended, self._verified = (Served() for _ in range(3))
+            self._packing = _NO_PACKING
 
         def decode(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **given: Any) -> Tensor:
             states, known, reason = given["ssm_states"], self._decoded, None
@@ -156,21 +162,41 @@ def kernel_class(base: type) -> type:
             )[0]  # fmt: skip
 
         def packed_decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Tensor:
-            states, head_v_dim, known, reason = given["ssm_states"], given["head_v_dim"], self._packed, None
-            replay = given.get("replayssm_d")
-            if replay is not None or not known(mixed_qkv, states) or head_v_dim != states.shape[-1]:
-                allowed = self._serving.calls.allow_reference
-                reason = refusal_packed(mixed_qkv, states, head_v_dim, replay, allow_reference=allowed)
-                reason = known.judge(reason, mixed_qkv, states)
-            if not self._serving.serves("packed_decode", reason):
+            states, head_dim, calls = given["ssm_states"], given["head_v_dim"], self._serving.calls
+            packing: _Packing | None = self._packing
+            # Whether the call is like the last one that was served. As `Served` and `Serving.serves`, written out: each function
+            # takes as long as a few of the comparisons, and a split of rows leaves no time for them.
+            if (
+                not is_compiling()
+                and packing.guard(mixed_qkv, states)
+                and packing.head_dim == head_dim
+                and packing.num_v_heads == given["num_v_heads"]
+                and given.get("replayssm_d") is None
+                and not states.data_ptr() & UNALIGNED
+                and not is_grad_enabled()
+                and calls.active
+                and (packing.gpu is None or packing.stream == raw_stream(packing.gpu))
+            ):
+                calls.served += 1
+            elif (packing := self._packing_of(mixed_qkv, given)) is None:
                 return self._host.packed_decode(mixed_qkv, a, b, **given)  # type: ignore[no-any-return]
-            q, k, v = _unpacked(mixed_qkv, given["num_v_heads"], head_v_dim)
-            # Packed sequences of one token: as rows of their own, the operator would have to make these offsets in every call.
-            offsets = indices.rows(mixed_qkv.shape[0] + 1, mixed_qkv.device)
+            q, k, v = mixed_qkv.view(1, -1, packing.heads, head_dim).split_with_sizes(packing.parts, 2)
             return _recurrent(given["scale"])(  # type: ignore[no-any-return]
-                q, k, v, a[None], b[None], states, offsets, given["cache_indices"],
+                q, k, v, a[None], b[None], states, packing.offsets, given["cache_indices"],
                 A_log=given["A_log"], dt_bias=given["dt_bias"],
             )[0]  # fmt: skip
+
+        def _packing_of(self, mixed_qkv: Tensor, given: Mapping[str, Any]) -> "_Packing | None":
+            """Of a call of packed_decode, which is judged and counted; None where it is left to the host."""
+            states, head_dim, allowed = given["ssm_states"], given["head_v_dim"], self._serving.calls.allow_reference
+            reason = refusal_packed(mixed_qkv, states, head_dim, given.get("replayssm_d"), allow_reference=allowed)
+            if not self._serving.serves("packed_decode", reason):
+                return None
+            packing = _Packing.of(mixed_qkv, states, given["num_v_heads"], head_dim)
+            # What a capture makes belongs to its graph.
+            if not is_compiling() and (packing.gpu is None or not is_current_stream_capturing()):
+                self._packing = packing
+            return packing
 
         def extend(
             self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **given: Any
@@ -223,11 +249,36 @@ def _chunk() -> Callable[..., Any]:
     return bound(gdn.chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True, state_v_first=True, null_slot=NULL_SLOT)
 
 
-def _unpacked(mixed_qkv: Tensor, num_v_heads: int, head_dim: int) -> tuple[Tensor, ...]:
-    """Views [1, rows, heads, dim] of rows [rows, D]: two calls, which are most of what the adapter costs the host."""
-    every = mixed_qkv.shape[1] // head_dim
-    keys = (every - num_v_heads) // 2
-    return mixed_qkv.view(1, -1, every, head_dim).split_with_sizes((keys, keys, num_v_heads), 2)
+@dataclass(slots=True)
+class _Packing:
+    """What packed_decode knows of a call that was served, for calls like it.
+
+    guard: of its rows [rows, D] and states. heads, parts: of a row, together and of queries, keys and values. offsets: of the
+    rows as packed sequences of one token; as rows of their own, the operator would have to make these in every call. They
+    belong to a stream of a GPU; both None on the CPU.
+    """
+
+    guard: Guard
+    num_v_heads: int
+    head_dim: int
+    heads: int
+    parts: tuple[int, int, int]
+    gpu: int | None
+    stream: int | None
+    offsets: Tensor | None
+
+    @staticmethod
+    def of(mixed_qkv: Tensor, states: Tensor, num_v_heads: int, head_dim: int) -> "_Packing":
+        rows, width = mixed_qkv.shape
+        heads, device = width // head_dim, mixed_qkv.device
+        keys = (heads - num_v_heads) // 2
+        guard = never if is_compiling() else maker()((mixed_qkv, states))
+        stream = None if device.index is None else raw_stream(device.index)
+        offsets = indices.rows(rows + 1, device)
+        return _Packing(guard, num_v_heads, head_dim, heads, (keys, keys, num_v_heads), device.index, stream, offsets)
+
+
+_NO_PACKING = _Packing(never, 0, 0, 0, (0, 0, 0), None, None, None)
 
 
 def _parents(parents: Tensor) -> Tensor:

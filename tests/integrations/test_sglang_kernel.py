@@ -1,10 +1,12 @@
 """SGLang's kernel object on gdn's operators: SGLang's layouts against a float64 loop, and what is left to SGLang's own object."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from gdn.integrations import _sglang_kernel
 from tests.integrations.sglang_engine import (
     HV,
     LAYOUTS,
@@ -164,6 +166,58 @@ def test_a_call_unlike_the_last_one_is_asked_again() -> None:
         assert engine.calls.served == 20
     call(q=wanting)
     assert engine.calls.served == 20 and engine.calls.left["autograd needs gradients, which this project does not record"] == 4
+
+
+def test_packed_rows_unlike_the_last_ones() -> None:
+    """Another number of rows, another scale and other heads, each after calls that were alike."""
+    engine, fresh = Engine(11), Engine(11)
+    packed, a, b = engine.rows(3)
+
+    def call(of: Engine, rows: int, scale: float, heads: int = HV) -> Any:
+        given = {name: value for name, value in of.options([*range(rows)], [1] * rows).items() if name != "query_start_loc"}
+        weights = {"A_log": of.A_log, "dt_bias": of.dt_bias}
+        sizes = {"scale": scale, "num_v_heads": heads, "head_v_dim": of.dim}
+        of.pool.copy_(of.before)
+        return of.kernel.packed_decode(packed[:rows], a[:rows], b[:rows], **weights, **given, **sizes)
+
+    with torch.no_grad():
+        for rows, scale in ((2, 1.0), (2, 1.0), (3, 1.0), (3, 0.5), (2, 0.5)):
+            fresh.kernel._packing = _sglang_kernel._NO_PACKING
+            assert torch.equal(call(engine, rows, scale), call(fresh, rows, scale))
+        with pytest.raises(ValueError, match="got Hq=3, Hk=3, HV=2"):
+            call(engine, 2, 0.5, HV - 2)
+        engine.calls.active, engine.host.result = False, ("o",)
+        assert call(engine, 2, 0.5) is engine.host.result
+
+
+def test_packed_rows_of_a_captured_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets belong to a stream, and those that a capture makes to its graph."""
+    engine, stream, is_capturing, seen = Engine(12), 1, False, []  # type: ignore[var-annotated]
+    rows, of = engine.rows(2), _sglang_kernel._Packing.of
+
+    def looked_at(*given: Any) -> Any:
+        """As on a GPU: there is a stream."""
+        seen.append(replace(of(*given), gpu=0, stream=stream))
+        return seen[-1]
+
+    monkeypatch.setattr(_sglang_kernel._Packing, "of", staticmethod(looked_at))
+    monkeypatch.setattr(_sglang_kernel, "raw_stream", lambda gpu: stream)
+    monkeypatch.setattr(_sglang_kernel, "is_current_stream_capturing", lambda: is_capturing)
+
+    def call() -> int:
+        """How many are made."""
+        before = len(seen)
+        with torch.no_grad():
+            engine.kernel.packed_decode(*rows, scale=1.0, num_v_heads=HV, head_v_dim=engine.dim, **_options(engine))
+        return len(seen) - before
+
+    assert (call(), call()) == (1, 0)
+    is_capturing = True
+    assert call() == 0  # they are kept for ever
+    stream = 2
+    assert (call(), call()) == (1, 1)  # of this graph alone
+    is_capturing = False
+    assert (call(), call()) == (1, 0)
 
 
 def test_layouts_that_are_left() -> None:

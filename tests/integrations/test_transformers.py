@@ -216,7 +216,7 @@ def test_a_call_like_those_before_is_not_asked_again(monkeypatch: pytest.MonkeyP
 
 
 def test_modes_are_asked_once_a_call_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And are forgotten after it, whether it ended or failed; with gradients, autocast or packed sequences each layer asks for itself."""
+    """And are forgotten after it, whether it ended or failed; with gradients, autocast or packed rows each layer asks."""
     small, found = with_fused_kernels(), []
     (linear,) = host.linear_layers(small)
     decode = prompts(1)[0]
