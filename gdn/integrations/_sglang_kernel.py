@@ -163,9 +163,9 @@ def kernel_class(base: type) -> type:
 
         def packed_decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Tensor:
             states, head_dim, calls = given["ssm_states"], given["head_v_dim"], self._serving.calls
-            packing: _Packing | None = self._packing
-            # Whether the call is like the last one that was served. As `Served` and `Serving.serves`, written out: each function
-            # takes as long as a few of the comparisons, and a split of rows leaves no time for them.
+            packing = self._packing
+            # Whether the call is like the last one that was served: `Served` and `Serving.serves`, written out. Each function
+            # takes as long as a few of the comparisons, and the views of the rows take most of the time that there is.
             if (
                 not is_compiling()
                 and packing.guard(mixed_qkv, states)
@@ -178,8 +178,11 @@ def kernel_class(base: type) -> type:
                 and (packing.gpu is None or packing.stream == raw_stream(packing.gpu))
             ):
                 calls.served += 1
-            elif (packing := self._packing_of(mixed_qkv, given)) is None:
-                return self._host.packed_decode(mixed_qkv, a, b, **given)  # type: ignore[no-any-return]
+            else:
+                found = self._packing_of(mixed_qkv, given)
+                if found is None:
+                    return self._host.packed_decode(mixed_qkv, a, b, **given)  # type: ignore[no-any-return]
+                packing = found
             q, k, v = mixed_qkv.view(1, -1, packing.heads, head_dim).split_with_sizes(packing.parts, 2)
             return _recurrent(given["scale"])(  # type: ignore[no-any-return]
                 q, k, v, a[None], b[None], states, packing.offsets, given["cache_indices"],
@@ -249,7 +252,7 @@ def _chunk() -> Callable[..., Any]:
     return bound(gdn.chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True, state_v_first=True, null_slot=NULL_SLOT)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Packing:
     """What packed_decode knows of a call that was served, for calls like it.
 

@@ -29,13 +29,13 @@ VLLM = {
 }
 SGLANG = {
     "SGLang, decode": (4, 2),
-    "SGLang, packed_decode": (7, 4),
+    "SGLang, packed_decode": (1, 4),
     "SGLang, extend": (5, 0),
     "SGLang, target_verify": (4, 2),
     "SGLang, whole step of rows": (6, 1),
     "SGLang, whole step of projections": (6, 1),
 }
-TRANSFORMERS = {"Transformers, decode": (4, 1), "Transformers, prompts": (5, 1)}
+TRANSFORMERS = {"Transformers, decode": (2, 0), "Transformers, prompts": (2, 0)}
 FUNCTIONS = {
     "FLA, chunk": (8, 0),
     "FLA, recurrent": (8, 0),

@@ -82,11 +82,12 @@ class Again:
                 return None
         except (AttributeError, IndexError):  # a layer of another kind, or none
             return None
-        parts = layer._modules  # a lookup through nn.Module takes several times as long
-        convolution, norm = parts["conv1d"], parts["norm"]
-        if "_hf_hook" in convolution.__dict__ or "_hf_hook" in norm.__dict__:
+        own = layer.__dict__  # a lookup through nn.Module takes several times as long
+        parts, parameters = own["_modules"], own["_parameters"]
+        convolution, norm = parts["conv1d"].__dict__, parts["norm"].__dict__
+        if "_hf_hook" in convolution or "_hf_hook" in norm:
             return None
-        filters = convolution._parameters
+        filters = convolution["_parameters"]
         weight = filters["weight"]
         views, of_windows, of_weight, (windows_at, weight_at), guard = facts.views.record
         if windows is not of_windows() or weight is not of_weight():
@@ -119,13 +120,13 @@ class Again:
         calls.served += 1
         tokens = view_of(hidden_states, rows, form.strides)
         if facts.is_interleaved:
-            qkv, z, b, a = parts["in_proj_qkvz"](tokens), None, parts["in_proj_ba"](tokens), None
+            qkv, b = parts["in_proj_qkvz"](tokens), parts["in_proj_ba"](tokens)
+            z = a = None
         else:
             qkv, z = parts["in_proj_qkv"](tokens), parts["in_proj_z"](tokens).view(-1, *facts.heads)
             b, a = parts["in_proj_b"](tokens), parts["in_proj_a"](tokens)
         windows, weight = views
-        own, gain, bias = layer._parameters, norm._parameters["weight"], filters["bias"]
-        A_log, dt_bias = own["A_log"], own["dt_bias"]
+        A_log, dt_bias, gain, bias = parameters["A_log"], parameters["dt_bias"], norm["_parameters"]["weight"], filters["bias"]
         if form.is_decode:
             core = facts.decode(qkv, z, b, a, windows, weight, A_log, dt_bias, gain, pool, form.recurring, bias)
         else:
