@@ -27,7 +27,9 @@ from gdn.served import shape_of
 
 _SPECS = {"h100": H100, "h200": H200}
 _OF_INDEXERS = "gdn.ops.indexer.cases"  # of operators that only models with an indexer run
-_PREFILL_BY_TORCH = "sequences of more than 8 new tokens run on torch where the host knows all lengths"
+_OF_DECODE = "sequences of at most 8 new tokens"
+_OF_PREFILL = "longer sequences; where the kernel refuses and the host knows all lengths, they run on torch"
+_BY_TORCH = "longer sequences run on torch where the host knows all lengths"
 
 
 def explain_command(
@@ -125,9 +127,7 @@ def parts_of(
     if "topk" in operator.composed_of:
         return _combined(operator, shape, spec, backend, assignments, fp8, ratio)
     if operator.name == "attention":
-        (dense,), notes = taken([examples.attention(shape)], assignments, public)
-        order, ordered_by = _order(operator, backend)
-        return [Part(explain_problem(dense, spec, order, ordered_by=ordered_by), dense, (_PREFILL_BY_TORCH, *notes))]
+        return _attention(operator, shape, spec, backend, assignments)
     parts = [registry.operator(name) for name in operator.composed_of] or registry.operators(function)
     examples_of: list[Any] = [one.example(shape, fp8=fp8) for one in parts]
     if ratio > 1:
@@ -135,6 +135,21 @@ def parts_of(
     problems, notes = taken(examples_of, assignments, public)
     order, ordered_by = _order(operator, backend) if operator.composed_of else (backend, None)
     return [Part(explain_problem(problem, spec, order, ordered_by=ordered_by), problem, notes, spec) for problem in problems]
+
+
+def _attention(
+    operator: registry.Operator, shape: ModelShape, spec: DeviceSpec | None, backend: str | None, assignments: Sequence[str]
+) -> list[Part]:
+    """The kernels of decode and of prefill."""
+    problems, notes = taken([examples.attention(shape), examples.attention_prefill(shape)], assignments, operator.name)
+    order, ordered_by = _order(operator, backend)
+    remarks = [_OF_DECODE, _OF_PREFILL]
+    if order not in (None, "reference", *registry.operator("attention_prefill").modules):
+        problems, remarks = problems[:1], [_BY_TORCH]
+    return [
+        Part(explain_problem(problem, spec, order, ordered_by=ordered_by), problem, (remark, *notes))
+        for problem, remark in zip(problems, remarks, strict=True)
+    ]
 
 
 def _grouped(selection: TopkProblem, ratio: int) -> TopkProblem:

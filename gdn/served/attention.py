@@ -15,7 +15,7 @@ _MOST_DECODE_TOKENS = 8  # of a sequence whose rows read pages (gdn.ops.attentio
 
 
 def attention(model: ModelShape, rotary_dim: int, *, block_size: int, has_gate: bool, ratio: int) -> Iterator[Group]:
-    """Norm, rotation and cache writes; dense decode; and with an indexer attention over what it selects.
+    """Norm, rotation and cache writes; dense decode and prefill; and with an indexer attention over what it selects.
 
     rotary_dim: rotated dimensions of a head. ratio: tokens of a key of the indexer.
     """
@@ -28,6 +28,8 @@ def attention(model: ModelShape, rotary_dim: int, *, block_size: int, has_gate: 
     dense = replace(attention_examples.attention(model), **own)
     tables = [block_size << power for power in range(16)]  # positions that a block table addresses, which is cut to such widths
     yield sizes.at(dense, ("num_tokens", "num_sequences", "k"), ((n, n, k) for k in tables for n in SEQUENCES))
+    prompts = replace(attention_examples.attention_prefill(model), **own)
+    yield sizes.at(prompts, ("num_tokens", "max_context_len"), ((rows, k) for k in tables for rows in ROWS))
     if model.index_topk:
         yield from _selected_attention(model, ratio, own)
 

@@ -13,7 +13,7 @@ from autotune import cases, shapes
 from gdn.core.call import operator_named
 from gdn.core.tunable import resized
 from gdn.device import H100
-from gdn.runtime import Prepared, explaining, registry
+from gdn.runtime import Prepared, devices, explaining, registry
 from gdn.testing import timing
 from tests.ops import indexer_kernels
 from tests.references import reference
@@ -41,7 +41,9 @@ def _one_per_static_key() -> list[Any]:
 
 
 @pytest.mark.parametrize("shape", _one_per_static_key())
-def test_the_public_call_is_the_problem_of_the_shape(shape: shapes.Shape) -> None:
+def test_the_public_call_is_the_problem_of_the_shape(shape: shapes.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shape.op == "attention_prefill":  # where its kernel cannot run, all rows go to that of decode
+        monkeypatch.setattr(devices, "describe", lambda device: (H100, "H100"))
     (call,) = cases.make(shape, CPU, H100).public_calls(None)
     with explaining() as asked:
         call()

@@ -1,7 +1,7 @@
 """The barriers of dense prefill: a simulation of its roles, with arrive counts from the kernel's own table.
 
 Every warp is a process. What a stage holds is checked wherever it is read, and nothing may be written while somebody reads it.
-The two math warpgroups take turns in giving products to the tensor cores, and each writes zeros over the end of the first values.
+Each math warpgroup writes zeros over the end of the first values.
 """
 
 from collections import Counter
@@ -35,14 +35,14 @@ class Named:
 
 
 class Block:
-    def __init__(self, stages: tuple[int, int], steps: int, seed: int, *, turns: bool = True, table: Any = None) -> None:
-        self.simulation, self.steps, self.turns = Simulation(seed), steps, turns
+    def __init__(self, stages: tuple[int, int], steps: int, seed: int, *, table: Any = None) -> None:
+        self.simulation, self.steps = Simulation(seed), steps
         self.stages = dict(zip(("keys", "values"), stages, strict=True))
         table = table or dense_tiles.barriers(*stages)
         self.barriers = {name: [Mbarrier(table, name) for _ in range(one.stages)] for name, one in table.barriers.items()}
         self.parts = {(name, stage): Buffer(f"{name} {stage}") for name, count in self.stages.items() for stage in range(count)}
         self.parts["queries", 0] = Buffer("queries")
-        self.turn, self.zeroed = [Named(f"turn {n}", MATH) for n in range(2)], [Named(f"zeroed {n}", MATH // 2) for n in range(2)]
+        self.zeroed = [Named(f"zeroed {n}", MATH // 2) for n in range(2)]
         self.finished: Counter[int] = Counter()
 
     def place(self, name: str, step: int) -> tuple[int, int]:
@@ -75,42 +75,24 @@ class Block:
         self.parts[name, stage].readers -= 1
         self.barriers[f"{name}_free"][stage].arrive("math")
 
-    def begin_turn(self, half: int) -> Role:
-        if self.turns:
-            barrier: Any = self.turn[half]
-            yield barrier, "math", barrier.arrive()
-
-    def end_turn(self, half: int) -> None:
-        if self.turns:
-            self.turn[1 - half].arrive()
-
     def math_warp(self, warp: int) -> Role:
-        half = warp // 4
-        if half == 1:
-            self.end_turn(half)
         if self.steps > 0:
             yield self.barriers["queries_full"][0], "math", 0
-            yield from self.begin_turn(half)
             yield from self.begin("keys", 0)
-            self.end_turn(half)
             yield self.simulation.some_time(1.0)
             self.end("keys", 0)
             yield self.barriers["values_full"][0], "math", 0  # zeros after the last position
-            zeroed: Any = self.zeroed[half]
+            zeroed: Any = self.zeroed[warp // 4]
             yield zeroed, "math", zeroed.arrive()
             for step in range(1, self.steps):
-                yield from self.begin_turn(half)
                 yield from self.begin("keys", step)
                 yield from self.begin("values", step - 1)
-                self.end_turn(half)
                 yield self.simulation.some_time(1.0)
                 self.end("keys", step)
                 yield self.simulation.some_time(1.0)
                 self.end("values", step - 1)
             yield from self.begin("values", self.steps - 1)
             yield self.simulation.some_time(1.0)
-        if half == 0:
-            yield from self.begin_turn(half)
         self.finished[warp] += 1
 
     def run(self) -> None:
@@ -122,17 +104,16 @@ class Block:
         assert self.finished == Counter(range(MATH))
 
 
-@pytest.mark.parametrize("turns", [True, False], ids=["turns", "no turns"])
 @pytest.mark.parametrize("stages", [(2, 2), (3, 2), (3, 3)])
-def test_roles_neither_wait_for_ever_nor_overwrite_what_is_read(stages: tuple[int, int], turns: bool) -> None:
+def test_roles_neither_wait_for_ever_nor_overwrite_what_is_read(stages: tuple[int, int]) -> None:
     for seed in range(30):
-        Block(stages, seed % 9, seed, turns=turns).run()
+        Block(stages, seed % 9, seed).run()
 
 
 @pytest.mark.parametrize("name", ["keys_free", "values_free"])
 def test_the_simulation_finds_a_count_that_is_too_small(name: str) -> None:
     """One math warp fewer: a stage is free while the last warp reads it."""
-    blocks = (Block((2, 2), 8, seed, turns=False) for seed in range(20))
+    blocks = (Block((2, 2), 8, seed) for seed in range(20))
     assert faults_found(blocks, name, {"math": MATH - 1})
 
 

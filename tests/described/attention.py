@@ -40,7 +40,7 @@ def sparse_attention(draw: Draw) -> Call:
 def attention(draw: Draw) -> Call:
     """Dense attention: decode rows, then prefill rows of which some have equal lengths."""
     call = Call("attention")
-    kv_heads, dim, block_size, blocks = draw.pick(2, 1), draw.size(16, 8, served=128), draw.pick(8, 4), 9
+    kv_heads, dim, block_size, blocks = draw.pick(2, 1), draw.size(16, 8, served=128), draw.size(8, 4, served=16), 9
     heads = kv_heads * draw.pick(2, 1, 4)
     lengths = draw.lengths(4, sequences=2) + [draw.pick(9, 12)] * draw.pick(0, 1, 2) + draw.lengths(3, sequences=1)
     offsets = draw.offsets(lengths)

@@ -287,7 +287,7 @@ FAMILIES: dict[str, Family] = {
     "sparse decode": Family("sparse_attention", "sparse_attention_decode", _attention(False, 8, _GATED), 2e-2),
     "sparse prefill": Family("sparse_attention", "sparse_attention_prefill", _attention(False, 90, _GATED), 2e-2),
     "dense decode": Family("attention", "sparse_attention_decode", _attention(True, 8, attention.Variant(16, 2)), 2e-2),
-    "dense prefill": Family("attention", "sparse_attention_decode", _attention(True, 90, attention.Variant(16, 2)), 2e-2),
+    "dense prefill": Family("attention", "attention_prefill", _attention(True, 90, attention.Variant(16, 2)), 2e-2),
     "prepare": Family("prepare_indexer", "prepare_indexer", _prepare(), 2e-2),
     "prepare, bfloat16": Family("prepare_indexer", "prepare_indexer", _prepare(cache_dtype=BF16, values=True), 2e-2),
     "quantize": Family("quantize_fp8", "quantize_fp8", _rows(calls.quantized, 0, 1, 9, 200), 0.0),

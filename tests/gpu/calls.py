@@ -240,6 +240,7 @@ CALLS = {
     "sparse decode": Call("sparse_attention", "sparse_attention_decode", _attention([1, 1, 3, 0, 8], 8)),
     "sparse prefill": Call("sparse_attention", "sparse_attention_prefill", _attention([90, 1, 20, 0, 8], 90)),
     "dense decode": Call("attention", "sparse_attention_decode", _attention([1, 1, 3, 0, 8], 8, dense=True)),
+    "dense prefill": Call("attention", "attention_prefill", _attention([90, 1, 20, 0, 8], 90, dense=True)),
     "prepare": Call("prepare_indexer", "prepare_indexer", _prepare, ("cache",), ("q_norm", "k_norm")),
     "quantize": Call("quantize_fp8", "quantize_fp8", quantized),
 }  # fmt: skip

@@ -116,8 +116,8 @@ def _paged_topk(device: torch.device) -> Arguments:
 
 
 def _dense_prefill(device: torch.device) -> Arguments:
-    arguments = calls._attention([90, 1, 20, 0, 8], 90, dense=True)(device)
-    return arguments | {"query_lens_host": (90, 1, 20, 0, 8), "seq_lens_host": (90, 1, 33, 0, 40)}
+    arguments = calls._attention([1, 90, 20, 0, 8], 90, dense=True)(device)
+    return arguments | {"query_lens_host": (1, 90, 20, 0, 8), "seq_lens_host": (90, 90, 33, 0, 40)}
 
 
 MORE: dict[str, tuple[str, str, Callable[[torch.device], Arguments]]] = {
@@ -127,7 +127,7 @@ MORE: dict[str, tuple[str, str, Callable[[torch.device], Arguments]]] = {
     "expand": ("expand_topk_groups", "expand_topk_groups", _expand),
     "ragged top-k": ("indexer_topk", "mqa_logits", _ragged_topk),
     "paged top-k": ("paged_indexer_topk", "paged_mqa_logits", _paged_topk),
-    "dense prefill": ("attention", "sparse_attention_decode", _dense_prefill),
+    "dense prefill, decode too": ("attention", "attention_prefill", _dense_prefill),
     "fold": ("fold_states", "fold_states", replay_slots.Fold().arguments),
     "accepted trees": ("accept_draft_tree", "accept_draft_tree", replay_slots.Trees().arguments),
 }

@@ -11,7 +11,7 @@ import torch
 
 import gdn
 import gdn.ops.attention.attention as module
-from gdn.ops.attention import torch_attention
+from gdn.ops.attention import gathered, host_lengths, torch_attention
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.references import reference
@@ -153,7 +153,8 @@ def test_without_both_lengths_all_rows_take_the_paged_kernel_and_nothing_is_read
     paged = mock.Mock(return_value=(arguments["q"], arguments["q"]))
     forbidden = mock.Mock(side_effect=AssertionError("a value was read"))
     with (
-        mock.patch.multiple(module, attend=paged, check_values=mock.Mock(), reads_values=lambda device: False),
+        mock.patch.multiple(module, attend=paged, check_values=mock.Mock()),
+        mock.patch.object(host_lengths, "reads_values", lambda device: False),
         mock.patch.multiple(torch.Tensor, item=forbidden, tolist=forbidden, cpu=forbidden, __bool__=forbidden),
     ):
         gdn.attention(**arguments)
@@ -165,7 +166,8 @@ def test_prefill_reads_no_value_on_a_device() -> None:
     paged = mock.Mock(return_value=(None, torch.zeros(3, 4)))
     forbidden = mock.Mock(side_effect=AssertionError("a value was read"))
     with (
-        mock.patch.multiple(module, attend=paged, check_values=mock.Mock(), reads_values=lambda device: False),
+        mock.patch.multiple(module, attend=paged, check_values=mock.Mock()),
+        mock.patch.object(host_lengths, "reads_values", lambda device: False),
         mock.patch.multiple(torch.Tensor, item=forbidden, tolist=forbidden, cpu=forbidden, __bool__=forbidden),
     ):
         gdn.attention(**arguments)
@@ -175,7 +177,7 @@ def test_prefill_reads_no_value_on_a_device() -> None:
 def test_many_sequences_are_gathered_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = step([12] * 5, [4] * 5)
     want = gdn.attention(**arguments)
-    monkeypatch.setattr(module, "_GATHERED_BYTES", 2 * (2 * 2 * 16 * 4) * 16)  # two sequences of 16 tokens
+    monkeypatch.setattr(gathered, "_GATHERED_BYTES", 2 * (2 * 2 * 16 * 4) * 16)  # two sequences of 16 tokens
     monkeypatch.setattr(torch_attention, "_SCORE_BYTES", 4 * 4 * 16 * 5)  # five queries of one
     torchs = mock.Mock(side_effect=torch_attention.attend)
     monkeypatch.setattr(torch_attention, "attend", torchs)
@@ -255,7 +257,8 @@ def test_a_bound_below_the_lengths_on_the_host_is_refused_without_a_look_at_the_
     arguments = step(*STEPS["mixed"])
     out = arguments["out"] = torch.full_like(arguments["q"], 7.0)
     with (
-        mock.patch.multiple(module, check_values=mock.Mock(), reads_values=lambda device: False),
+        mock.patch.object(module, "check_values", mock.Mock()),
+        mock.patch.object(host_lengths, "reads_values", lambda device: False),
         pytest.raises(ValueError, match=rf"max_seq_len: expected at least \d+, a sequence of seq_lens_host, got {max_seq_len}"),
     ):
         gdn.attention(**arguments, max_seq_len=max_seq_len)

@@ -295,11 +295,22 @@ def test_explain_tells_the_phases_of_a_function_apart(switch: Callable[..., env.
 
 def test_explain_of_attention_is_of_all_positions():
     """The faster kernel may be another one there than over selected positions."""
-    one = json.loads(gdn("explain", "attention", "num_tokens=1", "num_sequences=1", "--device", "h100", "--json").stdout)
-    assert (one["function"], one["op"], one["backend"]) == ("attention", "sparse_attention_decode", "tilelang")
-    assert one["problem"]["dense"] and one["problem"]["index_dtype"] is None
-    assert any("run on torch" in note for note in one["notes"])
-    assert json.loads(gdn("explain", "attention", "--device", "h100", "--json").stdout)["backend"] == "cute"
+    found = json.loads(gdn("explain", "attention", "num_tokens=1", "num_sequences=1", "--device", "h100", "--json").stdout)
+    decode, prefill = found["parts"]
+    assert (found["function"], found["op"], decode["op"], decode["backend"]) == (
+        "attention", "attention", "sparse_attention_decode", "tilelang",
+    )  # fmt: skip
+    assert decode["problem"]["dense"] and decode["problem"]["index_dtype"] is None
+    assert (prefill["op"], prefill["backend"]) == ("attention_prefill", "cute")
+    assert any("run on torch" in note for note in prefill["notes"])
+    first, _ = json.loads(gdn("explain", "attention", "--device", "h100", "--json").stdout)["parts"]
+    assert first["backend"] == "cute"
+
+
+def test_explain_of_attention_by_a_backend_without_a_kernel_of_prefill():
+    found = json.loads(gdn("explain", "attention", "--device", "h100", "--backend", "tilelang", "--json").stdout)
+    assert (found["op"], found["backend"], found["parts"]) == ("sparse_attention_decode", "tilelang", [])
+    assert any("run on torch" in note for note in found["notes"])
 
 
 def test_explain_takes_fields_models_and_ranks():

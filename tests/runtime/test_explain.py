@@ -74,9 +74,9 @@ def test_without_a_gpu_the_reference_would_run(name: str, monkeypatch: pytest.Mo
     answer = gdn.explain(name, *args, **kwargs)
     assert (answer.function, answer.backend, answer.config, answer.config_source) == (name, "reference", None, "none")
     operator = registry.operator(name)
-    assert answer.op in [one.name for one in registry.operators(name)] and [part.op for part in answer.parts] == list(
-        operator.composed_of
-    )
+    assert answer.op in [one.name for one in registry.operators(name)]
+    # `attention` deals rows to one of its parts or both: this call has rows of decode alone.
+    assert [part.op for part in answer.parts] == list(operator.composed_of[: 1 if name == "attention" else None])
     for part in answer.parts or (answer,):
         assert part.decided_by == "no SM90 (Hopper) GPU"
         assert {backend for backend, _ in part.refusals} == set(registry.operator(part.op).modules)
@@ -167,7 +167,10 @@ def test_on_an_h100_each_backend_can_be_ordered(as_if_h100: None, op: registry.O
     before = compiled.compilations()
     for backend in op.modules:
         args, kwargs = call(op.functions[0])
+        if op.name == "attention_prefill":
+            kwargs |= {"max_query_len": 9}
         answer = gdn.explain(op.functions[0], *args, **kwargs, backend=backend)
+        (answer,) = answer.parts or (answer,)
         assert (answer.backend, answer.decided_by) == (backend, "the argument")
         assert answer.config is not None and answer.config_source in ("table", "default")
         assert str(answer.config) in str(answer)

@@ -385,7 +385,7 @@ def test_every_public_function_belongs_to_one_operator():
     import gdn
 
     functions = [name for operator in registry.OPERATORS.values() for name in operator.functions]
-    assert {name for name in functions if functions.count(name) > 1} == {"sparse_attention"}  # decode and prefill
+    assert {name for name in functions if functions.count(name) > 1} == {"attention", "sparse_attention"}  # decode and prefill
     without = {"__version__", "explain", "get_paged_mqa_logits_metadata", "ring_shape", "warmup"}
     assert set(functions) == set(gdn.__all__) - without
     for name in functions:

@@ -36,7 +36,6 @@ OPERATORS = (
             ),
         ),
     ),
-    # `attention` does not run it yet: it has not been timed against torch's flash attention.
-    Operator("attention_prefill", _ATTENTION, (), modules("attention.dense", "cute")),
-    Operator("attention", None, ("attention",), composed_of=("sparse_attention_decode",)),
+    Operator("attention_prefill", _ATTENTION, ("attention",), modules("attention.dense", "cute")),
+    Operator("attention", None, ("attention",), composed_of=("sparse_attention_decode", "attention_prefill")),
 )  # fmt: skip

@@ -1,11 +1,12 @@
 """Public operator `attention`: dense causal attention on the paged cache of keys and values.
 
-Decode rows take the kernel of sparse decode, which walks all positions where it gets no indices. Prefill rows take torch's
-attention (`_torch_attention`) on keys and values gathered from the pages, where the caller knows their lengths on the host.
+Decode rows take the kernel of sparse decode, which walks all positions where it gets no indices. Prefill rows take a kernel of
+their own (prefill.py), and where none serves them torch's attention on gathered keys and values (gathered.py), for which the
+lengths must be known on the host.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,18 +14,17 @@ from torch import Tensor
 
 from gdn import runtime
 from gdn.core import check
-from gdn.core.call import NEW, always, check_memory, operator, reads_values
-from gdn.core.check import bad_value
+from gdn.core.call import NEW, always, check_memory, operator
 from gdn.core.kinds import Kind
 from gdn.core.library import out_or_new
-from gdn.core.modes import has_memory, is_tracing
+from gdn.core.modes import has_memory, is_empty, is_tracing
 from gdn.core.ordered import ordered
-from gdn.ops.attention import reference, torch_attention
-from gdn.ops.attention.sparse_attention import MOST_DECODE_TOKENS, attend, check_call, check_values, split_pair
+from gdn.ops.attention import gathered, prefill, reference, torch_attention
+from gdn.ops.attention.host_lengths import HostSequence, check_bounds, check_lengths, sequences_of
+from gdn.ops.attention.pages import Pages
+from gdn.ops.attention.sparse_attention import MOST_DECODE_TOKENS, attend, check_call, check_values, is_decode, split_pair
 from gdn.runtime import Choice, env, registry
 from gdn.runtime.registry import Backend
-
-_GATHERED_BYTES = 2**30  # of keys and values gathered at a time, or one sequence's
 
 
 def attention(
@@ -48,10 +48,15 @@ def attention(
 
         o = softmax(scale * q k^T) v [* sigmoid(gate)], over the positions up to the query's own; float32 inside
 
-    The leading sequences of at most 8 new tokens (decode, drafts included) take the paged kernel. All from the first longer one
-    on take torch's flash attention on a copy of their keys and values, or matrix products in float32 where flash does not serve
-    the call (another dtype, a head dim above 256, a scale that is not above 0). That needs both lengths on the host: without
-    them, and with ``GDN_BATCH_INVARIANT=1``, all rows take the paged kernel. No call ever waits for the device.
+    The leading sequences of at most 8 new tokens (decode, drafts included) take the kernel of decode, all from the first longer
+    one on that of prefill. Which they are is known from the lengths on the host. Without them all rows take one kernel: that of
+    decode where `max_query_len`, or the average number of tokens a sequence, is at most 8, else that of prefill.
+
+    The kernel of prefill serves bfloat16 and float16, head dims of 128 and 256, cache blocks of a multiple of 16 positions and
+    cache rows at multiples of 16 bytes. Other calls take torch's flash attention on a copy of their keys and values, or matrix
+    products in float32 where flash does not serve them either (another dtype, a head dim above 256, a scale that is not above
+    0); so do less than 24 tiles (16 tokens of 8 heads each, say) of a sequence longer than 2048. Without lengths on the host
+    other calls take the kernel of decode. No call ever waits for the device.
 
     Parameters
     ----------
@@ -62,17 +67,18 @@ def attention(
     scale, return_lse : float or None, bool
         Factor of the products (None = D**-0.5); whether to return the log-sum-exp too.
     seq_lens_host, query_lens_host : tuple or list of int, optional
-        `seq_lens` and the differences of `query_start_loc` on the host. None for one of them = all rows take the paged kernel.
+        `seq_lens` and the differences of `query_start_loc` on the host. None for one of them = all rows take one kernel.
     max_query_len, max_seq_len : int, optional
-        Bounds on the lengths of all sequences: with max_query_len <= 8 all rows take the paged kernel; max_seq_len bounds the
-        part of `block_tables` that is read.
+        Bounds on the lengths of all sequences: with max_query_len <= 8 all rows take the kernel of decode; max_seq_len bounds
+        the part of `block_tables` that is read.
     gate : Tensor [tokens, heads, D], optional
         Output gate, as for `sparse_attention`.
     out : Tensor [tokens, heads, D], optional
         Tensor to write o into, dtype of `q`, last dimension contiguous.
     backend : {"tilelang", "cute", "reference"}, optional
-        Implementation of the paged kernel; ValueError where it cannot run. "reference" applies to all rows, from ``GDN_BACKEND``
-        too. None = chosen by ``GDN_BACKEND`` and the tables, see `gdn.explain`.
+        Implementation of both kernels; ValueError where it cannot run decode rows. Prefill rows that it does not serve take
+        torch's attention. "reference" applies to all rows, from ``GDN_BACKEND`` too. None = chosen by ``GDN_BACKEND`` and the
+        tables, see `gdn.explain`.
 
     Returns
     -------
@@ -127,10 +133,12 @@ def _dense(
     check.at_least("max_seq_len", max_seq_len)
     check.one_of("backend", backend, (*registry.BACKENDS, None))  # torch's part asks no kernel
     check_values(q, k_cache, None, block_tables, query_start_loc, seq_lens, None)
-    _check_lengths(query_lens_host, seq_lens_host, query_start_loc, seq_lens)
-    _check_bounds({"max_query_len": max_query_len, "max_seq_len": max_seq_len}, query_start_loc, seq_lens)
-    block_size = k_cache.shape[1]
-    items = _sequences(q, block_tables.shape[1] * block_size, max_seq_len, seq_lens_host, query_lens_host)
+    check_lengths(query_lens_host, seq_lens_host, query_start_loc, seq_lens)
+    check_bounds({"max_query_len": max_query_len, "max_seq_len": max_seq_len}, query_start_loc, seq_lens)
+    block_size, (tokens, heads, dim), count = k_cache.shape[1], q.shape, seq_lens.shape[0]
+    known = sequences_of(
+        query_lens_host, seq_lens_host, tokens=tokens, addressed=block_tables.shape[1] * block_size, max_seq_len=max_seq_len
+    )
     check_memory()
     if is_tracing():
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -139,123 +147,72 @@ def _dense(
     if max_seq_len is not None:
         # To a power of two: a width of its own for each step would be a problem of its own, with tiles and plan of its own.
         block_tables = block_tables[:, : 1 << (-(-max_seq_len // block_size) - 1).bit_length()]
-    decodes = list(itertools.takewhile(lambda one: one.query_len <= MOST_DECODE_TOKENS, items))
+    pages = Pages(k_cache, v_cache, block_tables, query_start_loc, seq_lens)
     switches = env.current()
-    prefills = [] if switches.batch_invariant else items[len(decodes) :]  # torch's sums depend on the batch
-    is_decode = max_query_len is not None and max_query_len <= MOST_DECODE_TOKENS
     with ordered(backend, "attention") as backend:
-        if not prefills or is_decode or (backend or switches.backend) == "reference":
-            return attend(
-                q, k_cache, v_cache, None, block_tables, query_start_loc, seq_lens, None, scale, max_query_len, gate, out, backend
-            )
+        parts = _parts(known, tokens, count, max_query_len, switches.batch_invariant)
+        longer = [part for part in parts if not part.is_decode]
+        if (backend or switches.backend) == "reference" or is_empty(tokens, k_cache.shape[0], *block_tables.shape):
+            longer = []
+        kernel = None
+        if longer:
+            is_one_way = switches.batch_invariant or not known
+            if is_one_way or prefill.is_faster(known[longer[0].sequences], heads, k_cache.shape[2]):
+                kernel = prefill.prepare(q, pages, gate is not None, backend)
+            if kernel is None and is_one_way:  # torch's sums depend on the batch, and it needs the lengths
+                longer = []
+        if not longer:
+            return attend(q, k_cache, v_cache, None, *pages[2:], None, scale, max_query_len, gate, out, backend)
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-        first = prefills[0].token
-        if first:
-            own = slice(len(decodes))
-            lse[:first] = attend(
-                q[:first], k_cache, v_cache, None, block_tables[own], query_start_loc[: len(decodes) + 1], seq_lens[own], None,
-                scale, None, None if gate is None else gate[:first], o[:first], backend,
-            )[1]  # fmt: skip
-    factor = q.shape[2] ** -0.5 if scale is None else scale
-    reason = torch_attention.refusal(q, factor)
-    form = "torch's flash kernel" if reason is None else f"matrix products in torch, since its flash kernel {reason}"
-    runtime.record(Choice("attention", "torch", decided_by=f"prefill rows: {form}"))
-    if has_memory():
-        last = prefills[-1]
-        o[last.token + last.query_len :].zero_()
-        for group in _groups(prefills, k_cache):
-            _prefill(q, (k_cache, v_cache), block_tables, group, factor, gate, o, lse)
+        factor = dim**-0.5 if scale is None else scale
+        for part in parts:
+            own, own_gate = pages.of(part.sequences, part.rows.start), None if gate is None else gate[part.rows]
+            if part.is_decode:
+                lse[part.rows] = attend(
+                    q[part.rows], *own[:2], None, *own[2:], None, scale, None, own_gate, o[part.rows], backend
+                )[1]
+            elif kernel is not None:
+                prefill.attend(kernel, q[part.rows], own, factor, own_gate, o[part.rows], lse[part.rows])
+            else:
+                _by_torch(q, pages, known[part.sequences], factor, gate, o, lse)
     return o, lse
 
 
-class _Sequence(NamedTuple):
-    """A sequence of the call, on the host."""
-
-    row: int
-    token: int  # first row of q
-    query_len: int
-    seq_len: int
-
-
-def _check_lengths(
-    query_lens: Sequence[int] | None, host_lens: Sequence[int] | None, query_start_loc: Tensor, seq_lens: Tensor
+def _by_torch(
+    q: Tensor, pages: Pages, sequences: Sequence[HostSequence], scale: float, gate: Tensor | None, o: Tensor, lse: Tensor
 ) -> None:
-    """Checks lengths on the host: their number, and where values are checked that they are those on the device."""
-    count = seq_lens.shape[0]
-    for name, lengths in (("query_lens_host", query_lens), ("seq_lens_host", host_lens)):
-        if lengths is None:
-            continue
-        if len(lengths) != count:
-            bad_value(name, f"{count} lengths, one per sequence", len(lengths))
-        if reads_values(seq_lens.device):
-            values = (seq_lens if name == "seq_lens_host" else query_start_loc.diff()).tolist()
-            if values != list(lengths):
-                bad_value(name, f"the lengths on the device {values}", tuple(lengths))
+    """Attention of the last sequences of a call."""
+    reason = torch_attention.refusal(q, scale)
+    form = "torch's flash kernel" if reason is None else f"matrix products in torch, since its flash kernel {reason}"
+    runtime.record(Choice("attention", "torch", decided_by=f"prefill rows: {form}"))
+    if has_memory():
+        gathered.attend(q, pages, sequences, scale, gate, o, lse)
 
 
-def _check_bounds(bounds: dict[str, int | None], query_start_loc: Tensor, seq_lens: Tensor) -> None:
-    """Checks bounds on the lengths, where values are checked."""
-    given = {name: bound for name, bound in bounds.items() if bound is not None}
-    if not given or not seq_lens.numel() or not reads_values(seq_lens.device):
-        return
-    queries = query_start_loc.diff()
-    longest = {"max_query_len": queries, "max_seq_len": torch.where(queries > 0, seq_lens, 0)}  # others are not read
-    for name, bound in given.items():
-        if bound < (most := int(longest[name].max())):
-            bad_value(name, f"at least {most}, the longest of the sequences", bound)
+class _Part(NamedTuple):
+    """Neighbouring sequences that one kernel serves. Rows after the last sequence belong to the last part."""
+
+    is_decode: bool
+    sequences: slice
+    rows: slice  # of q
 
 
-def _sequences(
-    q: Tensor, addressed: int, max_seq_len: int | None, seq_lens: Sequence[int] | None, query_lens: Sequence[int] | None
-) -> list[_Sequence]:
-    """The sequences, checked against each other and the bound; none without both lengths.
+def _parts(known: Sequence[HostSequence], tokens: int, count: int, max_query_len: int | None, is_invariant: bool) -> list[_Part]:
+    """Deals the sequences of a call to the kernels of decode and of prefill.
 
-    addressed: positions that a block table addresses.
+    In a batch-invariant call a sequence goes by its own length alone, and all of them to the kernel of decode where that is not
+    known: bounds and averages depend on the batch.
     """
-    if seq_lens is None or query_lens is None:
-        return []
-    most = addressed if max_seq_len is None else min(addressed, max_seq_len)
-    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
-        if query_len < 0 or query_len > max(seq_len, 0):
-            bad_value("query_lens_host", f"numbers >= 0, none above the sequence's {seq_len} tokens", query_len)
-        if query_len and seq_len > most:
-            if seq_len > addressed:
-                bad_value("seq_lens_host", f"at most {addressed} tokens, which block_tables address", seq_len)
-            bad_value("max_seq_len", f"at least {seq_len}, a sequence of seq_lens_host", max_seq_len)
-    if sum(query_lens) > q.shape[0]:
-        bad_value("query_lens_host", f"numbers that sum to at most the {q.shape[0]} rows of q", sum(query_lens))
-    starts = itertools.accumulate(query_lens, initial=0)
-    return [_Sequence(n, *one) for n, one in enumerate(zip(starts, query_lens, seq_lens, strict=False))]
-
-
-def _groups(items: Sequence[_Sequence], cache: Tensor) -> Iterator[list[_Sequence]]:
-    """Neighbours of equal lengths, as many as may be gathered at a time; sequences without new tokens are left out."""
-    row_bytes = 2 * cache.shape[2] * cache.shape[3] * cache.element_size()
-    live = [one for one in items if one.query_len]
-    while live:
-        first, most = live[0], max(1, _GATHERED_BYTES // (row_bytes * live[0].seq_len))
-        lengths = [(one.row - n, one.query_len, one.seq_len) for n, one in enumerate(live[:most])]
-        count = next((n for n, one in enumerate(lengths) if one != (first.row, first.query_len, first.seq_len)), len(lengths))
-        yield live[:count]
-        live = live[count:]
-
-
-def _prefill(
-    q: Tensor, caches: tuple[Tensor, Tensor], block_tables: Tensor, group: Sequence[_Sequence], scale: float,
-    gate: Tensor | None, o: Tensor, lse: Tensor,
-) -> None:  # fmt: skip
-    """Attention of sequences of equal lengths, through torch."""
-    (first, token, query_len, seq_len), count, block_size = group[0], len(group), caches[0].shape[1]
-    pages = block_tables[first : first + count, : -(-seq_len // block_size)]
-    keys, values = (
-        cache.index_select(0, pages.flatten()).unflatten(0, pages.shape).flatten(1, 2)[:, :seq_len] for cache in caches
-    )  # [sequences, seq_len, kv_heads, D]
-    rows, shape = slice(token, token + count * query_len), (count, query_len)
-    found, found_lse = torch_attention.attend(q[rows].unflatten(0, shape), keys, values, scale)
-    target = o[rows].unflatten(0, shape)
-    if gate is None:
-        target.copy_(found)
-    else:
-        torch.ops.aten.glu.out(torch.cat([found, gate[rows].unflatten(0, shape)], dim=-1), -1, out=target)
-    lse[rows].unflatten(0, shape).copy_(found_lse)
+    is_bounded = max_query_len is not None and max_query_len <= MOST_DECODE_TOKENS
+    if not known or is_bounded:
+        few = is_bounded or is_invariant or is_decode(tokens, count, max_query_len)
+        return [_Part(few, slice(0, count), slice(0, tokens))]
+    few_of = [one.query_len <= MOST_DECODE_TOKENS for one in known]
+    if not is_invariant:  # from the first longer sequence on, one launch for all
+        few_of = list(itertools.accumulate(few_of, bool.__and__))
+    firsts = [n for n, few in enumerate(few_of) if n == 0 or few != few_of[n - 1]]
+    ends = [*firsts[1:], count]
+    starts = [known[n].token for n in firsts]
+    rows = map(slice, starts, [*starts[1:], tokens])
+    return [_Part(few_of[n], slice(n, end), part) for n, end, part in zip(firsts, ends, rows, strict=True)]

@@ -7,6 +7,8 @@ import torch
 from gdn.core.tunable import Maker, Shape, StepCase, Tunable, Work, example, params_of, resized
 from gdn.ops.attention import inputs
 from gdn.ops.attention.problem import (
+    AttentionPrefillParams,
+    AttentionPrefillProblem,
     AttentionProblem,
     SparseDecodeParams,
     SparseDecodeProblem,
@@ -32,12 +34,12 @@ def _operands(make: Maker, problem: AttentionProblem, context: int, sequences: i
     }
 
 
-def _work(arguments: dict[str, Any], kind: Any, make: Maker, problem: Any) -> Work:
+def _work(arguments: dict[str, Any], kind: Any, make: Maker, problem: Any, function: str = "sparse_attention") -> Work:
     q = arguments["q"]
     out, lse = make.poisoned(*q.shape, dtype=problem.dtype), make.poisoned(*q.shape[:2], dtype="float32")
     caches = dict(zip(("k_cache", "v_cache"), arguments["kv_cache"], strict=True))
     params = params_of(kind, arguments, **caches, out=out, lse=lse, scale=problem.head_dim**-0.5)
-    return Work("sparse_attention", arguments, params, (out, lse))
+    return Work(function, arguments, params, (out, lse))
 
 
 class DecodeCase(StepCase):
@@ -78,6 +80,19 @@ class PrefillCase(StepCase):
         return _work(arguments, SparsePrefillParams, make, problem)
 
 
+class DensePrefillCase(StepCase):
+    """The last tokens of equal sequences."""
+
+    def __init__(self, shape: Shape, device: torch.device, copies: int) -> None:
+        super().__init__(self._prefill, shape, device, copies, verdict="close")
+
+    def _prefill(self, make: Maker, problem: AttentionPrefillProblem, lengths: Any) -> Work:
+        sequences, context = problem.num_sequences, problem.max_context_len
+        arguments = _operands(make, problem, context, sequences, problem.num_tokens)
+        arguments |= {"return_lse": True, "max_query_len": problem.num_tokens // sequences}
+        return _work(arguments, AttentionPrefillParams, make, problem, "attention")
+
+
 def decode_shape(sequences: int, heads: tuple[int, int], positions: str = "random", drafts: int = 0) -> Shape:
     tokens = sequences * (1 + drafts)
     sizes: dict[str, Any] = {"num_heads": heads[0], "num_kv_heads": heads[1], "num_tokens": tokens, "num_sequences": sequences}
@@ -91,6 +106,11 @@ def prefill_shape(heads: tuple[int, int], positions: str) -> Shape:
     problem = example("sparse_attention_prefill", num_heads=heads[0], num_kv_heads=heads[1])
     name = f"{problem.num_tokens} x {problem.max_context_len}, k {problem.k}, {heads[0]}/{heads[1]} heads, {positions}"
     return Shape(name, problem, positions=positions)
+
+
+def dense_shape(heads: tuple[int, int], tokens: int, context: int) -> Shape:
+    sizes: dict[str, Any] = {"num_heads": heads[0], "num_kv_heads": heads[1], "num_tokens": tokens, "max_context_len": context}
+    return Shape(f"{tokens} of {context}, {heads[0]}/{heads[1]} heads", example("attention_prefill", **sizes))
 
 
 def _small(shape: Shape, **sizes: int) -> Shape:
@@ -118,4 +138,12 @@ sparse_attention_prefill = Tunable(
     shown=(prefill_shape((16, 2), "random"),),
     small=lambda shape: _small(shape, num_tokens=20, max_context_len=64),
     peer_arguments=_peer_arguments,
+)
+
+attention_prefill = Tunable(
+    DensePrefillCase,
+    shapes=tuple(dense_shape((16, 2), *sizes) for sizes in ((8192, 8192), (2048, 32768), (1024, 1024))),
+    small=lambda shape: resized(
+        shape, (), num_heads=4, num_kv_heads=2, head_dim=128, num_tokens=20, num_sequences=2, max_context_len=64
+    ),
 )

@@ -90,7 +90,8 @@ def sparse_attention(
 @inference_only
 def attention(
     q: Tensor, kv_cache: Tensor | tuple[Tensor, Tensor], block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, *,
-    scale: float | None = None, return_lse: bool = False, gate: Tensor | None = None, out: Tensor | None = None,
+    scale: float | None = None, return_lse: bool = False, max_query_len: int | None = None, gate: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`gdn.attention`: J is all positions up to the query's own."""
     return sparse_attention(

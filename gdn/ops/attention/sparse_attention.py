@@ -146,7 +146,7 @@ def attend(
         "rows_aligned": is_aligned(k_cache) and is_aligned(v_cache), "num_tokens": tokens, "num_sequences": sequences, "k": k,
     }  # fmt: skip
     problem: SparseDecodeProblem | SparsePrefillProblem
-    if topk_indices is None or _is_decode(tokens, sequences, max_query_len):
+    if topk_indices is None or is_decode(tokens, sequences, max_query_len):
         problem = SparseDecodeProblem(**shared, dense=topk_indices is None)
     else:
         problem = SparsePrefillProblem(**shared, max_context_len=most)
@@ -176,7 +176,7 @@ def attend(
     return out, lse
 
 
-def _is_decode(tokens: int, sequences: int, max_query_len: int | None) -> bool:
+def is_decode(tokens: int, sequences: int, max_query_len: int | None) -> bool:
     if is_tracing():  # one graph serves both phases
         return True
     return max_query_len <= MOST_DECODE_TOKENS if max_query_len is not None else tokens <= MOST_DECODE_TOKENS * sequences

@@ -28,7 +28,6 @@ class Config:
     step: int  # positions whose scores a math warpgroup computes at a time; their keys are a stage, their values another
     key_stages: int  # stages of keys in shared memory, in use or on their way
     value_stages: int  # the same of values
-    turns: bool  # the two math warpgroups take turns in giving products to the tensor cores
 
 
 def refusal(problem: AttentionPrefillProblem) -> str | None:
@@ -47,25 +46,23 @@ def refusal(problem: AttentionPrefillProblem) -> str | None:
 
 
 def _steps(problem: AttentionPrefillProblem) -> tuple[int, ...]:
-    """Positions of a step: as many as the registers of a math thread hold next to its outputs."""
-    return (80, 64) if problem.head_dim == 256 else (128, 96)
+    """Positions of a step: as many as the registers of a math thread hold next to its outputs, and at D = 128 fewer too."""
+    return (80,) if problem.head_dim == 256 else (128, 96)
 
 
 def fits(problem: AttentionPrefillProblem, config: Config, device: DeviceSpec) -> bool:
     rows = ROWS + (config.key_stages + config.value_stages) * config.step
     shared = TABLE_BYTES + rows * 2 * problem.head_dim
-    is_known = config.step in _steps(problem) and config.turns in (False, True)
-    return is_known and min(config.key_stages, config.value_stages) >= 2 and shared <= device.shared_bytes_per_block
+    is_known = config.step in _steps(problem) and min(config.key_stages, config.value_stages) >= 2
+    return is_known and shared <= device.shared_bytes_per_block
 
 
 def default_config(problem: AttentionPrefillProblem, device: DeviceSpec) -> Config:
-    return Config(_steps(problem)[0], 2, 2, True)
+    return Config(_steps(problem)[0], 2, 2)
 
 
 def configs(problem: AttentionPrefillProblem, device: DeviceSpec) -> list[Config]:
-    space = [
-        Config(step, *stages, turns) for step in _steps(problem) for stages in ((2, 2), (3, 2), (3, 3)) for turns in (True, False)
-    ]
+    space = [Config(step, *stages) for step in _steps(problem) for stages in ((2, 2), (3, 2), (3, 3))]
     return [config for config in space if fits(problem, config, device)]
 
 

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels_cute.attention import ptx
 from kernels_cute.attention.dense.again import repeat_row
 from kernels_cute.attention.dense.shape import ROWS
-from kernels_cute.attention.dense.tiles import PIECE_BYTES, TURN, ZEROED
+from kernels_cute.attention.dense.tiles import PIECE_BYTES, ZEROED
 from kernels_cute.attention.products import (
     advance,
     barrier_at,
@@ -41,13 +41,7 @@ def math_warpgroup(tiles: cutlass.Constexpr, storage, params, tile, half, warp, 
     row = half * 64 + warp * 16 + lane // 4
     # The last position that this lane's rows see, counted from the lane's first column.
     own = [cutlass.min(tile.position + (row + 8 * side) // tiles.group, tile.limit - 1) - lane % 4 * 2 for side in range(2)]
-    if cutlass.const_expr(tiles.takes_turns):  # warpgroup 1 hands out the first turn, and warpgroup 0 takes the last
-        if half == 1:
-            end_turn(tiles, half)
     walk(tiles, storage, operands, registers, tile, (own[0], own[1]), half, warp, lane, params.scale * LOG2E)
-    if cutlass.const_expr(tiles.takes_turns):
-        if half == 0:
-            begin_turn(tiles, half)
     repeat = partial(repeat_row, tiles, params, tile, lane)
     _, rOutputs, _, rMost, rSums = registers
     finish(tiles, params, (rOutputs, rMost, rSums), (tile.first, tile.count, tile.kv_head), half * 64 + warp * 16, lane, repeat)
@@ -62,9 +56,7 @@ def walk(tiles: cutlass.Constexpr, storage, operands, registers, tile, own, half
     ring, value_ring = (Int32(0), Int32(0)), (Int32(0), Int32(0))
     if steps > 0:
         cute.arch.mbarrier_wait(barrier_at(storage, "queries_full"), 0)
-        begin_turn(tiles, half)
         issue_scores(tiles, storage, operands, registers[0], *ring)
-        end_turn(tiles, half)
         warpgroup.wait_group(0)
         release(storage, "keys_free", ring[0], lane)
         mask(tiles, registers[0], own, (steps - 1) * tiles.step, factor)
@@ -73,12 +65,10 @@ def walk(tiles: cutlass.Constexpr, storage, operands, registers, tile, own, half
         clear_values(tiles, storage, tile.limit - (steps - 1) * tiles.step, half, warp, lane)
         for number in cutlass.range(1, steps - whole, unroll=1):
             place = (steps - 1 - number) * tiles.step
-            ring, value_ring = take_step(
-                tiles, storage, operands, registers, (own, place, factor), ring, value_ring, half, lane, True
-            )
+            ring, value_ring = take_step(tiles, storage, operands, registers, (own, place, factor), ring, value_ring, lane, True)
         for _ in cutlass.range(whole, unroll=1):
             ring, value_ring = take_step(
-                tiles, storage, operands, registers, (own, Int32(0), factor), ring, value_ring, half, lane, False
+                tiles, storage, operands, registers, (own, Int32(0), factor), ring, value_ring, lane, False
             )
         issue_outputs(tiles, storage, operands, registers, *value_ring)
         warpgroup.wait_group(0)
@@ -86,16 +76,14 @@ def walk(tiles: cutlass.Constexpr, storage, operands, registers, tile, own, half
 
 @cute.jit
 def take_step(
-    tiles: cutlass.Constexpr, storage, operands, registers, seen, ring, value_ring, half, lane, is_masked: cutlass.Constexpr
+    tiles: cutlass.Constexpr, storage, operands, registers, seen, ring, value_ring, lane, is_masked: cutlass.Constexpr
 ):  # fmt: skip
     """Add the p v of the step before, and compute p of the next one. Return the rings' stages and parities."""
     own, place, factor = seen
     rScores = registers[0]
     stage, parity = advance(*ring, tiles.key_stages)
-    begin_turn(tiles, half)
     issue_scores(tiles, storage, operands, rScores, stage, parity)
     issue_outputs(tiles, storage, operands, registers, *value_ring)
-    end_turn(tiles, half)
     warpgroup.wait_group(1)
     release(storage, "keys_free", stage, lane)
     if cutlass.const_expr(is_masked):
@@ -133,16 +121,3 @@ def clear_values(tiles: cutlass.Constexpr, storage, count, half, warp, lane):
             ptx.store_zeros(address)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=ZEROED + half, number_of_threads=128)
-
-
-@cute.jit
-def begin_turn(tiles: cutlass.Constexpr, half):
-    """Wait until the other warpgroup has given its products to the tensor cores."""
-    if cutlass.const_expr(tiles.takes_turns):
-        cute.arch.barrier(barrier_id=TURN + half, number_of_threads=256)
-
-
-@cute.jit
-def end_turn(tiles: cutlass.Constexpr, half):
-    if cutlass.const_expr(tiles.takes_turns):
-        cute.arch.barrier_arrive(barrier_id=TURN + 1 - half, number_of_threads=256)
