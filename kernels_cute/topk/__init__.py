@@ -10,7 +10,7 @@
 The kernel is in kernel.py, described in DESIGN.md.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -23,7 +23,6 @@ workspace_bytes = no_workspace
 ENTRY = "gdn_cute_topk"
 ANY_ENTRY = "gdn_cute_topk_any"  # for rows that are longer than the configuration's
 MOST_RATIO = 1 << 10  # tokens of a column: token numbers are int32
-CLUSTERS = (1, 2, 4)
 MOST_SORTED = 4096  # entries of the list that are sorted by score: a power of two
 
 
@@ -34,7 +33,6 @@ class Config:
     blocks_per_sm: int  # blocks that fit on an SM: caps the registers of a thread
     list_entries: int  # capacity of the list of scores above the sampled bound (8 bytes each); more scores cost further reads
     max_columns: int  # longest row, a bit of shared memory per column; longer rows run with ANY_SIZE
-    cluster: int = 1  # blocks that list the scores of a row, a part each; the first one goes on
 
 
 ANY_SIZE = Config(1024, 4, 1, 8192, MOST_COLUMNS)
@@ -63,8 +61,6 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
         config.threads in (256, 512, 1024)
         and config.unroll in (1, 2, 4, 8)
         and config.blocks_per_sm >= 1
-        and config.cluster in CLUSTERS
-        and (config.cluster == 1 or (problem.num_rows * config.cluster <= device.num_sms and config.unroll <= 4))
         and _registers_suffice(problem, config, device)
         and config.list_entries % 2048 == 0
         # The list also holds the entries that are sorted.
@@ -110,8 +106,6 @@ def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
     default = default_config(problem, device)
     lists = sorted({default.list_entries, 6144, 8192})
     space = [Config(*values, default.max_columns) for values in product((256, 512, 1024), (2, 4, 8), (1, 2, 3, 4), lists)]
-    # With a part of a row alone in flight, half of the scores at a time are enough (and 8 quads of float32 would spill).
-    space += [replace(default, unroll=4, cluster=count) for count in CLUSTERS if count > 1]
     return [default] + [config for config in space if config != default and fits(problem, config, device)]
 
 

@@ -19,7 +19,6 @@ from cutlass import Int32, Int64, Uint32
 from gdn.ops.indexer.problem import TopkParams
 from kernels_cute.common.build import Kernel
 from kernels_cute.common.memory import narrowed
-from kernels_cute.common.ptx import in_block, load_from_block
 from kernels_cute.topk import ptx
 from kernels_cute.topk.narrow import clear_bins, narrow
 from kernels_cute.topk.read import filter
@@ -38,18 +37,14 @@ class Topk(Kernel, params=TopkParams):
         self.tiles, self.threads = tiles, tiles.threads
         # Percent; without a value the DSL asks a device for its limit.
         self.limits = {"min_blocks_per_mp": tiles.blocks_per_sm, "preferred_smem_carveout": 100}
-        if tiles.cluster > 1:
-            self.limits = {**self.limits, "cluster": [tiles.cluster, 1, 1]}
 
     def blocks(self, params: TopkParams) -> Any:
-        return cute.size(params.logits, mode=[0]) * self.tiles.cluster
+        return cute.size(params.logits, mode=[0])
 
     @cute.kernel
     def kernel(self, params: TopkParams):
         tiles = cutlass.const_expr(self.tiles)
         thread, row = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        if cutlass.const_expr(tiles.cluster > 1):
-            row = row // tiles.cluster
         storage = cutlass.utils.SmemAllocator().allocate(tiles.storage())
         clear_bins(tiles, storage, thread)  # while the range is on its way
         position = Int32(-1)
@@ -57,24 +52,14 @@ class Topk(Kernel, params=TopkParams):
             position = narrowed(params.positions[row])
         first, end = row_range(params, row)
         if params.list_short != 0 and end - first <= num_selected(tiles, params.out):
-            if cutlass.const_expr(tiles.cluster == 1):
-                write_short(tiles, params, row, first, end, position, thread)
-            else:
-                if is_first():
-                    write_short(tiles, params, row, first, end, position, thread)
+            for index in cutlass.range(thread, (end - first) * tiles.ratio, tiles.threads, unroll=1):
+                params.out[row, index] = Int32(index)
+            write_rest(tiles, params.out, row, (end - first) * tiles.ratio, position, thread)
         else:
             if cutlass.const_expr(tiles.ratio > 1):
                 if thread == 0:  # kept out of the registers until the end
                     storage.passed.get_tensor(cute.make_layout(4))[2] = position
             select(tiles, params, storage, row, first, end, thread)
-
-
-@cute.jit
-def write_short(tiles: cutlass.Constexpr, params, row, first, end, position, thread):
-    """Lists all columns of a row of at most k."""
-    for index in cutlass.range(thread, (end - first) * tiles.ratio, tiles.threads, unroll=1):
-        params.out[row, index] = Int32(index)
-    write_rest(tiles, params.out, row, (end - first) * tiles.ratio, position, thread)
 
 
 @cute.jit
@@ -98,8 +83,6 @@ def select(tiles: cutlass.Constexpr, params, storage, row, first, end, thread):
     attempt = Int32(0)
     if stop - lead <= tiles.list_entries or k > tiles.list_entries:
         attempt = Int32(1)
-        if cutlass.const_expr(tiles.cluster > 1):
-            attempt = cutlass.select_(is_first(), attempt, Int32(2))
     is_listed, passed = Int32(0), Int32(0)
     lower, tie_key, last_column = Uint32(LEAST_KEY), Uint32(LEAST_KEY), Int32(LAST_COLUMN)
     while attempt < 2:
@@ -114,16 +97,10 @@ def select(tiles: cutlass.Constexpr, params, storage, row, first, end, thread):
         )
         # A bound below all keys is a column among equal keys: the answer is known, and nothing has to be listed.
         if above <= room and lower >= LEAST_KEY:
-            begin, part = Int32(0), span
-            if cutlass.const_expr(tiles.cluster > 1):
-                begin, part = part_of(tiles, span, attempt)
-            filter(tiles, storage, part, thread, lower, begin)
+            filter(tiles, storage, span, thread, lower)
             # Unchanged values, set again so that no register keeps them over the filter.
             tie_key, last_column = lower, Int32(LAST_COLUMN)
             cute.arch.sync_threads()
-            if cutlass.const_expr(tiles.cluster > 1):
-                if attempt == 0:
-                    gather_lists(tiles, storage, thread)
             passed = s_passed[0]
             if passed <= tiles.list_entries and (passed >= k or lower == LEAST_KEY):
                 is_listed, attempt = Int32(1), Int32(1)
@@ -134,20 +111,6 @@ def select(tiles: cutlass.Constexpr, params, storage, row, first, end, thread):
                     s_passed[0] = Int32(0)
                 cute.arch.sync_threads()
         attempt = attempt + 1
-        if cutlass.const_expr(tiles.cluster > 1):
-            attempt = cutlass.select_(is_first(), attempt, Int32(2))
-    if cutlass.const_expr(tiles.cluster == 1):
-        finish(tiles, params, storage, row, span, (is_listed, passed, lower, tie_key, last_column), thread)
-    else:
-        if is_first():
-            finish(tiles, params, storage, row, span, (is_listed, passed, lower, tie_key, last_column), thread)
-
-
-@cute.jit
-def finish(tiles: cutlass.Constexpr, params, storage, row, span, found, thread):
-    """Marks the selected columns, from the list or from the row itself, and writes the result."""
-    is_listed, passed, lower, tie_key, last_column = found
-    k, words = num_selected(tiles, params.out), (span.stop + 31) // 32
     if is_listed != 0:
         shift = Int32(LIST_SHIFT)
         if (lower & Uint32((1 << FIRST_SHIFT) - 1)) != Uint32(LEAST_KEY & ((1 << FIRST_SHIFT) - 1)):
@@ -165,53 +128,6 @@ def finish(tiles: cutlass.Constexpr, params, storage, row, span, found, thread):
         mark_read(tiles, storage, span, thread, tie_key, last_column)
     cute.arch.sync_threads()
     write(tiles, storage, params, row, span, words, thread)
-
-
-def block_in_cluster() -> Any:
-    """Number of this block in its cluster: read where it is needed, so that no register keeps it over the filter."""
-    return cute.arch.block_idx_in_cluster()
-
-
-def is_first() -> Any:
-    return block_in_cluster() == 0
-
-
-@cute.jit
-def part_of(tiles: cutlass.Constexpr, span, attempt):
-    """The part of a row that a block of the cluster lists in the first attempt, and its first access. The second is the first
-    block's alone."""
-    each = cutlass.const_expr(ACCESS // tiles.element_bytes)
-    accesses = (span.stop + (each - 1)) // each
-    share = (accesses + (32 * tiles.cluster - 1)) // (32 * tiles.cluster) * 32
-    begin = cutlass.select_(attempt == 0, block_in_cluster() * share, Int32(0))
-    end = cutlass.select_(attempt == 0, begin + share, accesses)
-    lead, stop = cutlass.max(span.lead, begin * each), cutlass.min(span.stop, end * each)
-    return begin, Span(span.base, lead, cutlass.max(lead, stop))
-
-
-@cute.jit
-def gather_lists(tiles: cutlass.Constexpr, storage, thread):
-    """Appends the lists of a cluster's blocks to the first one's, and adds up their numbers of entries."""
-    s_passed = storage.passed.get_tensor(cute.make_layout(4))
-    counter, keys = storage.passed.data_ptr().toint(), storage.keys.data_ptr().toint()
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
-    if is_first():
-        total = s_passed[0]
-        for other in cutlass.range_constexpr(1, tiles.cluster):
-            count = load_from_block(in_block(counter, Int32(other)))
-            source = in_block(keys, Int32(other))
-            room = cutlass.min(count, cutlass.max(tiles.list_entries - total, 0))
-            for i in cutlass.range(thread, room, tiles.threads, unroll=2):
-                target = keys + (total + i) * 8
-                ptx.store_pair(target, load_from_block(source + i * 8), load_from_block(source + i * 8 + 4))
-            total = total + count
-        cute.arch.sync_threads()
-        if thread == 0:
-            s_passed[0] = total
-    # A block leaves when its list has been read.
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
 
 
 @cute.jit

@@ -65,10 +65,9 @@ def load_packed(tiles: cutlass.Constexpr, span, first, words: cute.Tensor, acces
 
 
 @cute.jit
-def filter(tiles: cutlass.Constexpr, storage, span, thread, lower, begin):
+def filter(tiles: cutlass.Constexpr, storage, span, thread, lower):
     """Lists scores whose keys are at least `lower`, with their columns, while there is room, and counts all of them.
 
-    begin: the first access that the span has a part in, or a multiple of 32 before it.
     An access holds four entries of float32 and eight of bf16, which are compared two at a time; their words are listed unchanged.
     """
     base, lead, stop = span
@@ -86,7 +85,7 @@ def filter(tiles: cutlass.Constexpr, storage, span, thread, lower, begin):
     lane = thread % 32
     first_whole, end_whole, end = (lead + (each - 1)) // each, stop // each, (stop + (each - 1)) // each
     # All lanes of a warp take part in the sums, so the trip count is the warp's.
-    for start in cutlass.range(begin + (thread - lane), end, tiles.threads * accesses, unroll=1):
+    for start in cutlass.range(thread - lane, end, tiles.threads * accesses, unroll=1):
         if start >= first_whole and start + ((accesses - 1) * tiles.threads + 32) <= end_whole:
             address = base + Int64(start + lane) * ACCESS
             for u in cutlass.range_constexpr(accesses):

@@ -24,7 +24,6 @@ class Tiles:
         self.ratio = problem.ratio  # tokens of a column, which the result lists
         self.threads, self.warps, self.unroll = config.threads, config.threads // 32, config.unroll
         self.blocks_per_sm, self.list_entries = config.blocks_per_sm, config.list_entries
-        self.cluster = config.cluster
         self.bitmap_words = config.max_columns // 32 + SPARE_WORDS
 
     def storage(self) -> Any:

@@ -1,8 +1,6 @@
 """Variants of the top-k kernel."""
 
-import dataclasses
 from collections.abc import Collection
-from typing import Any
 
 from gdn.ops.indexer.problem import TopkProblem
 from gdn.problem import Problem
@@ -25,12 +23,6 @@ def _code(problem: TopkProblem, backend: str, entries: Collection[str]) -> Expec
     return Expectation({**loads, "ATOMS.POPC.INC": 1, "UBLKPF": 1}, none_of=TENSOR_CORES)
 
 
-def _config(default: Any, changes: Row) -> Any:
-    if changes["cluster"] == 1:
-        return default
-    return dataclasses.replace(default, threads=1024, unroll=4, blocks_per_sm=1, **changes)
-
-
 topk = Variants(
     {
         "dtype": ["float32", "bfloat16"],
@@ -42,7 +34,4 @@ topk = Variants(
     },
     _problem,
     _code,
-    # A cluster lists a row with half of the scores in flight, in the tiles of long rows.
-    config_axes={"kernels_cute.topk": {"cluster": [1, 2, 4]}},
-    config=_config,
 )
