@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 
 # Paths that take more than they may (docs/integrations.md, "Host time"), and what they and functions of other libraries may take
 # at most, in us: Python takes twice as long on a slow host as on a fast one.
-SLOWER = {"SGLang, packed_decode": 12.0, "Transformers, decode": 12.0, "Transformers, prompts": 18.0}
+SLOWER = {"Transformers, prompts": 14.0}
 MOST_OF_A_FUNCTION = 16.0
 
 
