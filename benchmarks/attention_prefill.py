@@ -1,9 +1,9 @@
-"""Times of dense attention of prefill: the kernel's configurations, and torch's kernels on gathered keys and values.
+"""Times of dense attention of prefill: the kernel's configurations, the kernel of decode, torch's on gathered keys and values.
 
     python -m benchmarks attention
 
 FLOP are 4 D for each visible pair of positions and each query head. Torch gets keys and values that were gathered from the pages
-beforehand; `gdn.attention` gathers them in each call.
+beforehand.
 """
 
 import importlib
@@ -21,11 +21,13 @@ from gdn import runtime
 from gdn.cli.plain import table
 from gdn.core.tunable import example
 from gdn.ops.attention.problem import AttentionPrefillParams, AttentionPrefillProblem
+from gdn.ops.attention.sparse_attention import attend
 from gdn.runtime import registry
 from gdn.testing import timing
 
 _PEERS = ("flash, causal_lower_right", "cudnn, causal_lower_right")  # of dense_attention.ways
-SHAPES = ((8192, 8192), (2048, 32768), (1024, 1024))  # new tokens, context
+SHAPES = ((8192, 8192), (2048, 32768), (1024, 1024), (256, 32768), (64, 32768), (16, 32768), (16, 131072))  # new tokens, context
+_MOST_BY_DECODE = 256  # new tokens
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,10 @@ def ways(problem: AttentionPrefillProblem, params: AttentionPrefillParams) -> It
         "query_start_loc": params.query_start_loc, "seq_lens": params.seq_lens,
     }  # fmt: skip
     host: dict[str, Any] = {"query_lens_host": (problem.num_tokens,), "seq_lens_host": (problem.max_context_len,)}
-    yield "gdn.attention, with the gather", lambda: gdn.attention(**arguments, **host)
+    yield "gdn.attention", lambda: gdn.attention(**arguments, **host)
+    if problem.num_tokens <= _MOST_BY_DECODE:
+        pages = [arguments[name] for name in ("block_tables", "query_start_loc", "seq_lens")]
+        yield "the kernel of decode", lambda: attend(params.q, params.k_cache, params.v_cache, None, *pages, *[None] * 6)[0]
     for name, call in dense_attention.ways(arguments):
         if name in _PEERS:
             yield f"torch, {name}", call

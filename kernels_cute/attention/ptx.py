@@ -1,13 +1,14 @@
-"""Instructions of the prefill kernels that the DSL lacks. Addresses: of shared memory (32 bits), or global."""
+"""Instructions of the attention kernels that the DSL lacks. Addresses: of shared memory (32 bits), or global."""
 
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from kernels_cute.common.ptx import (
     exp2,
+    in_block,
     instruction,
     load_global_four,
     load_global_if,
@@ -19,9 +20,9 @@ from kernels_cute.common.ptx import (
 )
 
 __all__ = [
-    "as_int", "copy_unit", "exp2", "load_global_four", "load_global_half", "load_global_if", "load_global_word",
-    "load_pair_of_words", "load_word", "or_shared", "pack", "store_global_half", "store_global_word", "store_if_negative",
-    "store_pair_of_halves", "store_zeros", "unpack",
+    "as_int", "copy_unit", "exp2", "in_block", "load_four_from_block", "load_global_four", "load_global_half", "load_global_if",
+    "load_global_word", "load_pair_from_block", "load_pair_of_words", "load_word", "or_shared", "pack", "store_global_half",
+    "store_global_word", "store_if_negative", "store_pair_of_halves", "store_two", "store_zeros", "unpack",
 ]  # fmt: skip
 
 load_global_word = instruction("ld.global.b32 {$w0}, [{$r0}];", Int32)
@@ -43,6 +44,10 @@ store_if_negative = instruction(
     "{.reg .pred negative;\nsetp.lt.f32 negative, {$r1}, 0f00000000;\n@negative st.shared.f32 [{$r0}], {$r1};}"
 )
 load_pair_of_words = instruction("ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", Int32, Int32)
+store_two = instruction("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};")
+# Of an address in another block (in_block): neighbouring float32.
+load_pair_from_block = instruction("ld.shared::cluster.v2.f32 {{$w0}, {$w1}}, [{$r0}];", Float32, Float32)
+load_four_from_block = instruction("ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", *[Float32] * 4)
 # (shared target, global source): 16 bytes, past L1.
 copy_unit = instruction("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;")
 

@@ -1,7 +1,8 @@
 """The barriers of dense prefill: a simulation of its roles, with arrive counts from the kernel's own table.
 
 Every warp is a process. What a stage holds is checked wherever it is read, and nothing may be written while somebody reads it.
-Each math warpgroup writes zeros over the end of the first values.
+Each math warpgroup writes zeros over the end of the first values. At the end all math warps meet, since a block of a split tile
+stores its part where keys and values were.
 """
 
 from collections import Counter
@@ -42,7 +43,7 @@ class Block:
         self.barriers = {name: [Mbarrier(table, name) for _ in range(one.stages)] for name, one in table.barriers.items()}
         self.parts = {(name, stage): Buffer(f"{name} {stage}") for name, count in self.stages.items() for stage in range(count)}
         self.parts["queries", 0] = Buffer("queries")
-        self.zeroed = [Named(f"zeroed {n}", MATH // 2) for n in range(2)]
+        self.zeroed, self.stored = [Named(f"zeroed {n}", MATH // 2) for n in range(2)], Named("parts stored", MATH)
         self.finished: Counter[int] = Counter()
 
     def place(self, name: str, step: int) -> tuple[int, int]:
@@ -93,6 +94,11 @@ class Block:
                 self.end("values", step - 1)
             yield from self.begin("values", self.steps - 1)
             yield self.simulation.some_time(1.0)
+            self.parts["values", self.place("values", self.steps - 1)[0]].readers -= 1
+        stored: Any = self.stored
+        yield stored, "math", stored.arrive()
+        for part in self.parts.values():  # where a split tile's parts are stored
+            assert part.readers == 0 or part.name == "queries", part.name
         self.finished[warp] += 1
 
     def run(self) -> None:

@@ -77,6 +77,9 @@ def test_configurations() -> None:
         for config in found:
             rows = dense.ROWS + (config.key_stages + config.value_stages) * config.step
             assert 2 * dim * rows + dense.TABLE_BYTES <= H100.shared_bytes_per_block
+            # A part of a split tile lies where keys and values were.
+            assert dense.ROWS * 4 * (dim + 8) <= 2 * dim * (rows - dense.ROWS)
+        assert {config.splits for config in found} == {1, 2, 4, 8}
 
 
 def test_refusals() -> None:

@@ -102,7 +102,7 @@ def test_boxes_of_the_dense_kernel_are_written_where_read(dim: int, step: int, b
         problem = SimpleNamespace(
             num_heads=4, num_kv_heads=2, head_dim=dim, dtype="bfloat16", has_gate=False, block_size=block_size
         )
-        tiles = dense.DenseTiles(problem, SimpleNamespace(step=step, key_stages=2, value_stages=2))
+        tiles = dense.DenseTiles(problem, SimpleNamespace(step=step, key_stages=2, value_stages=2, splits=1))
         written, rows, columns = tiles.cache_smem(2), products.by_rows(tiles, step, 2), products.by_columns(tiles, 2)
         assert str(written.inner) == str(rows.inner) and step % tiles.piece == block_size % tiles.piece == 0
         box = tiles.cache_smem(0)
@@ -127,7 +127,7 @@ def test_queries_of_the_dense_kernel_are_written_where_read(heads: int, kv_heads
         problem = SimpleNamespace(
             num_heads=heads, num_kv_heads=kv_heads, head_dim=256, dtype="bfloat16", has_gate=False, block_size=16
         )
-        tiles = dense.DenseTiles(problem, SimpleNamespace(step=80, key_stages=2, value_stages=2))
+        tiles = dense.DenseTiles(problem, SimpleNamespace(step=80, key_stages=2, value_stages=2, splits=1))
         written, read = tiles.query_smem(), products.by_rows(tiles, 128, 1)
         assert str(written.inner) == str(read.inner)
         for query in range(tiles.queries):

@@ -88,12 +88,52 @@ def test_batches(variant: str, batch: str) -> None:
     assert all(same_bits(one, other) for one, other in zip(found, run(inputs), strict=True))
 
 
-@pytest.mark.parametrize("dim", [256, 128])
-def test_every_configuration(dim: int) -> None:
+def configurations(dim: int) -> list[Any]:
     module = importlib.import_module(registry.operator("attention_prefill").modules["cute"])
     inputs = make_inputs(Variant(16, 2, dim=dim), *BATCHES["ragged"], 8, dense=True)
-    for config in module.configs(problem_of(inputs), H100):
+    found: list[Any] = module.configs(problem_of(inputs), H100)
+    return found
+
+
+@pytest.mark.parametrize("batch", ["ragged", "one long"])
+@pytest.mark.parametrize("dim", [256, 128])
+def test_every_configuration(dim: int, batch: str) -> None:
+    inputs = make_inputs(Variant(16, 2, dim=dim), *BATCHES[batch], 8, dense=True)
+    for config in configurations(dim):
+        found = run(inputs, config)
+        check(inputs, found)
+        assert all(same_bits(one, other) for one, other in zip(found, run(inputs, config), strict=True))
+
+
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_split_tiles(splits: int) -> None:
+    """Gates, fewer steps than blocks, empty rows of a tile, values that are not finite, a graph with other lengths."""
+    variant = VARIANTS["24/2, gate"]
+    config = next(one for one in configurations(256) if one.splits == splits)
+    for batch in BATCHES:
+        inputs = make_inputs(variant, *BATCHES[batch], 8, dense=True, seed=splits)
         check(inputs, run(inputs, config))
+    inputs = make_inputs(variant, [300, 100, 40], [90, 60, 10], 8, dense=True)
+    out, _ = run(inputs, config)
+    value = inputs.arguments["kv_cache"][1]
+    block = inputs.arguments["block_tables"][0, 280 // 16]
+    value[block, 280 % 16, 1] = torch.nan  # the head of 12 to 23, from the row of position 280 on
+    found, _ = run(inputs, config)
+    spoilt = found.isnan().any(2)
+    assert spoilt[70:90, 12:].all() and not spoilt[:70].any() and not spoilt[:, :12].any() and not spoilt[90:].any()
+    assert same_bits(found[90:], out[90:])
+    value[block, 280 % 16, 1] = 0.0
+    params = params_of(inputs)
+    prepared = runtime.prepare(problem_of(inputs), torch.device("cuda"), "cute", config=config)
+    assert prepared.launch is not None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prepared.launch(params)
+    for new in ([90, 60, 10], [3, 100, 20], [0, 0, 1]):
+        inputs.arguments["query_start_loc"].copy_(torch.tensor([0, *new]).cumsum(0))
+        graph.replay()
+        fresh = run(inputs, config)
+        assert same_bits(params.out, fresh[0]) and same_bits(params.lse, fresh[1])
 
 
 def test_a_sequence_has_the_same_bits_in_any_batch() -> None:

@@ -177,6 +177,7 @@ def test_which_tensor_is_missing_matters(kernel: Counting) -> None:
     expected, _ = gdn.chunk_gated_delta_rule(**{**again, "beta": gate})
     assert same_bits(o, expected)
 
+
 def test_a_plan_without_a_tensor_does_not_compare_one_with_none(kernel: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch takes 10 us for it, in every call that has an argument more than the plan before its own."""
     without = unpooled(chunk_inputs, chunk_problem, 1)
@@ -188,7 +189,6 @@ def test_a_plan_without_a_tensor_does_not_compare_one_with_none(kernel: Counting
         monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: compared.append(name))
     gdn.chunk_gated_delta_rule(**without | mask)
     assert kernel.prepared == 2 and not compared
-
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, Int64
 from gdn.ops.attention.problem import SparseDecodeParams
 from kernels_cute.attention.decode.sizes import COLUMNS, VECTOR
 from kernels_cute.attention.decode.spec import LOWEST, Spec, Work
+from kernels_cute.attention.ptx import load_four_from_block, load_pair_from_block
 from kernels_cute.common import ptx
 from kernels_cute.common.memory import sigmoid
 
@@ -73,15 +74,6 @@ def merge(spec: cutlass.Constexpr[Spec], storage, params: SparseDecodeParams, wo
         cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
-
-
-def _from_block(count):
-    """A function of an address in another block: loads `count` neighbouring float32."""
-    words = ", ".join(f"{{$w{i}}}" for i in range(count))
-    return ptx.instruction(f"ld.shared::cluster.v{count}.f32 {{{words}}}, [{{$r0}}];", *[Float32] * count)
-
-
-load_pair_from_block, load_four_from_block = _from_block(2), _from_block(4)
 
 
 @cute.jit

@@ -19,6 +19,7 @@ from kernels_cute.common.choice import HALF_DTYPES, unserved
 
 ENTRY = "gdn_cute_attention_prefill"
 HEAD_DIMS = (128, 256)
+SPLITS = (1, 2, 4, 8)
 TABLE_BYTES = 1024  # at most, of shared memory, for barriers
 workspace_bytes, launch = choice.no_workspace, choice.launch
 
@@ -28,6 +29,7 @@ class Config:
     step: int  # positions whose scores a math warpgroup computes at a time; their keys are a stage, their values another
     key_stages: int  # stages of keys in shared memory, in use or on their way
     value_stages: int  # the same of values
+    splits: int  # blocks of a cluster, to which the steps of a tile are dealt
 
 
 def refusal(problem: AttentionPrefillProblem) -> str | None:
@@ -53,16 +55,17 @@ def _steps(problem: AttentionPrefillProblem) -> tuple[int, ...]:
 def fits(problem: AttentionPrefillProblem, config: Config, device: DeviceSpec) -> bool:
     rows = ROWS + (config.key_stages + config.value_stages) * config.step
     shared = TABLE_BYTES + rows * 2 * problem.head_dim
-    is_known = config.step in _steps(problem) and min(config.key_stages, config.value_stages) >= 2
+    is_known = config.step in _steps(problem) and min(config.key_stages, config.value_stages) >= 2 and config.splits in SPLITS
     return is_known and shared <= device.shared_bytes_per_block
 
 
 def default_config(problem: AttentionPrefillProblem, device: DeviceSpec) -> Config:
-    return Config(_steps(problem)[0], 2, 2)
+    return Config(_steps(problem)[0], 2, 2, 1)
 
 
 def configs(problem: AttentionPrefillProblem, device: DeviceSpec) -> list[Config]:
-    space = [Config(step, *stages) for step in _steps(problem) for stages in ((2, 2), (3, 2), (3, 3))]
+    stages = ((2, 2), (3, 2), (3, 3))
+    space = [Config(step, *count, splits) for step in _steps(problem) for count in stages for splits in SPLITS]
     return [config for config in space if fits(problem, config, device)]
 
 

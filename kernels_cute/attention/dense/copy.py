@@ -34,6 +34,9 @@ class Tile(NamedTuple):
     position: Any  # of the first
     limit: Any  # positions that its last query sees
     kv_head: Any
+    rank: Any  # of the block in its cluster
+    newest: Any  # this block's steps, from the last one...
+    oldest: Any  # ...to the first one
 
 
 def box_partition(atom, smem, layout, tensor, box):
@@ -49,15 +52,14 @@ def copy_warp(tiles: cutlass.Constexpr, storage, maps, params, tile, lane):
     keys = box_partition(maps.key_atom, storage.keys, tiles.cache_smem(tiles.key_stages), maps.keys, tiles.cache_box)
     values = box_partition(maps.value_atom, storage.values, tiles.cache_smem(tiles.value_stages), maps.values, tiles.cache_box)
     copy_queries(tiles, storage, maps, tile)
-    steps = (tile.limit + (tiles.step - 1)) // tiles.step
     line = params.block_tables.iterator + Int64(tile.sequence) * params.block_tables.stride[0]
-    ahead = blocks_of(tiles, line, steps - 1, tile.limit, lane)
+    ahead = blocks_of(tiles, line, tile.newest, tile.limit, lane)
     before, pieces_before = ahead, Int32(0)  # of the step whose keys came last: its values come next
     stage, parity, value_stage, value_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-    for number in cutlass.range(steps + 1, unroll=1):
-        step = steps - 1 - number
+    for number in cutlass.range(tile.newest - tile.oldest + 2, unroll=1):
+        step = tile.newest - number
         block, pieces = ahead, Int32(0)
-        if step >= 0:
+        if step >= tile.oldest:
             pieces = cutlass.min((tile.limit - step * tiles.step + (tiles.piece - 1)) // tiles.piece, tiles.pieces)
             ahead = blocks_of(tiles, line, cutlass.max(step - 1, 0), tile.limit, lane)
             place = (storage, "keys", stage, parity)

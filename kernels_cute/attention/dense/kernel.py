@@ -29,7 +29,7 @@ def usable(size: Any, stride: Any) -> Any:
 
 
 class AttendDensely:
-    """A block a (tile, key head)."""
+    """A block a (tile, key head), or a cluster of `splits` blocks."""
 
     def __init__(self, tiles: DenseTiles) -> None:
         self.tiles = tiles
@@ -50,8 +50,9 @@ class AttendDensely:
         )
         num_tiles = tokens // tiles.queries + cute.size(params.seq_lens) + 1
         self.kernel(maps, params, num_tiles).launch(
-            grid=[num_tiles * tiles.kv_heads, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
-        )
+            grid=[num_tiles * tiles.kv_heads * tiles.splits, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream,
+            **({"cluster": [tiles.splits, 1, 1]} if tiles.splits > 1 else {}),
+        )  # fmt: skip
 
     def cache_map(self, cache: Any) -> Any:
         tiles, blocks = self.tiles, cute.size(cache, mode=[0])
@@ -75,17 +76,23 @@ class AttendDensely:
         cute.arch.sync_threads()
         # Key heads one after the other: blocks that run together share one head's keys and values in L2. The last tiles first:
         # within a sequence they see most.
-        item = cute.arch.block_idx()[0]
+        item, rank = cute.arch.block_idx()[0], 0
+        if cutlass.const_expr(tiles.splits > 1):
+            item, rank = item // tiles.splits, item % tiles.splits
         sequence, first, count, position = tile_of(tiles, params, num_tiles - 1 - item % num_tiles)
         limit = cutlass.max(position + count, 0)
         addressed = Int64(params.block_tables.shape[1]) * tiles.block_size
         if addressed < Int64(limit):
             limit = Int32(addressed)
-        tile = Tile(sequence, first, count, position, limit, item // num_tiles)
+        steps = (limit + (tiles.step - 1)) // tiles.step
+        newest, oldest = steps - 1, 0
+        if cutlass.const_expr(tiles.splits > 1):
+            newest, oldest = newest - rank * steps // tiles.splits, steps - (rank + 1) * steps // tiles.splits
+        tile = Tile(sequence, first, count, position, limit, item // num_tiles, rank, newest, oldest)
         if count > 0:
             if warp < Role.MATH:
                 cute.arch.setmaxregister_decrease(COPY_REGISTERS)
-                if warp == Role.COPY and limit > 0:
+                if warp == Role.COPY and newest >= oldest:
                     copy_warp(tiles, storage, maps, params, tile, lane)
             else:
                 cute.arch.setmaxregister_increase(MATH_REGISTERS)

@@ -11,6 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels_cute.attention import ptx
 from kernels_cute.attention.dense.again import repeat_row
+from kernels_cute.attention.dense.merge import merge, store_part
 from kernels_cute.attention.dense.shape import ROWS
 from kernels_cute.attention.dense.tiles import PIECE_BYTES, ZEROED
 from kernels_cute.attention.products import (
@@ -42,29 +43,40 @@ def math_warpgroup(tiles: cutlass.Constexpr, storage, params, tile, half, warp, 
     # The last position that this lane's rows see, counted from the lane's first column.
     own = [cutlass.min(tile.position + (row + 8 * side) // tiles.group, tile.limit - 1) - lane % 4 * 2 for side in range(2)]
     walk(tiles, storage, operands, registers, tile, (own[0], own[1]), half, warp, lane, params.scale * LOG2E)
-    repeat = partial(repeat_row, tiles, params, tile, lane)
     _, rOutputs, _, rMost, rSums = registers
-    finish(tiles, params, (rOutputs, rMost, rSums), (tile.first, tile.count, tile.kv_head), half * 64 + warp * 16, lane, repeat)
+    results, row0 = (rOutputs, rMost, rSums), half * 64 + warp * 16
+    if cutlass.const_expr(tiles.splits == 1):
+        repeat = partial(repeat_row, tiles, params, tile, lane)
+        finish(tiles, params, results, (tile.first, tile.count, tile.kv_head), row0, lane, repeat)
+    else:
+        store_part(tiles, storage, results, row0, lane)
+        cute.arch.sync_warp()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        merge(tiles, storage, params, tile, half * 4 + warp, lane)
+        # Others may still read this block's part. Relaxed: a release would wait until the rows of out are in memory.
+        cute.arch.sync_warp()
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
 
 
 @cute.jit
 def walk(tiles: cutlass.Constexpr, storage, operands, registers, tile, own, half, warp, lane, factor):
     """Compute o, m and the sums of the tile."""
-    steps = (tile.limit + (tiles.step - 1)) // tiles.step
     # Steps whose positions all queries of the tile see; the first step taken is masked in any case.
-    whole = cutlass.max(cutlass.min((tile.position + 1) // tiles.step, steps - 1), 0)
+    whole = cutlass.max(cutlass.min((tile.position + 1) // tiles.step, tile.newest) - tile.oldest, 0)
     ring, value_ring = (Int32(0), Int32(0)), (Int32(0), Int32(0))
-    if steps > 0:
+    if tile.newest >= tile.oldest:
         cute.arch.mbarrier_wait(barrier_at(storage, "queries_full"), 0)
         issue_scores(tiles, storage, operands, registers[0], *ring)
         warpgroup.wait_group(0)
         release(storage, "keys_free", ring[0], lane)
-        mask(tiles, registers[0], own, (steps - 1) * tiles.step, factor)
+        mask(tiles, registers[0], own, tile.newest * tiles.step, factor)
         soften(tiles, registers)
         put_shares(tiles, registers)
-        clear_values(tiles, storage, tile.limit - (steps - 1) * tiles.step, half, warp, lane)
-        for number in cutlass.range(1, steps - whole, unroll=1):
-            place = (steps - 1 - number) * tiles.step
+        clear_values(tiles, storage, tile.limit - tile.newest * tiles.step, half, warp, lane)
+        for number in cutlass.range(1, tile.newest - tile.oldest + 1 - whole, unroll=1):
+            place = (tile.newest - number) * tiles.step
             ring, value_ring = take_step(tiles, storage, operands, registers, (own, place, factor), ring, value_ring, lane, True)
         for _ in cutlass.range(whole, unroll=1):
             ring, value_ring = take_step(

@@ -18,7 +18,8 @@ PIECE_BYTES = 128  # of a row in shared memory: the widest swizzle
 MATH_WARPS = 8
 THREADS = 128 + 32 * MATH_WARPS
 COPY_REGISTERS, MATH_REGISTERS = 24, 240  # with 128 + 256 threads: the 168 a thread at launch
-ZEROED = 1  # first of the named barriers, one of each math warpgroup: its zeros are written
+# Named barriers: zeros of each math warpgroup are written (two); nobody reads keys, values or queries any more.
+ZEROED, PARTS_STORED = 1, 3
 
 
 def barriers(key_stages: int, value_stages: int) -> BarrierTable:
@@ -44,7 +45,7 @@ class DenseTiles:
         self.dtype, self.has_gate = CUTE_DTYPES[problem.dtype], problem.has_gate
         self.group, self.block_size = self.heads // self.kv_heads, problem.block_size
         self.queries = ROWS // self.group
-        self.step, self.copied_by_threads = config.step, False
+        self.step, self.splits, self.copied_by_threads = config.step, config.splits, False
         self.key_stages, self.value_stages = config.key_stages, config.value_stages
         self.piece = piece_of(self.step, self.block_size)
         self.pieces = self.step // self.piece  # of a step

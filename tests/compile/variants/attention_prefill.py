@@ -1,5 +1,6 @@
 """Variants of attention of prefill, sparse and dense."""
 
+import dataclasses
 from collections.abc import Collection
 
 from gdn.ops.attention.problem import AttentionPrefillProblem, SparsePrefillProblem
@@ -67,4 +68,6 @@ attention_prefill = Variants(
     },
     _dense_problem,
     _dense_code,
+    config_axes={"kernels_cute.attention.dense": {"splits": [1, 2, 4, 8]}},
+    config=lambda default, changes: dataclasses.replace(default, **changes),
 )
