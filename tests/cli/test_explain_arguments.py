@@ -147,7 +147,8 @@ def test_it_knows_the_models_of_the_demo(name: str) -> None:
     assert name not in MODELS or shape_of(name, config) == MODELS[name]
     found = explain("chunk", "--model", name, "--device", "h100")
     assert (found["model"], found["problem"]["num_v_heads"]) == (name, config.linear_num_value_heads)
-    assert explain("attention", "--model", name, "--device", "h100")["problem"]["num_heads"] == config.num_attention_heads
+    parts = explain("attention", "--model", name, "--device", "h100")["parts"]
+    assert [part["problem"]["num_heads"] for part in parts] == [config.num_attention_heads] * 2
     if config.index_topk:
         scores, selection = explain("indexer_topk", "--model", name, "--device", "h100")["parts"]
         selected = selection["problem"]["k"], selection["problem"]["ratio"]

@@ -51,7 +51,8 @@ def test_the_calls_of_a_model() -> None:
     assert {"topk", "prepare_indexer", "sparse_attention_decode", "add_rms_norm"} <= by_op.keys()
     # Without an indexer, with hyper-connections, and without Gated DeltaNet.
     own = {"hosts": ("layers",)}
-    expected = {"gdn_decode", "fold_states", "gdn_prefill", "prepare_indexer", "sparse_attention_decode", "add_rms_norm"}
+    attention = {"prepare_indexer", "sparse_attention_decode", "attention_prefill"}
+    expected = {"gdn_decode", "fold_states", "gdn_prefill", "add_rms_norm"} | attention
     assert {p.op for p in of_model("qwen3.5-35b", **own)} == expected
     assert "add_rms_norm" not in {p.op for p in of_model("qwen3.8-flash-next", **own)}
     assert "compress_indexer_keys" in {p.op for p in of_model("qwen3.8-flash-next", **own)}
