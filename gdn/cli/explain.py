@@ -66,7 +66,8 @@ def explain_command(
         return
     is_without = device == "auto" and spec is None
     hint = ["There is no Hopper GPU here: --device h100 says what would run on an H100."] if is_without else []
-    lines = [f"{function} runs {', then '.join(operator.composed_of)}"] if operator.composed_of else []
+    joint = " and " if operator.name == "attention" else ", then "  # it deals sequences to its parts
+    lines = [f"{function} runs {joint.join(operator.composed_of)}"] if operator.composed_of else []
     console = Console()
     text = "\n".join([*lines, *map(str, parts), *hint])
     rows = "\n".join(wrapped(line, console.width) for line in text.splitlines())
