@@ -203,7 +203,7 @@ def _fla() -> str:
     return "with FLA" if importlib.util.find_spec("fla") else "torch's own path, FLA is not installed"
 
 
-def test_speed_of_a_prefill(device: torch.device, much_memory: None) -> None:
+def test_timing_of_a_prefill(device: torch.device, much_memory: None) -> None:
     model, ids = build(device, 512), tokens(device, 1, 8192)
 
     def prefill() -> None:
@@ -219,7 +219,7 @@ def test_speed_of_a_prefill(device: torch.device, much_memory: None) -> None:
         assert plain / ours >= 1.5
 
 
-def test_speed_of_decode_steps(device: torch.device, much_memory: None) -> None:
+def test_timing_of_decode_steps(device: torch.device, much_memory: None) -> None:
     model, ids, batch = build(device, 512), tokens(device, 32, 64), 32
     name, linear = cache_name(model), model.model.layers[1].linear_attn
     layer_name = cache_name(linear)
@@ -265,7 +265,7 @@ def test_attention_with_an_indexer(device: torch.device) -> None:
     assert error <= WORST * of_host
 
 
-def test_speed_of_a_long_prefill_with_an_indexer(device: torch.device, much_memory: None) -> None:
+def test_timing_of_a_long_prefill_with_an_indexer(device: torch.device, much_memory: None) -> None:
     """32768 tokens. The host, which loops over the queries, is timed once on 2048 tokens, and once on all of them."""
     model = build_sparse(device)
     with torch.inference_mode():
