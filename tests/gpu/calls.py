@@ -160,6 +160,13 @@ def _streamed(form: str, state_dtype: torch.dtype) -> Callable[[torch.device], A
     return lambda device: Step(case=case, **test_replay_step.FORMS[form]).arguments(device)[0]
 
 
+def _ring_in_registers(device: torch.device) -> Arguments:
+    """With a ring and drafts of few sequences and heads: the form that holds states in registers."""
+    case = test_gdn_decode.Case(heads=(2, 4), dims=(128, 128), v_first=True, state_dtype=F32)
+    form = test_replay_step.FORMS["drafts"]
+    return Step(case=case, **form | {"members": form["members"][:5]}).arguments(device)[0]
+
+
 _RAW_CHUNK = next(problem for problem in cases.chunk_problems() if problem.use_gate and problem.pooled)
 _RAW_RECURRENT = next(problem for problem in cases.recurrent_problems() if problem.use_gate and problem.pooled)
 
@@ -196,6 +203,7 @@ CALLS = {
     ),
     "decode, ring": Call("fused_gdn_decode", "gdn_decode", _streamed("drafts", F32), (*_POOLS, "ring"), _DECODE),
     "decode, ring, bfloat16": Call("fused_gdn_decode", "gdn_decode", _streamed("one", BF16), (*_POOLS, "ring"), _DECODE),
+    "decode, ring in registers": Call("fused_gdn_decode", "gdn_decode", _ring_in_registers, (*_POOLS, "ring"), _DECODE),
     "decode, float32": Call("fused_gdn_decode", "gdn_decode", fused_decode(WIDE_DECODE), _POOLS, _DECODE),
     "decode, bfloat16": Call(
         "fused_gdn_decode", "gdn_decode", fused_decode(test_gdn_decode.Case(), A_log=BF16), _POOLS, _DECODE
