@@ -27,7 +27,10 @@ BLOCK_SIZES = (1, 4, 16, 17, 272)
 SCALES = (None, None, 0.7, -0.3, 0)
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}  # of one result
 # What a kernel is compiled for, by D, where few variants are asked for: dtype, heads, block size, dtype of indices.
-KERNELS = {128: (torch.bfloat16, (4, 2), 16, torch.int32), 256: (torch.float16, (16, 1), 272, torch.int64)}
+KERNELS = {
+    128: [(torch.bfloat16, (4, 2), 16, torch.int32), (torch.float16, (6, 3), 1344, torch.int64)],
+    256: [(torch.float16, (16, 1), 272, torch.int64), (torch.bfloat16, (4, 1), 80, torch.int32)],
+}
 FAR = 10**6  # a block, a position or a length that nobody has
 
 
@@ -99,8 +102,7 @@ def draw(seed: int, device: Device, operator: str | None = None, *, few_variants
     heads, kv_heads = source.pick("heads", *HEADS)
     block_size, index_dtype = source.pick("block size", *BLOCK_SIZES), source.pick("indices", torch.int32, torch.int64)
     if is_kernels := few_variants and dim in KERNELS and dtype != torch.float32:
-        dtype, (heads, kv_heads), block_size, index_dtype = KERNELS[dim]
-        source.form.append(f"in fact {KERNELS[dim]}")
+        dtype, (heads, kv_heads), block_size, index_dtype = source.pick("in fact", *KERNELS[dim])
     lengths = _lengths(source)
     tokens = sum(new for new, _ in lengths) + source.pick("padding", 0, 1, 3)
     real = sum(new for new, _ in lengths)
@@ -120,9 +122,9 @@ def draw(seed: int, device: Device, operator: str | None = None, *, few_variants
     else:
         _bounds(source, arguments, lengths)
     _options(source, arguments, (tokens, heads, dim), real, dtype)
-    if is_kernels and dim == 256 and operator == "attention" and "backend" not in arguments:
+    if is_kernels and block_size == 272 and operator == "attention" and "backend" not in arguments:
         if torch.device(device).type == "cuda" and all(is_aligned(x) for x in cache):
-            arguments["backend"] = "tilelang"  # the other D takes the first in order
+            arguments["backend"] = "tilelang"  # the others take the first in order
     return Drawn(seed, operator, arguments, lengths, ", ".join(source.form))
 
 
@@ -134,7 +136,7 @@ def _lengths(source: _Source) -> list[tuple[int, int]]:
             found.append(found[-1])
             continue
         new = source.random.choice((0, 1, 1, 2, 8, 9, 12, 17))
-        cached = source.random.choice((0, 0, 1, 5, 30))
+        cached = source.random.choice((0, 0, 1, 5, 30, 170))
         found.append((new, FAR if new == 0 and source.random.random() < 0.2 else new + cached))
     source.form.append(f"lengths {found}")
     return found
