@@ -203,7 +203,7 @@ class StepCase(SeededCase):
     verdict: "bits" (copies and integers: the reference's bits), "close" (the reference in float64, within the roundings of the
     output's dtype, or within `limit`) or "rounded" (the reference's bits, but for a few values that round the other way). What
     the operator updates in place without computing, named in `copied`, is compared bit for bit. Pools of states, named in
-    `states`, are compared head by head, and bit for bit in the slots that the reference leaves alone.
+    `states` where they are updated, are compared head by head, and bit for bit in the slots that the reference leaves alone.
 
     by_rounding: with "close", a row of an output beyond the limit is accepted within twice the error that the reference in the
     call's own dtypes has in that row.
@@ -243,7 +243,7 @@ class StepCase(SeededCase):
     def check(self, prepared: Prepared) -> float:
         expected = self._expected
         work = self._work(seed=0)  # a new set: a launch updates pools, caches and rings
-        before = {name: work.arguments[name].clone() for name in self._states}
+        before = {name: work.arguments[name].clone() for name in self._states if name in work.updated}
         work.launch(prepared)()
         found = {f"output {n}": output for n, output in enumerate(work.outputs) if output is not None}
         found |= {name: work.arguments[name] for name in work.updated}

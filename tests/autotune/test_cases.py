@@ -104,9 +104,17 @@ def _gdn_decode(tensors: tuple[Any, ...], problem: Any) -> None:
         qkv, z, b, a, windows, weight, *rest, slots, conv_bias=bias, query_start_loc=offsets, num_accepted_tokens=accepted,
         num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=scale, eps=eps,
         state_v_first=problem.state_v_first, null_slot=null_slot,
-        projection_layout="concatenated" if problem.concatenated else _layout(problem),
+        projection_layout="concatenated" if problem.concatenated else _layout(problem), **_replay(tensors, problem),
     )  # fmt: skip
     out.copy_(o.view(out.shape))
+
+
+def _replay(params: Any, problem: Any) -> dict[str, Any]:
+    """What a decode call has besides with a ring."""
+    if problem.ring_rows is None:
+        return {}
+    own = {name: getattr(params, name) for name in ("ring", "state_tokens", "num_computed_tokens", "fold_phase")}
+    return {**own, "fold_every": problem.fold_every}
 
 
 def _gdn_prefill(tensors: tuple[Any, ...], problem: Any) -> None:
@@ -263,6 +271,16 @@ _FORMS: dict[str, dict[str, Any]] = {
 
 
 _CONVOLUTIONS: dict[str, dict[str, Any]] = {"conv1d": {"has_mask": False}, "conv1d_update": {}}
+_NO_WEIGHTS: dict[str, Any] = {"q_out_dtype": "bfloat16", "weights_dtype": None, "folds_weights": False}
+_DRAFTS: dict[str, Any] = {"lengths": (4, 4, 4), "has_accepted": True, "cu_seqlens_dtype": "int32"}
+_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a ring": ("gdn_decode", {"ring_rows": 16, "fold_every": 15}),
+    "a ring, bfloat16": ("gdn_decode", {"ring_rows": 12, "fold_every": 11, "state_dtype": "bfloat16"}),
+    "a ring, drafts": ("gdn_decode", {"ring_rows": 22, "fold_every": 15, **_DRAFTS}),
+    "no pool": ("conv1d", {"state_dtype": None, "index_dtype": None, "has_mask": False, "state_channels_contiguous": False}),
+    "all positions": ("sparse_attention_decode", {"dense": True, "index_dtype": None, "k": 32}),
+    "values": ("prepare_indexer", {"has_values": True, "num_kv_heads": 2, "cache_dtype": "bfloat16", **_NO_WEIGHTS}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -270,18 +288,19 @@ _CONVOLUTIONS: dict[str, dict[str, Any]] = {"conv1d": {"has_mask": False}, "conv
     [
         *(pytest.param(op, fields, id=f"{op}-{form}") for op in ("gdn_decode", "gdn_prefill") for form, fields in _FORMS.items()),
         *((op, {"state_channels_contiguous": False, **fields}) for op, fields in _CONVOLUTIONS.items()),
+        *(pytest.param(*one, id=f"{one[0]}-{form}") for form, one in _OTHERS.items()),
     ],
 )
 def test_the_forms_of_hosts_are_checked(op: str, fields: dict[str, Any]) -> None:
     """As vLLM, SGLang and Transformers call these operators."""
     small = _small(shapes.shapes(op)[0])
-    shape = resized(small, small.lengths, **fields)
+    shape = resized(small, **{"lengths": small.lengths, **fields})
     assert cases.refusal(shape) is None
     case = cases.make(shape, CPU, H100)
     assert 0 <= case.check(_prepared(shape)) < 1e-2
 
     def spoil(tensors: Any) -> None:
-        tensors.out.flatten()[:1] = 1e4
+        _out_of(op, tensors).flatten()[:1] = 1e4
 
     with pytest.raises(cases.WrongResult, match="output 0"):
         case.check(_prepared(shape, spoil))
@@ -291,11 +310,11 @@ def test_the_forms_of_hosts_are_checked(op: str, fields: dict[str, Any]) -> None
     ("op", "fields", "why"),
     [
         ("gdn_decode", {"has_rounding": True}, "problem: expected no noise"),
-        ("gdn_decode", {"ring_rows": 16, "fold_every": 15}, "its inputs are those of calls with another ring_rows, fold_every"),
+        ("gdn_decode", {"ring_rows": 16, "fold_every": 15, "has_columns": True}, "state_indices: expected 1-D slots with ring"),
         ("gdn_decode", {"b_dtype": None}, "problem: expected every tensor that the case has"),
         ("fold_states", {"has_final_indices": False}, "problem: expected other slots to write, no accepted counts and no noise"),
         ("topk", {"ratio": 4, "position_dtype": "int64"}, "its inputs are those of calls with another ratio, position_dtype"),
-        ("sparse_attention_decode", {"index_dtype": None}, "problem: expected selected positions"),
+        ("sparse_attention_decode", {"index_dtype": None}, "problem: expected selected positions or dense"),
     ],
 )
 def test_a_shape_of_which_no_case_can_be_made_says_why(op: str, fields: dict[str, Any], why: str) -> None:

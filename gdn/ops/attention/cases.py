@@ -43,16 +43,20 @@ def _work(arguments: dict[str, Any], kind: Any, make: Maker, problem: Any, funct
 
 
 class DecodeCase(StepCase):
-    """Random positions in ascending order, or runs of neighbouring ones."""
+    """Random positions in ascending order, or runs of neighbouring ones; dense: all positions."""
 
     def __init__(self, shape: Shape, device: torch.device, copies: int) -> None:
         super().__init__(self._decode, shape, device, copies, verdict="close")
 
     def _decode(self, make: Maker, problem: SparseDecodeProblem, lengths: Any) -> Work:
-        if problem.index_dtype is None:
-            raise ValueError(f"problem: expected selected positions, got {problem.static_key()}")
-        context = problem.k * _POSITIONS_PER_INDEX
         tokens, sequences = problem.num_tokens, problem.num_sequences
+        if problem.dense != (problem.index_dtype is None):
+            raise ValueError(f"problem: expected selected positions or dense, got {problem.static_key()}")
+        if problem.dense:
+            arguments = _operands(make, problem, problem.k, sequences, tokens)
+            arguments |= {"return_lse": True, "max_query_len": tokens // sequences}
+            return _work(arguments, SparseDecodeParams, make, problem, "attention")
+        context = problem.k * _POSITIONS_PER_INDEX
         run = 4 if self._shape.positions == "runs of 4" else 1
         arguments = _operands(make, problem, context, sequences, tokens)
         ends = inputs.own_positions(arguments["query_start_loc"], arguments["seq_lens"], tokens) + 1

@@ -206,7 +206,7 @@ _WRITTEN = 1000  # tokens that every state was written with
 _NODES = 4  # of a draft tree, the first of them a root
 
 
-def _ring(make: Maker, layers: int, slots: int, rows: int, width: int) -> Tensor:
+def ring_of(make: Maker, layers: int, slots: int, rows: int, width: int) -> Tensor:
     """Entries whose values are all below 0, decays among them, so that every entry counts."""
     ring = make.normal(layers, slots, rows, width, dtype="float32")
     return ring.abs_().mul_(-0.1)
@@ -223,7 +223,7 @@ def _fold(make: Maker, problem: FoldStatesProblem, lengths: Sequence[int]) -> Wo
     width = -(-entry_width(problem.num_k_heads, heads, K, V) // 4) * 4
     arguments = {
         "ssm_state": make.normal(problem.num_layers, slots, heads, *inner, dtype=problem.state_dtype),
-        "state_indices": order[:count], "ring": _ring(make, problem.num_layers, slots, problem.ring_rows, width),
+        "state_indices": order[:count], "ring": ring_of(make, problem.num_layers, slots, problem.ring_rows, width),
         "state_tokens": make.integers([_WRITTEN] * slots, "int32"),
         "num_computed_tokens": make.integers([_WRITTEN + length for length in lengths], "int32"),
         "num_k_heads": problem.num_k_heads, "fold_every": problem.fold_every, "fold_phase": 0,
@@ -247,7 +247,7 @@ def _accept(make: Maker, problem: AcceptDraftTreeProblem, lengths: Sequence[int]
     count, layers = len(lengths), problem.num_layers
     slots = count + 3
     arguments: dict[str, Any] = {
-        "ring": _ring(make, layers, slots, problem.ring_rows, problem.ring_width), "conv_state": None,
+        "ring": ring_of(make, layers, slots, problem.ring_rows, problem.ring_width), "conv_state": None,
         "state_indices": make.order(count, slots, problem.index_dtype),
         "parent_token": make.integers([(i + 1) // 2 - 1 for length in lengths for i in range(length)], "int32"),
         "accepted_nodes": make.integers([length - 1 - n % 2 for n, length in enumerate(lengths)], "int32"),

@@ -246,17 +246,18 @@ def _write(make: Maker, problem: WriteIndexerCacheProblem, lengths: Sequence[int
 
 def _prepare(make: Maker, problem: PrepareIndexerProblem, lengths: Sequence[int]) -> Work:
     tokens, heads, dim = problem.num_tokens, problem.num_heads, problem.head_dim
-    if problem.num_kv_heads != 1 or problem.k_dtype != problem.dtype or problem.has_values:
-        raise ValueError(f"problem: expected one key head of q's dtype and no values, got {problem.static_key()}")
-    width = -(-(heads * dim + dim + heads) // 8) * 8
-    rows = make.normal(tokens, width, dtype=problem.dtype)  # [q | k | w]
+    if problem.num_kv_heads < 1 or problem.k_dtype != problem.dtype:
+        raise ValueError(f"problem: expected keys of q's dtype, got {problem.static_key()}")
+    key_heads = problem.num_kv_heads
+    widths = (heads * dim, key_heads * dim, key_heads * dim if problem.has_values else 0, heads)
+    rows = make.normal(tokens, -(-sum(widths) // 8) * 8, dtype=problem.dtype)
+    q, k, v, weights = rows[:, : sum(widths)].split(widths, dim=1)
     most = max(4096, tokens)
     q_norm, k_norm = (make.normal(dim, dtype=dtype) * 0.1 for dtype in (problem.q_norm_dtype, problem.k_norm_dtype))
     cache, flat = _cache(make, problem, tokens)
     arguments = {
-        "q": rows[:, : heads * dim].unflatten(1, (heads, dim)),
-        "k": rows[:, heads * dim : heads * dim + dim].unflatten(1, (1, dim)),
-        "weights": rows[:, heads * dim + dim :][:, :heads] if problem.folds_weights else None,
+        "q": q.unflatten(1, (heads, dim)), "k": k.unflatten(1, (key_heads, dim)),
+        "weights": weights if problem.folds_weights else None,
         "positions": make.integers(range(most - tokens, most), problem.position_dtype),
         "cos_sin": _rotation(make, problem, most), "q_norm": q_norm, "k_norm": k_norm, "cache": cache,
         "slot_mapping": make.order(tokens, tokens + _PAGE, problem.slot_dtype), "rotary_dim": problem.rotary_dim,
@@ -264,8 +265,14 @@ def _prepare(make: Maker, problem: PrepareIndexerProblem, lengths: Sequence[int]
     }  # fmt: skip
     q_out = make.poisoned(tokens, heads, dim, dtype=problem.q_out_dtype)
     weights_out = make.poisoned(tokens, heads, dtype="float32") if problem.folds_weights else None
-    params = params_of(PrepareIndexerParams, arguments, cache=flat, q_out=q_out, weights_out=weights_out, eps=1e-6)
-    return Work("prepare_indexer", arguments, params, (q_out, weights_out), ("cache",))
+    own: dict[str, Any] = {"cache": flat, "q_out": q_out, "weights_out": weights_out}
+    updated: tuple[str, ...] = ("cache",)
+    if problem.has_values:
+        arguments["v"] = v.unflatten(1, (key_heads, dim))
+        arguments["v_cache"], own["v_cache"] = _cache(make, problem, tokens)
+        updated = (*updated, "v_cache")
+    params = params_of(PrepareIndexerParams, arguments, **own, eps=1e-6)
+    return Work("prepare_indexer", arguments, params, (q_out, weights_out), updated)
 
 
 def _compress(make: Maker, problem: CompressIndexerKeysProblem, lengths: Sequence[int]) -> Work:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from gdn.core import tunable as base
+from gdn.ops.delta_rule.cases import ring_of
+from gdn.ops.delta_rule.problem import entry_width
 from gdn.ops.layer_step.problem import (
     AddRmsNormParams,
     AddRmsNormProblem,
@@ -38,8 +40,6 @@ from gdn.ops.layer_step.problem import (
 
 def _convolution(make: base.Maker, problem: ConvolutionProblem) -> dict[str, Any]:
     """Arguments x (a slice of a projection), the filter and out."""
-    if problem.state_dtype is None or problem.index_dtype is None:
-        raise ValueError(f"problem: expected a pool and indices, got {problem.static_key()}")
     num_tokens = problem.sizes()["num_tokens"]
     return {
         "x": make.normal(num_tokens, problem.dim + problem.dim // 2, dtype=problem.dtype)[:, : problem.dim],
@@ -71,18 +71,24 @@ def _conv1d(make: base.Maker, problem: Conv1dProblem, lengths: Sequence[int]) ->
     arguments, count = _convolution(make, problem), len(lengths)
     mask = make.integers([True] * count, "bool") if problem.has_mask else None
     arguments |= {
-        "conv_states": _pool(make, problem, count + 3, problem.width - 1), "has_initial_state": mask,
+        "conv_states": None, "has_initial_state": mask, "cache_indices": None,
         "query_start_loc": make.integers([0, *accumulate(lengths)], problem.cu_seqlens_dtype),
-        "cache_indices": make.order(count, count + 3, problem.index_dtype),
     }  # fmt: skip
+    updated: tuple[str, ...] = ()
+    if problem.state_dtype is not None:
+        arguments["conv_states"], updated = _pool(make, problem, count + 3, problem.width - 1), ("conv_states",)
+    if problem.index_dtype is not None:
+        arguments["cache_indices"] = make.order(count, count + 3, problem.index_dtype)
     own = {"cu_seqlens": arguments["query_start_loc"], "has_initial_state": None if mask is None else mask.view(torch.uint8)}
     params = base.params_of(Conv1dParams, arguments, **own, null_slot=-1)
-    return base.Work("causal_conv1d_fn", arguments, params, (params.out,), ("conv_states",))
+    return base.Work("causal_conv1d_fn", arguments, params, (params.out,), updated)
 
 
 def _conv1d_update(make: base.Maker, problem: Conv1dUpdateProblem, lengths: Sequence[int]) -> base.Work:
     if problem.has_accepted != problem.has_columns or (problem.cu_seqlens_dtype is None) != (max(lengths) == 1):
         raise ValueError(f"problem: expected offsets and accepted counts with drafts alone, got {problem.static_key()}")
+    if problem.state_dtype is None or problem.index_dtype is None:
+        raise ValueError(f"problem: expected a pool and indices, got {problem.static_key()}")
     arguments = _convolution(make, problem)
     batch, columns = len(lengths), max(lengths) if problem.has_columns else 1
     # A tree keeps a window per node, each in a slot of its own; a line of drafts one long window in its first slot.
@@ -215,20 +221,23 @@ def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -
     """One decode step of a layer, with drafts or without."""
     if problem.has_rounding:
         raise ValueError(f"problem: expected no noise, got {problem.static_key()}")
-    if problem.has_accepted != problem.has_columns or (problem.cu_seqlens_dtype is None) != (max(lengths) == 1):
+    # With a ring drafts have no slots of their own.
+    has_drafts = problem.has_columns if problem.ring_rows is None else problem.has_accepted
+    if problem.has_accepted != has_drafts or (problem.cu_seqlens_dtype is None) != (max(lengths) == 1):
         raise ValueError(f"problem: expected offsets and accepted counts with drafts alone, got {problem.static_key()}")
     heads, K, V, dim = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim, problem.dim
-    rows, batch, columns = sum(lengths), len(lengths), max(lengths) if problem.has_columns else 1
+    rows, batch, most = sum(lengths), len(lengths), max(lengths)
+    columns = most if problem.has_columns else 1
     slots = make.order(batch * columns, batch * columns + 3, problem.index_dtype)
     offsets = accepted = None
     if problem.cu_seqlens_dtype is not None:
         offsets = make.integers([0, *accumulate(lengths)], problem.cu_seqlens_dtype)
     if problem.has_accepted:
-        accepted = make.integers([1 + n % columns for n in range(batch)], "int32")
+        accepted = make.integers([1 + n % most for n in range(batch)], "int32")
     inner = (V, K) if problem.state_v_first else (K, V)
     arguments = {
         **_projections(make, problem, rows),
-        "conv_state": _layer_windows(make, problem, batch * columns + 3, problem.width - 2 + columns),
+        "conv_state": _layer_windows(make, problem, batch * columns + 3, problem.width - 2 + (most if has_drafts else 1)),
         "conv_weight": make.normal(dim, problem.width, dtype=problem.weight_dtype),
         "conv_bias": None if problem.bias_dtype is None else make.normal(dim, dtype=problem.bias_dtype),
         "A_log": make.normal(heads, dtype=problem.A_log_dtype), "dt_bias": make.normal(heads, dtype=problem.dt_bias_dtype),
@@ -238,10 +247,24 @@ def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -
         "num_accepted_tokens": accepted, "num_k_heads": problem.num_k_heads, "head_k_dim": K, "head_v_dim": V,
         "activation": "silu" if problem.silu else None,
         "gate_activation": "sigmoid" if problem.gate_sigmoid else "silu", "state_v_first": problem.state_v_first,
-        "out": make.poisoned(rows, heads * V, dtype=problem.dtype),
+        "out": make.poisoned(rows, heads * V, dtype=problem.dtype), **_replay(make, problem, batch),
     }  # fmt: skip
     params = base.params_of(GdnDecodeParams, arguments, cu_seqlens=offsets, scale=K**-0.5, eps=1e-6, null_slot=-1)
-    return base.Work("fused_gdn_decode", arguments, params, (arguments["out"],), ("conv_state", "ssm_state"))
+    updated = ("conv_state", "ssm_state") if problem.ring_rows is None else ("conv_state", "ssm_state", "ring")
+    return base.Work("fused_gdn_decode", arguments, params, (arguments["out"],), updated)
+
+
+def _replay(make: base.Maker, problem: GdnDecodeProblem, batch: int) -> dict[str, Any]:
+    """A ring, and positions that are spread evenly over the period of the folds: as many sequences fold as in a call of many."""
+    if problem.ring_rows is None or problem.fold_every is None:
+        return {}
+    slots, row = batch + 3, entry_width(problem.num_k_heads, problem.num_v_heads, problem.head_k_dim, problem.head_v_dim)
+    positions = [(_PERIODS * batch + n) * problem.fold_every // batch for n in range(batch)]
+    return {
+        "ring": ring_of(make, 1, slots, problem.ring_rows, -(-row // 4) * 4)[0],
+        "state_tokens": make.integers([0] * slots, "int32"), "num_computed_tokens": make.integers(positions, "int32"),
+        "fold_every": problem.fold_every, "fold_phase": 0,
+    }  # fmt: skip
 
 
 def _norm_weight(make: base.Maker, problem: GdnDecodeProblem | GdnPrefillProblem) -> base.Tensor | None:
@@ -282,11 +305,12 @@ def step_shape(heads: tuple[int, int], batch: int, state_dtype: str = "float32",
     return base.decode_steps("gdn_decode", heads, batch, drafts, state_dtype=state_dtype, **flags, **fields)
 
 
+_PERIODS = 64  # of folds before a call with a ring
 _WHOLE: dict[str, Any] = {"concatenated": True, **dict.fromkeys(("z_dtype", "b_dtype", "a_dtype"))}  # as the layer's
 _CONCATENATED = [step_shape((16, 32), batch, **_WHOLE) for batch in (1, 32, 128)]
 
 gdn_decode = base.Tunable(
-    partial(base.StepCase, _step, verdict="close", copied=("conv_state",), states=("ssm_state",)),
+    partial(base.StepCase, _step, verdict="close", copied=("conv_state",), states=("ssm_state", "ring")),
     shapes=(
         *(step_shape((16, 32), batch) for batch in (1, 8, 32, 128, 512)),
         *(step_shape((16, 32), batch, "bfloat16") for batch in (128, 512)),
