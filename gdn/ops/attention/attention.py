@@ -50,13 +50,15 @@ def attention(
 
     The leading sequences of at most 8 new tokens (decode, drafts included) take the kernel of decode, all from the first longer
     one on that of prefill. Which they are is known from the lengths on the host. Without them all rows take one kernel: that of
-    decode where `max_query_len`, or the average number of tokens a sequence, is at most 8, else that of prefill.
+    decode where `max_query_len`, or the average number of tokens a sequence, is at most 8, else that of prefill. With
+    ``GDN_BATCH_INVARIANT=1`` every sequence goes by its own length, and to the kernel of decode where the host does not know it.
 
     The kernel of prefill serves bfloat16 and float16, head dims of 128 and 256, cache blocks of a multiple of 16 positions and
     cache rows at multiples of 16 bytes. Other calls take torch's flash attention on a copy of their keys and values, or matrix
     products in float32 where flash does not serve them either (another dtype, a head dim above 256, a scale that is not above
-    0); so do less than 24 tiles (16 tokens of 8 heads each, say) of a sequence longer than 2048. Without lengths on the host
-    other calls take the kernel of decode. No call ever waits for the device.
+    0). So does a small call on a long context: fewer than 24 tiles of 128 rows (a token and head each) for all key heads, and a
+    sequence of more than 2048 tokens. Without lengths on the host such calls take the kernel of prefill, and those that it does
+    not serve the kernel of decode. No call ever waits for the device.
 
     Parameters
     ----------

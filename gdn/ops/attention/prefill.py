@@ -15,16 +15,16 @@ from gdn.runtime import Prepared
 
 _OP = "attention_prefill"
 _TILE_ROWS = 128  # a query token and head each; a block of threads has one tile of one key head
-# A block walks a sequence from end to end. Where few of them are at work and the way is long, torch is faster, since it deals a
-# sequence to several SMs. Estimated from rates of whole calls on an H200, 2026-11-29, not measured.
+# A block walks a sequence from end to end. Where few of them are at work and the way is long, torch should be faster, since it
+# deals a sequence to several SMs. Estimated from the rates of long calls on an H200, 2026-11-29; not measured.
 _FEW_BLOCKS, _LONG_CONTEXT = 24, 2048
 
 
 def is_faster(sequences: Sequence[HostSequence], heads: int, kv_heads: int) -> bool:
-    """Whether the kernel is faster than torch on gathered keys and values."""
+    """Whether the kernel is faster than torch on gathered keys and values. Some sequence has new tokens."""
     queries = max(1, _TILE_ROWS * kv_heads // heads)  # of a tile
     blocks = kv_heads * sum(-(-one.query_len // queries) for one in sequences)
-    return blocks >= _FEW_BLOCKS or max(one.seq_len for one in sequences) <= _LONG_CONTEXT
+    return blocks >= _FEW_BLOCKS or max(one.seq_len for one in sequences if one.query_len) <= _LONG_CONTEXT
 
 
 def prepare(q: Tensor, pages: Pages, has_gate: bool, backend: str | None) -> Prepared | None:
