@@ -166,7 +166,9 @@ def _dense(
         if not longer:
             return attend(q, k_cache, v_cache, None, *pages[2:], None, scale, max_query_len, gate, out, backend)
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)  # the kernels write all rows, padding too
+        if kernel is None:
+            lse.fill_(-torch.inf)
         factor = dim**-0.5 if scale is None else scale
         for part in parts:
             own, own_gate = pages.of(part.sequences, part.rows.start), None if gate is None else gate[part.rows]
