@@ -79,6 +79,21 @@ def check(inputs: Inputs, found: Found) -> None:
     torch.testing.assert_close(lse.double(), exact_lse.double(), atol=2e-4, rtol=1e-5)
 
 
+def check_graph(inputs: Inputs, config: Any = None) -> None:
+    """A captured launch, replayed with other numbers of new tokens of three sequences, has the bits of launches of its own."""
+    params = params_of(inputs)
+    prepared = runtime.prepare(problem_of(inputs), torch.device("cuda"), "cute", config=config)
+    assert prepared.launch is not None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prepared.launch(params)
+    for new in ([90, 60, 10], [3, 100, 20], [0, 0, 1]):
+        inputs.arguments["query_start_loc"].copy_(torch.tensor([0, *new]).cumsum(0))
+        graph.replay()
+        fresh = run(inputs, config)
+        assert same_bits(params.out, fresh[0]) and same_bits(params.lse, fresh[1])
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_batches(variant: str, batch: str) -> None:
@@ -123,17 +138,7 @@ def test_split_tiles(splits: int) -> None:
     assert spoilt[70:90, 12:].all() and not spoilt[:70].any() and not spoilt[:, :12].any() and not spoilt[90:].any()
     assert same_bits(found[90:], out[90:])
     value[block, 280 % 16, 1] = 0.0
-    params = params_of(inputs)
-    prepared = runtime.prepare(problem_of(inputs), torch.device("cuda"), "cute", config=config)
-    assert prepared.launch is not None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        prepared.launch(params)
-    for new in ([90, 60, 10], [3, 100, 20], [0, 0, 1]):
-        inputs.arguments["query_start_loc"].copy_(torch.tensor([0, *new]).cumsum(0))
-        graph.replay()
-        fresh = run(inputs, config)
-        assert same_bits(params.out, fresh[0]) and same_bits(params.lse, fresh[1])
+    check_graph(inputs, config)
 
 
 def test_a_sequence_has_the_same_bits_in_any_batch() -> None:
@@ -195,17 +200,7 @@ def test_a_graph_serves_other_lengths() -> None:
     variant = VARIANTS["16/2"]
     inputs = make_inputs(variant, [300, 100, 40], [90, 60, 10], 8, dense=True)
     run(inputs)
-    params = params_of(inputs)
-    prepared = runtime.prepare(problem_of(inputs), torch.device("cuda"), "cute")
-    assert prepared.launch is not None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        prepared.launch(params)
-    for new in ([90, 60, 10], [3, 100, 20], [0, 0, 1]):
-        inputs.arguments["query_start_loc"].copy_(torch.tensor([0, *new]).cumsum(0))
-        graph.replay()
-        fresh = run(inputs)
-        assert same_bits(params.out, fresh[0]) and same_bits(params.lse, fresh[1])
+    check_graph(inputs)
 
 
 def test_two_streams_at_once() -> None:

@@ -1,8 +1,11 @@
 """Where the sequences of a call of attention are in the paged cache."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from gdn.core.check import dtype_name
+from gdn.core.tensors import is_aligned
 
 
 class Pages(NamedTuple):
@@ -20,8 +23,12 @@ class Pages(NamedTuple):
         starts = starts - first if first else starts
         return Pages(self.k_cache, self.v_cache, self.block_tables[sequences], starts, self.seq_lens[sequences])
 
-    @property
-    def are_heads_adjacent(self) -> bool:
-        """Whether the rows of a position's key heads are one piece of memory, in both caches."""
-        kv_heads, dim = self.k_cache.shape[2:]
-        return kv_heads == 1 or self.k_cache.stride(2) == self.v_cache.stride(2) == dim
+
+def fields_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
+    """Fields of every problem of attention that follow from queries [tokens, heads, D] and both caches."""
+    (_, heads, dim), (_, block_size, kv_heads, _) = q.shape, k_cache.shape
+    return {
+        "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "dtype": dtype_name(q.dtype), "block_size": block_size,
+        "heads_adjacent": kv_heads == 1 or k_cache.stride(2) == v_cache.stride(2) == dim,
+        "rows_aligned": is_aligned(k_cache) and is_aligned(v_cache),
+    }  # fmt: skip

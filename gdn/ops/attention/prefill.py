@@ -1,15 +1,13 @@
 """Dense attention of prefill rows by its kernel, which reads pages and lengths on the device."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from gdn import runtime
-from gdn.core.check import dtype_name
-from gdn.core.tensors import aligned, contiguous, contiguous_int32, is_aligned
+from gdn.core.tensors import aligned, contiguous, contiguous_int32
 from gdn.ops.attention.host_lengths import HostSequence
-from gdn.ops.attention.pages import Pages
+from gdn.ops.attention.pages import Pages, fields_of
 from gdn.ops.attention.problem import AttentionPrefillParams, AttentionPrefillProblem
 from gdn.runtime import Prepared
 
@@ -54,12 +52,8 @@ def attend(prepared: Prepared, q: Tensor, pages: Pages, scale: float, gate: Tens
 
 
 def _problem(q: Tensor, pages: Pages, has_gate: bool) -> AttentionPrefillProblem:
-    (tokens, heads, dim), (_, block_size, kv_heads, _) = q.shape, pages.k_cache.shape
     sequences, columns = pages.block_tables.shape
-    shared: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "dtype": dtype_name(q.dtype)}
     return AttentionPrefillProblem(
-        **shared, block_size=block_size, index_dtype=None, has_topk_length=False, has_gate=has_gate,
-        heads_adjacent=pages.are_heads_adjacent,
-        rows_aligned=is_aligned(pages.k_cache) and is_aligned(pages.v_cache), num_tokens=tokens, num_sequences=sequences,
-        max_context_len=columns * block_size,
+        **fields_of(q, pages.k_cache, pages.v_cache), index_dtype=None, has_topk_length=False, has_gate=has_gate,
+        num_tokens=q.shape[0], num_sequences=sequences, max_context_len=columns * pages.k_cache.shape[1],
     )  # fmt: skip

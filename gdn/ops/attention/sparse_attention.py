@@ -8,13 +8,14 @@ from torch import Tensor
 from gdn.core import check
 from gdn.core import values as _values
 from gdn.core.call import NEW, always, choose, launch, make, new, operator, reads_values
-from gdn.core.check import INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value, dtype_name
+from gdn.core.check import INDEX_DTYPES, INPUT_DTYPES, bad_type, bad_value
 from gdn.core.kinds import Kind
 from gdn.core.library import out_or_new
 from gdn.core.modes import has_memory, is_empty, is_tracing
 from gdn.core.overlap import overlaps_itself
-from gdn.core.tensors import aligned, contiguous, contiguous_int32, dtypes_of, given_of, is_aligned
+from gdn.core.tensors import aligned, contiguous, contiguous_int32, dtypes_of, given_of
 from gdn.ops.attention import reference
+from gdn.ops.attention.pages import fields_of
 from gdn.ops.attention.problem import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
 from gdn.runtime.registry import Backend
 
@@ -128,7 +129,7 @@ def attend(
     """`sparse_attention` on two caches, with its log-sum-exp; topk_indices None: all positions, by the kernel of decode."""
     check_call(q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, max_query_len, gate, out)
     tokens, heads, dim = q.shape
-    num_blocks, block_size, kv_heads, _ = k_cache.shape
+    num_blocks, block_size = k_cache.shape[:2]
     device = q.device
     check.optional("topk_indices", topk_indices, shape=[tokens, "k"], dtypes=INDEX_DTYPES, device=device)
     sequences = seq_lens.shape[0]
@@ -140,10 +141,8 @@ def attend(
     most = block_tables.shape[1] * block_size
     k = most if topk_indices is None else topk_indices.shape[1]
     shared: dict[str, Any] = {
-        "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "dtype": dtype_name(q.dtype), "block_size": block_size,
-        **dtypes_of(index=topk_indices), **given_of(topk_length=topk_length, gate=gate),
-        "heads_adjacent": kv_heads == 1 or k_cache.stride(2) == v_cache.stride(2) == dim,
-        "rows_aligned": is_aligned(k_cache) and is_aligned(v_cache), "num_tokens": tokens, "num_sequences": sequences, "k": k,
+        **fields_of(q, k_cache, v_cache), **dtypes_of(index=topk_indices), **given_of(topk_length=topk_length, gate=gate),
+        "num_tokens": tokens, "num_sequences": sequences, "k": k,
     }  # fmt: skip
     problem: SparseDecodeProblem | SparsePrefillProblem
     if topk_indices is None or is_decode(tokens, sequences, max_query_len):

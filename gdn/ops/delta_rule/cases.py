@@ -24,9 +24,9 @@ from gdn.ops.delta_rule.problem import (
     AcceptDraftTreeProblem,
     FoldStatesParams,
     FoldStatesProblem,
-    entry_width,
     ring_choice,
 )
+from gdn.ops.delta_rule.replay import ring_shape
 from gdn.runtime import Prepared
 from gdn.testing import compare
 
@@ -220,7 +220,7 @@ def _fold(make: Maker, problem: FoldStatesProblem, lengths: Sequence[int]) -> Wo
     slots = 2 * count + 3
     order = make.order(2 * count, slots, problem.index_dtype)
     inner = (V, K) if problem.state_v_first else (K, V)
-    width = -(-entry_width(problem.num_k_heads, heads, K, V) // 4) * 4
+    _, width, _ = ring_shape(problem.num_k_heads, heads, K, V)
     arguments = {
         "ssm_state": make.normal(problem.num_layers, slots, heads, *inner, dtype=problem.state_dtype),
         "state_indices": order[:count], "ring": ring_of(make, problem.num_layers, slots, problem.ring_rows, width),

@@ -16,7 +16,7 @@ import torch
 
 from gdn.core import tunable as base
 from gdn.ops.delta_rule.cases import ring_of
-from gdn.ops.delta_rule.problem import entry_width
+from gdn.ops.delta_rule.replay import ring_shape
 from gdn.ops.layer_step.problem import (
     AddRmsNormParams,
     AddRmsNormProblem,
@@ -258,10 +258,11 @@ def _replay(make: base.Maker, problem: GdnDecodeProblem, batch: int) -> dict[str
     """A ring, and positions that are spread evenly over the period of the folds: as many sequences fold as in a call of many."""
     if problem.ring_rows is None or problem.fold_every is None:
         return {}
-    slots, row = batch + 3, entry_width(problem.num_k_heads, problem.num_v_heads, problem.head_k_dim, problem.head_v_dim)
+    slots = batch + 3
+    _, width, _ = ring_shape(problem.num_k_heads, problem.num_v_heads, problem.head_k_dim, problem.head_v_dim)
     positions = [(_PERIODS * batch + n) * problem.fold_every // batch for n in range(batch)]
     return {
-        "ring": ring_of(make, 1, slots, problem.ring_rows, -(-row // 4) * 4)[0],
+        "ring": ring_of(make, 1, slots, problem.ring_rows, width)[0],
         "state_tokens": make.integers([0] * slots, "int32"), "num_computed_tokens": make.integers(positions, "int32"),
         "fold_every": problem.fold_every, "fold_phase": 0,
     }  # fmt: skip
