@@ -78,7 +78,7 @@ class GdnLayer:
         """Steps of one token of each sequence, and of drafts."""
         is_concatenated = self.layout == "concatenated"
         shared: dict[str, Any] = {
-            **self._fields(self.layout), "A_log_dtype": self.A_log_dtype,
+            **self._fields(self.layout),
             "b_dtype": None if is_concatenated else self.dtype, "concatenated": is_concatenated, "has_rounding": False,
             "num_tokens": 1, "num_sequences": 1, **self.ring,
         }  # fmt: skip
@@ -110,7 +110,7 @@ class GdnLayer:
             "norm_dtype": self.norm_dtype, "conv_dtype": self.conv_dtype or self.dtype,
             "conv_channels_contiguous": self.channels_contiguous, "state_dtype": self.state_dtype,
             "state_v_first": self.state_v_first, "index_dtype": self.index_dtype, "interleaved": layout == "interleaved",
-            "merged": layout == "merged", "dt_bias_dtype": self.dt_bias_dtype,
+            "merged": layout == "merged", "A_log_dtype": self.A_log_dtype, "dt_bias_dtype": self.dt_bias_dtype,
             "silu": self.activation is not None, "gate_sigmoid": self.gate_activation == "sigmoid",
         }  # fmt: skip
 

@@ -68,7 +68,7 @@ def refusal(problem: GdnPrefillProblem) -> str | None:
     if k != v or k % 8 or not 8 <= k <= _LARGEST:
         return f"requires K = V, a multiple of 8 up to {_LARGEST}, got K={k}, V={v}"
     return (
-        unserved({FLOAT_DTYPES: {"dt_bias": problem.dt_bias_dtype}})
+        unserved({FLOAT_DTYPES: {"A_log": problem.A_log_dtype, "dt_bias": problem.dt_bias_dtype}})
         or conv.refusal(parts.conv_problem(problem))
         or chunk.refusal(parts.chunk_problem(problem))
         or (norm.refusal(parts.norm_problem(problem)) if problem.has_norm else None)

@@ -106,7 +106,7 @@ def chunk_params(problem: GdnPrefillProblem, params: GdnPrefillParams, rows: Any
     else:
         a, b = (x[None] for x in ((p.a, p.b) if p.a is not None else _gates(p.b, H, HV // H)))
     return ChunkParams(
-        q, k, v, a, b, p.A_log, p.dt_bias.float(), p.ssm_state, p.state_indices, p.has_initial_state, p.ssm_state, None,
+        q, k, v, a, b, p.A_log.float(), p.dt_bias.float(), p.ssm_state, p.state_indices, p.has_initial_state, p.ssm_state, None,
         p.cu_seqlens, *kept_states(problem, p), p.out[None], workspace, p.scale, p.null_slot,
     )  # fmt: skip
 

@@ -103,7 +103,7 @@ def fakes(problem: GdnPrefillProblem) -> GdnPrefillParams:
         conv_states=given(p.conv_dtype, cute.sym_int64(), p.dim, cute.sym_int64(), last=(channel_stride, None)),
         conv_weight=given(p.weight_dtype, p.dim, p.width, last=(p.width, 1)),
         conv_bias=given(p.bias_dtype, p.dim, last=1),
-        A_log=given("float32", HV, last=1),
+        A_log=given(p.A_log_dtype, HV, last=1),
         dt_bias=given(p.dt_bias_dtype, HV, last=1),
         norm_weight=given(p.norm_dtype, V, last=1),
         ssm_state=given(p.state_dtype, slots, HV, V, V, last=1),

@@ -116,7 +116,7 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Arguments:
         **projections(case, mixed, z, b, a, (8, 8)), **checkpoints, "conv_states": conv,
         "conv_weight": normal(case.channels, case.width, dtype=case.weight_dtype),
         "conv_bias": None if case.bias_dtype is None else normal(case.channels, dtype=case.bias_dtype),
-        "A_log": normal(HV, dtype=F32), "dt_bias": normal(HV, dtype=case.other_dtype),
+        "A_log": normal(HV, dtype=case.other_dtype), "dt_bias": normal(HV, dtype=case.other_dtype),
         "norm_weight": normal(V, dtype=case.other_dtype) if case.has_norm else None,
         "ssm_state": ssm, "state_indices": given[..., 0],
         "query_start_loc": torch.tensor(case.starts(), dtype=case.offsets_dtype, device=device),

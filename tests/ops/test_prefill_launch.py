@@ -42,7 +42,7 @@ class Kernel:
             "z_dtype": p.z, "a_dtype": p.a, "b_dtype": p.b, "weight_dtype": p.conv_weight, "bias_dtype": p.conv_bias,
             "norm_dtype": p.norm_weight, "conv_dtype": p.conv_states, "state_dtype": p.ssm_state, "index_dtype": p.state_indices,
             "cu_seqlens_dtype": p.cu_seqlens, "dtype": p.out, "checkpoint_state_dtype": p.checkpoint_states,
-            "checkpoint_window_dtype": p.checkpoint_windows, "dt_bias_dtype": p.dt_bias,
+            "checkpoint_window_dtype": p.checkpoint_windows, "A_log_dtype": p.A_log, "dt_bias_dtype": p.dt_bias,
         }  # fmt: skip
         for name, tensor in tensors.items():
             dtype = getattr(problem, name)
@@ -52,7 +52,7 @@ class Kernel:
             assert x.data_ptr() % 16 == 0 and x.stride(-1) == 1
         assert all(x.stride(0) * 2 % 16 == 0 for x in (p.mixed_qkv, p.out))
         assert p.out.shape == (rows, HV, V) and p.out.stride(1) == V
-        assert p.A_log.dtype == torch.float32 and p.A_log.is_contiguous() and p.dt_bias.is_contiguous()
+        assert p.A_log.is_contiguous() and p.dt_bias.is_contiguous()
         assert p.workspace.dtype == torch.uint8 and p.workspace.shape == (512,)
         assert problem.has_mask == (p.has_initial_state is not None)
         assert problem.has_checkpoints == (p.checkpoint_offsets is not None) == (p.checkpoint_slots is not None)

@@ -353,7 +353,7 @@ def _prefill(make: base.Maker, problem: GdnPrefillProblem, lengths: Sequence[int
         **_rows(make, problem, rows), "conv_states": _layer_windows(make, problem, count + 3, problem.width - 1),
         "conv_weight": make.normal(dim, problem.width, dtype=problem.weight_dtype),
         "conv_bias": None if problem.bias_dtype is None else make.normal(dim, dtype=problem.bias_dtype),
-        "A_log": make.normal(heads, dtype="float32"), "dt_bias": make.normal(heads, dtype=problem.dt_bias_dtype),
+        "A_log": make.normal(heads, dtype=problem.A_log_dtype), "dt_bias": make.normal(heads, dtype=problem.dt_bias_dtype),
         "norm_weight": _norm_weight(make, problem),
         "ssm_state": make.normal(count + 3, heads, *inner, dtype=problem.state_dtype),
         "state_indices": make.order(count, count + 3, problem.index_dtype),

@@ -194,7 +194,7 @@ def fused_gdn_prefill(
         **sizes.fields(),
         width=conv_weight.shape[1],
         dtype=dtype_name(mixed_qkv.dtype),
-        **dtypes_of(z=z, a=a, b=b, weight=conv_weight, bias=conv_bias, dt_bias=dt_bias, norm=norm_weight),
+        **dtypes_of(z=z, a=a, b=b, weight=conv_weight, bias=conv_bias, A_log=A_log, dt_bias=dt_bias, norm=norm_weight),
         **dtypes_of(conv=conv_states, state=ssm_state, cu_seqlens=query_start_loc),
         **dtypes_of(checkpoint_state=checkpoint_states, checkpoint_window=checkpoint_windows),
         conv_channels_contiguous=is_aligned(conv_states.mT),
@@ -220,7 +220,7 @@ def fused_gdn_prefill(
         rows = described("mixed_qkv", rows)  # z is part of it
     params = GdnPrefillParams(
         rows, None if z is None else described("z", aligned("z", z)), b, a, conv_states, constant(conv_weight),
-        optional(constant, conv_bias), make(_float32, A_log), make(Tensor.contiguous, dt_bias),
+        optional(constant, conv_bias), make(Tensor.contiguous, A_log), make(Tensor.contiguous, dt_bias),
         optional(constant, norm_weight), ssm_state,
         slots, optional(Tensor.contiguous, has_initial_state), query_start_loc.contiguous(), checkpoint_offsets, checkpoint_slots,
         checkpoint_states, checkpoint_windows, described("out", written.view(length, heads, head_v_dim)),
@@ -231,7 +231,3 @@ def fused_gdn_prefill(
     aligned_ones = (mixed_qkv, z, conv_weight, conv_bias, norm_weight, channels_last, ssm_state, checkpoint_states, out)
     launch(prepared, params, (o,), aligned=aligned_ones)
     return o if written is o else o.copy_(written)
-
-
-def _float32(x: Tensor) -> Tensor:
-    return x.float().contiguous()

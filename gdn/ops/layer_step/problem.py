@@ -399,6 +399,7 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
     # Of checkpoint_states and checkpoint_windows; both None = checkpoints go to the pools, one None = that kind is not kept.
     checkpoint_state_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
     checkpoint_window_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
+    A_log_dtype: str = field(default="float32", kw_only=True, metadata=COMPILES)
     dt_bias_dtype: str = field(default="float32", kw_only=True, metadata=COMPILES)
     merged: bool = field(default=False, kw_only=True, metadata=COMPILES)  # mixed_qkv has z too, and b has a, in flat order
     num_tokens: int = size()
@@ -452,7 +453,7 @@ class GdnPrefillParams(NamedTuple):
     conv_states: Tensor  # [slots, 2 * H * K + HV * V, columns], updated in place
     conv_weight: Tensor  # [2 * H * K + HV * V, width] contiguous, base a multiple of 16 bytes
     conv_bias: Tensor  # [2 * H * K + HV * V] contiguous, base a multiple of 16 bytes; None: no bias
-    A_log: Tensor  # [HV] float32 contiguous
+    A_log: Tensor  # [HV] contiguous
     dt_bias: Tensor  # [HV] contiguous
     norm_weight: Tensor | None  # [V] contiguous, base a multiple of 16 bytes; None without norm_dtype
     ssm_state: Tensor  # [slots, HV, K, V] (or V first), updated in place; slot stride any multiple of 16 bytes

@@ -28,7 +28,7 @@ def gate_warp(
         prefetched = prefetch_work_tile(spec, params, work_tile, prepared.first, lane)
     heads = []
     for words, log_rate, bias in prefetched:
-        minus_rate = -cute.math.exp(log_rate) if cutlass.const_expr(spec.raw_gate) else log_rate  # of softplus
+        minus_rate = -cute.math.exp(log_rate.to(Float32)) if cutlass.const_expr(spec.raw_gate) else log_rate  # of softplus
         heads.append((words, minus_rate, bias.to(Float32)))
     gates_full, gates_free = storage.gates_full.data_ptr(), storage.gates_free.data_ptr()
     for step in cutlass.range(prepared.first, chunks_in(length), prepared.stride, unroll=1):

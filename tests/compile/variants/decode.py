@@ -132,6 +132,7 @@ _PREFILL_AXES: Axes = {
     "width": [4, 3, 2],
     "dtypes": [("bfloat16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")],  # of rows; of z and the gates
     "norm_dtype": ["float32", "bfloat16", None],
+    "A_log_dtype": ["float32", "bfloat16"],
     "dt_bias_dtype": ["float32", "bfloat16"],
     "weight_dtype": ["bfloat16", "float32"],
     "bias_dtype": [None, "float32", "bfloat16"],
@@ -153,7 +154,7 @@ _PREFILL_AXES: Axes = {
 def _prefill_problem(row: Row) -> Problem | None:
     same = (
         "width", "weight_dtype", "bias_dtype", "silu", "gate_sigmoid", "state_dtype", "state_v_first",
-        "index_dtype", "cu_seqlens_dtype", "has_mask", "has_checkpoints", "norm_dtype", "dt_bias_dtype",
+        "index_dtype", "cu_seqlens_dtype", "has_mask", "has_checkpoints", "norm_dtype", "A_log_dtype", "dt_bias_dtype",
     )  # fmt: skip
     dtype, other = row["dtypes"]
     if any(row["kept"]) and not row["has_checkpoints"]:
