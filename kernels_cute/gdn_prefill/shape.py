@@ -14,8 +14,11 @@ def is_plain(problem: GdnPrefillProblem) -> bool:
 
 
 def conv_batch_fits(problem: GdnPrefillProblem, batch: int) -> bool:
-    """Whether a thread of the convolution alone has registers for a batch of rows: not for 4 beside a float32 bias and a mask."""
-    return batch <= 2 or problem.bias_dtype != "float32" or not problem.has_mask
+    """Whether a thread of the convolution alone has registers for a batch of rows: not for 4 beside a float32 bias and a mask, or
+    beside a bias and a float32 filter."""
+    if batch <= 2 or problem.bias_dtype is None:
+        return True
+    return problem.weight_dtype != "float32" and not (problem.bias_dtype == "float32" and problem.has_mask)
 
 
 def resident_threads(problem: GdnPrefillProblem) -> int:
