@@ -10,14 +10,14 @@
 The kernel is in kernel.py, described in DESIGN.md.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from gdn.device import DeviceSpec
 from gdn.ops.indexer.problem import TopkParams, TopkProblem
 from kernels_cute.common.choice import no_workspace
-from kernels_cute.topk.shape import BINS, MOST_COLUMNS, PIECE_BYTES, SPARE_WORDS
+from kernels_cute.topk.shape import BINS, MOST_COLUMNS, SPARE_WORDS
 
 workspace_bytes = no_workspace
 ENTRY = "gdn_cute_topk"
@@ -33,7 +33,6 @@ class Config:
     blocks_per_sm: int  # blocks that fit on an SM: caps the registers of a thread
     list_entries: int  # capacity of the list of scores above the sampled bound (8 bytes each); more scores cost further reads
     max_columns: int  # longest row, a bit of shared memory per column; longer rows run with ANY_SIZE
-    stages: int = 0  # pieces of the row that the copy engine brings while the row is sampled; 0: the filter loads the row
 
 
 ANY_SIZE = Config(1024, 4, 1, 8192, MOST_COLUMNS)
@@ -54,8 +53,7 @@ def refusal(problem: TopkProblem) -> str | None:
 
 
 def _shared_bytes(config: Config) -> int:
-    ring = config.stages * (PIECE_BYTES + 8) + 128 if config.stages else 0
-    return 8 * config.list_entries + 4 * BINS + config.max_columns // 8 + 4 * SPARE_WORDS + 4 * 40 + 64 + ring
+    return 8 * config.list_entries + 4 * BINS + config.max_columns // 8 + 4 * SPARE_WORDS + 4 * 40 + 64
 
 
 def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
@@ -63,7 +61,6 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
         config.threads in (256, 512, 1024)
         and config.unroll in (1, 2, 4, 8)
         and config.blocks_per_sm >= 1
-        and (config.stages == 0 or _may_copy_ahead(problem, config))
         and _registers_suffice(problem, config, device)
         and config.list_entries % 2048 == 0
         # The list also holds the entries that are sorted.
@@ -72,12 +69,6 @@ def fits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
         and config.max_columns <= MOST_COLUMNS
         and config.blocks_per_sm * (_shared_bytes(config) + 1024) <= device.shared_bytes_per_block + 1024
     )
-
-
-def _may_copy_ahead(problem: TopkProblem, config: Config) -> bool:
-    """One block an SM, which so has room for a ring. bfloat16 by score spills with one."""
-    spills = problem.dtype == "bfloat16" and problem.sorted_by == "score"
-    return config.stages in (2, 4) and (config.threads, config.blocks_per_sm) == (1024, 1) and not spills
 
 
 def _registers_suffice(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
@@ -115,8 +106,6 @@ def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
     default = default_config(problem, device)
     lists = sorted({default.list_entries, 6144, 8192})
     space = [Config(*values, default.max_columns) for values in product((256, 512, 1024), (2, 4, 8), (1, 2, 3, 4), lists)]
-    if problem.num_rows <= device.num_sms:  # else rows follow one another, and their loads overlap
-        space += [replace(default, stages=stages) for stages in (2, 4)]
     return [default] + [config for config in space if config != default and fits(problem, config, device)]
 
 

@@ -20,7 +20,6 @@ from gdn.ops.indexer.problem import TopkParams
 from kernels_cute.common.build import Kernel
 from kernels_cute.common.memory import narrowed
 from kernels_cute.topk import ptx
-from kernels_cute.topk.ahead import begin_copies, end_copies, filter_ahead
 from kernels_cute.topk.narrow import clear_bins, narrow
 from kernels_cute.topk.read import filter
 from kernels_cute.topk.result import clear_bitmap, mark_listed, mark_ranked, mark_read, num_selected, write, write_rest
@@ -78,19 +77,12 @@ def select(tiles: cutlass.Constexpr, params, storage, row, first, end, thread):
     if thread == 0:
         s_passed[0], s_passed[1] = Int32(0), Int32(0)
     clear_bitmap(tiles, storage, thread, words)
-    if cutlass.const_expr(tiles.stages > 0):
-        if thread < tiles.stages:
-            cute.arch.mbarrier_init(storage.full.data_ptr() + thread, 1)
-        cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
     # The first attempt bounds the answer from a sample, the second from all of the row.
     attempt = Int32(0)
     if stop - lead <= tiles.list_entries or k > tiles.list_entries:
         attempt = Int32(1)
-    if cutlass.const_expr(tiles.stages > 0):
-        if attempt == 0:
-            begin_copies(tiles, storage, span, thread)
     is_listed, passed = Int32(0), Int32(0)
     lower, tie_key, last_column = Uint32(LEAST_KEY), Uint32(LEAST_KEY), Int32(LAST_COLUMN)
     while attempt < 2:
@@ -105,13 +97,7 @@ def select(tiles: cutlass.Constexpr, params, storage, row, first, end, thread):
         )
         # A bound below all keys is a column among equal keys: the answer is known, and nothing has to be listed.
         if above <= room and lower >= LEAST_KEY:
-            if cutlass.const_expr(tiles.stages == 0):
-                filter(tiles, storage, span, thread, lower)
-            else:
-                if attempt == 0:
-                    filter_ahead(tiles, storage, span, thread, lower)
-                else:
-                    filter(tiles, storage, span, thread, lower)
+            filter(tiles, storage, span, thread, lower)
             # Unchanged values, set again so that no register keeps them over the filter.
             tie_key, last_column = lower, Int32(LAST_COLUMN)
             cute.arch.sync_threads()
@@ -124,10 +110,6 @@ def select(tiles: cutlass.Constexpr, params, storage, row, first, end, thread):
                 if thread == 0:
                     s_passed[0] = Int32(0)
                 cute.arch.sync_threads()
-        else:
-            if cutlass.const_expr(tiles.stages > 0):
-                if attempt == 0:
-                    end_copies(tiles, storage, span)
         attempt = attempt + 1
     if is_listed != 0:
         shift = Int32(LIST_SHIFT)

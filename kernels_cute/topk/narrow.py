@@ -54,7 +54,7 @@ def narrow(tiles: cutlass.Constexpr, storage, span, thread, entries, lower, open
             count_list(tiles, storage, thread, num, Digit(lower, shift, top, is_tie, tie_key))
         else:
             count_row(tiles, storage, span, thread, every_bits, Digit(lower, shift, top, is_tie, tie_key))
-            if cutlass.const_expr(tiles.stages == 0) and bits == OPEN and every_bits > 0:
+            if bits == OPEN and every_bits > 0:
                 # For the filter's first loads. An earlier prefetch would come before the sample.
                 prefetch(base, cutlass.min(stop * tiles.element_bytes, PREFETCH_BYTES), thread)
         cute.arch.sync_threads()

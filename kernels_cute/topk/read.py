@@ -1,7 +1,5 @@
 """Reading the row: quads with its ends cut off, and the filter that lists scores above a bound."""
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
@@ -72,63 +70,42 @@ def filter(tiles: cutlass.Constexpr, storage, span, thread, lower):
 
     An access holds four entries of float32 and eight of bf16, which are compared two at a time; their words are listed unchanged.
     """
-    each = cutlass.const_expr(ACCESS // tiles.element_bytes)  # scores of an access
+    base, lead, stop = span
+    passed, list_address = storage.passed.data_ptr().toint(), storage.keys.data_ptr().toint()
+    each = cutlass.const_expr(4 if tiles.is_float32 else 8)  # scores of an access
     accesses = cutlass.const_expr((4 * tiles.unroll + each - 1) // each)
     words = cute.make_rmem_tensor(4 * accesses, Uint32)
-    least = least_of(tiles, lower)
+    quads = cute.make_rmem_tensor(accesses, Int32)
+    count, store = ptx.count_two_from, ptx.store_two_from
+    if cutlass.const_expr(tiles.is_float32):
+        least, count, store = ptx.float_of(lower), ptx.count_from, ptx.store_from
+    else:
+        bound = ptx.float_of(next_bfloat16(lower))
+        least = Uint32(cute.arch.prmt(bound, bound, 0x3232))  # its upper half twice: the bf16
     lane = thread % 32
-    first_whole, end_whole, end = whole_accesses(tiles, span)
+    first_whole, end_whole, end = (lead + (each - 1)) // each, stop // each, (stop + (each - 1)) // each
     # All lanes of a warp take part in the sums, so the trip count is the warp's.
     for start in cutlass.range(thread - lane, end, tiles.threads * accesses, unroll=1):
         if start >= first_whole and start + ((accesses - 1) * tiles.threads + 32) <= end_whole:
-            address = span.base + Int64(start + lane) * ACCESS
+            address = base + Int64(start + lane) * ACCESS
             for u in cutlass.range_constexpr(accesses):
                 a, b, c, d = ptx.load_access(address + u * tiles.threads * ACCESS)
                 words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3] = a, b, c, d
         else:
-            load_ends(tiles, span, start + lane, words, accesses)
-        list_hits(tiles, storage, least, words, each * (start + lane), accesses)
-
-
-def least_of(tiles: Any, lower: Any) -> Any:
-    """The least score that the filter lists, in the form in which it compares: twice, where it compares two at a time."""
-    if tiles.is_float32:
-        return ptx.float_of(lower)
-    bound = ptx.float_of(next_bfloat16(lower))
-    return Uint32(cute.arch.prmt(bound, bound, 0x3232))  # its upper half twice: the bf16
-
-
-def whole_accesses(tiles: Any, span: Any) -> Any:
-    """Accesses of the row: the first whole one, the end of the whole ones, and the end of all."""
-    each = ACCESS // tiles.element_bytes
-    return (span.lead + (each - 1)) // each, span.stop // each, (span.stop + (each - 1)) // each
-
-
-@cute.jit
-def load_ends(tiles: cutlass.Constexpr, span, first, words: cute.Tensor, accesses: cutlass.Constexpr):
-    """words = those of accesses `threads` apart from number `first` on, some of which the row's ends cut."""
-    if cutlass.const_expr(tiles.is_float32):
-        quads = cute.make_rmem_tensor(accesses, Int32)
-        for u in cutlass.range_constexpr(accesses):
-            quads[u] = first + u * tiles.threads
-        load_quads(tiles, span, quads, words, accesses)
-    else:
-        load_packed(tiles, span, first, words, accesses)
-
-
-@cute.jit
-def list_hits(tiles: cutlass.Constexpr, storage, least, words: cute.Tensor, column, accesses: cutlass.Constexpr):
-    """List what is at least `least` of a lane's accesses, `threads` apart. column: of the first score."""
-    passed, list_address = storage.passed.data_ptr().toint(), storage.keys.data_ptr().toint()
-    count, store = (ptx.count_from, ptx.store_from) if tiles.is_float32 else (ptx.count_two_from, ptx.store_two_from)
-    hits = count(least, [words[i] for i in range(4 * accesses)])
-    index = ptx.reserve(passed, hits)
-    least_again = ptx.opaque_uniform(least)
-    if hits > 0 and index + hits <= tiles.list_entries:
-        slot = list_address + index * 8
-        for u in cutlass.range_constexpr(accesses):
-            own = column + u * tiles.threads * (ACCESS // tiles.element_bytes)
-            slot = store(least_again, [words[4 * u + j] for j in range(4)], own, slot)
+            if cutlass.const_expr(tiles.is_float32):
+                for u in cutlass.range_constexpr(accesses):
+                    quads[u] = start + lane + u * tiles.threads
+                load_quads(tiles, span, quads, words, accesses)
+            else:
+                load_packed(tiles, span, start + lane, words, accesses)
+        hits = count(least, [words[i] for i in range(4 * accesses)])
+        index = ptx.reserve(passed, hits)
+        least_again = ptx.opaque_uniform(least)
+        if hits > 0 and index + hits <= tiles.list_entries:
+            slot = list_address + index * 8
+            for u in cutlass.range_constexpr(accesses):
+                column = each * (start + lane + u * tiles.threads)
+                slot = store(least_again, [words[4 * u + j] for j in range(4)], column, slot)
 
 
 @cute.jit

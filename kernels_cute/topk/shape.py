@@ -3,5 +3,4 @@
 DIGIT_BITS = 12
 BINS = 1 << DIGIT_BITS
 MOST_COLUMNS = 1 << 20  # a bitmap of 128 KiB
-PIECE_BYTES = 1 << 15  # of a row, as the copy engine brings it
 SPARE_WORDS = 2  # words of the bitmap for columns before the range

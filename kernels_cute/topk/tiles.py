@@ -3,9 +3,9 @@
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Uint32
 
-from kernels_cute.topk.shape import BINS, PIECE_BYTES, SPARE_WORDS
+from kernels_cute.topk.shape import BINS, SPARE_WORDS
 
 LEAST_KEY = 0x00800000  # smallest key of a score that may be selected; keys of NaN and -inf are below
 FIRST_SHIFT = 20  # first digit: sign, exponent, three bits of the mantissa
@@ -25,23 +25,20 @@ class Tiles:
         self.threads, self.warps, self.unroll = config.threads, config.threads // 32, config.unroll
         self.blocks_per_sm, self.list_entries = config.blocks_per_sm, config.list_entries
         self.bitmap_words = config.max_columns // 32 + SPARE_WORDS
-        self.stages = config.stages
 
     def storage(self) -> Any:
-        fields: dict[str, Any] = {
+        @cute.struct
+        class Storage:
             # The list, pairs of score and column, takes both. After it they hold the result's columns, and keys to sort them by.
-            "keys": cute.struct.Align[cute.struct.MemRange[Uint32, self.list_entries], 16],
-            "columns": cute.struct.Align[cute.struct.MemRange[Int32, self.list_entries], 16],
-            "bins": cute.struct.Align[cute.struct.MemRange[Int32, BINS + 4], 16],  # one more for entries that are in no bin
-            "bitmap": cute.struct.Align[cute.struct.MemRange[Uint32, self.bitmap_words], 16],
-            "warp_sums": cute.struct.MemRange[Int32, 32],
-            "found": cute.struct.MemRange[Int32, 4],
-            "passed": cute.struct.MemRange[Int32, 4],
-        }
-        if self.stages:
-            fields["full"] = cute.struct.Align[cute.struct.MemRange[Int64, self.stages], 8]
-            fields["pieces"] = cute.struct.Align[cute.struct.MemRange[Uint32, self.stages * PIECE_BYTES // 4], 128]
-        return cute.struct(type("Storage", (), {"__annotations__": fields}))
+            keys: cute.struct.Align[cute.struct.MemRange[Uint32, self.list_entries], 16]
+            columns: cute.struct.Align[cute.struct.MemRange[Int32, self.list_entries], 16]
+            bins: cute.struct.Align[cute.struct.MemRange[Int32, BINS + 4], 16]  # one more for entries that are in no bin
+            bitmap: cute.struct.Align[cute.struct.MemRange[Uint32, self.bitmap_words], 16]
+            warp_sums: cute.struct.MemRange[Int32, 32]
+            found: cute.struct.MemRange[Int32, 4]
+            passed: cute.struct.MemRange[Int32, 4]
+
+        return Storage
 
 
 class Span(NamedTuple):

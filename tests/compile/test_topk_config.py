@@ -10,7 +10,6 @@ import torch
 from gdn.device import H100
 from gdn.ops.indexer.problem import TopkParams, TopkProblem
 from gdn.testing import machine_code
-from tests.compile import pairwise
 
 topk = pytest.importorskip("kernels_cute.topk", reason="needs the CuTe DSL")
 
@@ -51,44 +50,6 @@ def test_groups_of_long_rows_do_not_spill(dtype: str) -> None:
     config = topk.default_config(problem, H100)
     for library in topk.compile(problem, config).values():
         assert not any(kernel.spills for kernel in machine_code.kernels(library)), config
-
-
-_AHEAD: dict[str, list[Any]] = {
-    "form": [("float32", "index"), ("float32", "score"), ("bfloat16", "index")],
-    "bounds": [(None, None), ("int32", "int32"), (None, "int64"), ("int64", None)],
-    "groups": [(1, None), (4, "int64"), (3, "int32")],
-    "num_columns": [32768, 65536],
-    "stages": [2, 4],
-}
-
-
-def _copied_ahead(row: dict[str, Any]) -> tuple[TopkProblem, Any]:
-    (dtype, by), (starts, ends), (ratio, positions) = row["form"], row["bounds"], row["groups"]
-    fields = {"starts_dtype": starts, "ends_dtype": ends, "ratio": ratio, "position_dtype": positions}
-    problem = replace(PROBLEM, dtype=dtype, sorted_by=by, num_columns=row["num_columns"], **fields)
-    return problem, replace(topk.default_config(problem, H100), stages=row["stages"])
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("row", pairwise.pairwise(_AHEAD, lambda row: True), ids=str)
-def test_rows_that_are_copied_ahead(row: dict[str, Any]) -> None:
-    """By the copy engine; nothing spills, and the other entry has no ring."""
-    problem, config = _copied_ahead(row)
-    assert topk.fits(problem, config, H100)
-    libraries = topk.compile(problem, config)
-    for name, has_ring in ((topk.ENTRY, True), (topk.ANY_ENTRY, False)):
-        (kernel,) = machine_code.undecoded(libraries[name])
-        assert not kernel.kernel.spills
-        assert ("UBLKCP" in machine_code._disassemble(kernel.code, kernel.kernel.target)) == has_ring
-
-
-@pytest.mark.parametrize("change", [{"threads": 512}, {"blocks_per_sm": 2}, {"stages": 1}, {"list_entries": 16384}])
-def test_a_ring_is_of_one_block_an_sm(change: dict[str, int]) -> None:
-    problem, config = _copied_ahead({name: values[0] for name, values in _AHEAD.items()} | {"stages": 4})
-    assert topk.fits(problem, config, H100) and not topk.fits(problem, replace(config, **change), H100)
-    assert not topk.fits(replace(problem, dtype="bfloat16", sorted_by="score"), config, H100)
-    assert not any(one.stages for one in topk.configs(replace(problem, num_rows=133), H100))
-    assert {one.stages for one in topk.configs(problem, H100)} == {0, 2, 4}
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("num_columns", 2**20 + 1), ("k", 4097), ("ratio", 1025)])

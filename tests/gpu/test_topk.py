@@ -133,34 +133,6 @@ def test_a_short_list(device, dtype, monkeypatch):
             check(values, k, sorted_by="score")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stages", [2, 4])
-def test_rows_that_are_copied_ahead(device, stages, dtype, monkeypatch):
-    """Pieces without a column of the range, ends that cut an access, samples that fail, rows that need no sample."""
-    module = runtime.candidates("topk")["cute"].module
-    config = module.Config(1024, 8, 1, 6144, 65536, stages)
-    monkeypatch.setattr(runtime, "prepare", functools.partial(runtime.prepare, config=config))
-    source = generator(stages)
-    for columns in (1, 100, 2049, 8192, 8193, 20000, 65535, 65536):
-        normal = torch.randn(17, columns, device="cuda", generator=source)
-        normal[3] = 1.5
-        normal[4] = normal[4].relu()
-        normal[5] = torch.arange(columns, device="cuda")
-        normal[6] = -normal[5]
-        normal[7, : columns // 2] = torch.nan
-        starts = torch.randint(0, columns + 1, (17,), device="cuda", generator=source, dtype=torch.int32)
-        starts[:8] = 0
-        ends = torch.randint(0, columns + 1, (17,), device="cuda", generator=source)
-        ends[:8] = columns
-        for k in (1, 512, 2048, 4096, 7000):
-            for lead in (0, 3):
-                check(between_guards(normal.to(dtype), lead), k, starts, ends)
-        if dtype == torch.float32:
-            check(normal, 2048, sorted_by="score")
-    for columns in (20000, 65536):
-        check(between_guards(adversarial(columns, 2048, dtype)), 2048)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_million_columns(device, dtype, backend):
