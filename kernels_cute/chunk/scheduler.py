@@ -57,6 +57,9 @@ def sequence_of(spec: ChunkSpec, params: ChunkParams | ChunkSummaryParams, seque
         read_slot = Int64(params.state_indices[sequence])
         if read_slot <= params.null_slot:
             live_length = Int32(0)
+    if cutlass.const_expr(spec.skipped_tokens > 0):
+        if live_length <= spec.skipped_tokens:
+            length, live_length = Int32(0), Int32(0)
     return begin, length, live_length, read_slot
 
 
@@ -131,15 +134,30 @@ def load_ranks(spec: ChunkSpec, storage: Any, loads: cute.Tensor, params: ChunkP
 
 
 @cute.jit
+def num_dealt(spec: ChunkSpec, params: ChunkParams, is_sorted: Boolean):
+    """Return how many sequences are dealt. Where some are skipped and the longest come first, those with work."""
+    sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
+    dealt = sequences
+    if cutlass.const_expr(spec.skipped_tokens > 0):
+        if is_sorted:
+            dealt = Int32(0)
+            for first in cutlass.range(0, sequences, 32, unroll=1):
+                sequence, has_work = first + cute.arch.lane_idx(), Boolean(False)
+                if sequence < sequences:
+                    has_work = chunks_of(spec, params, sequence) > 0
+                dealt = dealt + cute.arch.popc(cute.arch.vote_ballot_sync(has_work))
+    return dealt
+
+
+@cute.jit
 def schedule_next(
-    spec: ChunkSpec, storage: Any, loads: cute.Tensor, params: ChunkParams, is_sorted: Boolean, cluster: Int32, rank: Int32,
-    unit: Int32,
+    spec: ChunkSpec, storage: Any, loads: cute.Tensor, params: ChunkParams, is_sorted: Boolean, sequences: Int32, cluster: Int32,
+    rank: Int32, unit: Int32,
 ):  # fmt: skip
     """Deal work tiles, from unit `unit` of the sequence at `rank` on, until this cluster gets one. Return the rank and unit to go
     on from, and the sequence (or -1) and unit that this cluster got. All clusters with the least load take a unit of the sequence
-    at the same time."""
+    at the same time. sequences: of num_dealt."""
     slots = load_slots(spec.paired)
-    sequences = cute.size(params.cu_seqlens, mode=[0]) - 1
     own_sequence, own_unit = Int32(-1), Int32(0)
     before_lane, before_own = (Int32(1) << cute.arch.lane_idx()) - 1, (Int32(1) << cluster % 32) - 1
     while (own_sequence < 0) & (rank < sequences):

@@ -48,6 +48,7 @@ class ChunkSpec:
         self.has_norm, self.norm_sigmoid = False, False
         self.query_stages = stages
         self.follows_rows = False  # a programmatic dependent of the launch that writes q, k and v
+        self.skipped_tokens = 0  # sequences of so many tokens or fewer, and padding ones, are another launch's
         self.key_bytes = CHUNK * dim * 2
         self.value_bytes = CHUNK * self.columns * 2
 

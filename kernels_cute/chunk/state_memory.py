@@ -34,23 +34,27 @@ def load_state(spec: Any, params: Any, state: Any, owner: Any, head: Any, row0: 
 @cute.jit
 def fetch_state(
     spec: ChunkSpec, initial_state: cute.Tensor, fetched: cute.Tensor, starts: Boolean, read_slot: Int64, head: Int32,
-    row0: Int32, pair: Int32,
+    row0: Int32, pair: Int32, first_column: cutlass.Constexpr = 0,
 ):  # fmt: skip
-    """Issue the loads of a lane's entries of a state, in the order of memory. settle_state turns them into accumulators."""
+    """Issue the loads of a lane's entries of a state, in the order of memory. settle_state turns them into accumulators.
+
+    first_column: K column of the first, a multiple of 16, where `fetched` has only some.
+    """
+    skipped = cutlass.const_expr(first_column // 8)
     fetched.fill(0.0)
     if cutlass.const_expr(spec.has_initial):
         if starts:
             if cutlass.const_expr(has_wide_accesses(spec, initial_state)):
                 source = wide_address(spec, initial_state, read_slot, head, row0, pair)
-                for access in cutlass.range_constexpr(spec.dim // 8):
-                    values = ptx.load_global_four(source + wide_offset(spec, access))
+                for access in cutlass.range_constexpr(cute.size(fetched) // 4):
+                    values = ptx.load_global_four(source + wide_offset(spec, skipped + access))
                     for i in cutlass.range_constexpr(4):
                         fetched[4 * access + i] = values[i]
             else:
                 source = state_pointer(spec, initial_state, read_slot, head, row0, pair)
-                for n in cutlass.range_constexpr(spec.dim // 8):
+                for n in cutlass.range_constexpr(cute.size(fetched) // 4):
                     for side in cutlass.range_constexpr(2):
-                        entries = state_pair(spec, source, n, side)
+                        entries = state_pair(spec, source, skipped + n, side)
                         fetched[4 * n + 2 * side] = entries[0].to(Float32)
                         fetched[4 * n + 2 * side + 1] = entries[1].to(Float32)
 
@@ -60,7 +64,7 @@ def settle_state(spec: ChunkSpec, initial_state: cute.Tensor, fetched: cute.Tens
     """Make the accumulators from what fetch_state has loaded. Both may be the same registers."""
     if cutlass.const_expr(spec.has_initial and has_wide_accesses(spec, initial_state)):
         is_odd = pair % 2 == 1
-        for n in cutlass.range_constexpr(0, spec.dim // 8, 2):
+        for n in cutlass.range_constexpr(0, cute.size(state) // 4, 2):
             own = [fetched[4 * n + i] for i in range(8)]
             for side in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
@@ -69,7 +73,7 @@ def settle_state(spec: ChunkSpec, initial_state: cute.Tensor, fetched: cute.Tens
                     state[4 * n + 2 * side + i] = select(is_odd, other, low)
                     state[4 * (n + 1) + 2 * side + i] = select(is_odd, high, other)
     else:
-        for i in cutlass.range_constexpr(spec.dim // 2):
+        for i in cutlass.range_constexpr(cute.size(state)):
             state[i] = fetched[i]
 
 
@@ -108,12 +112,14 @@ def store_checkpoints(
 @cute.jit
 def write_state(
     spec: ChunkSpec, final_state: cute.Tensor, slot: Int64, state: cute.Tensor, head: Int32, row0: Int32, pair: Int32,
-    may_be_wide: cutlass.Constexpr = True,
+    may_be_wide: cutlass.Constexpr = True, first_column: cutlass.Constexpr = 0,
 ):  # fmt: skip
+    """Store a lane's entries. first_column: K column of the first, a multiple of 16."""
+    skipped = cutlass.const_expr(first_column // 8)
     if cutlass.const_expr(may_be_wide and has_wide_accesses(spec, final_state)):
         target = wide_address(spec, final_state, slot, head, row0, pair)
         is_odd = pair % 2 == 1
-        for n in cutlass.range_constexpr(0, spec.dim // 8, 2):
+        for n in cutlass.range_constexpr(0, cute.size(state) // 4, 2):
             for side in cutlass.range_constexpr(2):
                 values = [None] * 4
                 for i in cutlass.range_constexpr(2):
@@ -121,12 +127,12 @@ def write_state(
                     other = cute.arch.shuffle_sync_bfly(select(is_odd, first, second), 1)
                     values[i] = select(is_odd, other, first)
                     values[2 + i] = select(is_odd, second, other)
-                ptx.store_global_four(target + wide_offset(spec, n + side), values)
+                ptx.store_global_four(target + wide_offset(spec, skipped + n + side), values)
     else:
         target = state_pointer(spec, final_state, slot, head, row0, pair)
-        for n in cutlass.range_constexpr(spec.dim // 8):
+        for n in cutlass.range_constexpr(cute.size(state) // 4):
             for side in cutlass.range_constexpr(2):
-                entries = state_pair(spec, target, n, side)
+                entries = state_pair(spec, target, skipped + n, side)
                 entries[0] = state[4 * n + 2 * side].to(final_state.element_type)
                 entries[1] = state[4 * n + 2 * side + 1].to(final_state.element_type)
 

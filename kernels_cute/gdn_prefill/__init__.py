@@ -46,6 +46,9 @@ class Config(ChunkConfig):
     # 1: the chunk kernel norms its outputs, with two SMs a head, after a convolution whose rows go through shared memory.
     norm_in_chunk: int = field(default=0, metadata={"compiled": bool})
 
+    # 1, with norm_in_chunk: a third launch has the sequences of at most 64 tokens, whose states do not wait for one another.
+    takes_short: int = field(default=0, metadata={"compiled": bool})
+
     conv_threads: int = 128
     conv_rows: int = 32
     conv_batch: int = 4
@@ -81,11 +84,13 @@ def note(problem: GdnPrefillProblem) -> str | None:
 
 def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool:
     if config.num_conv_blocks:
-        return plan.side_by_side_fits(problem, config, device)
+        return not config.takes_short and plan.side_by_side_fits(problem, config, device)
     if not conv.fits(parts.conv_problem(problem), config.conv, device):
         return False
     if config.norm_in_chunk:
         return plan.normed_fits(problem, config, device)
+    if config.takes_short:
+        return False
     if not shape.conv_batch_fits(problem, config.conv_batch):
         return False
     if problem.has_norm and not norm.fits(parts.norm_problem(problem), config.norm, device):
@@ -104,8 +109,8 @@ def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
 def configs(problem: GdnPrefillProblem, device: DeviceSpec) -> list[Config]:
     """The chunk kernel's, with the default of the other two, and those of the other forms."""
     apart = [_with_steps(problem, config, device) for config in chunk.configs(parts.chunk_problem(problem), device)]
-    normed_changes = plan.normed(problem, device)
-    others = (*(() if normed_changes is None else (normed_changes,)), *plan.all_side_by_side(problem, device))
+    normed = [one for one in (plan.normed(problem, device), plan.with_short(problem, device)) if one is not None]
+    others = (*normed, *plan.all_side_by_side(problem, device))
     return [config for config in (*apart, *(replace(apart[0], **changes) for changes in others)) if fits(problem, config, device)]
 
 

@@ -19,7 +19,7 @@ def side_by_side(entry: str, problem: GdnPrefillProblem, config: Any) -> bytes:
 
 
 def normed(entry: str, problem: GdnPrefillProblem, config: Any) -> bytes:
-    host = Normed(problem, config.conv, config.num_persistent_clusters > 0).launch
+    host = Normed(problem, config.conv, config.num_persistent_clusters > 0, config.takes_short > 0).launch
     return build.library(entry, host, *fakes(problem), cutlass.Int32(2))
 
 

@@ -1,8 +1,10 @@
 """A prefill step in two launches: the staged convolution, and the chunk kernel with the gated norm in it (chunk/roles/norm.py).
+With `takes_short` there is a third, which takes the short sequences from them (short/kernel.py).
 
 The chunk kernel is a programmatic dependent of the convolution: its blocks take SMs as that leaves them, and their loading warps
 wait for its end before the first row is asked for. So what follows in the stream, which waits for the chunk kernel, waits for
-both.
+both. The third launch begins on what SMs are left once all blocks of the chunk kernel have begun. Its first block waits for
+that kernel's end, so that what follows waits for all three.
 
 Workspace: the rows of q, k and v.
 """
@@ -15,11 +17,13 @@ import cutlass.cute as cute
 from gdn.ops.delta_rule.problem import ChunkParams
 from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.chunk import fused
-from kernels_cute.chunk.arguments import TokenCopies, token_copies, z_copy
+from kernels_cute.chunk.arguments import TokenCopies, longest_sequence, token_copies, z_copy
 from kernels_cute.chunk.roles.norm import NormTerms
 from kernels_cute.chunk.shape import NORM_QUERY_STAGES, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.gdn_prefill import parts
+from kernels_cute.gdn_prefill.short.kernel import ShortStep
+from kernels_cute.gdn_prefill.short.shape import MOST_TOKENS
 from kernels_cute.gdn_prefill.staged import StagedTiles
 from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
 
@@ -32,22 +36,31 @@ class NormedChunk:
 
     @cute.kernel
     def kernel(self, params: ChunkParams, copies: TokenCopies, terms: NormTerms):
-        fused.run_block(self.spec, params, copies, None, terms)
+        if cutlass.const_expr(self.spec.skipped_tokens > 0):
+            cute.arch.griddepcontrol_launch_dependents()
+            if longest_sequence(params.cu_seqlens) > self.spec.skipped_tokens:
+                fused.run_block(self.spec, params, copies, None, terms)
+            # A block without work must not end before the convolution either.
+            cute.arch.griddepcontrol_wait()
+        else:
+            fused.run_block(self.spec, params, copies, None, terms)
 
 
-def normed_spec(problem: GdnPrefillProblem, is_persistent: bool) -> ChunkSpec:
+def normed_spec(problem: GdnPrefillProblem, is_persistent: bool, takes_short: bool = False) -> ChunkSpec:
     own = ChunkSpec(parts.chunk_problem(problem), STAGES, 0, is_persistent, False, False)
     return own.changed(
-        has_norm=True, norm_sigmoid=problem.gate_sigmoid, query_stages=NORM_QUERY_STAGES, follows_rows=True
+        has_norm=True, norm_sigmoid=problem.gate_sigmoid, query_stages=NORM_QUERY_STAGES, follows_rows=True,
+        skipped_tokens=MOST_TOKENS if takes_short else 0,
     )  # fmt: skip
 
 
 class Normed:
-    def __init__(self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool) -> None:
+    def __init__(self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool, takes_short: bool) -> None:
         self.problem = problem
-        self.conv = StagedTiles(problem, conv_config)
-        self.spec = normed_spec(problem, is_persistent)
+        self.spec = normed_spec(problem, is_persistent, takes_short)
+        self.conv = StagedTiles(problem, conv_config, self.spec.skipped_tokens)
         self.chunk = NormedChunk(self.spec)
+        self.short = ShortStep(problem, self.spec) if takes_short else None
 
     @cute.jit
     def launch(self, *values):
@@ -61,9 +74,13 @@ class Normed:
             grid=(self.conv.blocks(conv), 1, 1), block=(self.conv.threads, 1, 1), stream=stream, **self.conv.limits
         )
         chunk = chunk_views(problem, params, rows.iterator, tokens)
-        z_atom, z = z_copy(self.spec, norm_z(problem, params, tokens), problem.interleaved)
-        copies = token_copies(self.spec, chunk)._replace(z_atom=z_atom, z=z)
-        clusters = cutlass.min((params.cu_seqlens.shape[0] - 1) * self.spec.units, max_clusters)
-        self.chunk.kernel(chunk, copies, NormTerms(params.norm_weight, params.eps)).launch(
+        z, terms = norm_z(problem, params, tokens), NormTerms(params.norm_weight, params.eps)
+        z_atom, z_tiles = z_copy(self.spec, z, problem.interleaved)
+        copies = token_copies(self.spec, chunk)._replace(z_atom=z_atom, z=z_tiles)
+        sequences = params.cu_seqlens.shape[0] - 1
+        clusters = cutlass.min(sequences * self.spec.units, max_clusters)
+        self.chunk.kernel(chunk, copies, terms).launch(
             grid=(self.spec.sharers * clusters, 1, 1), stream=stream, use_pdl=True, **fused.launch_shape(self.spec)
         )
+        if cutlass.const_expr(self.short is not None):
+            self.short.kernel(conv, chunk, terms, z).launch(stream=stream, use_pdl=True, **self.short.launch_shape(sequences))

@@ -11,6 +11,8 @@ from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.conv1d.shape import THREADS, threads_fit
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.shape import CLUSTER, PART_BYTES, block_threads
+from kernels_cute.gdn_prefill.short.shape import BLOCKS_PER_SM, RESERVED_BYTES
+from kernels_cute.gdn_prefill.short.shape import fits as short_fits
 
 ALL_CLUSTERS = 2**31 - 1
 _DIM = 128
@@ -70,6 +72,8 @@ def normed_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> 
         return False
     tile_bytes = (problem.width - 1 + c.conv_rows) * c.conv_threads * PART_BYTES
     tiles = tile_bytes <= device.shared_bytes_per_block and c.conv_rows % c.conv_batch == 0
+    if c.takes_short and not _can_take_short(problem, device):
+        return False
     return tiles and 0 <= c.num_persistent_clusters <= max_scheduled_clusters(True)
 
 
@@ -86,6 +90,12 @@ def normed(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | N
     return none | tiles | {"norm_in_chunk": 1, "stages": STAGES, "state_heads": 1, "num_persistent_clusters": clusters}
 
 
+def with_short(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | None:
+    """The same with a launch of its own for the short sequences; None where there is none."""
+    changes = normed(problem, device)
+    return changes | {"takes_short": 1} if changes is not None and _can_take_short(problem, device) else None
+
+
 def _serves(problem: GdnPrefillProblem) -> bool:
     return problem.head_v_dim == problem.head_k_dim == _DIM
 
@@ -93,6 +103,12 @@ def _serves(problem: GdnPrefillProblem) -> bool:
 def _can_norm_in_chunk(problem: GdnPrefillProblem) -> bool:
     """Whether there is a norm, and tiles of z have room in the chunk kernel."""
     return _serves(problem) and problem.has_norm and (problem.z_dtype or problem.dtype) == problem.dtype
+
+
+def _can_take_short(problem: GdnPrefillProblem, device: DeviceSpec) -> bool:
+    """Whether a launch of its own can have the short sequences of a call with the norm in the chunk kernel. It keeps no
+    checkpoints."""
+    return not problem.has_checkpoints and short_fits(problem, device.shared_bytes_per_block // BLOCKS_PER_SM - RESERVED_BYTES)
 
 
 def _batch(problem: GdnPrefillProblem) -> int:

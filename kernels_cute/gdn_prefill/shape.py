@@ -23,7 +23,9 @@ def conv_batch_fits(problem: GdnPrefillProblem, batch: int) -> bool:
 
 def resident_threads(problem: GdnPrefillProblem) -> int:
     """Threads of an SM that registers must allow, in small blocks: as many as there are without spills."""
-    return 640 if is_plain(problem) else 384
+    if not is_plain(problem):
+        return 384
+    return 640 if problem.conv_channels_contiguous else 512  # a window's channels elsewhere take an address each
 
 
 CLUSTER = 2  # blocks: with pairs the SMs that are left are pairs, too, which the chunk kernel's clusters need

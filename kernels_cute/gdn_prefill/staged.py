@@ -28,9 +28,13 @@ def span_of(conv, params: Conv1dParams, tile: Int32, sequence: Int32):
     last is not after the first."""
     begin = Int32(params.cu_seqlens[sequence])
     first = begin + (tile - begin // conv.rows - sequence) * conv.rows
-    stop = cutlass.min(first + conv.rows, Int32(params.cu_seqlens[sequence + 1]))
+    end = Int32(params.cu_seqlens[sequence + 1])
+    stop = cutlass.min(first + conv.rows, end)
     if first < begin:
         stop = first
+    if cutlass.const_expr(conv.skipped_tokens > 0):
+        if end - begin <= conv.skipped_tokens:
+            stop = first
     return begin, first, stop
 
 
@@ -133,8 +137,10 @@ def _take_row(conv, address: Int32, rLine: cute.Tensor, row: cutlass.Constexpr):
 class StagedTiles(PrefillConv, params=Conv1dParams):
     """A tile a block, as the convolution alone. 16-bit rows, tiles of whole batches."""
 
-    def __init__(self, problem: GdnPrefillProblem, config: Config) -> None:
+    def __init__(self, problem: GdnPrefillProblem, config: Config, skipped_tokens: int) -> None:
+        """skipped_tokens: sequences of so many tokens or fewer are another launch's."""
         super().__init__(problem, config)
+        self.skipped_tokens = skipped_tokens
         assert self.rows % self.batch == 0
         self.batches = self.rows // self.batch
         self.pitch = self.threads * PART_BYTES  # of a row in shared memory

@@ -39,7 +39,7 @@ _OTHERS = {
 _VARIANTS = [
     (8192, 32, {}), (1024, 1, LAYOUTS["interleaved"]), (8192, 32, LAYOUTS["interleaved"]),
     (8192, 32, LAYOUTS["flat, checkpoints"]), (1024, 1, LAYOUTS["flat, checkpoints"]), (8192, 32, _HALF),
-    (1024, 1, _HALF | _OTHERS),
+    (1024, 1, _HALF | _OTHERS), (8192, 32, {"conv_channels_contiguous": False}),
 ]  # fmt: skip
 
 

@@ -165,7 +165,8 @@ def run(case: Case, device: torch.device, seed: int = 0) -> Arguments:
 
 Configure = Callable[..., None]
 FORMS = pytest.mark.parametrize("form", [
-    "apart", "side by side", "side by side, few clusters", "normed", "normed, few clusters",
+    "apart", "side by side", "side by side, few clusters", "normed", "normed, few clusters", "normed, short",
+    "normed, short, few clusters",
 ])  # fmt: skip
 # One sequence after the other with two SMs a head, which is what the other forms have.
 PLAIN = {"stages": 4, "prefetch": 0, "num_four_sm_clusters": 0, "max_l2_ring_groups": 0, "split_chunks": 0,
@@ -187,6 +188,9 @@ def force_form(patch: pytest.MonkeyPatch, form: str, **changes: int) -> None:
             clusters = 3 if "few" in form else 0
             normed = replace(config, **NORMED | {"num_persistent_clusters": clusters})
             config = normed if module.fits(problem, normed, H100) else config  # z wider than the rows is not served
+            short = replace(normed, takes_short=1)
+            if "short" in form and module.fits(problem, short, H100):  # without checkpoints
+                config = short
         config = replace(config, **changes)
         if config.num_conv_blocks:
             config = replace(config, num_persistent_clusters=3 if "few" in form else 0)
@@ -291,6 +295,7 @@ def test_the_forms_give_the_same_bits(configure: Configure, device: torch.device
         ("apart", PLAIN), ("side by side", {}), ("side by side, few clusters", {}),
         ("side by side", {"conv_rows": 16, "num_conv_blocks": 20}),
         ("normed", {}), ("normed, few clusters", {}), ("normed", {"conv_threads": 128}),
+        ("normed, short", {}), ("normed, short, few clusters", {}),
     ):  # fmt: skip
         configure(form, **changes)
         found.append(run(Case(lengths=(300, 1, 1000, 64, 70), heads=(4, 8)), device))

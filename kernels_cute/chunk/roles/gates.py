@@ -58,6 +58,7 @@ def schedule_and_gate(
     else:
         scheduler.write_record(storage, Int32(0), work_tile)
     scheduler.start_loads(spec, storage, loads, params, is_sorted)
+    sequences = scheduler.num_dealt(spec, params, is_sorted)
     next_rank, next_unit = clusters // spec.units, clusters % spec.units
     number, base, has_more = Int32(0), Int32(0), Boolean(True)
     while has_more:
@@ -68,7 +69,7 @@ def schedule_and_gate(
         prefetched = prefetch_work_tile(spec, params, work_tile, prepared.first, cute.arch.lane_idx())
         if has_more:
             next_rank, next_unit, sequence, unit = scheduler.schedule_next(
-                spec, storage, loads, params, is_sorted, cluster, next_rank, next_unit
+                spec, storage, loads, params, is_sorted, sequences, cluster, next_rank, next_unit
             )
             scheduler.write_record(storage, number, scheduler.describe(spec, params, sequence, unit, rank))
         gate_warp(spec, storage, params, work_tile, prepared, prefetched)

@@ -1,0 +1,80 @@
+"""The prefill step whose short sequences have a launch of their own, without a GPU: code, shared memory, what it serves."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gdn.device import H100
+from gdn.testing import machine_code
+from tests.compile.test_gdn_prefill_calls import LAYOUTS
+from tests.compile.variants.base import example
+
+module: Any = pytest.importorskip("kernels_cute.gdn_prefill", reason="needs the CuTe DSL")
+
+
+def _problem(**changes: Any) -> Any:
+    sizes = {"num_k_heads": 16, "num_v_heads": 32, "num_tokens": 8192, "num_sequences": 256}
+    return example("gdn_prefill", **sizes | changes)
+
+
+def _config(problem: Any) -> Any:
+    (found,) = [config for config in module.configs(problem, H100) if config.takes_short]
+    return found
+
+
+_VARIANTS: list[dict[str, Any]] = [
+    {}, LAYOUTS["interleaved"], LAYOUTS["merged"], {"num_v_heads": 64}, {"num_k_heads": 4, "num_v_heads": 32},
+    {"dtype": "float16", "z_dtype": "float16", "bias_dtype": "float32", "weight_dtype": "float32", "width": 3},
+    {"state_dtype": "bfloat16", "state_v_first": False, "conv_channels_contiguous": False, "A_log_dtype": "bfloat16"},
+    {"index_dtype": "int64", "cu_seqlens_dtype": "int64", "conv_dtype": "float32", "gate_sigmoid": True, "has_mask": False},
+    {"num_k_heads": 16, "num_v_heads": 16, "bias_dtype": "bfloat16", "silu": False, "norm_dtype": "bfloat16", "width": 2},
+]  # fmt: skip
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("changes", _VARIANTS, ids=str)
+def test_machine_code(changes: dict[str, Any]) -> None:
+    """No spills in any of the three launches, two blocks of the short sequences an SM, every product once."""
+    problem = _problem(**changes)
+    config = _config(problem)
+    assert module.fits(problem, config, H100)
+    (library,) = module.compile(problem, config).values()
+    kernels = {kernel.name.split("_object_at_")[0].rsplit("kernel", 1)[-1]: kernel for kernel in machine_code.kernels(library)}
+    (short,) = [kernel for name, kernel in kernels.items() if "ShortStep" in name]
+    assert len(kernels) == 3
+    assert all(kernel.spills == kernel.stack_bytes == 0 for kernel in kernels.values())
+    assert short.max_threads == 256 and short.registers <= 65536 // 512
+    # K K^T or Q K^T, S K^T and S Q^T, M, P, and two halves of the state's update.
+    assert short.count("HGMMA") == 8 + 2 * 8 + 4 + 4 + 2 * 4
+
+
+def test_two_blocks_have_room_on_an_sm() -> None:
+    from kernels_cute.chunk.barriers import shared_bytes
+    from kernels_cute.chunk.storage import struct_of
+    from kernels_cute.gdn_prefill.short.shape import BLOCKS_PER_SM, RESERVED_BYTES, fields
+
+    for ratio in (1, 2, 4, 8):
+        found = fields(_problem(num_k_heads=4, num_v_heads=4 * ratio))
+        size = shared_bytes(found)
+        assert size == struct_of(found).size_in_bytes()
+        assert BLOCKS_PER_SM * (size + RESERVED_BYTES) <= H100.shared_bytes_per_block + RESERVED_BYTES
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"has_checkpoints": True}, {"num_k_heads": 1, "num_v_heads": 16}, {"norm_dtype": None, "z_dtype": None},
+        {"z_dtype": "float32"}, {"num_sequences": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_has_no_such_launch(changes: dict[str, Any]) -> None:
+    """Checkpoints, more than eight value heads a key head, no norm, a wider z, and calls that leave SMs idle."""
+    assert not any(config.takes_short for config in module.configs(_problem(**changes), H100))
+
+
+def test_the_launch_is_never_alone() -> None:
+    problem = _problem()
+    config = _config(problem)
+    assert not module.fits(problem, dataclasses.replace(config, norm_in_chunk=0), H100)
