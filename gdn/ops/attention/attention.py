@@ -54,9 +54,9 @@ def attention(
     ``GDN_BATCH_INVARIANT=1`` every sequence goes by its own length, and to the kernel of decode where the host does not know it.
 
     The kernel of prefill serves bfloat16 and float16, head dims of 128 and 256, cache blocks of a multiple of 16 positions and
-    cache rows at multiples of 16 bytes. It deals the positions of a few queries on a long context to several SMs. To how
-    many, depends on the numbers of new tokens and of sequences, and on the longest context that the host knows of:
-    `seq_lens_host`, else `max_seq_len`, else the width of `block_tables`. In batch-invariant calls it does not.
+    cache rows at multiples of 16 bytes. It deals the positions of a few queries on a long context to several SMs. Their number
+    depends on the numbers of new tokens and of sequences, and on what the host knows of the longest context: the lengths on
+    the host, else `max_seq_len`, else the width of `block_tables`. In batch-invariant calls it depends on none of these.
 
     Other calls take torch's flash attention on a copy of their keys and values, or matrix products in float32 where flash
     does not serve them either (another dtype, a head dim above 256, a scale that is not above 0). Without lengths on the
@@ -159,7 +159,7 @@ def _dense(
             longer = []
         kernel = None
         if longer:
-            # A batch-invariant call may have several such parts. The first may stand for all: sizes do not choose its tiles.
+            # A batch-invariant call may have several such parts, whose sizes do not choose tiles: the first stands for all.
             sequences, rows = longer[0].sequences, longer[0].rows
             new, members = rows.stop - rows.start, sequences.stop - sequences.start
             kernel = prefill.prepare(q, pages, new, members, known[sequences], gate is not None, backend)
