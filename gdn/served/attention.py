@@ -29,6 +29,7 @@ def attention(model: ModelShape, rotary_dim: int, *, block_size: int, has_gate: 
     tables = [block_size << power for power in range(16)]  # positions that a block table addresses, which is cut to such widths
     yield sizes.at(dense, ("num_tokens", "num_sequences", "k"), ((n, n, k) for k in tables for n in SEQUENCES))
     prompts = replace(attention_examples.attention_prefill(model), **own)
+    # One sequence: its tokens reach every number of tiles, and with it every kernel of several.
     yield sizes.at(prompts, ("num_tokens", "max_context_len"), ((rows, k) for k in tables for rows in ROWS))
     if model.index_topk:
         yield from _selected_attention(model, ratio, own)

@@ -5,6 +5,7 @@ say they are on a GPU.
 import ctypes
 import dataclasses
 import importlib
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from gdn.device import H100
+from gdn import runtime
+from gdn.device import H100, H200, DeviceSpec
 from gdn.models import QWEN3_NEXT_80B
 from gdn.ops.attention.problem import AttentionPrefillParams, AttentionPrefillProblem
-from gdn.runtime import compiled, registry
+from gdn.runtime import compiled, env, registry, select
 from gdn.testing import machine_code
 from tests.compile import fake_cuda
 
 dense = pytest.importorskip("kernels_cute.attention.dense", reason="needs the CuTe DSL")
 
-_libraries: dict[bool, dict[str, bytes]] = {}
+_libraries: dict[tuple[bool, int], dict[str, bytes]] = {}
+every_form = pytest.mark.parametrize("splits", [1, 8], ids=["a block a tile", "8 blocks a tile"])
 
 
 def problem(**fields: Any) -> AttentionPrefillProblem:
@@ -29,22 +32,27 @@ def problem(**fields: Any) -> AttentionPrefillProblem:
     return dataclasses.replace(example, **fields)
 
 
-def libraries(has_gate: bool = False) -> dict[str, bytes]:
-    if has_gate not in _libraries:
-        one = problem(has_gate=has_gate)
-        _libraries[has_gate] = dense.compile(one, dense.default_config(one, H100))
-    return _libraries[has_gate]
+def libraries(has_gate: bool = False, splits: int = 1) -> dict[str, bytes]:
+    """The default's kernel of a few queries on a long context, or of many."""
+    if (has_gate, splits) not in _libraries:
+        sizes = {"num_tokens": 8192 if splits == 1 else 64, "max_context_len": 32768}
+        one = problem(has_gate=has_gate, **sizes)
+        config = dense.default_config(one, H100)
+        assert config.splits == splits
+        _libraries[has_gate, splits] = dense.compile(one, config)
+    return _libraries[has_gate, splits]
 
 
-def instructions() -> list[str]:
-    (kernel,) = machine_code.undecoded(libraries()[dense.ENTRY])
+def instructions(splits: int) -> list[str]:
+    (kernel,) = machine_code.undecoded(libraries(splits=splits)[dense.ENTRY])
     lines = machine_code._disassemble(kernel.code, kernel.kernel.target).splitlines()
     return [line for line in lines if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
 
 
-def test_softmax_runs_under_the_product_of_values() -> None:
+@every_form
+def test_softmax_runs_under_the_product_of_values(splits: int) -> None:
     """In both loops all of a step's 2^x lie between the wait for the scores and the wait for P V."""
-    lines = instructions()
+    lines = instructions(splits)
     waits = [at for at, line in enumerate(lines) if "WARPGROUP.DEPBAR" in line]
     # Waits: of the first scores, a masked step's scores and P V, a whole step's, the last P V.
     assert len(waits) == 6
@@ -55,9 +63,10 @@ def test_softmax_runs_under_the_product_of_values() -> None:
         assert count == {"MUFU.EX2": 42, "SYNCS.ARRIVE": 1, "F2FP": 0, "HGMMA": 0}
 
 
-def test_roles_keep_to_their_registers() -> None:
+@every_form
+def test_roles_keep_to_their_registers(splits: int) -> None:
     tiles = importlib.import_module("kernels_cute.attention.dense.tiles")
-    lines = instructions()
+    lines = instructions(splits)
     (fewer,) = [at for at, line in enumerate(lines) if "USETMAXREG.DEALLOC" in line]
     (more,) = [at for at, line in enumerate(lines) if "USETMAXREG.TRY_ALLOC" in line]
 
@@ -82,6 +91,64 @@ def test_configurations() -> None:
         assert {config.splits for config in found} == {1, 2, 4, 8}
 
 
+def splits_of(device: DeviceSpec, **fields: Any) -> int:
+    config = dense.default_config(problem(**fields), device)
+    assert dense.fits(problem(**fields), config, device)
+    splits: int = config.splits
+    return splits
+
+
+@pytest.mark.parametrize("device", [H100, H200], ids=lambda device: device.key)
+def test_the_default_is_the_fastest_that_was_measured(device: DeviceSpec) -> None:
+    """At most 6 % from it, on an H200: the table of LAB-NOTES.md."""
+    for tokens, context, splits in (
+        (8192, 8192, 1), (2048, 32768, 1), (1024, 1024, 1), (256, 32768, 2), (64, 32768, 8), (16, 32768, 8), (16, 131072, 8),
+    ):  # fmt: skip
+        sizes = {"num_tokens": tokens, "num_sequences": 1, "max_context_len": context}
+        assert splits_of(device, num_heads=16, num_kv_heads=2, **sizes) == splits, sizes
+
+
+@pytest.mark.parametrize("heads", [(16, 2), (24, 2), (5, 5), (64, 4), (128, 1), (64, 64)])
+@pytest.mark.parametrize("dim", [256, 128])
+def test_the_default_keeps_to_its_bounds(heads: tuple[int, int], dim: int) -> None:
+    """Blocks at once, and steps of each. More tiles take fewer blocks each, a longer context takes more."""
+    own = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dim, "num_sequences": 1}
+    queries, step = dense.ROWS // (heads[0] // heads[1]), 80 if dim == 256 else 128
+    before = dict.fromkeys(range(60, 20000, 700), 8)
+    for tokens in range(1, 800, 13):
+        last = 1
+        for context, most in before.items():
+            splits = splits_of(H100, **own, num_tokens=tokens, max_context_len=context)
+            assert last <= splits <= most
+            if splits > 1:
+                assert splits * heads[1] * -(-tokens // queries) <= 99 and context >= 8 * step * splits
+            before[context] = last = splits
+    half = dataclasses.replace(H100, num_sms=66)
+    assert splits_of(half, **own | {"num_heads": 16, "num_kv_heads": 2}, num_tokens=64, max_context_len=32768) == 4
+
+
+def test_the_default_counts_tiles_as_of_equal_sequences() -> None:
+    own = {"num_heads": 16, "num_kv_heads": 2, "max_context_len": 32768}
+    for tokens, sequences, splits in ((64, 1, 8), (64, 4, 8), (64, 8, 4), (65, 4, 4), (130, 24, 2), (130, 25, 1), (0, 0, 8)):
+        assert splits_of(H100, **own, num_tokens=tokens, num_sequences=sequences) == splits, (tokens, sequences)
+
+
+@pytest.mark.parametrize("heads", [(16, 2), (24, 2), (5, 5), (128, 1), (1, 1), (8, 1)])
+@pytest.mark.parametrize("device", [H100, H200], ids=lambda device: device.key)
+def test_a_batch_invariant_choice_is_one_for_all_sizes(heads: tuple[int, int], device: DeviceSpec) -> None:
+    """A row's bits depend on the number of blocks to its tile."""
+    found: set[Any] = set()
+    free: set[Any] = set()
+    sizes_of = itertools.product((1, 16, 64, 256, 2048, 8192), (1, 3, 64), (16, 2000, 4000, 32768, 131072))
+    for tokens, sequences, context in sizes_of:
+        sizes = {"num_tokens": max(tokens, sequences), "num_sequences": sequences, "max_context_len": context}
+        one = problem(num_heads=heads[0], num_kv_heads=heads[1], **sizes)
+        for choices, is_invariant in ((found, True), (free, False)):
+            switches = env.Switches(batch_invariant=is_invariant)
+            choices.add(select.choose(one, device, runtime.candidates(one.op), switches).config)
+    assert len(found) == 1 and {config.splits for config in free} == {1, 2, 4, 8}
+
+
 def test_refusals() -> None:
     assert dense.refusal(problem()) is None and dense.refusal(problem(num_heads=24, block_size=1344, dtype="float16")) is None
     for fields, word in (
@@ -92,8 +159,9 @@ def test_refusals() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel would start, on addresses of the CPU")
+@every_form
 @pytest.mark.parametrize("has_gate", [False, True], ids=["plain", "gated"])
-def test_launch(has_gate: bool, tmp_path: Path) -> None:
+def test_launch(has_gate: bool, splits: int, tmp_path: Path) -> None:
     """Five tokens of three sequences, K and V of a position next to each other: refused by the driver alone."""
     import tvm_ffi
 
@@ -106,7 +174,7 @@ def test_launch(has_gate: bool, tmp_path: Path) -> None:
         torch.zeros(5, 16, 2 * dim, dtype=dtype)[..., dim:] if has_gate else None,
         torch.zeros(5, 17, dim + 1, dtype=dtype)[:, :-1, :-1], torch.zeros(5, 16), 0.1,
     )  # fmt: skip
-    (tmp_path / "kernel.so").write_bytes(libraries(has_gate)[dense.ENTRY])
+    (tmp_path / "kernel.so").write_bytes(libraries(has_gate, splits)[dense.ENTRY])
     function = tvm_ffi.load_module(str(tmp_path / "kernel.so"))[dense.ENTRY]
     with pytest.raises(RuntimeError, match="(?i)cuda"):
         function(*map(fake_cuda.on_device, params))

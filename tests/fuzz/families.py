@@ -228,9 +228,9 @@ def _accept(rng: random.Random, device: torch.device) -> Arguments:
     return replay_slots.Trees(lengths=own, seed=_seed(rng)).arguments(device)
 
 
-def _form(operator: str) -> Draw:
+def _form(operator: str, is_long: bool = False) -> Draw:
     def draw(rng: random.Random, device: torch.device) -> Arguments:
-        arguments = drawn_attention.draw(_seed(rng), device, operator, few_variants=True).arguments
+        arguments = drawn_attention.draw(_seed(rng), device, operator, few_variants=True, is_long=is_long).arguments
         arguments.pop("backend", None)
         return arguments
 
@@ -296,6 +296,7 @@ FAMILIES: dict[str, Family] = {
     "compress": Family("compress_indexer_keys", "compress_indexer_keys", _compress, 2e-2),
     "expand": Family("expand_topk_groups", "expand_topk_groups", _expand, 0.0),
     **{f"{name}, any form": Family(name, "", _form(name), 0.0, judge=_judge_form(name)) for name in drawn_attention.OPERATORS},
+    "attention, long contexts": Family("attention", "", _form("attention", is_long=True), 0.0, judge=_judge_form("attention")),
     **{
         f"model, {form}": Family("engine", "", partial(chosen.draw_engine, form), 0.2)
         for form in ("token-wise", "compressed", "dense")

@@ -4,19 +4,26 @@ Outputs are NaN before a launch, and so are cache rows after a sequence's last t
 has between its rows.
 """
 
+import dataclasses
 import importlib
+from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
 
+import gdn
 from gdn import runtime
 from gdn.core.check import dtype_name
 from gdn.device import H100
 from gdn.ops.attention.problem import AttentionPrefillParams, AttentionPrefillProblem
-from gdn.runtime import registry
+from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
 from tests.gpu.attention import Inputs, Variant, exact, head_errors, make_inputs, of_torch
+from tests.gpu.test_attention import dense
+from tests.gpu.test_gated_delta_rule import no_sync
+from tests.references import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 
@@ -141,19 +148,35 @@ def test_split_tiles(splits: int) -> None:
     check_graph(inputs, config)
 
 
-def test_a_sequence_has_the_same_bits_in_any_batch() -> None:
-    lengths, new = BATCHES["ragged"]
-    inputs = make_inputs(VARIANTS["16/2"], lengths, new, 8, dense=True)
-    out, lse = run(inputs)
-    starts = inputs.arguments["query_start_loc"].tolist()
-    for n in range(len(lengths)):
-        own = slice(starts[n], starts[n + 1])
-        alone = dict(inputs.arguments)
-        alone |= {name: alone[name][n : n + 1] for name in ("block_tables", "seq_lens")}
-        alone |= {"q": alone["q"][own], "query_start_loc": torch.tensor([0, new[n]], device="cuda", dtype=torch.int32)}
-        if new[n]:
-            found = run(Inputs(alone, inputs.positions[own]))
-            assert same_bits(found[0], out[own]) and same_bits(found[1], lse[own])
+@pytest.mark.parametrize("variant", ["16/2", "24/2, gate"])
+def test_a_sequence_has_the_same_bits_in_any_batch(variant: str, switch: Callable[..., env.Switches]) -> None:
+    """Batch-invariant: alone, where a call would deal its tiles to several blocks otherwise, among others, and elsewhere."""
+    lengths, new = [5200, 0, 33, 1500, 81, 2700, 64], [12, 0, 20, 30, 3, 90, 64]
+    inputs = make_inputs(VARIANTS[variant], lengths, new, 8, dense=True)
+    starts, given = inputs.arguments["query_start_loc"].tolist(), public(inputs)
+
+    def call(members: list[int]) -> dict[int, Found]:
+        rows = torch.cat([torch.arange(starts[n], starts[n + 1]) for n in members]).cuda()
+        here = given | {name: given[name][members] for name in ("block_tables", "seq_lens")}
+        here |= {name: None if given[name] is None else given[name][rows] for name in ("q", "gate")}
+        bounds = [0, *accumulate(new[n] for n in members)]
+        here |= {"query_start_loc": torch.tensor(bounds, dtype=torch.int32, device="cuda")}
+        here |= {"query_lens_host": [new[n] for n in members], "seq_lens_host": [lengths[n] for n in members]}
+        taken.update(splits_of(here))
+        o, lse = gdn.attention(**here, return_lse=True)
+        return {n: (o[start:end], lse[start:end]) for n, (start, end) in zip(members, pairwise(bounds), strict=True)}
+
+    taken: set[int] = set()
+    for n in (0, 3, 5):
+        call([n])
+    assert taken == {2, 4, 8}
+    switch(GDN_BATCH_INVARIANT="1")
+    taken.clear()
+    every = call(list(range(len(new))))
+    for members in (*([n] for n in range(len(new)) if new[n]), [5, 0], [3, 6, 2], list(range(len(new)))[::-1]):
+        for n, one in call(members).items():
+            assert all(same_bits(x, y) for x, y in zip(one, every[n], strict=True)), (n, members)
+    assert taken == {1}
 
 
 @pytest.mark.parametrize("name", ["kv_cache", "q"])
@@ -220,7 +243,7 @@ def test_two_streams_at_once() -> None:
 
 def test_a_long_prompt() -> None:
     """The shapes of the benchmark, some rows of them in float64."""
-    for tokens, context in ((8192, 8192), (2048, 32768)):
+    for tokens, context in ((8192, 8192), (2048, 32768), (256, 32768), (16, 131072)):
         g = torch.Generator("cuda").manual_seed(context)
         blocks = context // 16
         caches = tuple(torch.randn(blocks, 16, 2, 256, device="cuda", generator=g).bfloat16() for _ in range(2))
@@ -233,7 +256,7 @@ def test_a_long_prompt() -> None:
         }  # fmt: skip
         out, lse = run(Inputs(arguments, []))
         keys, values = (cache[order[0].long()].flatten(0, 1).double() for cache in caches)
-        for token in (0, 1, 17, 100, tokens // 2, tokens - 1):
+        for token in {0, 1, min(17, tokens - 1), min(100, tokens - 1), tokens // 2, tokens - 1}:
             seen = context - tokens + token + 1
             for head in (0, 7, 8, 15):
                 score = keys[:seen, head // 8] @ q[token, head].double() / 16
@@ -241,3 +264,160 @@ def test_a_long_prompt() -> None:
                 error = (out[token, head].double() - expected).norm() / expected.norm()
                 assert error < 1e-2, (context, token, head, float(error))
                 assert abs(float(lse[token, head]) - float(score.logsumexp(0))) < 2e-4
+
+
+# --- gdn.attention, whose choice is the default --------------------------------------------------------------------------------
+
+# Blocks to a tile -> tokens of each sequence, and new ones among them.
+CALLS = {
+    1: ([900, 70], [40, 70]),
+    2: ([1500, 0, 300], [30, 0, 20]),
+    4: ([2700, 9, 40], [90, 9, 0]),
+    8: ([5200, 33], [12, 20]),
+}
+every_number_of_blocks = pytest.mark.parametrize("splits", CALLS)
+
+
+def public(inputs: Inputs, with_host: bool = True) -> dict[str, Any]:
+    """Arguments of `gdn.attention`; without lengths on the host with the bound that sends them to the kernel of prefill."""
+    given, arguments = inputs.arguments, dense(inputs, with_host)
+    return arguments if with_host else arguments | {"max_query_len": int(given["query_start_loc"].diff().max())}
+
+
+def splits_of(arguments: dict[str, Any]) -> list[int]:
+    return [part.config.splits for part in gdn.explain("attention", **arguments).parts if part.op == "attention_prefill"]
+
+
+def call_of(splits: int, variant: Variant, seed: int = 1) -> tuple[Inputs, dict[str, Any]]:
+    """A call that takes this number of blocks to a tile."""
+    inputs = make_inputs(variant, *CALLS[splits], 8, dense=True, seed=seed)
+    assert splits_of(public(inputs)) == splits_of(public(inputs, with_host=False)) == [splits]
+    return inputs, public(inputs)
+
+
+def attend(arguments: dict[str, Any], **options: Any) -> Found:
+    o, lse = gdn.attention(**arguments, return_lse=True, **options)
+    return o, lse
+
+
+def same(one: Found, other: Found) -> bool:
+    return same_bits(one[0], other[0]) and same_bits(one[1], other[1])
+
+
+@pytest.mark.parametrize("with_host", [True, False], ids=["host lengths", "no host lengths"])
+@pytest.mark.parametrize("variant", ["16/2", "24/2, gate", "64/4, FP16"])
+@every_number_of_blocks
+def test_the_public_call(splits: int, variant: str, with_host: bool) -> None:
+    inputs = make_inputs(VARIANTS[variant], *CALLS[splits], 8, dense=True, seed=splits)
+    arguments = public(inputs, with_host)
+    attend(arguments)  # compiles
+    torch.cuda.synchronize()
+    with no_sync():
+        found = attend(arguments)
+    check(inputs, found)
+    assert same(attend(arguments), found)
+
+
+@every_number_of_blocks
+def test_strided_and_expanded_arguments(splits: int) -> None:
+    """One query for all heads, one token's gate for all tokens, caches with gaps, odd strides of all others."""
+    inputs, arguments = call_of(splits, Variant(24, 2, has_gate=True, layout="padded"))
+    q, gate = arguments["q"][:, :1].expand_as(arguments["q"]), arguments["gate"][:1].expand_as(arguments["gate"])
+    want = attend(arguments | {"q": q.contiguous(), "gate": gate.contiguous()})
+    tokens, heads, dim = q.shape
+    wide = torch.full((tokens, heads + 1, dim + 1), torch.nan, dtype=q.dtype, device="cuda")
+    starts, lengths = (arguments[name].long().repeat_interleave(2)[::2] for name in ("query_start_loc", "seq_lens"))
+    tables = torch.nn.functional.pad(arguments["block_tables"], (0, 3))[:, :-3]
+    strided = arguments | {"q": q, "gate": gate, "query_start_loc": starts, "seq_lens": lengths, "block_tables": tables}
+    assert splits_of(strided) == [splits]
+    assert same(attend(strided, out=wide[:, :-1, :-1]), want)
+    assert wide[:, -1].isnan().all() and wide[..., -1].isnan().all()
+
+
+@every_number_of_blocks
+def test_sequences_that_share_their_pages(splits: int) -> None:
+    """An expanded block table: the same queries have the same bits in both sequences."""
+    length, new = CALLS[splits][0][0], 12
+    inputs = make_inputs(VARIANTS["16/2"], [length, length], [new, new], 8, dense=True)
+    arguments = public(inputs)
+    arguments["block_tables"] = arguments["block_tables"][:1].expand(2, -1)
+    arguments["q"] = arguments["q"][:new].repeat(2, 1, 1)
+    assert splits_of(arguments) == [splits]
+    o, lse = attend(arguments)
+    assert same((o[:new], lse[:new]), (o[new:], lse[new:]))
+    want = reference.attention(**_without_host(arguments) | {"q": arguments["q"].double()})
+    assert float(head_errors(o, want).max()) < 1e-2
+
+
+def _without_host(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if not name.endswith("_host")}
+
+
+@pytest.mark.parametrize("pair", [(8, 8), (8, 2), (4, 2)], ids=str)
+def test_public_calls_on_two_streams_at_once(pair: tuple[int, int]) -> None:
+    calls = [call_of(splits, VARIANTS["24/2, gate"], seed)[1] for seed, splits in enumerate(pair, 1)]
+    alone = [attend(arguments) for arguments in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    found: list[list[Found]] = [[], []]
+    for _ in range(20):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[n].append(attend(calls[n]))
+    torch.cuda.synchronize()
+    for n, one in enumerate(alone):
+        assert all(same(other, one) for other in found[n])
+
+
+@pytest.mark.parametrize("with_host", [True, False], ids=["host lengths", "no host lengths"])
+@every_number_of_blocks
+def test_a_captured_public_call_serves_other_lengths(splits: int, with_host: bool) -> None:
+    """Captured for short contexts, replayed for those of the tables' width: the number of blocks to a tile stays."""
+    inputs, arguments = call_of(splits, VARIANTS["16/2"])
+    lengths, new = (list(one) for one in CALLS[splits])
+    if with_host:  # a third of the contexts, which a call of its own would deal to fewer blocks
+        arguments["seq_lens"].copy_(torch.tensor([max(length // 3, count) for length, count in zip(lengths, new, strict=True)]))
+    arguments = public(inputs, with_host)
+    attend(arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend(arguments)
+    for count, length in ((new[0], lengths[0]), (9, lengths[0]), (1, lengths[0] // 2), (0, 0)):
+        arguments["seq_lens"].copy_(torch.tensor([length, *lengths[1:]]))
+        arguments["query_start_loc"].copy_(torch.tensor([0, count, *new[1:]]).cumsum(0))
+        graph.replay()
+        given = _without_host(arguments) | {"q": arguments["q"].double()}
+        given.pop("max_query_len", None)
+        want, want_lse = reference.attention(**given, return_lse=True)
+        assert float(head_errors(found[0], want).max()) < 1e-2
+        torch.testing.assert_close(found[1].double(), want_lse.double(), atol=2e-4, rtol=1e-5)
+        again = [one.clone() for one in found]
+        graph.replay()
+        assert same((again[0], again[1]), found)
+
+
+@every_number_of_blocks
+def test_a_launch_that_fails_is_raised_and_the_next_call_is_right(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After rows of decode, which were launched before it; on another stream, too."""
+    (lengths, new), prepare = CALLS[splits], runtime.prepare
+    inputs = make_inputs(VARIANTS["24/2, gate"], [100, *lengths], [1, *new], 8, dense=True)
+    arguments = public(inputs)
+    assert splits_of(arguments) == [splits]
+    want = attend(arguments)
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("the driver refused")
+
+    def failing(problem: Any, *args: Any, **options: Any) -> runtime.Prepared:
+        prepared = prepare(problem, *args, **options)
+        return dataclasses.replace(prepared, launch=refuse) if problem.op == "attention_prefill" else prepared
+
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the driver refused"):
+                patch.setattr(runtime, "prepare", failing)
+                attend(arguments)
+            found = attend(arguments)
+        stream.synchronize()
+        assert same(found, want)

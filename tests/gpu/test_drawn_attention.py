@@ -17,3 +17,11 @@ def test_drawn_calls(operator: str, first: int, device: torch.device) -> None:
     with poisoned_memory():
         for seed in range(first, first + PART):
             check(seed, device, operator, few_variants=True)
+
+
+@pytest.mark.parametrize("first", range(0, CALLS, PART))
+def test_drawn_calls_of_long_contexts(first: int, device: torch.device) -> None:
+    """A tile of the kernel of prefill is dealt to 1, 2, 4 or 8 blocks."""
+    with poisoned_memory():
+        for seed in range(first, first + PART):
+            check(seed, device, "attention", is_long=True)

@@ -6,7 +6,7 @@ selected. Tensors lie at odd addresses and have odd strides where the operators 
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,9 @@ KERNELS = {
     128: [(torch.bfloat16, (4, 2), 16, torch.int32), (torch.float16, (6, 3), 1344, torch.int64)],
     256: [(torch.float16, (16, 1), 272, torch.int64), (torch.bfloat16, (4, 1), 80, torch.int32)],
 }
+# Of long contexts, whose tiles the kernel of prefill deals to several blocks.
+KERNELS_OF_LONG = {128: KERNELS[128][:1], 256: KERNELS[256][1:]}
+CACHED, LONG_CACHED = (0, 0, 1, 5, 30, 170), (0, 30, 1500, 2500, 5000, 9000)  # tokens of a sequence
 FAR = 10**6  # a block, a position or a length that nobody has
 
 
@@ -94,16 +97,19 @@ class _Source:
         return view.copy_(x)
 
 
-def draw(seed: int, device: Device, operator: str | None = None, *, few_variants: bool = False) -> Drawn:
-    """The call of a seed. operator: one of `OPERATORS`; None = drawn. few_variants: few of those that kernels serve."""
+def draw(seed: int, device: Device, operator: str | None = None, *, few_variants: bool = False, is_long: bool = False) -> Drawn:
+    """The call of a seed. operator: one of `OPERATORS`; None = drawn. few_variants: few of those that kernels serve; is_long:
+    these alone, and contexts of thousands of tokens."""
     source = _Source(seed, device)
     operator = source.pick("operator", *OPERATORS) if operator is None else operator
-    dim, dtype = source.pick("D", *HEAD_DIMS), source.pick("dtype", *DTYPES)
+    kernels = KERNELS_OF_LONG if is_long else KERNELS
+    dim = source.pick("D", *(kernels if is_long else HEAD_DIMS))
+    dtype = source.pick("dtype", *(DTYPES[:2] if is_long else DTYPES))
     heads, kv_heads = source.pick("heads", *HEADS)
     block_size, index_dtype = source.pick("block size", *BLOCK_SIZES), source.pick("indices", torch.int32, torch.int64)
-    if is_kernels := few_variants and dim in KERNELS and dtype != torch.float32:
-        dtype, (heads, kv_heads), block_size, index_dtype = source.pick("in fact", *KERNELS[dim])
-    lengths = _lengths(source)
+    if is_kernels := (few_variants or is_long) and dim in kernels and dtype != torch.float32:
+        dtype, (heads, kv_heads), block_size, index_dtype = source.pick("in fact", *kernels[dim])
+    lengths = _lengths(source, LONG_CACHED if is_long else CACHED)
     tokens = sum(new for new, _ in lengths) + source.pick("padding", 0, 1, 3)
     real = sum(new for new, _ in lengths)
     cache, tables = _cache(source, lengths, (block_size, kv_heads, dim), dtype)
@@ -128,7 +134,7 @@ def draw(seed: int, device: Device, operator: str | None = None, *, few_variants
     return Drawn(seed, operator, arguments, lengths, ", ".join(source.form))
 
 
-def _lengths(source: _Source) -> list[tuple[int, int]]:
+def _lengths(source: _Source, contexts: Sequence[int]) -> list[tuple[int, int]]:
     """New tokens and all tokens of each sequence: decode and prefill rows in any order, some empty, some of equal lengths."""
     found: list[tuple[int, int]] = []
     for _ in range(source.random.randint(0 if source.maybe("maybe none", 0.05) else 1, 4)):
@@ -136,7 +142,7 @@ def _lengths(source: _Source) -> list[tuple[int, int]]:
             found.append(found[-1])
             continue
         new = source.random.choice((0, 1, 1, 2, 8, 9, 12, 17))
-        cached = source.random.choice((0, 0, 1, 5, 30, 170))
+        cached = source.random.choice(contexts)
         found.append((new, FAR if new == 0 and source.random.random() < 0.2 else new + cached))
     source.form.append(f"lengths {found}")
     return found
@@ -355,9 +361,9 @@ def _storages(drawn: Drawn) -> dict[int, Tensor]:
     return found
 
 
-def check(seed: int, device: Device, operator: str | None = None, *, few_variants: bool = False) -> None:
+def check(seed: int, device: Device, operator: str | None = None, *, few_variants: bool = False, is_long: bool = False) -> None:
     """Runs the call of a seed twice; raises AssertionError, which names the seed and the choices, where something is wrong."""
-    drawn = draw(seed, device, operator, few_variants=few_variants)
+    drawn = draw(seed, device, operator, few_variants=few_variants, is_long=is_long)
     out = drawn.arguments.get("out")
     before = {address: memory.clone() for address, memory in _storages(drawn).items()}
     try:

@@ -10,7 +10,6 @@ import torch
 import gdn
 from gdn import runtime
 from gdn.core.tensors import is_aligned
-from gdn.ops.attention import prefill
 from gdn.ops.attention.problem import AttentionPrefillParams, AttentionPrefillProblem, SparseDecodeParams
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
@@ -29,6 +28,7 @@ class Kernels:
         self.problems: list[Any] = []
         self.fails_at = ""  # "prepare" or "launch" of the kernel of prefill
         self.serves = True
+        self.sizes_are_of_a_launch = True  # not in a batch-invariant call, which may launch several times
 
     def can_run(self, problem: Any, device: torch.device, backend: str) -> bool:
         assert (problem.op, backend) == (PREFILL, "cute")
@@ -60,7 +60,12 @@ class Kernels:
         assert q.shape[1:] == (p.num_heads, p.head_dim) and q.is_contiguous() and q.data_ptr() % 16 == 0
         assert params.k_cache.shape[1:] == params.v_cache.shape[1:] == (p.block_size, p.num_kv_heads, p.head_dim)
         assert p.rows_aligned == (is_aligned(params.k_cache) and is_aligned(params.v_cache))
-        assert tables.dtype == INT32 and tables.stride(1) == 1 and tables.shape[1] * p.block_size == p.max_context_len
+        assert tables.dtype == INT32 and tables.stride(1) == 1
+        assert p.max_context_len % p.block_size == 0 and p.max_context_len <= tables.shape[1] * p.block_size
+        if self.sizes_are_of_a_launch:
+            new = params.query_start_loc.diff()
+            assert p.num_tokens == len(q) and int((new > 0).sum()) <= p.num_sequences <= len(new)
+            assert p.max_context_len >= int(params.seq_lens[new > 0].max())
         assert params.query_start_loc.dtype == params.seq_lens.dtype == INT32
         assert params.query_start_loc.is_contiguous() and params.seq_lens.is_contiguous()
         assert len(params.seq_lens) == len(params.query_start_loc) - 1 == len(tables) and int(params.query_start_loc[0]) == 0
@@ -122,6 +127,7 @@ def test_batch_invariant_sequences_go_by_their_own_length(
     with_host: bool, kernels: Kernels, switch: Callable[..., env.Switches]
 ) -> None:
     switch(GDN_BATCH_INVARIANT="1")
+    kernels.sizes_are_of_a_launch = False
     check(step(*STEPS["mixed"], with_host=with_host))
     own = [(DECODE, 3), (PREFILL, 11), (DECODE, 1), (PREFILL, 11)]
     assert kernels.calls == (own if with_host else [(DECODE, 26)])
@@ -189,15 +195,38 @@ def test_a_backend_without_the_kernel_takes_torchs_attention(backend: Any, kerne
     assert kernels.calls[1:] == ([(DECODE, 3)] if backend == "tilelang" else [(DECODE, 3), (PREFILL, 23)])
 
 
-def test_few_tiles_of_a_long_sequence_take_torchs_attention(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_LONG_CONTEXT", 20)
-    check(step([12], [5]))
-    assert kernels.calls.pop() == (PREFILL, 14)
-    check(step([12], [9]))
-    assert kernels.calls == []
-    monkeypatch.setattr(prefill, "_FEW_BLOCKS", 2)
-    check(step([12], [9]))
-    assert kernels.calls == [(PREFILL, 14)]
+def wide(arguments: Arguments, columns: int) -> Arguments:
+    """The same call with wider block tables."""
+    missing = columns - arguments["block_tables"].shape[1]
+    return arguments | {"block_tables": torch.nn.functional.pad(arguments["block_tables"], (0, missing))}
+
+
+def sizes_of(arguments: Arguments, kernels: Kernels, **options: Any) -> tuple[int, int, int]:
+    """Tokens, sequences and context of the problem that the kernel of prefill is chosen for."""
+    check(arguments, **options)
+    (problem,) = (one for one in kernels.problems if one.op == PREFILL)
+    kernels.problems.clear()
+    return problem.num_tokens, problem.num_sequences, problem.max_context_len
+
+
+def test_the_kernel_is_chosen_for_what_the_host_knows(kernels: Kernels) -> None:
+    """Rows of prefill with padding, sequences with new tokens, and a power of two of blocks: of the lengths, of the bound, of the
+    tables."""
+    arguments = wide(step(*STEPS["mixed"]), 20)  # of prefill: 11, 0, 1 and 9 new tokens, at most 15 in all
+    assert sizes_of(arguments, kernels) == sizes_of(arguments, kernels, max_seq_len=30) == (23, 3, 16)
+    unknown = wide(step(*STEPS["mixed"], with_host=False), 20)
+    assert sizes_of(unknown, kernels, max_query_len=11) == (26, 7, 80)
+    assert sizes_of(unknown, kernels, max_query_len=11, max_seq_len=30) == (26, 7, 32)
+    # A sequence without new tokens may have any length; tables need no power of two of blocks.
+    idle = wide(step([12, 0], [50, 70]), 20)
+    assert sizes_of(idle, kernels) == (14, 1, 64)
+    assert sizes_of(step([12], [5]), kernels) == (14, 1, 24)
+
+
+def test_a_few_queries_on_a_long_context(kernels: Kernels) -> None:
+    check(step([12], [3000]))
+    check(step([1, 12], [2500, 3000]))
+    assert kernels.calls == [(PREFILL, 14), (DECODE, 1), (PREFILL, 14)]
 
 
 @pytest.mark.parametrize("name", ["prefill", "mixed"])
@@ -219,12 +248,53 @@ def test_a_failed_launch_is_raised_and_the_next_call_is_right(kernels: Kernels) 
     check(step(*STEPS["mixed"]))
 
 
-def test_the_switch_of_the_operator(switch: Callable[..., env.Switches], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference of the kernel of prefill is torch's attention."""
+def on_h100(new: list[int], cached: list[int], **host: Any) -> Arguments:
+    """A call that the kernel serves, for `gdn.explain`: no memory for its contexts."""
+    lengths, shape = [n + c for n, c in zip(new, cached, strict=True)], (1, 16, 2, 256)
+    return {
+        "q": torch.zeros(sum(new), 16, 256, dtype=torch.bfloat16),
+        "kv_cache": tuple(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2)),
+        "block_tables": torch.zeros(len(new), 8192, dtype=INT32),  # of 131072 positions
+        "query_start_loc": torch.tensor([0, *new]).cumsum(0).int(), "seq_lens": torch.tensor(lengths, dtype=INT32),
+    } | (host or {"query_lens_host": tuple(new), "seq_lens_host": tuple(lengths)})  # fmt: skip
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     from gdn.device import H100
     from gdn.runtime import devices
 
     monkeypatch.setattr(devices, "describe", lambda device: (H100, "H100"))
+
+
+def splits_of(arguments: Arguments) -> list[int]:
+    """Blocks of a cluster, of each part that the kernel of prefill has."""
+    return [part.config.splits for part in gdn.explain("attention", **arguments).parts if part.op == PREFILL]
+
+
+@pytest.mark.usefixtures("h100")
+def test_few_queries_on_a_long_context_are_dealt_to_several_blocks() -> None:
+    for new, cached, splits in (
+        ([8192], [0], 1), ([1024], [0], 1), ([512], [30000], 1), ([256], [32512], 2), ([150], [32000], 4), ([64], [32704], 8),
+        ([16], [32752], 8), ([16], [3000], 4), ([16], [1500], 2), ([16], [900], 1), ([64, 64, 64], [100, 32000, 0], 4),
+        ([1, 1, 64], [9000, 90000, 32000], 8), ([64] * 20, [32000] * 20, 1), ([0, 0, 64], [10**5, 10**5, 900], 1),
+    ):  # fmt: skip
+        assert splits_of(on_h100(new, cached)) == [splits], (new, cached)
+    for host, splits in (({}, 8), ({"max_seq_len": 4096}, 4), ({"max_seq_len": 1024}, 1)):
+        assert splits_of(on_h100([64], [960], max_query_len=64, **host)) == [splits]
+
+
+@pytest.mark.usefixtures("h100")
+def test_a_batch_invariant_call_deals_every_tile_to_as_many_blocks(switch: Callable[..., env.Switches]) -> None:
+    switch(GDN_BATCH_INVARIANT="1")
+    for new, cached in (([16], [131056]), ([64], [32704]), ([256], [32512]), ([8192], [0]), ([64, 9] * 40, [32000, 0] * 40)):
+        assert splits_of(on_h100(new, cached)) == [1]
+        assert splits_of(on_h100([*new, 1, 16], [*cached, 5, 70000])) == [1]
+
+
+@pytest.mark.usefixtures("h100")
+def test_the_switch_of_the_operator(switch: Callable[..., env.Switches]) -> None:
+    """The reference of the kernel of prefill is torch's attention."""
     arguments = step([12, 30], [0, 0], heads=8, kv_heads=1, dim=128, dtype=torch.bfloat16)
     arguments["kv_cache"] = tuple(torch.zeros(16, 16, 1, 128, dtype=torch.bfloat16) for _ in range(2))
     arguments["block_tables"] = torch.zeros(2, 4, dtype=INT32)

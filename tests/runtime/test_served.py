@@ -450,7 +450,7 @@ def drawn(rng: random.Random, problem: Any) -> Any:
     return dataclasses.replace(problem, **{name: values[name] for name in names} | fixed)
 
 
-SIZED = ("gdn_decode", "gdn_prefill", "chunk", "recurrent", "sparse_attention_decode", "topk")
+SIZED = ("gdn_decode", "gdn_prefill", "chunk", "recurrent", "sparse_attention_decode", "attention_prefill", "topk")
 MORE_SIZED = (
     "sparse_attention_prefill",
     "mqa_logits",
@@ -471,6 +471,26 @@ def test_kernels_of_sizes_between(op: str) -> None:
     for problem in [drawn(rng, group[0]) for _ in range(100)]:
         (kernel,) = reach.kernels([problem], H100)
         assert kernel.key in found, (problem, kernel.config)
+
+
+@pytest.mark.parametrize(("name", "tp"), [("qwen3-next-80b", 1), ("qwen3-next-80b", 4), ("qwen3.5-35b", 1)])
+@pytest.mark.parametrize("block_size", [16, 64, 1344])
+def test_dense_prefill_is_listed_with_every_number_of_blocks_to_a_tile(name: str, tp: int, block_size: int) -> None:
+    """As a step of some sequences takes them, too, whose contexts are as many blocks as they like."""
+    config, rng = NAMED[name].per_rank(tp), random.Random(tp)
+    groups = served.groups(config, hosts=("layers",), block_size=block_size)
+    (group,) = (one for one in groups if one[0].op == "attention_prefill")
+    found = {kernel.key: kernel.config.splits for kernel in reach.kernels(group, H100)}
+    assert sorted(found.values()) == [1, 2, 4, 8]
+    taken = set()
+    for _ in range(300):
+        tokens, blocks = round(2 ** rng.uniform(0, 11)), round(2 ** rng.uniform(0, 15))
+        sizes = {"num_tokens": tokens, "num_sequences": rng.randint(1, min(tokens, 40)), "max_context_len": blocks * block_size}
+        one: Any = dataclasses.replace(group[0], **sizes)  # type: ignore[type-var]
+        (kernel,) = reach.kernels([one], H100)
+        assert kernel.key in found, sizes
+        taken.add(found[kernel.key])
+    assert taken == {1, 2, 4, 8}
 
 
 def test_a_kernel_between_two_neighbours_is_found() -> None:

@@ -21,7 +21,7 @@ from gdn.core.modes import has_memory, is_empty, is_tracing
 from gdn.core.ordered import ordered
 from gdn.ops.attention import gathered, prefill, reference, torch_attention
 from gdn.ops.attention.host_lengths import HostSequence, check_bounds, check_lengths, sequences_of
-from gdn.ops.attention.pages import Pages
+from gdn.ops.attention.pages import Pages, rounded_columns
 from gdn.ops.attention.sparse_attention import MOST_DECODE_TOKENS, attend, check_call, check_values, is_decode, split_pair
 from gdn.runtime import Choice, env, registry
 from gdn.runtime.registry import Backend
@@ -54,11 +54,13 @@ def attention(
     ``GDN_BATCH_INVARIANT=1`` every sequence goes by its own length, and to the kernel of decode where the host does not know it.
 
     The kernel of prefill serves bfloat16 and float16, head dims of 128 and 256, cache blocks of a multiple of 16 positions and
-    cache rows at multiples of 16 bytes. Other calls take torch's flash attention on a copy of their keys and values, or matrix
-    products in float32 where flash does not serve them either (another dtype, a head dim above 256, a scale that is not above
-    0). So does a small call on a long context: fewer than 24 tiles of 128 rows (a token and head each) for all key heads, and a
-    sequence of more than 2048 tokens. Without lengths on the host such calls take the kernel of prefill, and those that it does
-    not serve the kernel of decode. No call ever waits for the device.
+    cache rows at multiples of 16 bytes. It deals the positions of a few queries on a long context to several SMs. Their number
+    depends on the numbers of new tokens and of sequences, and on what the host knows of the longest context: the lengths on
+    the host, else `max_seq_len`, else the width of `block_tables`. In batch-invariant calls it depends on none of these.
+
+    Other calls take torch's flash attention on a copy of their keys and values, or matrix products in float32 where flash
+    does not serve them either (another dtype, a head dim above 256, a scale that is not above 0). Without lengths on the
+    host, and in batch-invariant calls, they take the kernel of decode. No call ever waits for the device.
 
     Parameters
     ----------
@@ -137,7 +139,7 @@ def _dense(
     check_values(q, k_cache, None, block_tables, query_start_loc, seq_lens, None)
     check_lengths(query_lens_host, seq_lens_host, query_start_loc, seq_lens)
     check_bounds({"max_query_len": max_query_len, "max_seq_len": max_seq_len}, query_start_loc, seq_lens)
-    block_size, (tokens, heads, dim), count = k_cache.shape[1], q.shape, seq_lens.shape[0]
+    block_size, (tokens, _, dim), count = k_cache.shape[1], q.shape, seq_lens.shape[0]
     known = sequences_of(
         query_lens_host, seq_lens_host, tokens=tokens, addressed=block_tables.shape[1] * block_size, max_seq_len=max_seq_len
     )
@@ -147,8 +149,7 @@ def _dense(
         return o, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
     if max_seq_len is not None:
-        # To a power of two: a width of its own for each step would be a problem of its own, with tiles and plan of its own.
-        block_tables = block_tables[:, : 1 << (-(-max_seq_len // block_size) - 1).bit_length()]
+        block_tables = block_tables[:, : rounded_columns(max_seq_len, block_size)]
     pages = Pages(k_cache, v_cache, block_tables, query_start_loc, seq_lens)
     switches = env.current()
     with ordered(backend, "attention") as backend:
@@ -158,11 +159,12 @@ def _dense(
             longer = []
         kernel = None
         if longer:
-            is_one_way = switches.batch_invariant or not known
-            if is_one_way or prefill.is_faster(known[longer[0].sequences], heads, k_cache.shape[2]):
-                kernel = prefill.prepare(q, pages, gate is not None, backend)
-            if kernel is None and is_one_way:  # torch's sums depend on the batch, and it needs the lengths
-                longer = []
+            # A batch-invariant call may have several such parts, whose sizes do not choose tiles: the first stands for all.
+            sequences, rows = longer[0].sequences, longer[0].rows
+            new, members = rows.stop - rows.start, sequences.stop - sequences.start
+            kernel = prefill.prepare(q, pages, new, members, known[sequences], gate is not None, backend)
+            if kernel is None and (switches.batch_invariant or not known):
+                longer = []  # torch's sums depend on the batch, and it needs the lengths
         if not longer:
             return attend(q, k_cache, v_cache, None, *pages[2:], None, scale, max_query_len, gate, out, backend)
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out

@@ -146,7 +146,9 @@ sparse_attention_prefill = Tunable(
 
 attention_prefill = Tunable(
     DensePrefillCase,
-    shapes=tuple(dense_shape((16, 2), *sizes) for sizes in ((8192, 8192), (2048, 32768), (1024, 1024))),
+    shapes=tuple(
+        dense_shape((16, 2), *sizes) for sizes in ((8192, 8192), (2048, 32768), (1024, 1024), (256, 32768), (16, 32768))
+    ),
     small=lambda shape: resized(
         shape, (), num_heads=4, num_kv_heads=2, head_dim=128, num_tokens=20, num_sequences=2, max_context_len=64
     ),

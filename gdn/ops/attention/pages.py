@@ -32,3 +32,11 @@ def fields_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
         "heads_adjacent": kv_heads == 1 or k_cache.stride(2) == v_cache.stride(2) == dim,
         "rows_aligned": is_aligned(k_cache) and is_aligned(v_cache),
     }  # fmt: skip
+
+
+def rounded_columns(length: int, block_size: int) -> int:
+    """Blocks of a sequence of this length, to a power of two.
+
+    A number of its own for each step would be a problem of its own, with tiles and plan of its own.
+    """
+    return 1 << (-(-length // block_size) - 1).bit_length()

@@ -7,30 +7,25 @@ from torch import Tensor
 from gdn import runtime
 from gdn.core.tensors import aligned, contiguous, contiguous_int32
 from gdn.ops.attention.host_lengths import HostSequence
-from gdn.ops.attention.pages import Pages, fields_of
+from gdn.ops.attention.pages import Pages, fields_of, rounded_columns
 from gdn.ops.attention.problem import AttentionPrefillParams, AttentionPrefillProblem
 from gdn.runtime import Prepared
 
 _OP = "attention_prefill"
-_TILE_ROWS = 128  # a query token and head each; a block of threads has one tile of one key head
-# A block walks a sequence from end to end. Where few of them are at work and the way is long, torch should be faster, since it
-# deals a sequence to several SMs. Estimated from the rates of long calls on an H200, 2026-11-29; not measured.
-_FEW_BLOCKS, _LONG_CONTEXT = 24, 2048
 
 
-def is_faster(sequences: Sequence[HostSequence], heads: int, kv_heads: int) -> bool:
-    """Whether the kernel is faster than torch on gathered keys and values. Some sequence has new tokens."""
-    queries = max(1, _TILE_ROWS * kv_heads // heads)  # of a tile
-    blocks = kv_heads * sum(-(-one.query_len // queries) for one in sequences)
-    return blocks >= _FEW_BLOCKS or max(one.seq_len for one in sequences if one.query_len) <= _LONG_CONTEXT
+def prepare(
+    q: Tensor, pages: Pages, tokens: int, count: int, known: Sequence[HostSequence], has_gate: bool, backend: str | None
+) -> Prepared | None:
+    """The kernel for some rows of a call; None where none serves them, or where another backend or the reference is ordered.
 
-
-def prepare(q: Tensor, pages: Pages, has_gate: bool, backend: str | None) -> Prepared | None:
-    """The kernel for these rows; None where none serves them, or where another backend or the reference is ordered."""
+    tokens, count: how many rows of q and how many sequences these are. known: the sequences on the host, some of which have new
+    tokens; none where it does not know their lengths.
+    """
     backends = runtime.candidates(_OP)
     if backend is not None and backend not in backends:
         return None
-    problem = _problem(q, pages, has_gate)
+    problem = _problem(q, pages, tokens, count, known, has_gate)
     if not any(runtime.can_run(problem, q.device, one) for one in ((backend,) if backend else backends)):
         return None
     prepared = runtime.prepare(problem, q.device, backend)
@@ -51,9 +46,17 @@ def attend(prepared: Prepared, q: Tensor, pages: Pages, scale: float, gate: Tens
     )  # fmt: skip
 
 
-def _problem(q: Tensor, pages: Pages, has_gate: bool) -> AttentionPrefillProblem:
-    sequences, columns = pages.block_tables.shape
+def _problem(
+    q: Tensor, pages: Pages, tokens: int, count: int, known: Sequence[HostSequence], has_gate: bool
+) -> AttentionPrefillProblem:
+    """The problem of these rows.
+
+    Its sizes choose tiles alone. Tables keep their width, so that a captured graph serves sequences of other lengths.
+    """
+    columns, block_size = pages.block_tables.shape[1], pages.k_cache.shape[1]
+    if live := [one.seq_len for one in known if one.query_len]:
+        count, columns = len(live), min(columns, rounded_columns(max(live), block_size))
     return AttentionPrefillProblem(
         **fields_of(q, pages.k_cache, pages.v_cache), index_dtype=None, has_topk_length=False, has_gate=has_gate,
-        num_tokens=q.shape[0], num_sequences=sequences, max_context_len=columns * pages.k_cache.shape[1],
+        num_tokens=tokens, num_sequences=count, max_context_len=columns * block_size,
     )  # fmt: skip

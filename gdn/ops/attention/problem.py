@@ -73,8 +73,10 @@ class AttentionPrefillProblem(AttentionProblem, op="attention_prefill"):
     """`gdn.attention` of many query tokens a sequence: index_dtype is None."""
 
     num_tokens: int = size()
-    num_sequences: int = size()
-    max_context_len: int = size()  # positions that the block table of a sequence can address
+    num_sequences: int = size()  # with new tokens, where the host knows their lengths
+    # Positions of the longest sequence, to a power of two of blocks, where the host knows the lengths, else those that the block
+    # table of a sequence can address.
+    max_context_len: int = size()
 
     def flops(self) -> int:
         """Of the pairs that the mask leaves, in equal sequences that are as long as they can be."""

@@ -10,6 +10,7 @@ shared memory and barriers: DESIGN.md.
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 from gdn.device import DeviceSpec
 from gdn.ops.attention.problem import AttentionPrefillProblem
@@ -21,6 +22,11 @@ ENTRY = "gdn_cute_attention_prefill"
 HEAD_DIMS = (128, 256)
 SPLITS = (1, 2, 4, 8)
 TABLE_BYTES = 1024  # at most, of shared memory, for barriers
+# Bounds of the default's clusters, from an H200 (LAB-NOTES.md). All blocks have a multiprocessor at once: clusters lie within
+# groups of 16 to 18 of these, so that some stay idle (32 clusters of 4 took two turns on 132). Every block has steps for the
+# merge, which costs 10 to 20 us where a step takes 1.5. Half as many would do, but the context may be half as long as the bound.
+BUSY_SHARE = 0.75  # of the multiprocessors
+LEAST_STEPS = 8  # of a block
 workspace_bytes, launch = choice.no_workspace, choice.launch
 
 
@@ -59,8 +65,24 @@ def fits(problem: AttentionPrefillProblem, config: Config, device: DeviceSpec) -
     return is_known and shared <= device.shared_bytes_per_block
 
 
+def _blocks(problem: AttentionPrefillProblem) -> int:
+    """Tiles of all key heads, as if sequences had equal numbers of new tokens."""
+    sequences = max(problem.num_sequences, 1)
+    queries = ROWS // (problem.num_heads // problem.num_kv_heads)  # of a tile
+    return problem.num_kv_heads * sequences * ceil(ceil(problem.num_tokens / sequences) / queries)
+
+
 def default_config(problem: AttentionPrefillProblem, device: DeviceSpec) -> Config:
-    return Config(_steps(problem)[0], 2, 2, 1)
+    """A cluster a tile where the tiles are few: the largest one of which all blocks run at once, each with enough steps.
+
+    Lengths may be known on the device only. max_context_len bounds them by what the host knows: the longest sequence, a bound
+    of the caller, or the width of the block tables.
+    """
+    blocks, step = _blocks(problem), _steps(problem)[0]
+    at_once = int(BUSY_SHARE * device.num_sms)
+    useful = problem.max_context_len // (LEAST_STEPS * step)  # blocks to which the steps of a tile may be dealt
+    splits = max((n for n in SPLITS if blocks * n <= at_once and n <= useful), default=1)
+    return Config(step, 2, 2, splits)
 
 
 def configs(problem: AttentionPrefillProblem, device: DeviceSpec) -> list[Config]:
