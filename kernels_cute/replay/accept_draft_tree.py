@@ -2,8 +2,8 @@
 
 Rows (p + nodes[i]) mod R of a ring [R, W] go to (p + i) mod R, columns w - 2 + nodes[i] of a window [dim, columns] to w - 2 + i.
 `gdn.ops.delta_rule.problem.AcceptDraftTreeProblem` has the rule, AcceptDraftTreeParams the contract of each tensor. A thread
-moves 16 bytes of the ring's rows, or one channel of the window, along the whole path. The i-th node of a path is i or later, so a
-move never overwrites what a later one reads.
+moves the same parts of the ring's rows, and the same channels of the window, along the whole path. The i-th node of a path is
+i or later, so a move never overwrites what a later one reads.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ fits, configs = space(Config, threads=(64, 128, 256))
 
 
 def default_config(problem: AcceptDraftTreeProblem, device: DeviceSpec) -> Config:
-    return Config(128)
+    return Config(256)
 
 
 def compile(problem: AcceptDraftTreeProblem, config: Config) -> dict[str, bytes]:
