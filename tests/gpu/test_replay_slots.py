@@ -98,7 +98,17 @@ TREES: dict[str, Any] = {
     "layers": [3, None, 1],
     "rows": [22, 8, 39],
     "width": [200, 6176],
-    "windows": [None, (256, torch.bfloat16, True), (256, torch.float32, False), (104, torch.float16, True)],
+    # Channels, dtype, and whether they are contiguous: more than a block moves at once, and others than whole accesses.
+    "windows": [
+        None,
+        (256, torch.bfloat16, True),
+        (256, torch.float32, False),
+        (104, torch.float16, True),
+        (10280, torch.bfloat16, True),
+        (1604, torch.bfloat16, True),
+        (8192, torch.float32, True),
+        (2568, torch.bfloat16, False),
+    ],
     "conv_width": [4, 3, 2],
     "index_dtype": [torch.int32, torch.int64],
     "offsets_dtype": [torch.int32, torch.int64],
