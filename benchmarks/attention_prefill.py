@@ -26,7 +26,10 @@ from gdn.runtime import registry
 from gdn.testing import timing
 
 _PEERS = ("flash, causal_lower_right", "cudnn, causal_lower_right")  # of dense_attention.ways
-SHAPES = ((8192, 8192), (2048, 32768), (1024, 1024), (256, 32768), (64, 32768), (16, 32768), (16, 131072))  # new tokens, context
+# New tokens, context.
+SHAPES = (
+    (8192, 8192), (2048, 32768), (1024, 1024), (512, 32768), (256, 32768), (64, 32768), (16, 32768), (16, 131072)
+)  # fmt: skip
 _MOST_BY_DECODE = 256  # new tokens
 
 
