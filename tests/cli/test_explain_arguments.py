@@ -31,7 +31,7 @@ NEVER = {
 }  # fmt: skip
 RULES = {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "gated_delta_rule"}
 SOMETIMES = {
-    "A_log": {*RULES, "chunk_summary", "fused_gdn_prefill"},
+    "A_log": {*RULES, "chunk_summary"},
     "dt_bias": {*RULES, "chunk_summary"},
     "output_final_state": RULES,  # of a pool
     "inplace_final_state": {"fused_recurrent_gated_delta_rule", "gated_delta_rule"},
