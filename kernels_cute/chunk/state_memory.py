@@ -94,9 +94,11 @@ def store_state(spec: ChunkSpec, params: ChunkParams, state: cute.Tensor, work_t
 
 @cute.jit
 def store_checkpoints(
-    spec: ChunkSpec, params: ChunkParams, state: cute.Tensor, sequence: Int32, head: Int32, done: Int32, row0: Int32, pair: Int32
-):
-    """Store the state after `done` tokens of the sequence to every slot that asks for it, of the pool or of checkpoint_states."""
+    spec: ChunkSpec, params: ChunkParams, state: cute.Tensor, sequence: Int32, head: Int32, done: Int32, row0: Int32, pair: Int32,
+    first_column: cutlass.Constexpr = 0,
+):  # fmt: skip
+    """Store the state after `done` tokens of the sequence to every slot that asks for it, of the pool or of checkpoint_states.
+    first_column: as for write_state."""
     target = params.final_state
     if cutlass.const_expr(params.checkpoint_states is not None):
         target = params.checkpoint_states
@@ -106,7 +108,7 @@ def store_checkpoints(
         if Int32(params.checkpoint_offsets[sequence, column]) == done:
             slot = Int64(params.checkpoint_slots[sequence, column])
             if slot > params.null_slot:
-                write_state(spec, target, slot, state, head, row0, pair, is_wide)
+                write_state(spec, target, slot, state, head, row0, pair, is_wide, first_column)
 
 
 @cute.jit

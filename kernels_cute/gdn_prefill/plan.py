@@ -106,9 +106,8 @@ def _can_norm_in_chunk(problem: GdnPrefillProblem) -> bool:
 
 
 def _can_take_short(problem: GdnPrefillProblem, device: DeviceSpec) -> bool:
-    """Whether a launch of its own can have the short sequences of a call with the norm in the chunk kernel. It keeps no
-    checkpoints."""
-    return not problem.has_checkpoints and short_fits(problem, device.shared_bytes_per_block // BLOCKS_PER_SM - RESERVED_BYTES)
+    """Whether a launch of its own can have the short sequences of a call with the norm in the chunk kernel."""
+    return short_fits(problem, device.shared_bytes_per_block // BLOCKS_PER_SM - RESERVED_BYTES)
 
 
 def _batch(problem: GdnPrefillProblem) -> int:

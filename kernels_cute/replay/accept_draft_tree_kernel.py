@@ -105,7 +105,7 @@ def path_of(gParents: cute.Tensor, begin: Int32, count: Int32, node: Int32):
     """A bit for a node and each of its ancestors. A parent counts as earlier than its node, whatever the tensor holds. Lane i of
     a warp has the parent of node i."""
     lane = cute.arch.lane_idx()
-    own = Int32(gParents[begin + cutlass.min(lane, count - 1)])
+    own = gParents[begin + cutlass.min(lane, count - 1)]
     path = Int32(0)
     while node >= 0:
         path = path | (Int32(1) << node)

@@ -92,6 +92,7 @@ def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
         *(pytest.param(form, layout, marks=pytest.mark.cover) for form, layout in (
             ("beside", "flat"), ("beside", "interleaved"), ("beside", "flat, checkpoints"),
             ("normed", "interleaved"), ("normed", "flat, checkpoints"), ("normed", "interleaved, kept states"),
+            ("short", "flat"), ("short", "merged"), ("short", "interleaved, kept states"),
             *(("in turn", layout) for layout in LAYOUTS),
             *(("apart", layout) for layout in LAYOUTS if "kept" not in layout),
         )),
@@ -102,8 +103,8 @@ def test_every_entry_takes_its_arguments(form: str, layout: str, tmp_path: Path)
     problem = example("gdn_prefill", **SMALL | LAYOUTS[layout] | dims)
     config = next(one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == (form == "beside"))
     config = dataclasses.replace(config, split_if_longest_exceeds=0, split_chunks=0)
-    if form == "normed":
-        tiles = {"conv_rows": 16, "conv_threads": 64, "norm_in_chunk": 1, "stages": 4}
+    if form in ("normed", "short"):
+        tiles = {"conv_rows": 16, "conv_threads": 64, "norm_in_chunk": 1, "takes_short": int(form == "short"), "stages": 4}
         config = dataclasses.replace(config, **tiles, prefetch=0, num_four_sm_clusters=0, max_l2_ring_groups=0)
     entries = reached(problem, config, tmp_path)
     assert entries[0].startswith("gdn_cute_prefill") and len(entries) == (5 if form == "apart" else 1)

@@ -24,7 +24,8 @@ def _config(problem: Any) -> Any:
 
 
 _VARIANTS: list[dict[str, Any]] = [
-    {}, LAYOUTS["interleaved"], LAYOUTS["merged"], {"num_v_heads": 64}, {"num_k_heads": 4, "num_v_heads": 32},
+    {}, LAYOUTS["flat, checkpoints"], LAYOUTS["interleaved, kept states"],
+    LAYOUTS["interleaved"], LAYOUTS["merged"], {"num_v_heads": 64}, {"num_k_heads": 4, "num_v_heads": 32},
     {"dtype": "float16", "z_dtype": "float16", "bias_dtype": "float32", "weight_dtype": "float32", "width": 3},
     {"state_dtype": "bfloat16", "state_v_first": False, "conv_channels_contiguous": False, "A_log_dtype": "bfloat16"},
     {"index_dtype": "int64", "cu_seqlens_dtype": "int64", "conv_dtype": "float32", "gate_sigmoid": True, "has_mask": False},
@@ -64,13 +65,13 @@ def test_two_blocks_have_room_on_an_sm() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"has_checkpoints": True}, {"num_k_heads": 1, "num_v_heads": 16}, {"norm_dtype": None, "z_dtype": None},
-        {"z_dtype": "float32"}, {"num_sequences": 1},
+        {"num_k_heads": 1, "num_v_heads": 16}, {"norm_dtype": None, "z_dtype": None}, {"z_dtype": "float32"},
+        {"num_sequences": 1},
     ],
     ids=str,
 )  # fmt: skip
 def test_what_has_no_such_launch(changes: dict[str, Any]) -> None:
-    """Checkpoints, more than eight value heads a key head, no norm, a wider z, and calls that leave SMs idle."""
+    """More than eight value heads a key head, no norm, a wider z, and calls that leave SMs idle."""
     assert not any(config.takes_short for config in module.configs(_problem(**changes), H100))
 
 

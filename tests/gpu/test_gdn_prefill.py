@@ -189,7 +189,7 @@ def force_form(patch: pytest.MonkeyPatch, form: str, **changes: int) -> None:
             normed = replace(config, **NORMED | {"num_persistent_clusters": clusters})
             config = normed if module.fits(problem, normed, H100) else config  # z wider than the rows is not served
             short = replace(normed, takes_short=1)
-            if "short" in form and module.fits(problem, short, H100):  # without checkpoints
+            if "short" in form and module.fits(problem, short, H100):
                 config = short
         config = replace(config, **changes)
         if config.num_conv_blocks:

@@ -29,6 +29,12 @@ from kernels_cute.gdn_prefill.steps import PrefillConv
 _UNITS = 16  # of 8 channels, a head
 
 
+def _anew(thread: Any) -> Any:
+    """The thread's number as another value, from which a phase works out what it needs: kept from one phase to the next that
+    would take more registers than there are. The compiler knows that it is not negative."""
+    return ptx.opaque(thread) & (THREADS - 1)
+
+
 class ShortStep:
     """spec: of the chunk kernel beside it."""
 
@@ -77,16 +83,15 @@ class ShortStep:
             for i in cutlass.range_constexpr(TILE_BYTES // 16 // THREADS):
                 ptx.store_zeros(field.data_ptr().toint() + (i * THREADS + thread) * 16)
         note_sequence(storage, sequence, thread)
-        # A phase works its numbers out anew: kept from one to the next they would take more registers than there are.
         for i in cutlass.range(ratio, unroll=1):
             head = cute.arch.block_idx()[0] % self.key_heads * ratio + i
-            self.convolve_values(conv, storage, noted(storage, sequence), head, ptx.opaque(thread))
+            self.convolve_values(conv, storage, noted(storage, sequence), head, _anew(thread))
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_threads()
-            make_tiles(spec, storage, chunk.scale, rows + i * AUX_BYTES, ptx.opaque(thread))
-            run_columns(spec, storage, chunk, noted(storage, sequence), head, ptx.opaque(thread))
+            make_tiles(spec, storage, chunk.scale, rows + i * AUX_BYTES, _anew(thread))
+            run_columns(spec, storage, chunk, noted(storage, sequence), head, _anew(thread))
             cute.arch.sync_threads()
-            norm_head(spec, storage, terms, z, chunk.out, noted(storage, sequence), head, ptx.opaque(thread))
+            norm_head(spec, storage, terms, z, chunk.out, noted(storage, sequence), head, _anew(thread))
             cute.arch.sync_threads()
 
     @cute.jit

@@ -34,6 +34,7 @@ def convolve_run(conv: Any, params: Conv1dParams, sequence: Sequence, first: Int
     """Fill rows first to first + 3 of 16-byte unit `unit` of a tile (of 64 columns a piece); zeros past the sequence's end."""
     target, history, dtype = tile + unit // 8 * TILE_BYTES, cutlass.const_expr(conv.history), conv.dtype
     load_row, load_history, load_filter, convolve = conv.load_row, conv.load_history, conv.load_filter, conv.convolve
+    store_windows = conv.store_windows
     registers = conv.make_registers(Int32)
     line = registers.line
     if first < sequence.length:
@@ -55,23 +56,10 @@ def convolve_run(conv: Any, params: Conv1dParams, sequence: Sequence, first: Int
             words = [operands.select(row < sequence.length, word, Int32(0)) for word in words]
             ptx.store_words(operands.address(target, row, unit % 8), words)
         if first == 0:
-            _keep_window(conv, params, sequence, channel)
+            store_windows(params, sequence.begin // conv.rows + sequence.number, sequence.number, channel)
     else:
         for u in cutlass.range_constexpr(RUN):
             ptx.store_zeros(operands.address(target, first + u, unit % 8))
-
-
-@cute.jit
-def _keep_window(conv: Any, params: Conv1dParams, sequence: Sequence, channel: Int32):
-    """Store the sequence's last inputs in its slot. What is left of the old window is read again."""
-    load_history = conv.load_history
-    old, kept = (cute.make_rmem_tensor(conv.history * CHANNELS, conv.dtype) for _ in range(2))
-    old.fill(0.0)
-    kept.fill(0.0)
-    if sequence.is_continued & (sequence.length < conv.history):
-        load_history(params.conv_states, sequence.slot, Int32(0), channel, old)
-    conv.load_window(params.x, sequence.begin, sequence.length, channel, old, kept)
-    conv.store_window(kept, 0, params.conv_states, sequence.slot, channel)
 
 
 @cute.jit
@@ -83,14 +71,17 @@ def note_sequence(storage: Any, sequence: Sequence, thread: Int32):
         if sequence.is_continued:
             flagged = flagged + 1
         words = (Int32(sequence.slot), Int32(sequence.slot >> 32), sequence.begin, flagged)
-        ptx.store_words(storage.record.data_ptr().toint(), words)
+        record = storage.record.data_ptr().toint()
+        ptx.store_words(record, words)
+        ptx.store_word(record + 16, sequence.number)
     cute.arch.sync_threads()
 
 
 def noted(storage: Any, sequence: Sequence) -> Sequence:
-    low, high, begin, flagged = ptx.load_words(ptx.opaque(storage.record.data_ptr().toint()))
+    record = ptx.opaque(storage.record.data_ptr().toint())
+    (low, high, begin, flagged), number = ptx.load_words(record), ptx.load_word(record + 16)
     slot = (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
-    return sequence._replace(begin=begin, length=flagged >> 1, slot=slot, is_continued=flagged & 1 == 1)
+    return Sequence(number, begin, flagged >> 1, slot, sequence.is_live, flagged & 1 == 1)
 
 
 @cute.jit

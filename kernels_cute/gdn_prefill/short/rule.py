@@ -18,7 +18,7 @@ from kernels_cute.chunk.roles import tile_blocks as blocks
 from kernels_cute.chunk.roles.tile_blocks import Lane
 from kernels_cute.chunk.shape import CHUNK, CUM, KEY_FACTOR, QUERY_FACTOR, TILE_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
-from kernels_cute.chunk.state_memory import fetch_state, settle_state, write_state
+from kernels_cute.chunk.state_memory import fetch_state, settle_state, store_checkpoints, write_state
 from kernels_cute.common import ptx
 from kernels_cute.gdn_prefill.short.rows import Sequence
 from kernels_cute.gdn_prefill.short.shape import LOWER, SCRATCH
@@ -167,6 +167,9 @@ def run_columns(spec: ChunkSpec, storage: Any, params: ChunkParams, sequence: Se
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         write_state(spec, params.final_state, sequence.slot, final, head, row0, at.pair, True, first)
+        if cutlass.const_expr(spec.has_checkpoints):
+            if sequence.length == CHUNK:
+                store_checkpoints(spec, params, final, sequence.number, head, sequence.length, row0, at.pair, first)
 
 
 def _pack(spec: Any, sums: Any, words: Any) -> None:

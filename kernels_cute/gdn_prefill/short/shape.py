@@ -24,7 +24,7 @@ def fields(problem: GdnPrefillProblem) -> Fields:
     tiles = {name: Field(problem.dtype, CHUNK * 64 * count, 1024) for name, count in _TILES.items()}
     rows = {"rows": ratio * AUX_BYTES, "vectors": VECTOR_BYTES}
     vectors = {name: Field("float32", size // 4, 128) for name, size in rows.items()}
-    return tiles | vectors | {"record": Field("int32", 4, 16)}
+    return tiles | vectors | {"record": Field("int32", 5, 16)}
 
 
 def fits(problem: GdnPrefillProblem, shared_bytes_per_block: int) -> bool:
