@@ -83,14 +83,14 @@ def note(problem: GdnPrefillProblem) -> str | None:
 
 
 def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool:
+    if config.takes_short and not config.norm_in_chunk:
+        return False
     if config.num_conv_blocks:
-        return not config.takes_short and plan.side_by_side_fits(problem, config, device)
+        return plan.side_by_side_fits(problem, config, device)
     if not conv.fits(parts.conv_problem(problem), config.conv, device):
         return False
     if config.norm_in_chunk:
         return plan.normed_fits(problem, config, device)
-    if config.takes_short:
-        return False
     if not shape.conv_batch_fits(problem, config.conv_batch):
         return False
     if problem.has_norm and not norm.fits(parts.norm_problem(problem), config.norm, device):

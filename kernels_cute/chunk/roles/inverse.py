@@ -80,18 +80,10 @@ def inverse_warpgroup(spec: ChunkSpec, storage: Any, prepared: PreparedChunks, l
 
         # L, negated: the diagonal block in float32, the blocks left of it in float16 for the products.
         row_cum = blocks.row_values(rows + CUM, at.row0)
-        row_key = blocks.row_values(rows + KEY_FACTOR, at.row0)
-        row_scale = (-row_key[0], -row_key[1])
-        store_lower(at, kk, lower, columns, row_scale)
-        invert_block(at, diagonal, inverse, row_scale, columns + warp * 64, lower, scratch, lane_column)
+        start_row(at, kk, diagonal, inverse, left, rows, lower, scratch, lane_column)
 
         # M: the diagonal block first, then, with every warp's L and inverted blocks in place, leftwards:
         # A_wu = -(sum over u < x <= w of A_wx L_xu) A_uu.
-        left.fill(0)
-        words = blocks.half_words([inverse[i] for i in range(8)])
-        for w in cutlass.range_constexpr(1, 4):
-            if warp == w:
-                blocks.set_words(left, w, words)
         operands.sync_warpgroup(barrier)
         if cutlass.const_expr(in_maker_block):  # score took the last M long ago
             cute.arch.mbarrier_wait(storage.m_free.data_ptr() + group, step // prepared.sets.round & 1 ^ 1)
@@ -137,6 +129,24 @@ def key_factors(spec: ChunkSpec, at: Lane, diagonal: cute.Tensor, rows: Any):
         for i in cutlass.range_constexpr(len(heads)):
             betas = blocks.row_values(heads[i] + KEY_BETA, at.row0)
             blocks.store_row_values(heads[i] + KEY_BETA, at.row0, first * betas[0], second * betas[1])
+
+
+@cute.jit
+def start_row(
+    at: Lane, kk: cute.Tensor, diagonal: cute.Tensor, inverse: cute.Tensor, left: cute.Tensor, rows: Int32, lower: Int32,
+    scratch: Int32, lane_column: Float32,
+):  # fmt: skip
+    """Store the warp's row of L, negated, and invert its diagonal block, to `inverse` and into `left`, the row of A so far."""
+    columns = rows + at.pair * 8
+    row_key = blocks.row_values(rows + KEY_FACTOR, at.row0)
+    row_scale = (-row_key[0], -row_key[1])
+    store_lower(at, kk, lower, columns, row_scale)
+    invert_block(at, diagonal, inverse, row_scale, columns + at.warp * 64, lower, scratch, lane_column)
+    left.fill(0)
+    words = blocks.half_words([inverse[i] for i in range(8)])
+    for w in cutlass.range_constexpr(1, 4):
+        if at.warp == w:
+            blocks.set_words(left, w, words)
 
 
 @cute.jit

@@ -131,22 +131,25 @@ def apply_norm(spec: ChunkSpec, storage: Any, terms: NormTerms, at: NormLane, co
             ptx.load_words(target),
             ptx.load_words(operands.address(gates + buffer * TILE_BYTES, row, at.unit)),
         )
-        words = [None] * (_VECTOR // 2)
-        for word in cutlass.range_constexpr(_VECTOR // 2):
-            values = [None] * 2
-            for odd in cutlass.range_constexpr(2):
-                gate = ptx.unpack(spec.dtype, gate_words[word])[odd]
-                value = ptx.unpack(spec.dtype, outputs[word])[odd]
-                value = value * of_row * rWeight[2 * word + odd] * sigmoid(gate)
-                if cutlass.const_expr(not spec.norm_sigmoid):
-                    value = value * gate
-                values[odd] = value
-            words[word] = ptx.pack(spec.dtype, values[0], values[1])
-        ptx.store_words(target, words)
+        ptx.store_words(target, gated_words(spec, outputs, gate_words, of_row, rWeight))
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
     if lane == 0:
         cute.arch.mbarrier_arrive(storage.normed.data_ptr() + stage)
+
+
+def gated_words(spec: Any, outputs: Any, gates: Any, factor: Any, weight: Any) -> list[Any]:
+    """The result in the place of a lane's outputs, both as words. factor: of their row; gates: words of z; weight: of the
+    columns."""
+    words = []
+    for word in range(_VECTOR // 2):
+        values = []
+        for odd in range(2):
+            gate, value = ptx.unpack(spec.dtype, gates[word])[odd], ptx.unpack(spec.dtype, outputs[word])[odd]
+            value = value * factor * weight[2 * word + odd] * sigmoid(gate)
+            values.append(value if spec.norm_sigmoid else value * gate)
+        words.append(ptx.pack(spec.dtype, *values))
+    return words
 
 
 def norm_rest(spec, storage, terms, at, rank, chunks, done):

@@ -50,7 +50,7 @@ class ShortStep:
     @cute.kernel
     def kernel(self, conv: Conv1dParams, chunk: ChunkParams, terms: NormTerms, z: cute.Tensor):
         block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
-        sequence, key_head = find_sequence(conv, block // self.key_heads), block % self.key_heads
+        sequence, key_head = find_sequence(self.conv, conv, block // self.key_heads), block % self.key_heads
         sequences = cute.size(conv.cu_seqlens, mode=[0]) - 1
         out, tokens, end = chunk.out, cute.size(chunk.out, mode=[0]), Int32(conv.cu_seqlens[sequences])
         for i in cutlass.range(self.ratio, unroll=1):

@@ -11,11 +11,12 @@ from cutlass import Float32, Int32, Int64
 
 from kernels_cute.chunk import operands
 from kernels_cute.chunk.roles.gates import head_offset
-from kernels_cute.chunk.roles.norm import NormTerms
+from kernels_cute.chunk.roles.norm import NormTerms, gated_words
 from kernels_cute.chunk.shape import TILE_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
-from kernels_cute.common.memory import load, pointer, sigmoid
+from kernels_cute.common.memory import load, pointer
+from kernels_cute.common.memory import words as words_of
 from kernels_cute.gdn_prefill.short.rows import Sequence
 from kernels_cute.gdn_prefill.short.shape import THREADS
 
@@ -32,13 +33,12 @@ def norm_head(
     weight = cute.make_rmem_tensor(_COLUMNS, Float32)
     align = cutlass.const_expr(min(16, _COLUMNS * terms.weight.element_type.width // 8))
     load(pointer(terms.weight, Int64(unit * _COLUMNS), align), _COLUMNS, weight, 0, False)
-    gates = cute.make_rmem_tensor(_COLUMNS, Float32)
-    result = cute.make_rmem_tensor(_COLUMNS // 2, Int32)
+    gates = cute.make_rmem_tensor(_COLUMNS // 2, Int32)
     for first in cutlass.range(0, sequence.length, THREADS // _LANES, unroll=1):
         row = first + thread // _LANES
         # Half a warp may be past the end; the whole of it takes part in the sums.
         token = Int64(sequence.begin + cutlass.min(row, sequence.length - 1))
-        load(pointer(z, token * z.stride[0] + head_offset(z, head) + unit * _COLUMNS, 16), _COLUMNS, gates, 0, True)
+        load(words_of(z, token * z.stride[0] + head_offset(z, head) + unit * _COLUMNS, 16), _COLUMNS // 2, gates, 0, True)
         words = ptx.load_words(operands.address(tile + unit // 8 * TILE_BYTES, row, unit % 8))
         squares = Float32(0.0)
         for word in cutlass.range_constexpr(_COLUMNS // 2):
@@ -47,19 +47,10 @@ def norm_head(
         for bit in cutlass.range_constexpr(_LANES.bit_length() - 1):
             squares += cute.arch.shuffle_sync_bfly(squares, offset=1 << bit)
         factor = cute.math.rsqrt(squares * (1.0 / spec.dim) + terms.eps)
-        for word in cutlass.range_constexpr(_COLUMNS // 2):
-            values = [None] * 2
-            for odd in cutlass.range_constexpr(2):
-                gate = gates[2 * word + odd]
-                value = ptx.unpack(spec.dtype, words[word])[odd]
-                value = value * factor * weight[2 * word + odd] * sigmoid(gate)
-                if cutlass.const_expr(not spec.norm_sigmoid):
-                    value = value * gate
-                values[odd] = value
-            result[word] = ptx.pack(spec.dtype, values[0], values[1])
+        result = gated_words(spec, words, gates, factor, weight)
         if row < sequence.length:
             offset = token * out.stride[0] + Int64(head) * out.stride[1] + unit * _COLUMNS
-            ptx.store_global_words(out.iterator.toint() + 2 * offset, [result[word] for word in range(_COLUMNS // 2)])
+            ptx.store_global_words(out.iterator.toint() + 2 * offset, result)
 
 
 @cute.jit

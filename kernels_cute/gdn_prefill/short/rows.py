@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Int32, Int64
 
 from gdn.ops.layer_step.problem import Conv1dParams
 from kernels_cute.chunk import operands
@@ -85,12 +85,8 @@ def noted(storage: Any, sequence: Sequence) -> Sequence:
 
 
 @cute.jit
-def find_sequence(params: Conv1dParams, number: Int32):
+def find_sequence(conv: Any, params: Conv1dParams, number: Int32):
     """The sequence, with the slot of the pools."""
     begin = Int32(params.cu_seqlens[number])
     length = cutlass.max(Int32(params.cu_seqlens[number + 1]) - begin, 0)
-    slot = Int64(params.cache_indices[number])
-    is_continued = Boolean(True)
-    if cutlass.const_expr(params.has_initial_state is not None):
-        is_continued = Boolean(params.has_initial_state[number])
-    return Sequence(number, begin, length, slot, slot > params.null_slot, is_continued)
+    return Sequence(number, begin, length, *conv.start_of(params, number))

@@ -16,7 +16,7 @@ from kernels_cute.chunk import operands, shape
 from kernels_cute.chunk.roles import inverse, score, state
 from kernels_cute.chunk.roles import tile_blocks as blocks
 from kernels_cute.chunk.roles.tile_blocks import Lane
-from kernels_cute.chunk.shape import CHUNK, CUM, KEY_FACTOR, QUERY_FACTOR, TILE_BYTES
+from kernels_cute.chunk.shape import CHUNK, CUM, QUERY_FACTOR, TILE_BYTES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.state_memory import fetch_state, settle_state, store_checkpoints, write_state
 from kernels_cute.common import ptx
@@ -50,16 +50,17 @@ def make_tiles(spec: ChunkSpec, storage: Any, scale: Float32, rows: Int32, threa
     warpgroup.commit_group()
     warpgroup.wait_group(0)
     blocks.diagonal_block(sums, diagonal, warp)
-    row_query = score.query_factors(spec, left_words, scale, score.query_squares)
     if group == 0:
         inverse.key_factors(spec, at, diagonal, rows)
-    elif at.pair == 0:
-        blocks.store_row_values(rows + QUERY_FACTOR, at.row0, row_query[0], row_query[1])
+    else:
+        row_query = score.query_factors(spec, left_words, scale, score.query_squares)
+        if at.pair == 0:
+            blocks.store_row_values(rows + QUERY_FACTOR, at.row0, row_query[0], row_query[1])
     cute.arch.sync_threads()
     if group == 0:
         _make_m(spec, storage, at, sums, diagonal, rows)
     else:
-        _make_p(spec, storage, at, sums, diagonal, rows, row_query)
+        _make_p(spec, storage, at, sums, diagonal, rows)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_threads()
 
@@ -72,15 +73,8 @@ def _make_m(spec: ChunkSpec, storage: Any, at: Lane, kk: cute.Tensor, diagonal: 
     inverted = cute.make_rmem_tensor(cute.make_layout(8), Float32)
     left = cute.make_rmem_tensor(cute.make_layout(16), Int32)  # the row of A so far, as operands
     keeps = (at.row > 2 * at.pair, at.row > 2 * at.pair + 1)
-    row_cum, row_key = blocks.row_values(rows + CUM, at.row0), blocks.row_values(rows + KEY_FACTOR, at.row0)
-    row_scale = (-row_key[0], -row_key[1])
-    inverse.store_lower(at, kk, lower, columns, row_scale)
-    inverse.invert_block(at, diagonal, inverted, row_scale, columns + at.warp * 64, lower, scratch, Float32(at.lane % 8))
-    left.fill(0)
-    words = blocks.half_words([inverted[i] for i in range(8)])
-    for w in cutlass.range_constexpr(1, 4):
-        if at.warp == w:
-            blocks.set_words(left, w, words)
+    row_cum = blocks.row_values(rows + CUM, at.row0)
+    inverse.start_row(at, kk, diagonal, inverted, left, rows, lower, scratch, Float32(at.lane % 8))
     operands.sync_warpgroup(shape.NamedBarrier.INVERSE)
     values = inverse.decayed_diagonal(inverted, columns, row_cum, keeps, at.warp)
     blocks.store_block(m_tile, at, at.warp, blocks.packed(spec.dtype, values))
@@ -93,7 +87,8 @@ def _make_m(spec: ChunkSpec, storage: Any, at: Lane, kk: cute.Tensor, diagonal: 
 
 
 @cute.jit
-def _make_p(spec: ChunkSpec, storage: Any, at: Lane, qk: cute.Tensor, diagonal: cute.Tensor, rows: Int32, row_query: Any):
+def _make_p(spec: ChunkSpec, storage: Any, at: Lane, qk: cute.Tensor, diagonal: cute.Tensor, rows: Int32):
+    row_query = blocks.row_values(rows + QUERY_FACTOR, at.row0)
     words = cute.make_rmem_tensor(cute.make_layout(16), Int32)
     keeps = (at.row >= 2 * at.pair, at.row >= 2 * at.pair + 1)
     score.make_p(spec, at, qk, diagonal, words, rows, row_query, keeps)
