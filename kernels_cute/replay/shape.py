@@ -1,4 +1,5 @@
 """Sizes that the choice of a kernel and the kernel share."""
 
 MOST_NODES = 32  # of a draft tree: a path is a word of bits
-BATCH = 4  # accesses of 16 bytes that a thread has on their way while it moves an accepted path
+# While a thread moves an accepted path it has UNITS accesses of each of MOVES nodes on their way.
+UNITS, MOVES = 2, 4

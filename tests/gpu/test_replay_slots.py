@@ -1,5 +1,6 @@
 """`fold_states` and `accept_draft_tree` on the GPU, next to the reference; all else keeps its bits."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -131,8 +132,14 @@ def test_paths(row: dict[str, Any], backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("backend", backends("accept_draft_tree"))
-def test_the_largest_tree(backend: str, device: torch.device) -> None:
-    arguments = replace(Trees(), lengths=(8,) * 40, rows=16).arguments(device)
+@pytest.mark.parametrize(("nodes", "furthest"), [(8, 8), (8, 2), (32, 3), (32, 1)])
+def test_large_trees(nodes: int, furthest: int, backend: str, device: torch.device) -> None:
+    """Paths of up to 32 nodes. furthest: most nodes between a node and its parent, counted with the parent; 1 is a chain."""
+    count = 40
+    arguments = replace(Trees(), lengths=(nodes,) * count, rows=2 * nodes).arguments(device)
+    draw = random.Random(nodes + furthest)
+    parents = [i - draw.randint(1, min(furthest, i + 1)) for _ in range(count) for i in range(nodes)]
+    arguments["parent_token"] = torch.tensor(parents, dtype=torch.int32, device=device)
     exact = twin(arguments)
     gdn.accept_draft_tree(**arguments, backend=backend)
     gdn.accept_draft_tree(**exact, backend="reference")

@@ -23,9 +23,10 @@ HEAD_DIMS = (128, 256)
 SPLITS = (1, 2, 4, 8)
 TABLE_BYTES = 1024  # at most, of shared memory, for barriers
 # Bounds of the default's clusters, from an H200 (LAB-NOTES.md). All blocks have a multiprocessor at once: clusters lie within
-# groups of 16 to 18 of these, so that some stay idle (32 clusters of 4 took two turns on 132). Every block has steps for the
-# merge, which costs 10 to 20 us where a step takes 1.5. Half as many would do, but the context may be half as long as the bound.
-BUSY_SHARE = 0.75  # of the multiprocessors
+# groups of 16 to 18 of these, so that some stay idle (32 clusters of 4 took two turns on 132; 64 clusters of 2 take one). Every
+# block has steps for the merge, which costs 10 to 20 us where a step takes 1.5. Half as many would do, but the context may be half
+# as long as the bound.
+BUSY_SHARES = {1: 1.0, 2: 1.0, 4: 0.75, 8: 0.75}  # of the multiprocessors, by splits
 LEAST_STEPS = 8  # of a block
 workspace_bytes, launch = choice.no_workspace, choice.launch
 
@@ -79,9 +80,8 @@ def default_config(problem: AttentionPrefillProblem, device: DeviceSpec) -> Conf
     of the caller, or the width of the block tables.
     """
     blocks, step = _blocks(problem), _steps(problem)[0]
-    at_once = int(BUSY_SHARE * device.num_sms)
     useful = problem.max_context_len // (LEAST_STEPS * step)  # blocks to which the steps of a tile may be dealt
-    splits = max((n for n in SPLITS if blocks * n <= at_once and n <= useful), default=1)
+    splits = max((n for n in SPLITS if blocks * n <= BUSY_SHARES[n] * device.num_sms and n <= useful), default=1)
     return Config(step, 2, 2, splits)
 
 

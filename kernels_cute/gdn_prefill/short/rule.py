@@ -26,7 +26,7 @@ from kernels_cute.gdn_prefill.short.shape import LOWER, SCRATCH
 _PART = 64  # K columns of the state that are in registers at a time
 
 
-def _place(thread: Any) -> tuple[Any, Any, Lane]:
+def place(thread: Any) -> tuple[Any, Any, Lane]:
     """Number of the warp in its warpgroup, of the warpgroup, and the lane."""
     warp = cute.arch.make_warp_uniform(thread // 32)
     return warp % 4, warp // 4, blocks.lane_of(warp % 4, thread % 32)
@@ -35,7 +35,7 @@ def _place(thread: Any) -> tuple[Any, Any, Lane]:
 @cute.jit
 def make_tiles(spec: ChunkSpec, storage: Any, scale: Float32, rows: Int32, thread: Int32):
     """Make M (warpgroup 0), P and the row vectors (warpgroup 1). rows: of the value head, with the gates."""
-    warp, group, at = _place(thread)
+    warp, group, at = place(thread)
     mma = operands.tiled_mma(spec.dtype, CHUNK)
     keys = operands.smem_operand_b(mma, storage.k, operands.by_rows(spec.dtype, CHUNK, spec.dim, 1))
     left_operand, left_words = operands.register_operand(spec.dtype, mma, spec.dim)
@@ -100,7 +100,7 @@ def _make_p(spec: ChunkSpec, storage: Any, at: Lane, qk: cute.Tensor, diagonal: 
 @cute.jit
 def run_columns(spec: ChunkSpec, storage: Any, params: ChunkParams, sequence: Sequence, head: Int32, thread: Int32):
     """Compute 64 V columns of the outputs, which take the place of V, and of the state, which goes back to its slot."""
-    (warp, group, at), dim = _place(thread), spec.dim
+    (warp, group, at), dim = place(thread), spec.dim
     by_key, by_token = operands.tiled_mma(spec.dtype, CHUNK), operands.tiled_mma(spec.dtype, _PART, True)
     from_state = operands.smem_mma(spec.dtype, CHUNK)
     tile = operands.by_rows(spec.dtype, CHUNK, dim, 1)
