@@ -210,7 +210,8 @@ def state_calls(sequences: int, layers: int, device: torch.device) -> dict[str, 
         **options,
     )
     # As in a cache: a token's channels are next to each other.
-    windows = torch.zeros(layers, sequences + 1, 2 + tokens, (2 * heads[0] + heads[1]) * dim, dtype=torch.bfloat16, device=device).mT
+    channels = (2 * heads[0] + heads[1]) * dim
+    windows = torch.zeros(layers, sequences + 1, 2 + tokens, channels, dtype=torch.bfloat16, device=device).mT
     parents = torch.tensor([-1, 0, 0, 2], dtype=torch.int32, device=device).repeat(sequences)  # the last node's path: 0, 2, 3
     offsets = tokens * torch.arange(sequences + 1, dtype=torch.int32, device=device)
     accept = partial(

@@ -99,10 +99,11 @@ def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool
 
 
 def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
-    """Side by side where that is faster by the model; with the norm in the chunk kernel where work tiles take turns on all SMs;
-    else the default of each kernel."""
+    """Side by side where that is faster by the model; with the norm in the chunk kernel where work tiles take turns on all SMs,
+    and a launch for short sequences where they are many; else the default of each kernel."""
     apart = _with_steps(problem, chunk.default_config(parts.chunk_problem(problem), device), device)
-    changes = plan.side_by_side(problem, device) or plan.normed(problem, device)
+    short = plan.with_short(problem, device) if plan.has_short(problem, device) else None
+    changes = plan.side_by_side(problem, device) or short or plan.normed(problem, device)
     return apart if changes is None else replace(apart, **changes)
 
 

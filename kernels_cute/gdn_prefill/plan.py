@@ -11,7 +11,7 @@ from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.conv1d.shape import THREADS, threads_fit
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.shape import CLUSTER, PART_BYTES, block_threads
-from kernels_cute.gdn_prefill.short.shape import BLOCKS_PER_SM, RESERVED_BYTES
+from kernels_cute.gdn_prefill.short.shape import BLOCKS_PER_SM, MOST_TOKENS, RESERVED_BYTES
 from kernels_cute.gdn_prefill.short.shape import fits as short_fits
 
 ALL_CLUSTERS = 2**31 - 1
@@ -27,6 +27,8 @@ _CHUNK, _ENDS = 1.78, 16.0
 _CHUNK_IN_TURN, _WORK_TILE_IN_TURN, _LEAST_IN_TURN = 1.66, 1.0, 512
 _WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel alone, where a cluster takes several
 _NORMED_TIME = 0.92  # with the norm in the chunk kernel, of the time apart
+# A value head of a sequence of at most a chunk, in its own block and as a work tile, measured; and how much is worth the launch.
+_SHORT_HEAD, _SHORT_WORK_TILE, _LEAST_GAIN = 14.0, 5.4, 0.9
 _GBPS_CONV, _GBPS_NORM = 2500.0, 2850.0  # of the kernels alone, measured
 
 
@@ -94,6 +96,17 @@ def with_short(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int]
     """The same with a launch of its own for the short sequences; None where there is none."""
     changes = normed(problem, device)
     return changes | {"takes_short": 1} if changes is not None and _can_take_short(problem, device) else None
+
+
+def has_short(problem: GdnPrefillProblem, device: DeviceSpec) -> bool:
+    """Whether sequences are so short and so many that a launch of their own is faster. A block of it takes longer for a value
+    head than a cluster of the chunk kernel, and has the value heads of a key head one after the other."""
+    if problem.num_tokens > MOST_TOKENS * problem.num_sequences:
+        return False
+    ratio = problem.num_v_heads // problem.num_k_heads
+    blocks, clusters = BLOCKS_PER_SM * device.num_sms, device.num_sms // 2
+    short = max(problem.num_sequences * problem.num_k_heads / blocks, 1.0) * ratio * _SHORT_HEAD
+    return short < _LEAST_GAIN * problem.num_sequences * problem.num_v_heads / clusters * _SHORT_WORK_TILE
 
 
 def _serves(problem: GdnPrefillProblem) -> bool:

@@ -52,7 +52,9 @@ class AcceptDraftTree(build.Kernel, params=AcceptDraftTreeParams):
                 params.num_accepted_tokens[number] = cute.arch.popc(path)
 
     @cute.jit
-    def move_entries(self, params: AcceptDraftTreeParams, layer: Int32, slot: Int32, committed: Uint32, path: Int32, first: Int32):
+    def move_entries(
+        self, params: AcceptDraftTreeParams, layer: Int32, slot: Int32, committed: Uint32, path: Int32, first: Int32
+    ):
         """Every row of the path, 16 bytes at a time: accesses first, first + threads, ... of each."""
         rows, stride = cutlass.const_expr(self.problem.ring_rows), params.ring.stride
         ring = params.ring.iterator.toint() + (Int64(layer) * stride[0] + Int64(slot) * stride[1]) * 4 + Int64(first) * 16

@@ -20,7 +20,6 @@ from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.conv1d.prefill import Config
 from kernels_cute.conv1d.shape import CHANNELS
-from kernels_cute.gdn_prefill.short.ahead import ask_for_head
 from kernels_cute.gdn_prefill.short.norm import norm_head, zero_head
 from kernels_cute.gdn_prefill.short.rows import Sequence, convolve_run, find_sequence, note_sequence, noted
 from kernels_cute.gdn_prefill.short.rule import make_tiles, run_columns
@@ -76,7 +75,6 @@ class ShortStep:
         storage = cutlass.utils.SmemAllocator().allocate(struct_of(self.fields))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        ask_for_head(spec, self.conv, conv, chunk, z, sequence, key_head * ratio, thread)
         self.convolve_keys(conv, storage, sequence, key_head, warp, lane)
         rows = storage.rows.data_ptr().toint()
         if warp < ratio:
@@ -88,8 +86,6 @@ class ShortStep:
         note_sequence(storage, sequence, thread)
         for i in cutlass.range(ratio, unroll=1):
             head = cute.arch.block_idx()[0] % self.key_heads * ratio + i
-            if i + 1 < ratio:
-                ask_for_head(spec, self.conv, conv, chunk, z, noted(storage, sequence), head + 1, _anew(thread))
             self.convolve_values(conv, storage, noted(storage, sequence), head, _anew(thread))
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_threads()

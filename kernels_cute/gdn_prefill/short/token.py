@@ -24,9 +24,7 @@ _LANES = 4  # that share a V column
 
 
 @cute.jit
-def run_token(
-    spec: ChunkSpec, storage: Any, params: ChunkParams, sequence: Sequence, head: Int32, rows: Int32, thread: Int32
-):
+def run_token(spec: ChunkSpec, storage: Any, params: ChunkParams, sequence: Sequence, head: Int32, rows: Int32, thread: Int32):
     """Compute the output, which takes the place of V, and the state, which goes back to its slot. rows: of the value head, with
     the gates."""
     warp, group, at = place(thread)
