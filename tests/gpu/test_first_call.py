@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         wanted.append(reach.Kernel(op, backend, operator.modules[backend], problem, choice.config))
     root = tmp_path_factory.mktemp("folder")
     root.chmod(0o700)
-    reach.build(root, list({kernel.key: kernel for kernel in wanted}.values()), "gdn compile", 8)
+    reach.build(root, list({kernel.key: kernel for kernel in wanted}.values()), "gdn compile", len(os.sched_getaffinity(0)))
     return root
 
 
