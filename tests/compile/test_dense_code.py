@@ -102,7 +102,8 @@ def splits_of(device: DeviceSpec, **fields: Any) -> int:
 def test_the_default_is_the_fastest_that_was_measured(device: DeviceSpec) -> None:
     """At most 6 % from it, on an H200: the table of LAB-NOTES.md."""
     for tokens, context, splits in (
-        (8192, 8192, 1), (2048, 32768, 1), (1024, 1024, 1), (512, 32768, 2), (256, 32768, 2), (64, 32768, 8), (16, 32768, 8), (16, 131072, 8),
+        (8192, 8192, 1), (2048, 32768, 1), (1024, 1024, 1), (512, 32768, 2), (256, 32768, 2), (64, 32768, 8), (16, 32768, 8),
+        (16, 131072, 8),
     ):  # fmt: skip
         sizes = {"num_tokens": tokens, "num_sequences": 1, "max_context_len": context}
         assert splits_of(device, num_heads=16, num_kv_heads=2, **sizes) == splits, sizes
