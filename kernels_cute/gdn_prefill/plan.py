@@ -27,8 +27,7 @@ _CHUNK, _ENDS = 1.78, 16.0
 _CHUNK_IN_TURN, _WORK_TILE_IN_TURN, _LEAST_IN_TURN = 1.66, 1.0, 512
 _WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel alone, where a cluster takes several
 _NORMED_TIME = 0.92  # with the norm in the chunk kernel, of the time apart
-# A value head of a sequence of at most a chunk, in its own block and as a work tile, measured; and how much is worth the launch.
-_SHORT_HEAD, _SHORT_WORK_TILE, _LEAST_GAIN = 14.0, 5.4, 0.9
+_LEAST_SHORT_WAVES = 3  # of the blocks that short sequences have, from calls with 4 and with 16
 _GBPS_CONV, _GBPS_NORM = 2500.0, 2850.0  # of the kernels alone, measured
 
 
@@ -99,14 +98,11 @@ def with_short(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int]
 
 
 def has_short(problem: GdnPrefillProblem, device: DeviceSpec) -> bool:
-    """Whether sequences are so short and so many that a launch of their own is faster. A block of it takes longer for a value
-    head than a cluster of the chunk kernel, and has the value heads of a key head one after the other."""
-    if problem.num_tokens > MOST_TOKENS * problem.num_sequences:
-        return False
-    ratio = problem.num_v_heads // problem.num_k_heads
-    blocks, clusters = BLOCKS_PER_SM * device.num_sms, device.num_sms // 2
-    short = max(problem.num_sequences * problem.num_k_heads / blocks, 1.0) * ratio * _SHORT_HEAD
-    return short < _LEAST_GAIN * problem.num_sequences * problem.num_v_heads / clusters * _SHORT_WORK_TILE
+    """Whether sequences are so short and so many that a launch of their own is faster. Its blocks take longer for a value head than
+    clusters of the chunk kernel, and gain by being many at once."""
+    blocks = problem.num_sequences * problem.num_k_heads
+    is_short = problem.num_tokens <= MOST_TOKENS * problem.num_sequences
+    return is_short and blocks >= _LEAST_SHORT_WAVES * BLOCKS_PER_SM * device.num_sms
 
 
 def _serves(problem: GdnPrefillProblem) -> bool:

@@ -167,14 +167,14 @@ def place_of(spec: Spec, part: Any, thread: Any) -> Place:
 
 @cute.jit
 def ask_for_state(spec: Spec, params: FoldStatesParams, item: Int32, num_layers: Int32, listed: Int32, thread: Int32):
-    """Have the L2 cache fetch an item's part of the state, a line for the lanes that share it."""
+    """Have the L2 cache fetch an item's part of the state, a line for the eight lanes whose 16 bytes are in it."""
     tile, rest = spec.tile, item // spec.parts
     slot = ptx.load_word(listed + rest // num_layers * (4 * _FACTS))
     place = place_of(spec, item % spec.parts, thread)
     source = state_pointer(tile, Int64(slot), place, tile.width, layer_of(params.ssm_state, rest % num_layers))
     for r, c in tile.accesses(tile.width):
         step, _, chunk = tile.place_of_access(r, c, tile.width)
-        if (place.lane == 0) & is_live(tile, place, chunk):
+        if (place.lane % 8 == 0) & is_live(tile, place, chunk):
             ptx.prefetch_line((source + step).toint())
 
 

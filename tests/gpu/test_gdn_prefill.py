@@ -257,6 +257,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "one token": (1,), "two tokens": (2,), "a chunk": (64,), "more than one": (65,), "nothing first": (0, 0, 3),
     "decode rows, then prompts": (1,) * 9 + (300, 1, 64), "all of one token": (1,) * 40, "long": (3000,), "many": (37,) * 60,
     "ragged": (1000, 3, 64, 63, 128, 500, 1, 0, 77), "nothing afterwards": (200, *(0,) * 30),
+    "more than are sorted": (*(1, 20) * 150, 300, *(1, 70) * 10),
 }  # fmt: skip
 
 
