@@ -98,8 +98,8 @@ def with_short(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int]
 
 
 def has_short(problem: GdnPrefillProblem, device: DeviceSpec) -> bool:
-    """Whether sequences are so short and so many that a launch of their own is faster. Its blocks take longer for a value head than
-    clusters of the chunk kernel, and gain by being many at once."""
+    """Whether sequences are so short and so many that a launch of their own is faster. Its blocks take longer for a value head
+    than clusters of the chunk kernel, and gain by being many at once."""
     blocks = problem.num_sequences * problem.num_k_heads
     is_short = problem.num_tokens <= MOST_TOKENS * problem.num_sequences
     return is_short and blocks >= _LEAST_SHORT_WAVES * BLOCKS_PER_SM * device.num_sms
