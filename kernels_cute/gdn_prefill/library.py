@@ -14,7 +14,7 @@ from kernels_cute.gdn_prefill.side_by_side import SideBySide, fakes
 
 
 def side_by_side(entry: str, problem: GdnPrefillProblem, config: Any) -> bytes:
-    host = SideBySide(problem, config.conv, config.num_persistent_clusters > 0).launch
+    host = SideBySide(problem, config.conv, config.num_persistent_clusters > 0, config.takes_short > 0).launch
     return build.library(entry, host, *fakes(problem), cutlass.Int32(2), cutlass.Int32(1))
 
 

@@ -60,7 +60,7 @@ class Normed:
         self.spec = normed_spec(problem, is_persistent, takes_short)
         self.conv = StagedTiles(problem, conv_config, self.spec.skipped_tokens)
         self.chunk = NormedChunk(self.spec)
-        self.short = ShortStep(problem, self.spec) if takes_short else None
+        self.short = ShortStep(problem, self.spec, is_followed=False) if takes_short else None
 
     @cute.jit
     def launch(self, *values):

@@ -36,11 +36,12 @@ class NormParams(NamedTuple):
 
 
 class OutputNorm:
-    """dim: V; blocks_of_chunk: the chunk kernel's blocks that share a head."""
+    """dim: V; blocks_of_chunk: the chunk kernel's blocks that share a head; skipped_tokens: sequences of so many tokens or fewer
+    are another launch's."""
 
-    def __init__(self, problem: GdnPrefillProblem, blocks_of_chunk: int) -> None:
+    def __init__(self, problem: GdnPrefillProblem, blocks_of_chunk: int, skipped_tokens: int) -> None:
         self.heads, self.dim, self.sigmoid = problem.num_v_heads, problem.head_v_dim, problem.gate_sigmoid
-        self.blocks_of_chunk = blocks_of_chunk
+        self.blocks_of_chunk, self.skipped_tokens = blocks_of_chunk, skipped_tokens
         self.lanes = self.dim // _VECTOR  # threads of a row
         self.groups = _THREADS // self.lanes
         self.rows = CHUNK // self.groups  # of a thread
@@ -65,8 +66,11 @@ class OutputNorm:
         sequence = find_sequence(CHUNK, chunk, sequences, params.cu_seqlens)
         begin = Int32(params.cu_seqlens[sequence])
         first = (chunk - begin // CHUNK - sequence) * CHUNK
-        valid = cutlass.min(Int32(params.cu_seqlens[sequence + 1]) - begin - first, CHUNK)
+        length = Int32(params.cu_seqlens[sequence + 1]) - begin
+        valid = cutlass.min(length - first, CHUNK)
         is_live = (first >= 0) & (valid > 0)
+        if cutlass.const_expr(self.skipped_tokens > 0):
+            is_live = is_live & (length > self.skipped_tokens)
         if is_live:
             if Int64(params.state_indices[sequence]) > params.null_slot:
                 self.normalise(params, outputs_done + Int64(block) * 4, begin + first, valid, head)

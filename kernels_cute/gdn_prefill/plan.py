@@ -36,6 +36,8 @@ def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpe
     p, c = problem, config
     if not _serves(p):
         return False
+    if c.takes_short and not (_can_norm_in_chunk(p) and _can_take_short(p, device)):
+        return False
     if c.norm_in_chunk or any((c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters)):
         return False
     if c.stages != STAGES or c.state_heads != 1:
@@ -62,7 +64,9 @@ def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, in
 
 def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
     """Fields of the side-by-side forms worth measuring."""
-    return list(_candidates(problem, device)) if _serves(problem) else []
+    found = list(_candidates(problem, device)) if _serves(problem) else []
+    can_take_short = problem.num_sequences > 1 and _can_norm_in_chunk(problem) and _can_take_short(problem, device)
+    return [*found, *([found[0] | {"takes_short": 1}] if can_take_short else [])]
 
 
 def normed_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:

@@ -7,7 +7,7 @@ of `rows` tokens and `8 * threads` channels in the order of the tokens, and coun
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from gdn.ops.layer_step.problem import Conv1dParams, GdnPrefillProblem
 from kernels_cute.chunk import signals
@@ -19,9 +19,10 @@ from kernels_cute.gdn_prefill.steps import PrefillConv
 
 
 class RowMaker(PrefillConv, params=Conv1dParams):
-    def __init__(self, problem: GdnPrefillProblem, config: Config) -> None:
+    def __init__(self, problem: GdnPrefillProblem, config: Config, skipped_tokens: int) -> None:
+        """skipped_tokens: sequences of so many tokens or fewer are another launch's."""
         super().__init__(problem, config)
-        self.block = block_threads(problem)
+        self.block, self.skipped_tokens = block_threads(problem), skipped_tokens
         assert CHUNK % self.rows == 0 and self.block % self.threads == 0
         self.workers = self.block // self.threads
 
@@ -49,17 +50,20 @@ class RowMaker(PrefillConv, params=Conv1dParams):
             tile = unit // self.slices
             channel = (unit % self.slices * self.threads + thread % self.threads) * 8
             sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
-            if cutlass.const_expr(self.has_partial_slice):
-                if channel < self.dim:
-                    self.run_tile(params, tile, sequence, channel)
-            else:
-                self.run_tile(params, tile, sequence, channel)
             begin = Int32(params.cu_seqlens[sequence])
+            length = Int32(params.cu_seqlens[sequence + 1]) - begin
+            takes_tile = Boolean(True)
+            if cutlass.const_expr(self.skipped_tokens > 0):
+                takes_tile = length > self.skipped_tokens
+            if cutlass.const_expr(self.has_partial_slice):
+                takes_tile = takes_tile & (channel < self.dim)
+            if takes_tile:
+                self.run_tile(params, tile, sequence, channel)
             first = (tile - begin // self.rows - sequence) * self.rows
             # The chunk kernel's copies of these rows are of the other proxy.
             cute.arch.fence_proxy("async.global")
             cute.arch.barrier(barrier_id=1 + worker, number_of_threads=self.threads)
             if thread % self.threads == 0:
-                if (first >= 0) & (first < Int32(params.cu_seqlens[sequence + 1]) - begin):
+                if (first >= 0) & (first < length):
                     number = signals.chunk_number(begin, sequence, first // CHUNK)
                     signals.count_release(signals.word_address(rows_made, number))

@@ -92,7 +92,7 @@ def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
         *(pytest.param(form, layout, marks=pytest.mark.cover) for form, layout in (
             ("beside", "flat"), ("beside", "interleaved"), ("beside", "flat, checkpoints"),
             ("normed", "interleaved"), ("normed", "flat, checkpoints"), ("normed", "interleaved, kept states"),
-            ("short", "flat"), ("short", "merged"), ("short", "interleaved, kept states"),
+            ("short", "flat"), ("short", "merged"), ("short", "interleaved, kept states"), ("beside, short", "flat"),
             *(("in turn", layout) for layout in LAYOUTS),
             *(("apart", layout) for layout in LAYOUTS if "kept" not in layout),
         )),
@@ -101,8 +101,8 @@ def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
 def test_every_entry_takes_its_arguments(form: str, layout: str, tmp_path: Path) -> None:
     dims = dict.fromkeys(("head_k_dim", "head_v_dim"), 96 if form == "apart" else 128)
     problem = example("gdn_prefill", **SMALL | LAYOUTS[layout] | dims)
-    config = next(one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == (form == "beside"))
-    config = dataclasses.replace(config, split_if_longest_exceeds=0, split_chunks=0)
+    config = next(one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == form.startswith("beside"))
+    config = dataclasses.replace(config, split_if_longest_exceeds=0, split_chunks=0, takes_short=int(form == "beside, short"))
     if form in ("normed", "short"):
         tiles = {"conv_rows": 16, "conv_threads": 64, "norm_in_chunk": 1, "takes_short": int(form == "short"), "stages": 4}
         config = dataclasses.replace(config, **tiles, prefetch=0, num_four_sm_clusters=0, max_l2_ring_groups=0)

@@ -18,8 +18,9 @@ def _problem(**changes: Any) -> Any:
     return example("gdn_prefill", **sizes | changes)
 
 
-def _config(problem: Any) -> Any:
-    (found,) = [config for config in module.configs(problem, H100) if config.takes_short]
+def _config(problem: Any, is_beside: bool = False) -> Any:
+    """With the norm in the chunk kernel, or side by side."""
+    (found,) = [one for one in module.configs(problem, H100) if one.takes_short and bool(one.num_conv_blocks) == is_beside]
     return found
 
 
@@ -34,16 +35,18 @@ _VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("changes", _VARIANTS, ids=str)
-def test_machine_code(changes: dict[str, Any]) -> None:
-    """No spills in any of the three launches, two blocks of the short sequences an SM, every product once."""
+@pytest.mark.parametrize(
+    ("is_beside", "changes"), [*((False, one) for one in _VARIANTS), *((True, one) for one in _VARIANTS[::3])], ids=str
+)
+def test_machine_code(is_beside: bool, changes: dict[str, Any]) -> None:
+    """No spills in any of the launches, two blocks of the short sequences an SM, every product once."""
     problem = _problem(**changes)
-    config = _config(problem)
+    config = _config(problem, is_beside)
     assert module.fits(problem, config, H100)
     (library,) = module.compile(problem, config).values()
     kernels = {kernel.name.split("_object_at_")[0].rsplit("kernel", 1)[-1]: kernel for kernel in machine_code.kernels(library)}
     (short,) = [kernel for name, kernel in kernels.items() if "ShortStep" in name]
-    assert len(kernels) == 3
+    assert len(kernels) == (5 if is_beside else 3)
     assert all(kernel.spills == kernel.stack_bytes == 0 for kernel in kernels.values())
     assert short.max_threads == 256 and short.registers <= 65536 // 512
     # K K^T or Q K^T, S K^T and S Q^T, M, P, and two halves of the state's update.
@@ -95,3 +98,6 @@ def test_the_launch_is_never_alone() -> None:
     problem = _problem()
     config = _config(problem)
     assert not module.fits(problem, dataclasses.replace(config, norm_in_chunk=0), H100)
+    assert not module.fits(problem, dataclasses.replace(_config(problem, True), num_conv_blocks=0), H100)
+    wide = _problem(z_dtype="float32")
+    assert not module.fits(wide, dataclasses.replace(_config(problem, True)), H100)

@@ -37,9 +37,10 @@ def _anew(thread: Any) -> Any:
 
 
 class ShortStep:
-    """spec: of the chunk kernel beside it."""
+    """spec: of the chunk kernel with the norm; is_followed: the next launch may begin once all blocks of this one have."""
 
-    def __init__(self, problem: GdnPrefillProblem, spec: ChunkSpec) -> None:
+    def __init__(self, problem: GdnPrefillProblem, spec: ChunkSpec, is_followed: bool) -> None:
+        self.is_followed = is_followed
         self.fields, self.spec = fields(problem), spec.changed(key_stages=1, query_stages=1)
         self.conv = PrefillConv(problem, Config(THREADS, MOST_TOKENS, RUN))
         self.key_heads, self.ratio = problem.num_k_heads, problem.num_v_heads // problem.num_k_heads
@@ -50,6 +51,8 @@ class ShortStep:
 
     @cute.kernel
     def kernel(self, conv: Conv1dParams, chunk: ChunkParams, terms: NormTerms, z: cute.Tensor):
+        if cutlass.const_expr(self.is_followed):
+            cute.arch.griddepcontrol_launch_dependents()
         block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         sequence, key_head = find_sequence(self.conv, conv, block // self.key_heads), block % self.key_heads
         sequences = cute.size(conv.cu_seqlens, mode=[0]) - 1
