@@ -46,8 +46,8 @@ class Config(ChunkConfig):
     # 1: the chunk kernel norms its outputs, with two SMs a head, after a convolution whose rows go through shared memory.
     norm_in_chunk: int = field(default=0, metadata={"compiled": bool})
 
-    # 1, with norm_in_chunk or num_conv_blocks: a launch of its own has the sequences of at most 64 tokens, whose states do not wait
-    # for one another.
+    # 1, with norm_in_chunk or num_conv_blocks: a launch of its own has the sequences of at most 64 tokens, whose states do not
+    # wait for one another.
     takes_short: int = field(default=0, metadata={"compiled": bool})
 
     conv_threads: int = 128
