@@ -17,7 +17,7 @@ from kernels_cute.common.memory import fake, narrowed
 from kernels_cute.common.ring import RingTile
 from kernels_cute.common.rounding import mixed_seed
 from kernels_cute.common.state_sums import carveout
-from kernels_cute.common.state_tile import Place, StateTile, is_live, load_state, state_pointer, store_state
+from kernels_cute.common.state_tile import Place, StateTile, load_state, store_state
 
 _SMS = 132  # of an H100 and an H200; with fewer the blocks wait for places
 _FACTS = 4  # words of a listed sequence
@@ -92,9 +92,8 @@ class FoldStates:
         num_sequences, num_layers = params.num_computed_tokens.shape[0], params.ssm_state.shape[0]
         for base in cutlass.range(0, num_sequences, spec.tiles.threads, unroll=1):
             count = list_sequences(spec, params, base + thread, num_sequences, thread, listed, counts)
-            items = count * num_layers * spec.parts
-            for item in cutlass.range(block, items, blocks, unroll=1):
-                fold_item(spec, params, (item, item + blocks, items), num_layers, listed, entries, thread, seed)
+            for item in cutlass.range(block, count * num_layers * spec.parts, blocks, unroll=1):
+                fold_item(spec, params, item, num_layers, listed, entries, thread, seed)
             cute.arch.sync_threads()  # the list is read
 
     @cute.kernel
@@ -159,36 +158,18 @@ def list_sequences(
     return total
 
 
-def place_of(spec: Spec, part: Any, thread: Any) -> Place:
-    """Of a thread in a layer's sequence."""
-    lane, group = spec.tile.lane_and_group(thread)
-    return Place(part // spec.v_blocks, lane, (part % spec.v_blocks * spec.tile.groups + group) * spec.tile.v_per_thread)
-
-
-@cute.jit
-def ask_for_state(spec: Spec, params: FoldStatesParams, item: Int32, num_layers: Int32, listed: Int32, thread: Int32):
-    """Have the L2 cache fetch an item's part of the state, a line for the eight lanes whose 16 bytes are in it."""
-    tile, rest = spec.tile, item // spec.parts
-    slot = ptx.load_word(listed + rest // num_layers * (4 * _FACTS))
-    place = place_of(spec, item % spec.parts, thread)
-    source = state_pointer(tile, Int64(slot), place, tile.width, layer_of(params.ssm_state, rest % num_layers))
-    for r, c in tile.accesses(tile.width):
-        step, _, chunk = tile.place_of_access(r, c, tile.width)
-        if (place.lane % 8 == 0) & is_live(tile, place, chunk):
-            ptx.prefetch_line((source + step).toint())
-
-
 @cute.jit
 def fold_item(
-    spec: Spec, params: FoldStatesParams, items: Any, num_layers: Int32, listed: Int32, entries: Any, thread: Int32, seed: Int32
+    spec: Spec, params: FoldStatesParams, item: Int32, num_layers: Int32, listed: Int32, entries: Any, thread: Int32, seed: Int32
 ):
-    """A head's columns of a listed sequence in a layer. items: its number, the next one of the block, and how many there are."""
-    tile, (item, following, count) = spec.tile, items
+    """A head's columns of a listed sequence in a layer."""
+    tile = spec.tile
     part, rest = item % spec.parts, item // spec.parts
     layer, place_in_list = rest % num_layers, rest // num_layers
     slot, target, committed, accepted = ptx.load_words(listed + place_in_list * (4 * _FACTS))
-    place = place_of(spec, part, thread)
-    head = place.head
+    lane, group = tile.lane_and_group(thread)
+    head = part // spec.v_blocks
+    place = Place(head, lane, (part % spec.v_blocks * tile.groups + group) * tile.v_per_thread)
     gStates = layer_of(params.ssm_state, layer)
     phase = (params.fold_phase + layer) % spec.problem.fold_every
     first = ring.boundary(spec.ring, committed - accepted, phase)
@@ -206,10 +187,6 @@ def fold_item(
         tensors, positions = (layer_of(params.ring, layer), params.state_tokens), (first, committed)
         ring.load_entries(spec.ring, tensors, Int64(slot), head // spec.k_group, place, positions, thread, entries, False)
         load_state(tile, Int64(slot), place, gStates, rState)
-        if cutlass.const_expr(spec.problem.state_v_first):
-            # Between its own load and store a block would ask for nothing.
-            if following < count:
-                ask_for_state(spec, params, following, num_layers, listed, thread)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         live = ring.Live(Int32(0), committed - first, written - first, committed - first, Boolean(True))
