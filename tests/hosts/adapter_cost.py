@@ -2,8 +2,10 @@
 
 usage: python3 -m tests.hosts.adapter_cost [PART OF A PATH'S NAME ...]
 
-An adapter's call is timed, then the operators alone with the very arguments that it gave them, in turns. Without a Hopper GPU
-kernels are replaced by an empty function, as `benchmarks.host_cost` does: in both all that Python does is measured.
+An adapter's call is timed, and in turns with it the operators alone, with the very arguments that it gave them, after what the
+host itself calls there (`Path.apart`). Both together: beside launches Python takes longer than by itself, and the adapter is not
+to pay for that of the host. Without a Hopper GPU kernels are replaced by an empty function, as `benchmarks.host_cost` does: in
+both all that Python does is measured.
 
 A layer's step may take 5 us more than its fused operator, besides the views that the host's own form of a tensor asks for
 (`Path.views`), each as long as a view of torch's takes here. What functions of other libraries add is printed; no fused operator
@@ -38,11 +40,12 @@ OPERATORS = (
 
 @dataclass(frozen=True)
 class Added:
-    """What repeated calls take, in microseconds, as (least, median) of batches: the adapter's step, and its operators alone."""
+    """What repeated calls take, in microseconds, as (least, median) of batches: the adapter's step, and what it would be without
+    the adapter."""
 
     path: Path
     step: tuple[float, float]
-    operator: tuple[float, float]
+    without: tuple[float, float]
     view_us: float
 
     @property
@@ -51,18 +54,18 @@ class Added:
 
     @property
     def us(self) -> tuple[float, float]:
-        return self.step[0] - self.operator[0], self.step[1] - self.operator[1]
+        return self.step[0] - self.without[0], self.step[1] - self.without[1]
 
     @property
     def holds(self) -> bool:
         return not self.path.is_step or self.us[0] - self.views_us <= MOST_US * self.path.operators
 
     def row(self) -> str:
-        figures = "  ".join(f"{least:6.1f} {median:6.1f}" for least, median in (self.step, self.operator, self.us))
+        figures = "  ".join(f"{least:6.1f} {median:6.1f}" for least, median in (self.step, self.without, self.us))
         return f"{self.path.what:36}  {figures}  {self.views_us:7.1f}  {'' if self.holds else 'more than allowed'}".rstrip()
 
 
-HEADER = f"{'us a call: least, median':36}  {'adapter':>13}  {'operator':>13}  {'added':>13}  {'views':>7}"
+HEADER = f"{'us a call: least, median':36}  {'adapter':>13}  {'without':>13}  {'added':>13}  {'views':>7}"
 
 
 def calls_of(step: Call) -> list[Call]:
@@ -106,7 +109,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 @dataclass(frozen=True)
 class Timed:
-    """What is timed of a path: its step, its operators alone, and what is apart; and the microseconds of each in every batch."""
+    """What is timed of a path: its step, and what is apart with the operators; and the microseconds of each in every batch."""
 
     path: Path
     calls: tuple[Call, ...]
@@ -118,9 +121,7 @@ class Timed:
         operators = calls_of(path.step)
         if len(operators) != path.operators:
             raise ValueError(f"{path.what}: expected {path.operators} calls of operators, got {len(operators)}")
-        first, second = operators[0], operators[-1]
-        alone: Call = first if len(operators) == 1 else lambda: (first(), second())
-        return Timed(path, (path.step, alone, path.apart), ([], [], []))
+        return Timed(path, (path.step, _in_turn(path.apart, *operators)), ([], []))
 
     def run(self, batches: int, device: torch.device) -> None:
         for round_ in range(-2, batches):  # the first two warm up
@@ -130,9 +131,16 @@ class Timed:
                     times.append(taken)
 
     def added(self, view_us: float) -> Added:
-        """What the step costs beyond its operators."""
-        least, median = ([kind(own) for own in self.times] for kind in (min, statistics.median))
-        return Added(self.path, (least[0] - least[2], median[0] - median[2]), (least[1], median[1]), view_us)
+        """What the step costs beyond what is apart and its operators."""
+        step, without = ((min(own), statistics.median(own)) for own in self.times)
+        return Added(self.path, step, without, view_us)
+
+
+def _in_turn(apart: Call, first: Call, second: Call | None = None) -> Call:
+    """One after the other, without a call more than a program has."""
+    if apart is adapter_paths.nothing:
+        return first if second is None else lambda: (first(), second())
+    return (lambda: (apart(), first())) if second is None else lambda: (apart(), first(), second())
 
 
 def view_us(device: torch.device) -> float:

@@ -28,6 +28,10 @@ SLOTS = 64
 Call = Callable[[], Any]
 
 
+def nothing() -> None:
+    """What is apart where the host calls nothing."""
+
+
 @dataclass(frozen=True)
 class Path:
     """A call of an adapter, with its tensors.
@@ -40,7 +44,7 @@ class Path:
 
     what: str
     step: Call
-    apart: Call = lambda: None
+    apart: Call = nothing
     operators: int = 1
     views: int = 0
     is_step: bool = True

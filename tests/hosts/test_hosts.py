@@ -450,8 +450,8 @@ def test_what_an_adapter_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     path = adapter_paths.Path("decode", lambda: (sum(range(2000)), gdn.fused_gdn_decode(1)))
     found = added(path, cpu)
-    for step, more, operator in zip(found.step, found.us, found.operator, strict=True):
-        assert step > more > operator > 0
+    for step, more, without in zip(found.step, found.us, found.without, strict=True):
+        assert step > more > without > 0
     assert not found.holds and found.row().startswith("decode ") and found.row().endswith("more than allowed")
     apart = added(adapter_paths.Path("decode", path.step, apart=lambda: sum(range(2000))), cpu)
     assert apart.us[0] < found.us[0] / 2
