@@ -3,7 +3,7 @@
 A block has the rows of a head and a chunk of 64 tokens, in the order of the tokens; it asks for its rows of z, waits for the
 chunk kernel's blocks in its word of `outputs_done` (kernels_cute.chunk.signals), and replaces the outputs by the result. The
 chunk kernel waits for nobody here, and its blocks have their SMs for themselves, so blocks that wait are in nobody's way. Rows of
-padding are the chunk kernel's, which writes zeros.
+padding are those of the chunk kernel, or of the launch for short sequences, which write zeros.
 """
 
 from typing import Any, NamedTuple

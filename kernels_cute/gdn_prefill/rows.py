@@ -7,7 +7,7 @@ of `rows` tokens and `8 * threads` channels in the order of the tokens, and coun
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Int32, Int64
 
 from gdn.ops.layer_step.problem import Conv1dParams, GdnPrefillProblem
 from kernels_cute.chunk import signals
@@ -50,20 +50,29 @@ class RowMaker(PrefillConv, params=Conv1dParams):
             tile = unit // self.slices
             channel = (unit % self.slices * self.threads + thread % self.threads) * 8
             sequence = find_sequence(self.rows, tile, num_sequences, params.cu_seqlens)
-            begin = Int32(params.cu_seqlens[sequence])
-            length = Int32(params.cu_seqlens[sequence + 1]) - begin
-            takes_tile = Boolean(True)
             if cutlass.const_expr(self.skipped_tokens > 0):
-                takes_tile = length > self.skipped_tokens
-            if cutlass.const_expr(self.has_partial_slice):
-                takes_tile = takes_tile & (channel < self.dim)
-            if takes_tile:
+                # Of a worker all threads or none.
+                if Int32(params.cu_seqlens[sequence + 1]) - Int32(params.cu_seqlens[sequence]) > self.skipped_tokens:
+                    self.make_tile(params, rows_made, tile, sequence, channel, worker, thread)
+            else:
+                self.make_tile(params, rows_made, tile, sequence, channel, worker, thread)
+
+    @cute.jit
+    def make_tile(
+        self, params: Conv1dParams, rows_made: Int64, tile: Int32, sequence: Int32, channel: Int32, worker: Int32, thread: Int32
+    ):
+        """Write a tile and count it."""
+        if cutlass.const_expr(self.has_partial_slice):
+            if channel < self.dim:
                 self.run_tile(params, tile, sequence, channel)
-            first = (tile - begin // self.rows - sequence) * self.rows
-            # The chunk kernel's copies of these rows are of the other proxy.
-            cute.arch.fence_proxy("async.global")
-            cute.arch.barrier(barrier_id=1 + worker, number_of_threads=self.threads)
-            if thread % self.threads == 0:
-                if (first >= 0) & (first < length):
-                    number = signals.chunk_number(begin, sequence, first // CHUNK)
-                    signals.count_release(signals.word_address(rows_made, number))
+        else:
+            self.run_tile(params, tile, sequence, channel)
+        begin = Int32(params.cu_seqlens[sequence])
+        first = (tile - begin // self.rows - sequence) * self.rows
+        # The chunk kernel's copies of these rows are of the other proxy.
+        cute.arch.fence_proxy("async.global")
+        cute.arch.barrier(barrier_id=1 + worker, number_of_threads=self.threads)
+        if thread % self.threads == 0:
+            if (first >= 0) & (first < Int32(params.cu_seqlens[sequence + 1]) - begin):
+                number = signals.chunk_number(begin, sequence, first // CHUNK)
+                signals.count_release(signals.word_address(rows_made, number))

@@ -1,4 +1,4 @@
-"""A prefill step as three launches that run side by side, each some chunks later than the one before.
+"""A prefill step as launches that run side by side, each some chunks later than the one before.
 
     rows.py       the convolution, on `num_conv_blocks` SMs of its own
     chunk         the chunk kernel with two SMs a head, on the SMs that are left: it waits for the rows of each chunk

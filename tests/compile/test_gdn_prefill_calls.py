@@ -93,6 +93,7 @@ def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
             ("beside", "flat"), ("beside", "interleaved"), ("beside", "flat, checkpoints"),
             ("normed", "interleaved"), ("normed", "flat, checkpoints"), ("normed", "interleaved, kept states"),
             ("short", "flat"), ("short", "merged"), ("short", "interleaved, kept states"), ("beside, short", "flat"),
+            ("beside, short", "merged"), ("beside, short", "interleaved, kept states"),
             *(("in turn", layout) for layout in LAYOUTS),
             *(("apart", layout) for layout in LAYOUTS if "kept" not in layout),
         )),

@@ -1,7 +1,8 @@
 """A prefill step's short sequences: convolution, chunk rule and gated norm of a sequence and a key head in one block.
 
 A block has the value heads of its key head one after the other: Q and K are convolved once, and a slot's window is read and
-written by one block. Other sequences' blocks return at once; the launches beside this one (normed.py) take those.
+written by one block. Other sequences' blocks return at once; the launches beside this one (normed.py, side_by_side.py) take
+those.
 """
 
 from typing import Any
