@@ -5,6 +5,8 @@ of `rows` tokens and `8 * threads` channels in the order of the tokens, and coun
 (kernels_cute.chunk.signals) when it is written. They wait for nobody.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -53,26 +55,28 @@ class RowMaker(PrefillConv, params=Conv1dParams):
             if cutlass.const_expr(self.skipped_tokens > 0):
                 # Of a worker all threads or none.
                 if Int32(params.cu_seqlens[sequence + 1]) - Int32(params.cu_seqlens[sequence]) > self.skipped_tokens:
-                    self.make_tile(params, rows_made, tile, sequence, channel, worker, thread)
+                    make_tile(self, params, rows_made, tile, sequence, channel, worker, thread)
             else:
-                self.make_tile(params, rows_made, tile, sequence, channel, worker, thread)
+                make_tile(self, params, rows_made, tile, sequence, channel, worker, thread)
 
-    @cute.jit
-    def make_tile(
-        self, params: Conv1dParams, rows_made: Int64, tile: Int32, sequence: Int32, channel: Int32, worker: Int32, thread: Int32
-    ):
-        """Write a tile and count it."""
-        if cutlass.const_expr(self.has_partial_slice):
-            if channel < self.dim:
-                self.run_tile(params, tile, sequence, channel)
-        else:
-            self.run_tile(params, tile, sequence, channel)
-        begin = Int32(params.cu_seqlens[sequence])
-        first = (tile - begin // self.rows - sequence) * self.rows
-        # The chunk kernel's copies of these rows are of the other proxy.
-        cute.arch.fence_proxy("async.global")
-        cute.arch.barrier(barrier_id=1 + worker, number_of_threads=self.threads)
-        if thread % self.threads == 0:
-            if (first >= 0) & (first < Int32(params.cu_seqlens[sequence + 1]) - begin):
-                number = signals.chunk_number(begin, sequence, first // CHUNK)
-                signals.count_release(signals.word_address(rows_made, number))
+
+@cute.jit
+def make_tile(
+    maker: Any, params: Conv1dParams, rows_made: Int64, tile: Int32, sequence: Int32, channel: Int32, worker: Int32, thread: Int32
+):
+    """Write a tile and count it."""
+    run_tile, dim, rows, threads = maker.run_tile, maker.dim, maker.rows, maker.threads
+    if cutlass.const_expr(maker.has_partial_slice):
+        if channel < dim:
+            run_tile(params, tile, sequence, channel)
+    else:
+        run_tile(params, tile, sequence, channel)
+    begin = Int32(params.cu_seqlens[sequence])
+    first = (tile - begin // rows - sequence) * rows
+    # The chunk kernel's copies of these rows are of the other proxy.
+    cute.arch.fence_proxy("async.global")
+    cute.arch.barrier(barrier_id=1 + worker, number_of_threads=threads)
+    if thread % threads == 0:
+        if (first >= 0) & (first < Int32(params.cu_seqlens[sequence + 1]) - begin):
+            number = signals.chunk_number(begin, sequence, first // CHUNK)
+            signals.count_release(signals.word_address(rows_made, number))
