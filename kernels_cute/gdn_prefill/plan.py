@@ -36,7 +36,7 @@ def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpe
     p, c = problem, config
     if not _serves(p):
         return False
-    if c.takes_short and not (_can_norm_in_chunk(p) and _can_take_short(p, device)):
+    if c.takes_short and not _can_take_short(p, device):
         return False
     if c.norm_in_chunk or any((c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters)):
         return False
@@ -65,7 +65,7 @@ def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, in
 def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
     """Fields of the side-by-side forms worth measuring."""
     found = list(_candidates(problem, device)) if _serves(problem) else []
-    can_take_short = problem.num_sequences > 1 and _can_norm_in_chunk(problem) and _can_take_short(problem, device)
+    can_take_short = problem.num_sequences > 1 and _can_take_short(problem, device)
     return [*found, *([found[0] | {"takes_short": 1}] if can_take_short else [])]
 
 
@@ -119,8 +119,9 @@ def _can_norm_in_chunk(problem: GdnPrefillProblem) -> bool:
 
 
 def _can_take_short(problem: GdnPrefillProblem, device: DeviceSpec) -> bool:
-    """Whether a launch of its own can have the short sequences of a call with the norm in the chunk kernel."""
-    return short_fits(problem, device.shared_bytes_per_block // BLOCKS_PER_SM - RESERVED_BYTES)
+    """Whether a launch of its own can have the short sequences of a call. It has the norm, as the chunk kernel may."""
+    fits = short_fits(problem, device.shared_bytes_per_block // BLOCKS_PER_SM - RESERVED_BYTES)
+    return _can_norm_in_chunk(problem) and fits
 
 
 def _batch(problem: GdnPrefillProblem) -> int:
