@@ -11,18 +11,22 @@ from typing import Any
 
 import torch
 
+from gdn.device import H100
 from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
 from gdn.ops.layer_step.problem import (
     Conv1dParams,
     Conv1dProblem,
+    GdnDecodeProblem,
     GdnPrefillParams,
     GdnPrefillProblem,
     RmsNormGatedParams,
     RmsNormGatedProblem,
 )
 from gdn.problem import DTYPE_BYTES
+from kernels_cute import gdn_decode
 
 ALIGNMENT = 256  # bytes, of the parts of the workspace
+_DECODED = 64  # sequences of one token of a call, for which tiles are chosen
 
 
 @functools.lru_cache(maxsize=256)
@@ -57,6 +61,26 @@ def norm_problem(problem: GdnPrefillProblem) -> RmsNormGatedProblem:
         num_heads=p.num_v_heads, head_dim=p.head_v_dim, dtype=p.dtype, z_dtype=p.z_dtype or p.dtype, weight_dtype=p.norm_dtype,
         sigmoid=p.gate_sigmoid, num_tokens=p.num_tokens,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def decode_problem(problem: GdnPrefillProblem) -> GdnDecodeProblem:
+    """The decode step of the sequences of one token."""
+    p = problem
+    return GdnDecodeProblem(
+        num_k_heads=p.num_k_heads, num_v_heads=p.num_v_heads, head_k_dim=p.head_k_dim, head_v_dim=p.head_v_dim, width=p.width,
+        dtype=p.dtype, z_dtype=p.z_dtype, a_dtype=p.a_dtype, b_dtype=p.b_dtype, weight_dtype=p.weight_dtype,
+        bias_dtype=p.bias_dtype, A_log_dtype=p.A_log_dtype, dt_bias_dtype=p.dt_bias_dtype, norm_dtype=p.norm_dtype,
+        conv_dtype=p.conv_dtype, conv_channels_contiguous=p.conv_channels_contiguous, state_dtype=p.state_dtype,
+        state_v_first=p.state_v_first, index_dtype=p.index_dtype, cu_seqlens_dtype=None, interleaved=p.interleaved,
+        concatenated=False, silu=p.silu, gate_sigmoid=p.gate_sigmoid, has_columns=False, has_accepted=False, has_rounding=False,
+        merged=p.merged, num_tokens=_DECODED, num_sequences=_DECODED,
+    )  # fmt: skip
+
+
+def decode_tiles(problem: GdnPrefillProblem) -> Any:
+    """Tiles of that step, which no size of a call changes: they are compiled."""
+    return gdn_decode.default_config(decode_problem(problem), H100)
 
 
 def rows_bytes(problem: GdnPrefillProblem) -> int:

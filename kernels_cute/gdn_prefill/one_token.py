@@ -1,0 +1,57 @@
+"""A prefill step's sequences of one token: the decode step's kernel (kernels_cute.gdn_decode), before the launches that have the
+others.
+
+Blocks of other sequences return at once. The rows that nobody has are zeroed here: those of padding sequences of any length, and
+those after the last sequence.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from gdn.ops.layer_step.problem import GdnDecodeParams, GdnPrefillParams, GdnPrefillProblem
+from kernels_cute.common.delta_rule import store_zeros
+from kernels_cute.common.memory import narrowed
+from kernels_cute.gdn_decode.convolution import load_gates, load_head_gates
+from kernels_cute.gdn_decode.kernel import block_of, launch_shape, make_registers, run_sequence
+from kernels_cute.gdn_decode.projections import flat_views
+from kernels_cute.gdn_decode.spec import Sequence, Spec
+from kernels_cute.gdn_prefill import parts
+
+
+class OneToken:
+    def __init__(self, problem: GdnPrefillProblem) -> None:
+        self.spec = Spec(parts.decode_problem(problem), parts.decode_tiles(problem))
+
+    @cute.jit
+    def launch(self, p: GdnPrefillParams, stream: Any):
+        params = GdnDecodeParams(
+            p.mixed_qkv, p.z, p.b, p.a, p.conv_states, p.conv_weight, p.conv_bias, p.A_log, p.dt_bias, p.norm_weight,
+            p.ssm_state, p.state_indices, None, p.cu_seqlens, *[None] * 6, p.out, p.scale, p.eps, p.null_slot, None,
+        )  # fmt: skip
+        params, sequences = flat_views(self.spec.problem, params), p.cu_seqlens.shape[0] - 1
+        self.kernel(params, p.has_initial_state).launch(stream=stream, **launch_shape(self.spec, sequences))
+
+    @cute.kernel
+    def kernel(self, params: GdnDecodeParams, has_initial_state: cute.Tensor):
+        spec, block = self.spec, block_of(self.spec)
+        sequence, sequences = block.sequence, params.cu_seqlens.shape[0] - 1
+        begin, end = Int32(params.cu_seqlens[sequence]), Int32(params.cu_seqlens[sequence + 1])
+        slot = narrowed(params.state_indices[sequence])
+        if Int64(slot) <= params.null_slot:
+            store_zeros(spec.tile, params.out, begin, end, Int32(1), block.place)
+        elif end - begin == 1:
+            registers = make_registers(spec, params, block)
+            load_head_gates(spec, params, block, registers.gates)
+            load_gates(spec, params, begin, block, registers.gates)
+            is_continued = None
+            if cutlass.const_expr(has_initial_state is not None):
+                is_continued = has_initial_state[sequence] != 0
+            none = Int32(0)
+            live = Sequence(begin, Int32(1), slot, slot, slot, none, none, none, none, is_continued)
+            run_sequence(spec, params, block, live, registers)
+        # Rows after the last sequence are dealt to all blocks of the head.
+        after = Int32(params.cu_seqlens[sequences])
+        store_zeros(spec.tile, params.out, after + sequence, params.out.shape[0], sequences, block.place)
