@@ -1,11 +1,11 @@
 """A prefill step in two launches: the staged convolution, and the chunk kernel with the gated norm in it (chunk/roles/norm.py).
-With `max_short_tokens` others take the short sequences from them: one before those of one token (one_token.py), one after the
-others (short/kernel.py).
+With `max_short_tokens` others after them have the short sequences: those of more than one token (short/kernel.py), then those of
+one (one_token.py).
 
 The chunk kernel is a programmatic dependent of the convolution: its blocks take SMs as that leaves them, and their loading warps
 wait for its end before the first row is asked for. So what follows in the stream, which waits for the chunk kernel, waits for
-both. The launch after it begins on what SMs are left once all blocks of the chunk kernel have begun. Its first block waits for
-that kernel's end, so that what follows waits for all.
+both. Each launch after it begins on what SMs are left once all blocks of the one before have begun. Its first block waits for
+that one's end, so that what follows waits for all.
 
 Workspace: the rows of q, k and v.
 """
@@ -70,8 +70,6 @@ class Normed:
         params = GdnPrefillParams(*values[: len(GdnPrefillParams._fields)])
         max_clusters, stream = values[len(GdnPrefillParams._fields) :]
         problem, tokens = self.problem, params.mixed_qkv.shape[0]
-        if cutlass.const_expr(self.one_token is not None):
-            self.one_token.launch(params, stream)
         rows = rows_view(problem, params.workspace.iterator.toint(), tokens)
         conv = conv_views(problem, params, rows)
         self.conv.kernel(conv).launch(
@@ -88,3 +86,5 @@ class Normed:
         )
         if cutlass.const_expr(self.short is not None):
             self.short.kernel(conv, chunk, terms, z).launch(stream=stream, use_pdl=True, **self.short.launch_shape(sequences))
+        if cutlass.const_expr(self.one_token is not None):
+            self.one_token.launch(params, stream)

@@ -1,5 +1,7 @@
-"""A prefill step's sequences of one token: the decode step's kernel (kernels_cute.gdn_decode), before the launches that have the
-others.
+"""A prefill step's sequences of one token: the decode step's kernel (kernels_cute.gdn_decode), in the last launch.
+
+It reads nothing that the launches before it write, and begins on what SMs are left once all blocks of the one before have begun.
+Its first block waits for that one's end, so what follows in the stream waits for all of them.
 
 Blocks of other sequences return at once. The rows that nobody has are zeroed here: those of padding sequences of any length, and
 those after the last sequence.
@@ -27,12 +29,14 @@ class OneToken:
 
     @cute.jit
     def launch(self, p: GdnPrefillParams, stream: Any):
+        """After a launch that lets this one begin."""
         params = GdnDecodeParams(
             p.mixed_qkv, p.z, p.b, p.a, p.conv_states, p.conv_weight, p.conv_bias, p.A_log, p.dt_bias, p.norm_weight,
             p.ssm_state, p.state_indices, None, p.cu_seqlens, *[None] * 6, p.out, p.scale, p.eps, p.null_slot, None,
         )  # fmt: skip
         params, sequences = flat_views(self.spec.problem, params), p.cu_seqlens.shape[0] - 1
-        self.kernel(params, p.has_initial_state).launch(stream=stream, **launch_shape(self.spec, sequences))
+        shape = launch_shape(self.spec, sequences)
+        self.kernel(params, p.has_initial_state).launch(stream=stream, use_pdl=True, **shape)
 
     @cute.kernel
     def kernel(self, params: GdnDecodeParams, has_initial_state: cute.Tensor):
@@ -55,3 +59,5 @@ class OneToken:
         # Rows after the last sequence are dealt to all blocks of the head.
         after = Int32(params.cu_seqlens[sequences])
         store_zeros(spec.tile, params.out, after + sequence, params.out.shape[0], sequences, block.place)
+        if cute.arch.block_idx()[0] == 0:
+            cute.arch.griddepcontrol_wait()

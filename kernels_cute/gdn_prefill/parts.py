@@ -26,7 +26,8 @@ from gdn.problem import DTYPE_BYTES
 from kernels_cute import gdn_decode
 
 ALIGNMENT = 256  # bytes, of the parts of the workspace
-_DECODED = 64  # sequences of one token of a call, for which tiles are chosen
+_DECODED = 64  # sequences of one token for which tiles are chosen: more heads than SMs
+_DECODE_THREADS = 128  # of a block with a sequence of one token
 
 
 @functools.lru_cache(maxsize=256)
@@ -65,7 +66,7 @@ def norm_problem(problem: GdnPrefillProblem) -> RmsNormGatedProblem:
 
 @functools.lru_cache(maxsize=256)
 def decode_problem(problem: GdnPrefillProblem) -> GdnDecodeProblem:
-    """The decode step of the sequences of one token."""
+    """The decode step of the sequences of one token, the same for all sizes of a call."""
     p = problem
     return GdnDecodeProblem(
         num_k_heads=p.num_k_heads, num_v_heads=p.num_v_heads, head_k_dim=p.head_k_dim, head_v_dim=p.head_v_dim, width=p.width,
@@ -79,8 +80,14 @@ def decode_problem(problem: GdnPrefillProblem) -> GdnDecodeProblem:
 
 
 def decode_tiles(problem: GdnPrefillProblem) -> Any:
-    """Tiles of that step, which no size of a call changes: they are compiled."""
-    return gdn_decode.default_config(decode_problem(problem), H100)
+    """Tiles of that step. As much of a state in a block as leaves an SM several of them: most blocks may find nothing to do."""
+    step = decode_problem(problem)
+    found = [config for config in gdn_decode.configs(step, H100) if not config.stages]
+
+    def values(config: Any) -> int:
+        return config.v_per_thread * step.head_k_dim // config.threads_per_column
+
+    return min(found, key=lambda c: (abs(c.threads - _DECODE_THREADS), -values(c), c.threads_per_column))
 
 
 def rows_bytes(problem: GdnPrefillProblem) -> int:

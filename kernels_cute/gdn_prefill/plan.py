@@ -1,5 +1,6 @@
 """Choice of a prefill step's form, and of the convolution's number of SMs: a model of its time from sizes alone."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -132,7 +133,10 @@ def _can_norm_in_chunk(problem: GdnPrefillProblem) -> bool:
 
 def _can_decode(problem: GdnPrefillProblem) -> bool:
     """Whether the decode step's kernel serves the sequences of one token."""
-    return gdn_decode.refusal(parts.decode_problem(problem)) is None
+    return _decode_refusal(parts.decode_problem(problem)) is None
+
+
+_decode_refusal = functools.lru_cache(maxsize=64)(gdn_decode.refusal)
 
 
 def _short_choices(problem: GdnPrefillProblem, device: DeviceSpec) -> list[int]:

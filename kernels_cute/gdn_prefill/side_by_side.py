@@ -1,16 +1,16 @@
 """A prefill step as launches that run side by side, each some chunks later than the one before.
 
-    one_token.py  with `max_short_tokens` the sequences of one token, which the others pass over: before them
     rows.py       the convolution, on `num_conv_blocks` SMs of its own
     chunk         the chunk kernel with two SMs a head, on the SMs that are left: it waits for the rows of each chunk
     outputs.py    the gated norm, on what the convolution's SMs have left: it waits for the outputs of each chunk and head
+    one_token.py  with `max_short_tokens` the sequences of one token, which the others pass over
 
 The convolution and the norm are bound by memory, the chunk kernel is not, and what one writes the next one reads from the L2
 cache. Each is a programmatic dependent of the one before, whose blocks trigger as they begin: so a launch begins when all blocks
 of the one before have. These have their SMs, and wait at most for blocks that began before them: no deadlock, whatever else runs
 on the device. A launch that finds no room begins later, with all words there. The words (kernels_cute.chunk.signals) are cleared
 by a launch of its own. The last block of the norm waits for the chunk kernel's end, and a block of that for the convolution's, so
-what follows in the stream sees all of them. Without a norm the last launch is left out.
+what follows in the stream sees all of them. Without a norm its launch is left out.
 
 Workspace: the words `rows_made` and `outputs_done`, then the rows of q, k and v.
 """
@@ -55,8 +55,6 @@ class SideBySide:
         conv_blocks, max_clusters, stream = values[len(GdnPrefillParams._fields) :]
         problem, tokens = self.problem, params.mixed_qkv.shape[0]
         sequences = params.cu_seqlens.shape[0] - 1
-        if cutlass.const_expr(self.one_token is not None):
-            self.one_token.launch(params, stream)
         size = words_bytes(words(tokens, sequences, problem.num_v_heads))
         rows_made = params.workspace.iterator.toint()
         outputs_done = rows_made + Int64(tokens // CHUNK + sequences) * 4
@@ -83,6 +81,8 @@ class SideBySide:
                 params.null_slot,
             )
             self.norm.kernel(norm, outputs_done).launch(stream=stream, use_pdl=True, **self.norm.launch_options(norm))
+        if cutlass.const_expr(self.one_token is not None):
+            self.one_token.launch(params, stream)
 
     @cute.kernel
     def clear(self, first: Int64, num_bytes: Int32):

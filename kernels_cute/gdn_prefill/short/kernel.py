@@ -50,6 +50,7 @@ class ShortStep:
 
     @cute.kernel
     def kernel(self, conv: Conv1dParams, chunk: ChunkParams, terms: NormTerms, z: cute.Tensor):
+        cute.arch.griddepcontrol_launch_dependents()
         block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         sequence, key_head = find_sequence(self.conv, conv, block // self.key_heads), block % self.key_heads
         if sequence.is_live & (sequence.length > 1) & (sequence.length <= MOST_TOKENS):
