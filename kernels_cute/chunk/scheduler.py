@@ -155,49 +155,41 @@ def schedule_next(
     rank: Int32, unit: Int32,
 ):  # fmt: skip
     """Deal work tiles, from unit `unit` of the sequence at `rank` on, until this cluster gets one. Return the rank and unit to go
-    on from, and the sequence (or -1) and unit that this cluster got. Where some sequences are skipped, nobody gets those.
-    sequences: of num_dealt."""
+    on from, and the sequence (or -1) and unit that this cluster got. All clusters with the least load take a unit of the sequence
+    at the same time. Where some sequences are skipped, nobody gets those. sequences: of num_dealt."""
+    # In one function: next to row makers the values of a loop in another one are too many for the registers of its warp.
     slots = load_slots(spec.paired)
     own_sequence, own_unit = Int32(-1), Int32(0)
+    before_lane, before_own = (Int32(1) << cute.arch.lane_idx()) - 1, (Int32(1) << cluster % 32) - 1
     while (own_sequence < 0) & (rank < sequences):
         sequence, cost = (cute.arch.shuffle_sync(loads[slots + i], rank % 32) for i in range(2))
+        least = loads[0]
+        for i in cutlass.range_constexpr(1, slots):
+            least = cutlass.min(least, loads[i])
+        least = cute.arch.warp_redux_sync(least, "min")
+        left, taken = spec.units - unit, Int32(0)
+        if cutlass.const_expr(spec.skipped_tokens > 0):
+            if cost == _TILE_COST:
+                left = Int32(0)
+        for i in cutlass.range_constexpr(slots):
+            load = loads[i]
+            mask = cute.arch.vote_ballot_sync(load == least)
+            if (load == least) & (taken + cute.arch.popc(mask & before_lane) < left):
+                load = least + cost
+            loads[i] = load
+            position = taken + cute.arch.popc(mask & before_own)
+            if (cluster // 32 == i) & ((mask >> cluster % 32) & 1 == 1) & (position < left):
+                own_sequence, own_unit = sequence, unit + position
+            taken = taken + cute.arch.popc(mask)
+        unit = unit + cutlass.min(taken, left)
         if cutlass.const_expr(spec.skipped_tokens > 0):
             if cost == _TILE_COST:
                 unit = Int32(spec.units)
-            else:
-                unit, own_sequence, own_unit = deal(spec, loads, cluster, unit, sequence, cost)
-        else:
-            unit, own_sequence, own_unit = deal(spec, loads, cluster, unit, sequence, cost)
         if unit == spec.units:
             rank, unit = rank + 1, Int32(0)
             if rank % 32 == 0:
                 load_ranks(spec, storage, loads, params, is_sorted, rank)
     return rank, unit, own_sequence, own_unit
-
-
-@cute.jit
-def deal(spec: ChunkSpec, loads: cute.Tensor, cluster: Int32, unit: Int32, sequence: Int32, cost: Int32):
-    """All clusters with the least load take a unit of the sequence, from `unit` on, at the same time. Return the next unit, and
-    the sequence (or -1) and unit that this cluster got."""
-    slots = load_slots(spec.paired)
-    own_sequence, own_unit = Int32(-1), Int32(0)
-    before_lane, before_own = (Int32(1) << cute.arch.lane_idx()) - 1, (Int32(1) << cluster % 32) - 1
-    least = loads[0]
-    for i in cutlass.range_constexpr(1, slots):
-        least = cutlass.min(least, loads[i])
-    least = cute.arch.warp_redux_sync(least, "min")
-    left, taken = spec.units - unit, Int32(0)
-    for i in cutlass.range_constexpr(slots):
-        load = loads[i]
-        mask = cute.arch.vote_ballot_sync(load == least)
-        if (load == least) & (taken + cute.arch.popc(mask & before_lane) < left):
-            load = least + cost
-        loads[i] = load
-        position = taken + cute.arch.popc(mask & before_own)
-        if (cluster // 32 == i) & ((mask >> cluster % 32) & 1 == 1) & (position < left):
-            own_sequence, own_unit = sequence, unit + position
-        taken = taken + cute.arch.popc(mask)
-    return unit + cutlass.min(taken, left), own_sequence, own_unit
 
 
 @cute.jit

@@ -6,7 +6,8 @@
 
 Forms: launches of the kernels of the three operators one after the other, in one entry (in_turn.py), or an entry each where the
 chunk operator has launches of its own (parts.py); the convolution, then the chunk kernel with the norm in it (normed.py); or side
-by side, each some chunks later than the one before (side_by_side.py).
+by side, each some chunks later than the one before (side_by_side.py). The last two may leave sequences of one token to the decode
+step's kernel (one_token.py), and normed.py those of up to 64 tokens to small blocks (short/).
 DESIGN.md says when which one runs. `GdnPrefillParams` has the contract of each tensor.
 """
 

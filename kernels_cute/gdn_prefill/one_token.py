@@ -1,7 +1,7 @@
 """A prefill step's sequences of one token: the decode step's kernel (kernels_cute.gdn_decode), in the last launch.
 
-It reads nothing that the launches before it write, and begins on what SMs are left once all blocks of the one before have begun.
-Its first block waits for that one's end, so what follows in the stream waits for all of them.
+It reads nothing that the launches before it write, and begins once all blocks of the one before have begun. Its first block waits
+for that one's end, so what follows in the stream, which waits for this launch alone, waits for all of them.
 
 Blocks of other sequences return at once. The rows that nobody has are zeroed here: those of padding sequences of any length, and
 those after the last sequence.
@@ -14,13 +14,15 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from gdn.ops.layer_step.problem import GdnDecodeParams, GdnPrefillParams, GdnPrefillProblem
-from kernels_cute.common.delta_rule import store_zeros
+from kernels_cute.common import ptx
 from kernels_cute.common.memory import narrowed
 from kernels_cute.gdn_decode.convolution import load_gates, load_head_gates
 from kernels_cute.gdn_decode.kernel import block_of, launch_shape, make_registers, run_sequence
 from kernels_cute.gdn_decode.projections import flat_views
-from kernels_cute.gdn_decode.spec import Sequence, Spec
+from kernels_cute.gdn_decode.spec import Block, Sequence, Spec, column_in_head
 from kernels_cute.gdn_prefill import parts
+
+_COLUMNS = 8  # of a store
 
 
 class OneToken:
@@ -45,7 +47,7 @@ class OneToken:
         begin, end = Int32(params.cu_seqlens[sequence]), Int32(params.cu_seqlens[sequence + 1])
         slot = narrowed(params.state_indices[sequence])
         if Int64(slot) <= params.null_slot:
-            store_zeros(spec.tile, params.out, begin, end, Int32(1), block.place)
+            self.zero_rows(params.out, block, begin, end, Int32(1))
         elif end - begin == 1:
             registers = make_registers(spec, params, block)
             load_head_gates(spec, params, block, registers.gates)
@@ -58,6 +60,16 @@ class OneToken:
             run_sequence(spec, params, block, live, registers)
         # Rows after the last sequence are dealt to all blocks of the head.
         after = Int32(params.cu_seqlens[sequences])
-        store_zeros(spec.tile, params.out, after + sequence, params.out.shape[0], sequences, block.place)
+        self.zero_rows(params.out, block, after + sequence, params.out.shape[0], sequences)
         if cute.arch.block_idx()[0] == 0:
             cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def zero_rows(self, out: cute.Tensor, block: Block, first: Int32, end: Int32, step: Int32):
+        """Zero the block's columns of rows first, first + step, ... before `end`."""
+        units = self.spec.tiles.block_v // _COLUMNS
+        rows, zeros = self.spec.tiles.threads // units, [Int32(0)] * (_COLUMNS // 2)
+        column = column_in_head(self.spec, block.rank) + block.thread % units * _COLUMNS
+        for row in cutlass.range(first + block.thread // units * step, end, rows * step, unroll=1):
+            offset = Int64(row) * out.stride[0] + Int64(block.place.head) * out.stride[1] + column
+            ptx.store_global_words(out.iterator.toint() + 2 * offset, zeros)

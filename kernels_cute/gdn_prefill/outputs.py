@@ -77,8 +77,8 @@ class OutputNorm:
             if Int64(params.state_indices[sequence]) > params.null_slot:
                 self.normalise(params, outputs_done + Int64(block) * 4, begin + first, valid, head)
         if block == blocks - 1:
-            # All outputs are there, but the chunk kernel may not have stored all states: what follows in the stream waits for
-            # this launch alone.
+            # All outputs are there, but the chunk kernel may not have stored all states: what follows waits for this launch
+            # alone.
             cute.arch.griddepcontrol_wait()
 
     @cute.jit

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from gdn.device import H100
 from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
 from gdn.ops.layer_step.problem import (
     Conv1dParams,
@@ -23,11 +22,10 @@ from gdn.ops.layer_step.problem import (
     RmsNormGatedProblem,
 )
 from gdn.problem import DTYPE_BYTES
-from kernels_cute import gdn_decode
+from kernels_cute.gdn_decode.config import Config as DecodeConfig
 
 ALIGNMENT = 256  # bytes, of the parts of the workspace
-_DECODED = 64  # sequences of one token for which tiles are chosen: more heads than SMs
-_DECODE_THREADS = 128  # of a block with a sequence of one token
+_MOST_BLOCKS = 8  # of a cluster, which has a key head
 
 
 @functools.lru_cache(maxsize=256)
@@ -75,19 +73,17 @@ def decode_problem(problem: GdnPrefillProblem) -> GdnDecodeProblem:
         conv_dtype=p.conv_dtype, conv_channels_contiguous=p.conv_channels_contiguous, state_dtype=p.state_dtype,
         state_v_first=p.state_v_first, index_dtype=p.index_dtype, cu_seqlens_dtype=None, interleaved=p.interleaved,
         concatenated=False, silu=p.silu, gate_sigmoid=p.gate_sigmoid, has_columns=False, has_accepted=False, has_rounding=False,
-        merged=p.merged, num_tokens=_DECODED, num_sequences=_DECODED,
+        merged=p.merged, num_tokens=1, num_sequences=1,
     )  # fmt: skip
 
 
-def decode_tiles(problem: GdnPrefillProblem) -> Any:
-    """Tiles of that step. As much of a state in a block as leaves an SM several of them: most blocks may find nothing to do."""
-    step = decode_problem(problem)
-    found = [config for config in gdn_decode.configs(step, H100) if not config.stages]
-
-    def values(config: Any) -> int:
-        return config.v_per_thread * step.head_k_dim // config.threads_per_column
-
-    return min(found, key=lambda c: (abs(c.threads - _DECODE_THREADS), -values(c), c.threads_per_column))
+def decode_tiles(problem: GdnPrefillProblem) -> DecodeConfig:
+    """Tiles of that step: half of a head's state in a block, or all of it where a cluster has more heads. Most blocks may find
+    nothing to do, so there are few of them; four are on an SM. A bfloat16 state V first that may start from zero takes more
+    registers."""
+    threads = 128 if 2 * problem.num_v_heads // problem.num_k_heads <= _MOST_BLOCKS else 256
+    takes_more = problem.has_mask and problem.state_v_first and problem.state_dtype == "bfloat16"
+    return DecodeConfig(threads, 8, 4, 512 if not takes_more else 384 if threads == 128 else 256)
 
 
 def rows_bytes(problem: GdnPrefillProblem) -> int:

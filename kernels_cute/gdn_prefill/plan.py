@@ -63,14 +63,15 @@ def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, in
         # Where heads take turns the chunk kernel leaves no SM idle: the convolution's are missing there (measured).
         return None
     has_many = bool(clusters) and problem.num_tokens < _LEAST_IN_TURN * problem.num_sequences
-    if has_many and not (_can_decode(problem) and problem.num_tokens > MOST_TOKENS * problem.num_sequences):
+    can_decode = bool(clusters) and _can_decode(problem)
+    if has_many and not (can_decode and problem.num_tokens > MOST_TOKENS * problem.num_sequences):
         return None
     others = _NORMED_TIME_OF_MANY if has_many else _NORMED_TIME
     apart = _time_apart(problem, device) * (others if normed(problem, device) is not None else 1.0)
     if _time(problem, bool(clusters)) >= apart:
         return None
-    # Among many some may have one token, and each would take the time of a chunk.
-    return next(_candidates(problem, device)) | {"max_short_tokens": int(has_many)}
+    # Where heads take turns a sequence of one token would take the time of a chunk from all of them.
+    return next(_candidates(problem, device)) | {"max_short_tokens": int(can_decode)}
 
 
 def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
@@ -107,7 +108,7 @@ def normed(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | N
 
 
 def with_short(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
-    """The same with launches for short sequences, for as many of them as there can be first."""
+    """The same with launches for short sequences, the longest `max_short_tokens` first."""
     changes = normed(problem, device)
     if changes is None or problem.num_sequences == 1:
         return []

@@ -9,8 +9,8 @@ The convolution and the norm are bound by memory, the chunk kernel is not, and w
 cache. Each is a programmatic dependent of the one before, whose blocks trigger as they begin: so a launch begins when all blocks
 of the one before have. These have their SMs, and wait at most for blocks that began before them: no deadlock, whatever else runs
 on the device. A launch that finds no room begins later, with all words there. The words (kernels_cute.chunk.signals) are cleared
-by a launch of its own. The last block of the norm waits for the chunk kernel's end, and a block of that for the convolution's, so
-what follows in the stream sees all of them. Without a norm its launch is left out.
+by a launch of its own. A block of the last launch waits for the end of the one before, that for the end of the one before it, and
+so on, so what follows in the stream sees all of them. Without a norm its launch is left out.
 
 Workspace: the words `rows_made` and `outputs_done`, then the rows of q, k and v.
 """

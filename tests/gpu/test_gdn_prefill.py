@@ -328,12 +328,12 @@ def test_repeated_calls_give_the_same_bits(form: str, configure: Configure, devi
 def test_a_sequence_alone(form: str, configure: Configure, device: torch.device) -> None:
     """The same bits as in a batch, where both take the same form."""
     configure(form, **(PLAIN if form.startswith("apart") else {}))
-    case = Case(lengths=(200, 65, 700, 20), padding=0, has_mask=False)
+    case = Case(lengths=(200, 65, 700, 20, 1), padding=0, has_mask=False)
     arguments = make(case, device)
     before = twin(arguments)
     gdn.fused_gdn_prefill(**arguments, backend="cute")
     starts = case.starts()
-    for n in range(4):
+    for n in range(5):
         rows, alone = slice(starts[n], starts[n + 1]), twin(before)
         for name_of in ("mixed_qkv", "z", "b", "a"):
             alone[name_of] = alone[name_of][rows]

@@ -56,7 +56,7 @@ class ShortStep:
         if sequence.is_live & (sequence.length > 1) & (sequence.length <= MOST_TOKENS):
             self.run(conv, chunk, terms, z, sequence, key_head, thread)
         if block == 0:
-            # What follows in the stream waits for this launch alone.
+            # The launch after this one waits for this one alone.
             cute.arch.griddepcontrol_wait()
 
     @cute.jit
