@@ -19,7 +19,7 @@ def _problem(**changes: Any) -> Any:
 
 
 def _config(problem: Any, form: str = "short") -> Any:
-    """With the norm in the chunk kernel all short sequences elsewhere, or only those of one token; side by side these, or none."""
+    """With the norm in the chunk kernel all short sequences elsewhere, or those of one token; side by side these, or none."""
     most = {"short": 64, "normed": 1, "beside": 1, "none elsewhere": 0}[form]
     is_beside = form in ("beside", "none elsewhere")
     found = [one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == is_beside]

@@ -222,7 +222,7 @@ GROUPS: dict[str, dict[str, Call]] = {
         "fused-wide": partial(decode, dims=(256, 256), layout="interleaved"),
         "fused-rounded": rounded_decode,
     },
-    "prefill": {form: partial(prefill, form) for form in ("apart", "side by side", "normed, few clusters")},
+    "prefill": {form: partial(prefill, form) for form in ("apart", "side by side", "normed, few clusters", "normed, short")},
     "logits-cute": _logits("cute"),
     "logits-tilelang": _logits("tilelang"),
     "indexer": {
