@@ -7,9 +7,8 @@ from tests.hosts import adapter_cost
 
 pytestmark = pytest.mark.gpu
 
-MOST_OF_A_FUNCTION = (
-    16.0  # us that functions of other libraries may take: Python takes twice as long on a slow host as on a fast one
-)
+# What functions of other libraries may take at most, in us: Python takes twice as long on a slow host as on a fast one.
+MOST_OF_A_FUNCTION = 16.0
 
 
 def test_timing_of_what_adapters_add(device: torch.device) -> None:
