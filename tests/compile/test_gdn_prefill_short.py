@@ -56,7 +56,7 @@ def test_machine_code(is_beside: bool, changes: dict[str, Any]) -> None:
 @pytest.mark.cover
 @pytest.mark.parametrize("changes", [_VARIANTS[0], _VARIANTS[2], _VARIANTS[4]], ids=str)
 def test_heads_in_turn_side_by_side_spill_nothing(changes: dict[str, Any]) -> None:
-    """Without such a launch: the chunk kernel deals work tiles beside the convolution, which takes the most registers."""
+    """Without that launch. A chunk kernel that deals work tiles and waits for the convolution's rows takes the most registers."""
     problem = _problem(**changes)
     config = next(one for one in module.configs(problem, H100) if one.num_conv_blocks and not one.takes_short)
     assert config.num_persistent_clusters > 0
