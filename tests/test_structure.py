@@ -23,7 +23,7 @@ MOST_PARAMETERS = 10  # but of public operators, their references and registered
 MOST_METHODS = 25  # of a class, those of its bases among this project's classes too
 
 # Families of kernels that run another family's.
-_RUNS_OTHERS = {("chunk", "recurrent"), *(("gdn_prefill", family) for family in ("chunk", "conv1d", "gdn_steps"))}
+_RUNS_OTHERS = {("chunk", "recurrent"), *(("gdn_prefill", family) for family in ("chunk", "conv1d", "gdn_decode", "gdn_steps"))}
 
 # Families of operators that run another family's.
 _SERVED_BY = {("layer_step", "delta_rule")}

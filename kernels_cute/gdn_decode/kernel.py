@@ -38,15 +38,9 @@ class GdnDecode:
         num_sequences = params.mixed_qkv.shape[0]
         if cutlass.const_expr(spec.has_several_tokens):
             num_sequences = params.cu_seqlens.shape[0] - 1
-        min_blocks = spec.tiles.min_threads_per_sm // spec.tiles.threads
-        grid, cluster = [num_sequences * (spec.problem.num_k_heads * spec.cluster), 1, 1], [spec.cluster, 1, 1]
-        # Percent: a few KiB a block; without a value the DSL asks a device for its limit.
-        needs_much = spec.tile.k_warps > 1 or spec.ring is not None
-        percent = max(16, carveout(spec.shared_bytes, min_blocks)) if needs_much else 16
-        limits = {"min_blocks_per_mp": min_blocks, "preferred_smem_carveout": percent}
         out = heads_of(params.out, 0, spec.problem.num_v_heads, spec.problem.head_v_dim)
         params = flat_views(spec.problem, params)._replace(out=out)
-        self.kernel(params).launch(grid=grid, block=[spec.tiles.threads, 1, 1], cluster=cluster, stream=stream, **limits)
+        self.kernel(params).launch(stream=stream, **launch_shape(spec, num_sequences))
 
     @cute.kernel
     def kernel(self, params: GdnDecodeParams):
@@ -117,6 +111,17 @@ class GdnDecode:
             store_zeros(spec.tile, params.out, first, params.out.shape[0], num_sequences, place)
 
 
+def launch_shape(spec: Spec, num_sequences: Any) -> dict[str, Any]:
+    """Grid, clusters, blocks and limits of the launch."""
+    min_blocks = spec.tiles.min_threads_per_sm // spec.tiles.threads
+    # Percent: a few KiB a block; without a value the DSL asks a device for its limit.
+    needs_much = spec.tile.k_warps > 1 or spec.ring is not None
+    percent = max(16, carveout(spec.shared_bytes, min_blocks)) if needs_much else 16
+    grid = [num_sequences * (spec.problem.num_k_heads * spec.cluster), 1, 1]
+    shape = {"grid": grid, "block": [spec.tiles.threads, 1, 1], "cluster": [spec.cluster, 1, 1]}
+    return shape | {"min_blocks_per_mp": min_blocks, "preferred_smem_carveout": percent}
+
+
 def gates_of(spec: Spec, params: GdnDecodeParams, block: Block) -> Any:
     """Registers of `Registers.gates`."""
     if spec.batch == 1:
@@ -161,7 +166,13 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
     storage = cutlass.utils.SmemAllocator().allocate(spec.storage())
     tokens, sums, parts = [part.data_ptr().toint() for part in (storage.tokens, storage.sums, storage.warp_parts)]
     # The few bytes of the convolution before those of the ring and the many of the state: it is done while those are under way.
-    load_windows(spec, params, block, Int64(sequence.window_slot), sequence.column, registers.line)
+    window = (Int64(sequence.window_slot), sequence.column)
+    if cutlass.const_expr(sequence.is_continued is None):
+        load_windows(spec, params, block, *window, registers.line)
+    else:
+        registers.line.fill(0)
+        if sequence.is_continued:
+            load_windows(spec, params, block, *window, registers.line)
     if cutlass.const_expr(spec.batch > 1):
         load_rows(spec, params, block, sequence, Int32(0), registers)
     elif cutlass.const_expr(spec.has_several_tokens):
@@ -189,8 +200,12 @@ def run_sequence(spec: Spec, params: GdnDecodeParams, block: Block, sequence: Se
     if cutlass.const_expr(spec.stages_state):
         state = storage.state.data_ptr().toint()
         copy_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, state, block.thread)
-    else:
+    elif cutlass.const_expr(sequence.is_continued is None):
         load_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, registers.state)
+    else:
+        registers.state.fill(0.0)
+        if sequence.is_continued:
+            load_state(spec.tile, Int64(sequence.read_slot), place, params.ssm_state, registers.state)
 
     shared = Shared(tokens, sums, storage.sums_full.data_ptr(), parts, entries, storage.state.data_ptr().toint())
     if cutlass.const_expr(spec.sends_squares):

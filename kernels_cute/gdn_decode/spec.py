@@ -39,6 +39,7 @@ class Sequence(NamedTuple):
     seed: Any  # Int32, mixed: of stochastic rounding
     first: Any  # Int32, with a ring: position of the first entry that may be live
     committed: Any  # Int32, with a ring: position of its first token
+    is_continued: Any = None  # Boolean: from the slot's window and state, not from zero; None: all are
 
 
 class Registers(NamedTuple):

@@ -6,7 +6,8 @@
 
 Forms: launches of the kernels of the three operators one after the other, in one entry (in_turn.py), or an entry each where the
 chunk operator has launches of its own (parts.py); the convolution, then the chunk kernel with the norm in it (normed.py); or side
-by side, each some chunks later than the one before (side_by_side.py).
+by side, each some chunks later than the one before (side_by_side.py). The last two may leave sequences of one token to the decode
+step's kernel (one_token.py), and normed.py those of up to 64 tokens to small blocks (short/).
 DESIGN.md says when which one runs. `GdnPrefillParams` has the contract of each tensor.
 """
 
@@ -46,9 +47,9 @@ class Config(ChunkConfig):
     # 1: the chunk kernel norms its outputs, with two SMs a head, after a convolution whose rows go through shared memory.
     norm_in_chunk: int = field(default=0, metadata={"compiled": bool})
 
-    # 1, with norm_in_chunk or num_conv_blocks: a launch of its own has the sequences of at most 64 tokens, whose states do not
-    # wait for one another.
-    takes_short: int = field(default=0, metadata={"compiled": bool})
+    # Sequences of at most so many tokens are those of other launches: of one token of the decode step's kernel, of more of small
+    # blocks. 0, 1, or with norm_in_chunk 64; 0 with neither norm_in_chunk nor num_conv_blocks.
+    max_short_tokens: int = 0
 
     conv_threads: int = 128
     conv_rows: int = 32
@@ -84,7 +85,7 @@ def note(problem: GdnPrefillProblem) -> str | None:
 
 
 def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool:
-    if config.takes_short and not (config.norm_in_chunk or config.num_conv_blocks):
+    if config.max_short_tokens and not (config.norm_in_chunk or config.num_conv_blocks):
         return False
     if config.num_conv_blocks:
         return plan.side_by_side_fits(problem, config, device)
@@ -103,16 +104,17 @@ def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
     """Side by side where that is faster by the model; with the norm in the chunk kernel where work tiles take turns on all SMs,
     and a launch for short sequences where they are many; else the default of each kernel."""
     apart = _with_steps(problem, chunk.default_config(parts.chunk_problem(problem), device), device)
-    short = plan.with_short(problem, device) if plan.has_short(problem, device) else None
-    changes = plan.side_by_side(problem, device) or short or plan.normed(problem, device)
+    short = plan.with_short(problem, device) if plan.has_short(problem, device) else []
+    changes = plan.side_by_side(problem, device) or next((one for one in short if one["max_short_tokens"] > 1), None)
+    changes = changes or plan.normed(problem, device)
     return apart if changes is None else replace(apart, **changes)
 
 
 def configs(problem: GdnPrefillProblem, device: DeviceSpec) -> list[Config]:
     """The chunk kernel's, with the default of the other two, and those of the other forms."""
     apart = [_with_steps(problem, config, device) for config in chunk.configs(parts.chunk_problem(problem), device)]
-    normed = [one for one in (plan.normed(problem, device), plan.with_short(problem, device)) if one is not None]
-    others = (*normed, *plan.all_side_by_side(problem, device))
+    normed = plan.normed(problem, device)
+    others = (*([] if normed is None else [normed]), *plan.with_short(problem, device), *plan.all_side_by_side(problem, device))
     return [config for config in (*apart, *(replace(apart[0], **changes) for changes in others)) if fits(problem, config, device)]
 
 

@@ -14,12 +14,12 @@ from kernels_cute.gdn_prefill.side_by_side import SideBySide, fakes
 
 
 def side_by_side(entry: str, problem: GdnPrefillProblem, config: Any) -> bytes:
-    host = SideBySide(problem, config.conv, config.num_persistent_clusters > 0, config.takes_short > 0).launch
+    host = SideBySide(problem, config.conv, config.num_persistent_clusters > 0, config.max_short_tokens).launch
     return build.library(entry, host, *fakes(problem), cutlass.Int32(2), cutlass.Int32(1))
 
 
 def normed(entry: str, problem: GdnPrefillProblem, config: Any) -> bytes:
-    host = Normed(problem, config.conv, config.num_persistent_clusters > 0, config.takes_short > 0).launch
+    host = Normed(problem, config.conv, config.num_persistent_clusters > 0, config.max_short_tokens).launch
     return build.library(entry, host, *fakes(problem), cutlass.Int32(2))
 
 

@@ -1,10 +1,11 @@
 """A prefill step in two launches: the staged convolution, and the chunk kernel with the gated norm in it (chunk/roles/norm.py).
-With `takes_short` there is a third, which takes the short sequences from them (short/kernel.py).
+With `max_short_tokens` others after them have the short sequences: those of more than one token (short/kernel.py), then those of
+one (one_token.py).
 
 The chunk kernel is a programmatic dependent of the convolution: its blocks take SMs as that leaves them, and their loading warps
 wait for its end before the first row is asked for. So what follows in the stream, which waits for the chunk kernel, waits for
-both. The third launch begins on what SMs are left once all blocks of the chunk kernel have begun. Its first block waits for
-that kernel's end, so that what follows waits for all three.
+both. Each launch after it begins on what SMs are left once all blocks of the one before have begun. Its first block waits for
+that one's end, so that what follows waits for all.
 
 Workspace: the rows of q, k and v.
 """
@@ -22,8 +23,8 @@ from kernels_cute.chunk.roles.norm import NormTerms
 from kernels_cute.chunk.shape import NORM_QUERY_STAGES, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.gdn_prefill import parts
+from kernels_cute.gdn_prefill.one_token import OneToken
 from kernels_cute.gdn_prefill.short.kernel import ShortStep
-from kernels_cute.gdn_prefill.short.shape import MOST_TOKENS
 from kernels_cute.gdn_prefill.staged import StagedTiles
 from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
 
@@ -46,21 +47,22 @@ class NormedChunk:
             fused.run_block(self.spec, params, copies, None, terms)
 
 
-def normed_spec(problem: GdnPrefillProblem, is_persistent: bool, takes_short: bool = False) -> ChunkSpec:
+def normed_spec(problem: GdnPrefillProblem, is_persistent: bool, skipped_tokens: int) -> ChunkSpec:
     own = ChunkSpec(parts.chunk_problem(problem), STAGES, 0, is_persistent, False, False)
     return own.changed(
         has_norm=True, norm_sigmoid=problem.gate_sigmoid, query_stages=NORM_QUERY_STAGES, follows_rows=True,
-        skipped_tokens=MOST_TOKENS if takes_short else 0,
+        skipped_tokens=skipped_tokens,
     )  # fmt: skip
 
 
 class Normed:
-    def __init__(self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool, takes_short: bool) -> None:
+    def __init__(self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool, max_short_tokens: int) -> None:
         self.problem = problem
-        self.spec = normed_spec(problem, is_persistent, takes_short)
-        self.conv = StagedTiles(problem, conv_config, self.spec.skipped_tokens)
+        self.spec = normed_spec(problem, is_persistent, max_short_tokens)
+        self.one_token = OneToken(problem) if max_short_tokens else None
+        self.conv = StagedTiles(problem, conv_config, max_short_tokens)
         self.chunk = NormedChunk(self.spec)
-        self.short = ShortStep(problem, self.spec, is_followed=False) if takes_short else None
+        self.short = ShortStep(problem, self.spec) if max_short_tokens > 1 else None
 
     @cute.jit
     def launch(self, *values):
@@ -84,3 +86,5 @@ class Normed:
         )
         if cutlass.const_expr(self.short is not None):
             self.short.kernel(conv, chunk, terms, z).launch(stream=stream, use_pdl=True, **self.short.launch_shape(sequences))
+        if cutlass.const_expr(self.one_token is not None):
+            self.one_token.launch(params, stream)

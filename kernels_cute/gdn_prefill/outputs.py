@@ -3,7 +3,7 @@
 A block has the rows of a head and a chunk of 64 tokens, in the order of the tokens; it asks for its rows of z, waits for the
 chunk kernel's blocks in its word of `outputs_done` (kernels_cute.chunk.signals), and replaces the outputs by the result. The
 chunk kernel waits for nobody here, and its blocks have their SMs for themselves, so blocks that wait are in nobody's way. Rows of
-padding are those of the chunk kernel, or of the launch for short sequences, which write zeros.
+padding are those of the chunk kernel, or of the last launch, which write zeros.
 """
 
 from typing import Any, NamedTuple
@@ -59,6 +59,8 @@ class OutputNorm:
 
     @cute.kernel
     def kernel(self, params: NormParams, outputs_done: Int64):
+        if cutlass.const_expr(self.skipped_tokens > 0):
+            cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         chunk, head = block // self.heads, block % self.heads
@@ -75,8 +77,8 @@ class OutputNorm:
             if Int64(params.state_indices[sequence]) > params.null_slot:
                 self.normalise(params, outputs_done + Int64(block) * 4, begin + first, valid, head)
         if block == blocks - 1:
-            # All outputs are there, but the chunk kernel may not have stored all states: what follows in the stream waits for
-            # this launch alone.
+            # All outputs are there, but the chunk kernel may not have stored all states: what follows waits for this launch
+            # alone.
             cute.arch.griddepcontrol_wait()
 
     @cute.jit

@@ -15,14 +15,17 @@ from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
 from gdn.ops.layer_step.problem import (
     Conv1dParams,
     Conv1dProblem,
+    GdnDecodeProblem,
     GdnPrefillParams,
     GdnPrefillProblem,
     RmsNormGatedParams,
     RmsNormGatedProblem,
 )
 from gdn.problem import DTYPE_BYTES
+from kernels_cute.gdn_decode.config import Config as DecodeConfig
 
 ALIGNMENT = 256  # bytes, of the parts of the workspace
+_MOST_BLOCKS = 8  # of a cluster, which has a key head
 
 
 @functools.lru_cache(maxsize=256)
@@ -57,6 +60,30 @@ def norm_problem(problem: GdnPrefillProblem) -> RmsNormGatedProblem:
         num_heads=p.num_v_heads, head_dim=p.head_v_dim, dtype=p.dtype, z_dtype=p.z_dtype or p.dtype, weight_dtype=p.norm_dtype,
         sigmoid=p.gate_sigmoid, num_tokens=p.num_tokens,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def decode_problem(problem: GdnPrefillProblem) -> GdnDecodeProblem:
+    """The decode step of the sequences of one token, the same for all sizes of a call."""
+    p = problem
+    return GdnDecodeProblem(
+        num_k_heads=p.num_k_heads, num_v_heads=p.num_v_heads, head_k_dim=p.head_k_dim, head_v_dim=p.head_v_dim, width=p.width,
+        dtype=p.dtype, z_dtype=p.z_dtype, a_dtype=p.a_dtype, b_dtype=p.b_dtype, weight_dtype=p.weight_dtype,
+        bias_dtype=p.bias_dtype, A_log_dtype=p.A_log_dtype, dt_bias_dtype=p.dt_bias_dtype, norm_dtype=p.norm_dtype,
+        conv_dtype=p.conv_dtype, conv_channels_contiguous=p.conv_channels_contiguous, state_dtype=p.state_dtype,
+        state_v_first=p.state_v_first, index_dtype=p.index_dtype, cu_seqlens_dtype=None, interleaved=p.interleaved,
+        concatenated=False, silu=p.silu, gate_sigmoid=p.gate_sigmoid, has_columns=False, has_accepted=False, has_rounding=False,
+        merged=p.merged, num_tokens=1, num_sequences=1,
+    )  # fmt: skip
+
+
+def decode_tiles(problem: GdnPrefillProblem) -> DecodeConfig:
+    """Tiles of that step: half of a head's state in a block, or all of it where a cluster has more heads. Most blocks may find
+    nothing to do, so there are few of them; four are on an SM. A bfloat16 state V first that may start from zero takes more
+    registers."""
+    threads = 128 if 2 * problem.num_v_heads // problem.num_k_heads <= _MOST_BLOCKS else 256
+    takes_more = problem.has_mask and problem.state_v_first and problem.state_dtype == "bfloat16"
+    return DecodeConfig(threads, 8, 4, 512 if not takes_more else 384 if threads == 128 else 256)
 
 
 def rows_bytes(problem: GdnPrefillProblem) -> int:

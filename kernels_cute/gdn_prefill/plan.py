@@ -1,10 +1,12 @@
 """Choice of a prefill step's form, and of the convolution's number of SMs: a model of its time from sizes alone."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from gdn.device import DeviceSpec
 from gdn.ops.layer_step.problem import GdnPrefillProblem
+from kernels_cute import gdn_decode
 from kernels_cute.chunk.deal import max_scheduled_clusters
 from kernels_cute.chunk.plan import Model
 from kernels_cute.chunk.shape import CHUNK, STAGES
@@ -27,6 +29,8 @@ _CHUNK, _ENDS = 1.78, 16.0
 _CHUNK_IN_TURN, _WORK_TILE_IN_TURN, _LEAST_IN_TURN = 1.66, 1.0, 512
 _WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel alone, where a cluster takes several
 _NORMED_TIME = 0.92  # with the norm in the chunk kernel, of the time apart
+# The same of the norm in the chunk kernel where sequences have fewer tokens than _LEAST_IN_TURN.
+_NORMED_TIME_OF_MANY = 0.97
 _LEAST_SHORT_WAVES = 3  # of the blocks that short sequences have, from calls with 4 and with 16
 _GBPS_CONV, _GBPS_NORM = 2500.0, 2850.0  # of the kernels alone, measured
 
@@ -36,7 +40,7 @@ def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpe
     p, c = problem, config
     if not _serves(p):
         return False
-    if c.takes_short and not _can_take_short(p, device):
+    if c.max_short_tokens not in (0, 1) or c.max_short_tokens and not _can_decode(p):
         return False
     if c.norm_in_chunk or any((c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters)):
         return False
@@ -55,18 +59,26 @@ def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, in
     if not _serves(problem):
         return None
     clusters = _clusters(problem, device, _conv_blocks(_CONV_SMS[0], device))
-    if clusters and (clusters < problem.num_v_heads or problem.num_tokens < _LEAST_IN_TURN * problem.num_sequences):
+    if clusters and clusters < problem.num_v_heads:
         # Where heads take turns the chunk kernel leaves no SM idle: the convolution's are missing there (measured).
         return None
-    apart = _time_apart(problem, device) * (_NORMED_TIME if normed(problem, device) is not None else 1.0)
-    return next(_candidates(problem, device)) if _time(problem, bool(clusters)) < apart else None
+    has_many = bool(clusters) and problem.num_tokens < _LEAST_IN_TURN * problem.num_sequences
+    can_decode = bool(clusters) and _can_decode(problem)
+    if has_many and not (can_decode and problem.num_tokens > MOST_TOKENS * problem.num_sequences):
+        return None
+    others = _NORMED_TIME_OF_MANY if has_many else _NORMED_TIME
+    apart = _time_apart(problem, device) * (others if normed(problem, device) is not None else 1.0)
+    if _time(problem, bool(clusters)) >= apart:
+        return None
+    # Where heads take turns a sequence of one token would take the time of a chunk from all of them.
+    return next(_candidates(problem, device)) | {"max_short_tokens": int(can_decode)}
 
 
 def all_side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
     """Fields of the side-by-side forms worth measuring."""
     found = list(_candidates(problem, device)) if _serves(problem) else []
-    can_take_short = problem.num_sequences > 1 and _can_take_short(problem, device)
-    return [*found, *([found[0] | {"takes_short": 1}] if can_take_short else [])]
+    can_decode = bool(found) and problem.num_sequences > 1 and _can_decode(problem)
+    return [*found, *([found[0] | {"max_short_tokens": 1}] if can_decode else [])]
 
 
 def normed_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:
@@ -77,7 +89,7 @@ def normed_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> 
         return False
     tile_bytes = (problem.width - 1 + c.conv_rows) * c.conv_threads * PART_BYTES
     tiles = tile_bytes <= device.shared_bytes_per_block and c.conv_rows % c.conv_batch == 0
-    if c.takes_short and not _can_take_short(problem, device):
+    if c.max_short_tokens not in (0, *_short_choices(problem, device)):
         return False
     return tiles and 0 <= c.num_persistent_clusters <= max_scheduled_clusters(True)
 
@@ -95,14 +107,16 @@ def normed(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | N
     return none | tiles | {"norm_in_chunk": 1, "stages": STAGES, "state_heads": 1, "num_persistent_clusters": clusters}
 
 
-def with_short(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | None:
-    """The same with a launch of its own for the short sequences; None where there is none."""
+def with_short(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
+    """The same with launches for short sequences, the longest `max_short_tokens` first."""
     changes = normed(problem, device)
-    return changes | {"takes_short": 1} if changes is not None and _can_take_short(problem, device) else None
+    if changes is None or problem.num_sequences == 1:
+        return []
+    return [changes | {"max_short_tokens": tokens} for tokens in _short_choices(problem, device)]
 
 
 def has_short(problem: GdnPrefillProblem, device: DeviceSpec) -> bool:
-    """Whether sequences are so short and so many that a launch of their own is faster. Its blocks take longer for a value head
+    """Whether sequences are so short and so many that launches of their own are faster. Their blocks take longer for a value head
     than clusters of the chunk kernel, and gain by being many at once."""
     blocks = problem.num_sequences * problem.num_k_heads
     is_short = problem.num_tokens <= MOST_TOKENS * problem.num_sequences
@@ -118,10 +132,18 @@ def _can_norm_in_chunk(problem: GdnPrefillProblem) -> bool:
     return _serves(problem) and problem.has_norm and (problem.z_dtype or problem.dtype) == problem.dtype
 
 
-def _can_take_short(problem: GdnPrefillProblem, device: DeviceSpec) -> bool:
-    """Whether a launch of its own can have the short sequences of a call. It has the norm, as the chunk kernel may."""
+def _can_decode(problem: GdnPrefillProblem) -> bool:
+    """Whether the decode step's kernel serves the sequences of one token."""
+    return _decode_refusal(parts.decode_problem(problem)) is None
+
+
+_decode_refusal = functools.lru_cache(maxsize=64)(gdn_decode.refusal)
+
+
+def _short_choices(problem: GdnPrefillProblem, device: DeviceSpec) -> list[int]:
+    """Values of `max_short_tokens` but 0, next to the norm in the chunk kernel."""
     fits = short_fits(problem, device.shared_bytes_per_block // BLOCKS_PER_SM - RESERVED_BYTES)
-    return _can_norm_in_chunk(problem) and fits
+    return ([MOST_TOKENS] if fits else []) + [1] if _can_decode(problem) else []
 
 
 def _batch(problem: GdnPrefillProblem) -> int:

@@ -2,16 +2,15 @@
 
     rows.py       the convolution, on `num_conv_blocks` SMs of its own
     chunk         the chunk kernel with two SMs a head, on the SMs that are left: it waits for the rows of each chunk
-    short/        with `takes_short` the short sequences, which the other three pass over
     outputs.py    the gated norm, on what the convolution's SMs have left: it waits for the outputs of each chunk and head
+    one_token.py  with `max_short_tokens` the sequences of one token, which the others pass over
 
 The convolution and the norm are bound by memory, the chunk kernel is not, and what one writes the next one reads from the L2
 cache. Each is a programmatic dependent of the one before, whose blocks trigger as they begin: so a launch begins when all blocks
 of the one before have. These have their SMs, and wait at most for blocks that began before them: no deadlock, whatever else runs
 on the device. A launch that finds no room begins later, with all words there. The words (kernels_cute.chunk.signals) are cleared
-by a launch of its own, the first. The last block of the norm waits for the end of the launch before, a block of the short
-sequences for that of the chunk kernel, and one of the chunk kernel for that of the convolution, so what follows in the stream
-sees all of them. Without a norm the last launch is left out.
+by a launch of its own. A block of the last launch waits for the end of the one before, that for the end of the one before it, and
+so on, so what follows in the stream sees all of them. Without a norm its launch is left out.
 
 Workspace: the words `rows_made` and `outputs_done`, then the rows of q, k and v.
 """
@@ -25,32 +24,29 @@ from cutlass import Int32, Int64
 from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.chunk import fused
 from kernels_cute.chunk.arguments import token_copies
-from kernels_cute.chunk.roles.norm import NormTerms
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.common import ptx
 from kernels_cute.common.memory import fake
 from kernels_cute.gdn_prefill import parts
-from kernels_cute.gdn_prefill.normed import normed_spec
+from kernels_cute.gdn_prefill.one_token import OneToken
 from kernels_cute.gdn_prefill.outputs import NormParams, OutputNorm
 from kernels_cute.gdn_prefill.rows import RowMaker
 from kernels_cute.gdn_prefill.shape import words, words_bytes
-from kernels_cute.gdn_prefill.short.kernel import ShortStep
-from kernels_cute.gdn_prefill.short.shape import MOST_TOKENS
 from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
 
 _CLEAR_THREADS = 256
 
 
 class SideBySide:
-    def __init__(self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool, takes_short: bool) -> None:
-        self.problem, skipped = problem, MOST_TOKENS if takes_short else 0
+    def __init__(self, problem: GdnPrefillProblem, conv_config: Any, is_persistent: bool, max_short_tokens: int) -> None:
+        self.problem, skipped = problem, max_short_tokens
+        self.one_token = OneToken(problem) if skipped else None
         self.rows = RowMaker(problem, conv_config, skipped)
         plain = ChunkSpec(parts.chunk_problem(problem), STAGES, 0, is_persistent, False, False)
         self.spec = plain.changed(row_tile=self.rows.rows, row_makers=self.rows.slices, skipped_tokens=skipped)
         self.chunk = fused.FusedChunk(self.spec)
         self.norm = OutputNorm(problem, self.spec.slices, skipped) if problem.has_norm else None
-        self.short = ShortStep(problem, normed_spec(problem, is_persistent), is_followed=True) if takes_short else None
 
     @cute.jit
     def launch(self, *values):
@@ -74,15 +70,19 @@ class SideBySide:
         clusters = cutlass.min(sequences * self.spec.units, max_clusters)
         options = {"grid": (self.spec.sharers * clusters, 1, 1), **fused.launch_shape(self.spec)}
         self.chunk.kernel(chunk, copies, Int32(0)).launch(stream=stream, use_pdl=True, **options)
-        z = norm_z(problem, params, tokens) if cutlass.const_expr(self.norm is not None) else None
-        if cutlass.const_expr(self.short is not None):
-            terms = NormTerms(params.norm_weight, params.eps)
-            self.short.kernel(conv, chunk, terms, z).launch(stream=stream, use_pdl=True, **self.short.launch_shape(sequences))
         if cutlass.const_expr(self.norm is not None):
             norm = NormParams(
-                z, params.norm_weight, params.state_indices, params.cu_seqlens, params.out, params.eps, params.null_slot
+                norm_z(problem, params, tokens),
+                params.norm_weight,
+                params.state_indices,
+                params.cu_seqlens,
+                params.out,
+                params.eps,
+                params.null_slot,
             )
             self.norm.kernel(norm, outputs_done).launch(stream=stream, use_pdl=True, **self.norm.launch_options(norm))
+        if cutlass.const_expr(self.one_token is not None):
+            self.one_token.launch(params, stream)
 
     @cute.kernel
     def clear(self, first: Int64, num_bytes: Int32):

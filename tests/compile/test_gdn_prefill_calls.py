@@ -92,8 +92,8 @@ def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
         *(pytest.param(form, layout, marks=pytest.mark.cover) for form, layout in (
             ("beside", "flat"), ("beside", "interleaved"), ("beside", "flat, checkpoints"),
             ("normed", "interleaved"), ("normed", "flat, checkpoints"), ("normed", "interleaved, kept states"),
-            ("short", "flat"), ("short", "merged"), ("short", "interleaved, kept states"), ("beside, short", "flat"),
-            ("beside, short", "merged"), ("beside, short", "interleaved, kept states"),
+            ("short", "flat"), ("short", "merged"), ("short", "interleaved, kept states"), ("beside, one token", "flat"),
+            ("beside, one token", "merged"), ("beside, one token", "interleaved, kept states"),
             *(("in turn", layout) for layout in LAYOUTS),
             *(("apart", layout) for layout in LAYOUTS if "kept" not in layout),
         )),
@@ -103,9 +103,9 @@ def test_every_entry_takes_its_arguments(form: str, layout: str, tmp_path: Path)
     dims = dict.fromkeys(("head_k_dim", "head_v_dim"), 96 if form == "apart" else 128)
     problem = example("gdn_prefill", **SMALL | LAYOUTS[layout] | dims)
     config = next(one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == form.startswith("beside"))
-    config = dataclasses.replace(config, split_if_longest_exceeds=0, split_chunks=0, takes_short=int(form == "beside, short"))
+    config = dataclasses.replace(config, split_if_longest_exceeds=0, split_chunks=0, max_short_tokens=int("one token" in form))
     if form in ("normed", "short"):
-        tiles = {"conv_rows": 16, "conv_threads": 64, "norm_in_chunk": 1, "takes_short": int(form == "short"), "stages": 4}
+        tiles = {"conv_rows": 16, "conv_threads": 64, "norm_in_chunk": 1, "max_short_tokens": 64 * (form == "short"), "stages": 4}
         config = dataclasses.replace(config, **tiles, prefetch=0, num_four_sm_clusters=0, max_l2_ring_groups=0)
     entries = reached(problem, config, tmp_path)
     assert entries[0].startswith("gdn_cute_prefill") and len(entries) == (5 if form == "apart" else 1)
@@ -137,7 +137,7 @@ def test_heads_of_several_sequences_take_turns(tokens: int, sequences: int) -> N
     [
         ((4, 8), 8192, 1, {}),  # segments are faster, and take all SMs
         ((2, 4), 200, 1, {}),  # short
-        *(((16, 32), tokens, count, {}) for tokens, count in ((8192, 32), (65536, 256))),  # all SMs are busy
+        *(((16, 32), tokens, count, {}) for tokens, count in ((8192, 128), (16384, 256))),  # short ones
         ((16, 64), 8192, 1, {}),
         ((16, 32), 8192, 1, {"head_k_dim": 64, "head_v_dim": 64}),
         ((16, 32), 8192, 1, {"head_k_dim": 96, "head_v_dim": 96}),

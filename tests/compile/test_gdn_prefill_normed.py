@@ -22,8 +22,9 @@ def _problem(tokens: int, sequences: int, **changes: Any) -> Any:
 
 
 def _normed(problem: Any) -> Any:
-    """The default of a full batch, with a cluster for every work tile where there are few."""
-    config = module.default_config(_problem(8192, 32), H100)
+    """The configuration of a full batch, with a cluster for every work tile where there are few."""
+    found = module.configs(_problem(8192, 32), H100)
+    config = next(one for one in found if one.norm_in_chunk and not one.max_short_tokens)
     clusters = config.num_persistent_clusters if problem.num_sequences > 1 else 0
     return dataclasses.replace(config, num_persistent_clusters=clusters)
 
@@ -67,7 +68,7 @@ def test_shared_memory_is_full() -> None:
     from kernels_cute.gdn_prefill.normed import normed_spec
 
     for is_persistent in (False, True):
-        spec = normed_spec(_problem(8192, 32), is_persistent)
+        spec = normed_spec(_problem(8192, 32), is_persistent, 0)
         size = shared_bytes(block_fields(spec))
         assert size == struct_of(block_fields(spec)).size_in_bytes()
         assert size <= H100.shared_bytes_per_block
@@ -102,10 +103,14 @@ def test_what_it_does_not_serve(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sequences", "wanted"), [(8192, 32, 1), (65536, 256, 1), (8192, 8, 0), (8192, 1, 0), (1024, 1, 0)]
-)
-def test_the_default_of_full_batches(tokens: int, sequences: int, wanted: int) -> None:
-    """The norm is in the chunk kernel where work tiles of many short sequences take turns on all SMs."""
-    config = module.default_config(_problem(tokens, sequences), H100)
+    ("tokens", "sequences", "heads", "wanted"),
+    [
+        (1024, 32, (16, 32), 1), (16384, 256, (16, 32), 1), (8192, 32, (8, 16), 1), (65536, 256, (16, 64), 1),
+        (8192, 32, (16, 32), 0), (8192, 8, (16, 32), 0), (8192, 1, (16, 32), 0), (1024, 1, (16, 32), 0),
+    ],
+)  # fmt: skip
+def test_the_default_of_full_batches(tokens: int, sequences: int, heads: tuple[int, int], wanted: int) -> None:
+    """The norm is in the chunk kernel where work tiles take turns on all SMs, and heads do not take turns side by side."""
+    config = module.default_config(_problem(tokens, sequences, num_k_heads=heads[0], num_v_heads=heads[1]), H100)
     assert config.norm_in_chunk == wanted
     assert config.num_persistent_clusters or not wanted

@@ -1,4 +1,4 @@
-"""The prefill step whose short sequences have a launch of their own, without a GPU: code, shared memory, what it serves."""
+"""The prefill step whose short sequences have launches of their own, without a GPU: code, shared memory, what it serves."""
 
 import dataclasses
 from typing import Any
@@ -18,10 +18,12 @@ def _problem(**changes: Any) -> Any:
     return example("gdn_prefill", **sizes | changes)
 
 
-def _config(problem: Any, is_beside: bool = False) -> Any:
-    """With the norm in the chunk kernel, or side by side."""
-    (found,) = [one for one in module.configs(problem, H100) if one.takes_short and bool(one.num_conv_blocks) == is_beside]
-    return found
+def _config(problem: Any, form: str = "short") -> Any:
+    """With the norm in the chunk kernel all short sequences elsewhere, or those of one token; side by side these, or none."""
+    most = {"short": 64, "normed": 1, "beside": 1, "none elsewhere": 0}[form]
+    is_beside = form in ("beside", "none elsewhere")
+    found = [one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == is_beside]
+    return next(one for one in found if one.max_short_tokens == most)
 
 
 _VARIANTS: list[dict[str, Any]] = [
@@ -32,36 +34,42 @@ _VARIANTS: list[dict[str, Any]] = [
     {"index_dtype": "int64", "cu_seqlens_dtype": "int64", "conv_dtype": "float32", "gate_sigmoid": True, "has_mask": False},
     {"num_k_heads": 16, "num_v_heads": 16, "bias_dtype": "bfloat16", "silu": False, "norm_dtype": "bfloat16", "width": 2},
 ]  # fmt: skip
+_BFLOAT16_STATES: list[dict[str, Any]] = [  # which have the most values a register
+    LAYOUTS["interleaved"] | {"state_dtype": "bfloat16", "weight_dtype": "float32"},
+    {"state_dtype": "bfloat16", "num_k_heads": 4, "num_v_heads": 32, "bias_dtype": "float32", "weight_dtype": "float32"},
+    LAYOUTS["merged"] | {"state_dtype": "bfloat16", "silu": False, "conv_dtype": "float32", "conv_channels_contiguous": False},
+]
+_WITHOUT_NORM = {"norm_dtype": None, "z_dtype": None}
 
 
 @pytest.mark.cover
 @pytest.mark.parametrize(
-    ("is_beside", "changes"), [*((False, one) for one in _VARIANTS), *((True, one) for one in _VARIANTS[1::3])], ids=str
+    ("form", "changes"),
+    [
+        *(("short", one) for one in _VARIANTS),
+        *(("normed", one) for one in _VARIANTS[::5]),
+        *(("beside", one) for one in (*_VARIANTS[1::3], _WITHOUT_NORM, {"z_dtype": "float32"}, *_BFLOAT16_STATES)),
+        *(("none elsewhere", one) for one in _VARIANTS[:1] + _VARIANTS[2:5:2]),
+    ],
+    ids=str,
 )
-def test_machine_code(is_beside: bool, changes: dict[str, Any]) -> None:
-    """No spills in any of the launches, two blocks of the short sequences an SM, every product once."""
+def test_machine_code(form: str, changes: dict[str, Any]) -> None:
+    """No spills in any of the launches, two blocks of the short sequences an SM, every product once. Heads of 256 sequences take
+    turns."""
     problem = _problem(**changes)
-    config = _config(problem, is_beside)
+    config = _config(problem, form)
     assert module.fits(problem, config, H100)
     (library,) = module.compile(problem, config).values()
     kernels = {kernel.name.split("_object_at_")[0].rsplit("kernel", 1)[-1]: kernel for kernel in machine_code.kernels(library)}
-    (short,) = [kernel for name, kernel in kernels.items() if "ShortStep" in name]
-    assert len(kernels) == (5 if is_beside else 3)
+    assert len(kernels) == {"short": 4, "normed": 3, "beside": 4 + problem.has_norm, "none elsewhere": 4}[form]
     assert all(kernel.spills == kernel.stack_bytes == 0 for kernel in kernels.values())
+    assert len([name for name in kernels if "OneToken" in name]) == (form != "none elsewhere")
+    if form != "short":
+        return
+    (short,) = [kernel for name, kernel in kernels.items() if "ShortStep" in name]
     assert short.max_threads == 256 and short.registers <= 65536 // 512
     # K K^T or Q K^T, S K^T and S Q^T, M, P, and two halves of the state's update.
     assert short.count("HGMMA") == 8 + 2 * 8 + 4 + 4 + 2 * 4
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("changes", [_VARIANTS[0], _VARIANTS[2], _VARIANTS[4]], ids=str)
-def test_heads_in_turn_side_by_side_spill_nothing(changes: dict[str, Any]) -> None:
-    """Without that launch. A chunk kernel that deals work tiles and waits for the convolution's rows takes the most registers."""
-    problem = _problem(**changes)
-    config = next(one for one in module.configs(problem, H100) if one.num_conv_blocks and not one.takes_short)
-    assert config.num_persistent_clusters > 0
-    (library,) = module.compile(problem, config).values()
-    assert all(kernel.spills == kernel.stack_bytes == 0 for kernel in machine_code.kernels(library))
 
 
 def test_two_blocks_have_room_on_an_sm() -> None:
@@ -86,16 +94,27 @@ def test_two_blocks_have_room_on_an_sm() -> None:
 )  # fmt: skip
 def test_what_has_no_such_launch(changes: dict[str, Any]) -> None:
     """More than eight value heads a key head, no norm, a wider z, and calls that leave SMs idle."""
-    assert not any(config.takes_short for config in module.configs(_problem(**changes), H100))
+    assert not any(config.max_short_tokens > 1 for config in module.configs(_problem(**changes), H100))
+
+
+def test_what_has_no_launch_for_sequences_of_one_token() -> None:
+    """What the decode step's kernel does not serve, and a call of one sequence."""
+    for changes in ({"num_k_heads": 1, "num_v_heads": 16}, {"width": 5}, {"num_sequences": 1}):
+        problem = _problem(**changes)
+        found = module.configs(problem, H100)
+        assert found and not any(config.max_short_tokens for config in found)
+        if problem.num_sequences > 1:
+            assert not any(module.fits(problem, dataclasses.replace(one, max_short_tokens=1), H100) for one in found)
 
 
 def test_where_it_is_the_default() -> None:
-    """Many sequences whose mean is at most a chunk, and with few key heads more of them."""
+    """Many sequences whose mean is at most a chunk, and with few key heads more of them. Those of one token alone: side by side
+    where heads take turns."""
 
     def is_default(num_sequences: int, length: int, heads: tuple[int, int] = (16, 32), **changes: Any) -> bool:
         sizes = {"num_tokens": num_sequences * length, "num_sequences": num_sequences}
         problem = _problem(**sizes, num_k_heads=heads[0], num_v_heads=heads[1], **changes)
-        return bool(module.default_config(problem, H100).takes_short)
+        return bool(module.default_config(problem, H100).max_short_tokens > 1)
 
     assert all(is_default(n, length) for n in (50, 64, 256, 1024) for length in (1, 32, 64))
     assert not any(is_default(n, length) for n in (1, 2, 12, 49) for length in (1, 32, 64))
@@ -104,11 +123,20 @@ def test_where_it_is_the_default() -> None:
     assert is_default(198, 32, (4, 32)) and not is_default(197, 32, (4, 32))
     assert not is_default(256, 32, norm_dtype=None, z_dtype=None)
 
+    def is_beside(num_sequences: int, length: int, heads: tuple[int, int] = (16, 32)) -> bool:
+        sizes = {"num_tokens": num_sequences * length, "num_sequences": num_sequences}
+        config = module.default_config(_problem(**sizes, num_k_heads=heads[0], num_v_heads=heads[1]), H100)
+        return bool(config.num_conv_blocks) and config.max_short_tokens == 1
+
+    assert all(is_beside(n, length) for n, length in ((65, 126), (17, 480), (80, 100), (128, 65), (8, 512), (2, 4096)))
+    assert not any(is_beside(n, length) for n, length in ((65, 64), (1, 8192)))
+    assert not any(is_beside(65, 126, heads) for heads in ((4, 8), (8, 16), (16, 64)))
+
 
 def test_the_launch_is_never_alone() -> None:
     problem = _problem()
-    config = _config(problem)
-    assert not module.fits(problem, dataclasses.replace(config, norm_in_chunk=0), H100)
-    assert not module.fits(problem, dataclasses.replace(_config(problem, True), num_conv_blocks=0), H100)
-    wide, beside = _problem(z_dtype="float32"), _config(problem, True)
-    assert not module.fits(wide, beside, H100) and module.fits(wide, dataclasses.replace(beside, takes_short=0), H100)
+    short, normed, beside = (_config(problem, form) for form in ("short", "normed", "beside"))
+    assert not any(module.fits(problem, dataclasses.replace(one, norm_in_chunk=0), H100) for one in (short, normed))
+    assert not module.fits(problem, dataclasses.replace(beside, num_conv_blocks=0), H100)
+    assert not any(module.fits(problem, dataclasses.replace(beside, max_short_tokens=tokens), H100) for tokens in (2, 64, -1))
+    assert not any(module.fits(problem, dataclasses.replace(short, max_short_tokens=tokens), H100) for tokens in (2, 63, -1))

@@ -166,7 +166,7 @@ def run(case: Case, device: torch.device, seed: int = 0) -> Arguments:
 Configure = Callable[..., None]
 FORM_NAMES = [
     "apart", "side by side", "side by side, few clusters", "normed", "normed, few clusters", "normed, short",
-    "normed, short, few clusters", "side by side, short", "side by side, short, few clusters",
+    "normed, short, few clusters", "normed, one token", "side by side, one token", "side by side, one token, few clusters",
 ]  # fmt: skip
 FORMS = pytest.mark.parametrize("form", FORM_NAMES)
 # One sequence after the other with two SMs a head, which is what the other forms have.
@@ -189,11 +189,13 @@ def force_form(patch: pytest.MonkeyPatch, form: str, **changes: int) -> None:
             clusters = 3 if "few" in form else 0
             normed = replace(config, **NORMED | {"num_persistent_clusters": clusters})
             config = normed if module.fits(problem, normed, H100) else config  # z wider than the rows is not served
-        short = replace(config, takes_short=1)
-        if "short" in form and module.fits(problem, short, H100):
+        most = 64 if "short" in form else int("one token" in form)
+        short = replace(config, max_short_tokens=most)
+        if most and module.fits(problem, short, H100):
             config = short
-        elif "short" in form:  # nothing but these has no such launch
-            assert not problem.has_norm or problem.z_dtype not in (None, problem.dtype) or problem.head_k_dim != 128
+        elif most:  # nothing but these has no such launches
+            is_normed = problem.has_norm and problem.z_dtype in (None, problem.dtype)
+            assert problem.head_k_dim != 128 or "normed" in form and not is_normed
         config = replace(config, **changes)
         if config.num_conv_blocks:
             config = replace(config, num_persistent_clusters=3 if "few" in form else 0)
@@ -303,7 +305,7 @@ def test_the_forms_give_the_same_bits(
         ("apart", PLAIN), ("side by side", {}), ("side by side, few clusters", {}),
         ("side by side", {"conv_rows": 16, "num_conv_blocks": 20}),
         ("normed", {}), ("normed, few clusters", {}), ("normed", {"conv_threads": 128}),
-        *(((form, {}) for form in FORM_NAMES if "short" in form) if has_short else ()),
+        *(((form, {}) for form in FORM_NAMES if "short" in form or "one token" in form) if has_short else ()),
     ):  # fmt: skip
         configure(form, **changes)
         found.append(run(Case(lengths=lengths, heads=(4, 8)), device))
@@ -326,12 +328,12 @@ def test_repeated_calls_give_the_same_bits(form: str, configure: Configure, devi
 def test_a_sequence_alone(form: str, configure: Configure, device: torch.device) -> None:
     """The same bits as in a batch, where both take the same form."""
     configure(form, **(PLAIN if form.startswith("apart") else {}))
-    case = Case(lengths=(200, 65, 700, 20), padding=0, has_mask=False)
+    case = Case(lengths=(200, 65, 700, 20, 1), padding=0, has_mask=False)
     arguments = make(case, device)
     before = twin(arguments)
     gdn.fused_gdn_prefill(**arguments, backend="cute")
     starts = case.starts()
-    for n in range(4):
+    for n in range(5):
         rows, alone = slice(starts[n], starts[n + 1]), twin(before)
         for name_of in ("mixed_qkv", "z", "b", "a"):
             alone[name_of] = alone[name_of][rows]

@@ -1,8 +1,8 @@
-"""A prefill step's short sequences: convolution, chunk rule and gated norm of a sequence and a key head in one block.
+"""A prefill step's short sequences, of 2 to 64 tokens: convolution, chunk rule and gated norm of a sequence and a key head in
+one block.
 
 A block has the value heads of its key head one after the other: Q and K are convolved once, and a slot's window is read and
-written by one block. Other sequences' blocks return at once; the launches beside this one (normed.py, side_by_side.py) take
-those.
+written by one block. Other sequences' blocks return at once; the launches beside this one (normed.py) take those.
 """
 
 from typing import Any
@@ -21,11 +21,10 @@ from kernels_cute.chunk.storage import struct_of
 from kernels_cute.common import ptx
 from kernels_cute.conv1d.prefill import Config
 from kernels_cute.conv1d.shape import CHANNELS
-from kernels_cute.gdn_prefill.short.norm import norm_head, zero_head
+from kernels_cute.gdn_prefill.short.norm import norm_head
 from kernels_cute.gdn_prefill.short.rows import Sequence, convolve_run, find_sequence, note_sequence, noted
 from kernels_cute.gdn_prefill.short.rule import make_tiles, run_columns
 from kernels_cute.gdn_prefill.short.shape import BLOCKS_PER_SM, MOST_TOKENS, RUN, THREADS, fields
-from kernels_cute.gdn_prefill.short.token import run_token
 from kernels_cute.gdn_prefill.steps import PrefillConv
 
 _UNITS = 16  # of 8 channels, a head
@@ -38,10 +37,9 @@ def _anew(thread: Any) -> Any:
 
 
 class ShortStep:
-    """spec: of the chunk kernel with the norm; is_followed: the next launch may begin once all blocks of this one have."""
+    """spec: of the chunk kernel with the norm."""
 
-    def __init__(self, problem: GdnPrefillProblem, spec: ChunkSpec, is_followed: bool) -> None:
-        self.is_followed = is_followed
+    def __init__(self, problem: GdnPrefillProblem, spec: ChunkSpec) -> None:
         self.fields, self.spec = fields(problem), spec.changed(key_stages=1, query_stages=1)
         self.conv = PrefillConv(problem, Config(THREADS, MOST_TOKENS, RUN))
         self.key_heads, self.ratio = problem.num_k_heads, problem.num_v_heads // problem.num_k_heads
@@ -52,22 +50,13 @@ class ShortStep:
 
     @cute.kernel
     def kernel(self, conv: Conv1dParams, chunk: ChunkParams, terms: NormTerms, z: cute.Tensor):
-        if cutlass.const_expr(self.is_followed):
-            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_launch_dependents()
         block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         sequence, key_head = find_sequence(self.conv, conv, block // self.key_heads), block % self.key_heads
-        sequences = cute.size(conv.cu_seqlens, mode=[0]) - 1
-        out, tokens, end = chunk.out, cute.size(chunk.out, mode=[0]), Int32(conv.cu_seqlens[sequences])
-        for i in cutlass.range(self.ratio, unroll=1):
-            # Rows after the last sequence are dealt to all sequences.
-            head = key_head * self.ratio + i
-            zero_head(out, head, end + sequence.number, tokens, sequences, thread)
-            if not sequence.is_live:
-                zero_head(out, head, sequence.begin, sequence.begin + sequence.length, Int32(1), thread)
-        if sequence.is_live & (sequence.length > 0) & (sequence.length <= MOST_TOKENS):
+        if sequence.is_live & (sequence.length > 1) & (sequence.length <= MOST_TOKENS):
             self.run(conv, chunk, terms, z, sequence, key_head, thread)
         if block == 0:
-            # What follows in the stream waits for this launch alone.
+            # The launch after this one waits for this one alone.
             cute.arch.griddepcontrol_wait()
 
     @cute.jit
@@ -93,11 +82,8 @@ class ShortStep:
             self.convolve_values(conv, storage, noted(storage, sequence), head, _anew(thread))
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_threads()
-            if noted(storage, sequence).length == 1:
-                run_token(spec, storage, chunk, noted(storage, sequence), head, rows + i * AUX_BYTES, _anew(thread))
-            else:
-                make_tiles(spec, storage, chunk.scale, rows + i * AUX_BYTES, _anew(thread))
-                run_columns(spec, storage, chunk, noted(storage, sequence), head, _anew(thread))
+            make_tiles(spec, storage, chunk.scale, rows + i * AUX_BYTES, _anew(thread))
+            run_columns(spec, storage, chunk, noted(storage, sequence), head, _anew(thread))
             cute.arch.sync_threads()
             norm_head(spec, storage, terms, z, chunk.out, noted(storage, sequence), head, _anew(thread))
             cute.arch.sync_threads()

@@ -51,12 +51,3 @@ def norm_head(
         if row < sequence.length:
             offset = token * out.stride[0] + Int64(head) * out.stride[1] + unit * _COLUMNS
             ptx.store_global_words(out.iterator.toint() + 2 * offset, result)
-
-
-@cute.jit
-def zero_head(out: cute.Tensor, head: Int32, first: Int32, end: Int32, step: Int32, thread: Int32):
-    """Zero a head's rows first, first + step, ... before `end` of the result."""
-    zero, rows = [Int32(0)] * (_COLUMNS // 2), THREADS // _LANES
-    for row in cutlass.range(first + thread // _LANES * step, end, rows * step, unroll=1):
-        offset = Int64(row) * out.stride[0] + Int64(head) * out.stride[1] + thread % _LANES * _COLUMNS
-        ptx.store_global_words(out.iterator.toint() + 2 * offset, zero)
