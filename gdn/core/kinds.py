@@ -32,7 +32,7 @@ class Kind:
         if self.type is bool:
             return f"{name} is False or type({name})"
         if self.type is tuple:
-            return f"{name} if {name} is None else tuple({name})"
+            return f"{name} if {name} is None else (tuple({name}), *set(map(type, {name})))"
         return f"{name}, type({name})" if self.type in (int, float) else name
 
     def check_type(self, name: str, value: Any) -> None:
@@ -94,7 +94,9 @@ def _is(*types: type, but: tuple[type, ...] = ()) -> Callable[[Any], bool]:
 
 
 def _are_ints(value: Any) -> bool:
-    return isinstance(value, tuple | list) and all(_TYPES[int][0](one) for one in value)
+    if not isinstance(value, tuple | list):
+        return False
+    return {*map(type, value)} <= {int} or all(_TYPES[int][0](one) for one in value)  # the second asks an abstract class
 
 
 # Type, except tensors -> whether a value has it, and the name of the type in errors.

@@ -189,7 +189,7 @@ class Memo:
 
         switches: those in effect when it was checked and prepared. written: by the launch. key: what `run` gets for the flags.
         """
-        if switches.validate or switches is not env.current() or not _PLAIN.issuperset(map(type, flags)):
+        if switches.validate or switches is not env.current() or not all(map(_is_plain, flags)):
             return
         origins = _origins(tensors, recorded)
         if origins is None:
@@ -204,6 +204,11 @@ class Memo:
             while len(self._plans) >= _LIMIT:
                 del self._plans[next(iter(self._plans))]  # the oldest
             self._plans[place] = (plan, *others)[:_PLANS_PER_KEY]
+
+
+def _is_plain(flag: object) -> bool:
+    """Whether equal flags are the same: a tuple stands for numbers on the host and their types."""
+    return type(flag) in _PLAIN or (type(flag) is tuple and all(map(_is_plain, flag)))
 
 
 _address = Tensor.data_ptr  # a method of C, so that map() calls it without a Python frame

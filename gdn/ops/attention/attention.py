@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gdn import runtime
 from gdn.core import check
-from gdn.core.call import NEW, always, check_memory, operator
+from gdn.core.call import NEW, always, check_memory, launch, new, operator
 from gdn.core.kinds import Kind
 from gdn.core.library import out_or_new
 from gdn.core.modes import has_memory, is_empty, is_tracing
@@ -22,7 +22,15 @@ from gdn.core.ordered import ordered
 from gdn.ops.attention import gathered, prefill, reference, torch_attention
 from gdn.ops.attention.host_lengths import HostSequence, check_bounds, check_lengths, sequences_of
 from gdn.ops.attention.pages import Pages, rounded_columns
-from gdn.ops.attention.sparse_attention import MOST_DECODE_TOKENS, attend, check_call, check_values, is_decode, split_pair
+from gdn.ops.attention.sparse_attention import (
+    MOST_DECODE_TOKENS,
+    attend,
+    attend_checked,
+    check_call,
+    check_values,
+    is_decode,
+    split_pair,
+)  # fmt: skip
 from gdn.runtime import Choice, env, registry
 from gdn.runtime.registry import Backend
 
@@ -113,7 +121,8 @@ def attention(
 
 @operator(
     reference.attention,
-    name="attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), contiguous=("q", "block_tables", "gate")
+    name="attention", writes={"out": always}, returns=lambda a: (*out_or_new(a), NEW), varies=("q", "block_tables"),
+    contiguous=("q", "block_tables", "gate"),
 )  # fmt: skip
 def _dense(
     q: Tensor,
@@ -143,8 +152,8 @@ def _dense(
     known = sequences_of(
         query_lens_host, seq_lens_host, tokens=tokens, addressed=block_tables.shape[1] * block_size, max_seq_len=max_seq_len
     )
-    check_memory()
     if is_tracing():
+        check_memory()
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         return o, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
@@ -161,17 +170,21 @@ def _dense(
         if longer:
             # A batch-invariant call may have several such parts, whose sizes do not choose tiles: the first stands for all.
             sequences, rows = longer[0].sequences, longer[0].rows
-            new, members = rows.stop - rows.start, sequences.stop - sequences.start
-            kernel = prefill.prepare(q, pages, new, members, known[sequences], gate is not None, backend)
+            num_rows, members = rows.stop - rows.start, sequences.stop - sequences.start
+            kernel = prefill.prepare(q, pages, num_rows, members, known[sequences], gate is not None, backend)
             if kernel is None and (switches.batch_invariant or not known):
                 longer = []  # torch's sums depend on the batch, and it needs the lengths
         if not longer:
-            return attend(q, k_cache, v_cache, None, *pages[2:], None, scale, max_query_len, gate, out, backend)
-        o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)  # the kernels write all rows, padding too
+            return attend_checked(q, k_cache, v_cache, None, *pages[2:], None, scale, max_query_len, gate, out, backend)
+        check_memory()
+        o = new(q.dtype, q.device, *q.shape) if out is None else out
+        lse = new(torch.float32, q.device, *q.shape[:2])  # the kernels write all rows, padding too
+        factor = dim**-0.5 if scale is None else scale
+        if kernel is not None and len(parts) == 1:
+            launch(kernel, prefill.params(q, pages, factor, gate, o, lse), (o, lse), aligned=(q, k_cache, v_cache, gate))
+            return o, lse
         if kernel is None:
             lse.fill_(-torch.inf)
-        factor = dim**-0.5 if scale is None else scale
         for part in parts:
             own, own_gate = pages.of(part.sequences, part.rows.start), None if gate is None else gate[part.rows]
             if part.is_decode:
@@ -179,7 +192,7 @@ def _dense(
                     q[part.rows], *own[:2], None, *own[2:], None, scale, None, own_gate, o[part.rows], backend
                 )[1]
             elif kernel is not None:
-                prefill.attend(kernel, q[part.rows], own, factor, own_gate, o[part.rows], lse[part.rows])
+                launch(kernel, prefill.params(q[part.rows], own, factor, own_gate, o[part.rows], lse[part.rows]))
             else:
                 _by_torch(q, pages, known[part.sequences], factor, gate, o, lse)
     return o, lse

@@ -128,16 +128,26 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """`sparse_attention` on two caches, with its log-sum-exp; topk_indices None: all positions, by the kernel of decode."""
     check_call(q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, max_query_len, gate, out)
-    tokens, heads, dim = q.shape
-    num_blocks, block_size = k_cache.shape[:2]
-    device = q.device
+    tokens, device = q.shape[0], q.device
     check.optional("topk_indices", topk_indices, shape=[tokens, "k"], dtypes=INDEX_DTYPES, device=device)
-    sequences = seq_lens.shape[0]
     check.optional("topk_length", topk_length, shape=[tokens], dtypes=INDEX_DTYPES, device=device)
     if topk_indices is None and topk_length is not None:
         bad_value("topk_length", "None without topk_indices", "a tensor")
     check_values(q, k_cache, topk_indices, block_tables, query_start_loc, seq_lens, topk_length)
+    return attend_checked(
+        q, k_cache, v_cache, topk_indices, block_tables, query_start_loc, seq_lens, topk_length, scale, max_query_len, gate, out,
+        backend,
+    )  # fmt: skip
 
+
+def attend_checked(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, topk_indices: Tensor | None, block_tables: Tensor, query_start_loc: Tensor,
+    seq_lens: Tensor, topk_length: Tensor | None, scale: float | None, max_query_len: int | None, gate: Tensor | None,
+    out: Tensor | None, backend: Backend | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`attend` of checked arguments, as the one launch of the operator that is being called."""
+    (tokens, heads, dim), (num_blocks, block_size) = q.shape, k_cache.shape[:2]
+    sequences, device = seq_lens.shape[0], q.device
     most = block_tables.shape[1] * block_size
     k = most if topk_indices is None else topk_indices.shape[1]
     shared: dict[str, Any] = {

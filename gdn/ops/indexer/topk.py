@@ -16,7 +16,7 @@ from gdn.ops.indexer.reference import column_range, list_short_rows
 from gdn.runtime.registry import Backend
 
 
-@operator(reference.topk_indices, writes={"out": always}, contiguous=("logits",))
+@operator(reference.topk_indices, writes={"out": always}, varies=("logits", "row_ends"), contiguous=("logits",))
 def topk_indices(
     logits: Tensor,
     k: int,
@@ -108,10 +108,10 @@ def select_rows(logits: Tensor, k: int, ranges: Rows, sorted_by: str, out: Tenso
             picked.copy_(list_short_rows(picked, end - start))
         return picked if positions is None else reference.expand_topk_groups(picked, positions, ratio=ratio, out=out)
     if out is None:
-        out = torch.empty(rows, k * ratio + ratio - 1, dtype=torch.int32, device=device)
+        out = new(torch.int32, device, rows, k * ratio + ratio - 1)
     if not is_empty(rows, k):
         keys = -1 if num_keys is None else num_keys
-        launch(prepared, TopkParams(logits, starts, ends, positions, out, int(list_short), keys, drafts))
+        launch(prepared, TopkParams(logits, starts, ends, positions, out, int(list_short), keys, drafts), (out,))
     return out
 
 

@@ -1,16 +1,18 @@
 """Public operators `causal_conv1d_fn` (prefill) and `causal_conv1d_update` (decode): the convolution before the recurrence."""
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gdn.core import check, values
-from gdn.core.call import always, launch, operator, prepare, reads_values, take_contiguous, validates
+from gdn.core.call import always, launch, make, new, operator, prepare, reads_values, take_contiguous, validates
 from gdn.core.check import CONV_ACTIVATIONS, FLOAT_DTYPES, INDEX_DTYPES, bad_value, dtype_name, is_less
 from gdn.core.constants import even_offsets
 from gdn.core.modes import address, is_empty
-from gdn.core.tensors import aligned, as_int32, common_dtype, constant, dtypes_of, is_aligned, optional, target
+from gdn.core.tensors import aligned, as_int32, as_int64, common_dtype, constant, dtypes_of, is_aligned, optional, target
+from gdn.ops.delta_rule.checks import widened
 from gdn.ops.layer_step import reference
 from gdn.ops.layer_step.problem import Conv1dParams, Conv1dProblem, Conv1dUpdateParams, Conv1dUpdateProblem
 from gdn.runtime.registry import Backend
@@ -20,6 +22,7 @@ from gdn.runtime.registry import Backend
     reference.causal_conv1d_fn,
     writes={"out": always, "conv_states": always, "checkpoint_windows": always},
     in_place={"out": "x"},
+    varies=("x", "query_start_loc"),
     contiguous=("x",),
 )
 def causal_conv1d_fn(
@@ -133,25 +136,35 @@ def causal_conv1d_fn(
         checkpoints=(None if checkpoint_slots is None else slot_dtype, checkpoint_windows),
     )  # fmt: skip
     prepared = prepare(problem, device, backend)
-    y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
+    y = new(x.dtype, device, *x.shape) if out is None else out
     if is_empty(*x.shape, count):
         return y.zero_()
     # In place, a block would read rows before its own that another block may have written already.
     written = torch.empty_like(y, memory_format=torch.contiguous_format) if address(y) == address(x) else target(y)
-    cu_seqlens = even_offsets(1, x.shape[0], device) if query_start_loc is None else query_start_loc.contiguous()
-    slots, checkpoints = (None if i is None else i.to(slot_dtype) for i in (cache_indices, checkpoint_slots))
-    mask = None if has_initial_state is None else has_initial_state.contiguous().view(torch.uint8)
-    offsets = optional(as_int32 if slot_dtype == torch.int32 else Tensor.long, checkpoint_offsets)
+    whole = functools.partial(even_offsets, 1, x.shape[0], device)
+    cu_seqlens = make(whole) if query_start_loc is None else query_start_loc.contiguous()
+    slots, checkpoints = (widened(i, slot_dtype) for i in (cache_indices, checkpoint_slots))
+    mask = None if has_initial_state is None else make(_as_bytes, has_initial_state)
+    as_slots = as_int32 if slot_dtype == torch.int32 else as_int64
+    offsets = None if checkpoint_offsets is None else make(as_slots, checkpoint_offsets)
     rows, bias = aligned("x", x), optional(constant, bias)
     params = Conv1dParams(
         rows, constant(weight), bias, conv_states, cu_seqlens, slots, mask, offsets, checkpoints, checkpoint_windows, written,
         null_slot,
     )  # fmt: skip
-    launch(prepared, params)
+    windows = conv_states if problem.state_channels_contiguous else None
+    launch(prepared, params, (y,), aligned=(x, weight, bias, windows, out))
     return y if written is y else y.copy_(written)
 
 
-@operator(reference.causal_conv1d_update, writes={"out": always, "conv_state": always}, in_place={"out": "x"})
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+@operator(
+    reference.causal_conv1d_update, writes={"out": always, "conv_state": always}, in_place={"out": "x"},
+    varies=("x", "query_start_loc"),
+)  # fmt: skip
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -279,7 +292,7 @@ def causal_conv1d_update(
         num_sequences=count,
     )
     prepared = prepare(problem, device, backend)
-    y = torch.empty(x.shape, dtype=x.dtype, device=device) if out is None else out
+    y = new(x.dtype, device, *x.shape) if out is None else out
     if is_empty(*x.shape, count):
         return y.zero_()
     rows, cu_seqlens = x, optional(Tensor.contiguous, query_start_loc)
@@ -288,12 +301,14 @@ def causal_conv1d_update(
     # In place, a row is read before it is written, except that a draft tree reads the rows of ancestors again.
     is_own = x.dim() == 3 or (parent_token is not None and address(y) == address(x))
     written = torch.empty(rows.shape, dtype=x.dtype, device=device) if is_own else target(y)
-    accepted, parents = optional(as_int32, num_accepted_tokens), optional(Tensor.contiguous, parent_token)
+    accepted = None if num_accepted_tokens is None else make(as_int32, num_accepted_tokens)
+    parents = optional(Tensor.contiguous, parent_token)
     rows, bias = aligned("x", rows), optional(constant, bias)
     params = Conv1dUpdateParams(
         rows, constant(weight), bias, conv_state, conv_state_indices, accepted, cu_seqlens, parents, written, null_slot
     )
-    launch(prepared, params)
+    windows = conv_state if problem.state_channels_contiguous else None
+    launch(prepared, params, (y,), aligned=(x, weight, bias, windows, out))
     if x.dim() == 3:
         return y.copy_(written.view(count, x.shape[2], dim).mT)
     return y if written is y else y.copy_(written)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gdn.core import check
-from gdn.core.call import NEW, launch, operator, prepare
+from gdn.core.call import NEW, launch, new, operator, prepare
 from gdn.core.check import FLOAT_DTYPES, bad_value
 from gdn.core.modes import is_empty
 from gdn.core.tensors import dtypes_of
@@ -13,7 +13,7 @@ from gdn.ops.layer_step.problem import GatingParams, GatingProblem
 from gdn.runtime.registry import Backend
 
 
-@operator(reference.fused_gdn_gating, returns=lambda _: (NEW, NEW))
+@operator(reference.fused_gdn_gating, returns=lambda _: (NEW, NEW), varies=("a", "b"))
 def fused_gdn_gating(
     A_log: Tensor,
     a: Tensor,
@@ -68,9 +68,9 @@ def fused_gdn_gating(
     problem = GatingProblem(num_heads=heads, **given, num_tokens=a.numel() // max(heads, 1))
     prepared = prepare(problem, a.device, backend)
     dtypes = (torch.float64 if x.dtype == torch.float64 else torch.float32 for x in (a, b))
-    g, beta_output = (torch.empty(a.shape, dtype=dtype, device=a.device) for dtype in dtypes)
+    g, beta_output = (new(dtype, a.device, *a.shape) for dtype in dtypes)
     if not is_empty(*a.shape):
         a, b = a.reshape(-1, heads), b.reshape(-1, heads)
         params = GatingParams(A_log, a, b, dt_bias, g.view(-1, heads), beta_output.view(-1, heads), beta, threshold)
-        launch(prepared, params)
+        launch(prepared, params, (g, beta_output))
     return g, beta_output

@@ -15,7 +15,7 @@ from gdn.ops.layer_step.problem import AddRmsNormParams, AddRmsNormProblem, RmsN
 from gdn.runtime.registry import Backend
 
 
-@operator(reference.rms_norm_gated, contiguous=("x", "z"))
+@operator(reference.rms_norm_gated, varies=("x", "z"), contiguous=("x", "z"))
 def rms_norm_gated(
     x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu", *, backend: Backend | None = None
 ) -> Tensor:
@@ -63,14 +63,15 @@ def rms_norm_gated(
     sizes: dict[str, Any] = {"num_heads": heads, "head_dim": dim, "num_tokens": x.numel() // max(heads * dim, 1)}
     problem = RmsNormGatedProblem(**dtypes, sigmoid=activation == "sigmoid", **sizes)
     prepared = prepare(problem, x.device, backend)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = make(_like, x)
     if not is_empty(*x.shape):
         vector = 4 if dim % 8 else 8
 
         def rows(name: str, part: Tensor) -> Tensor:
             return aligned(name, part.reshape(-1, heads, dim), min(ALIGNMENT, vector * part.element_size()))
 
-        launch(prepared, RmsNormGatedParams(rows("x", x), rows("z", z), constant(weight), out.view(-1, heads, dim), eps))
+        params = RmsNormGatedParams(rows("x", x), rows("z", z), constant(weight), out.view(-1, heads, dim), eps)
+        launch(prepared, params, (out,), aligned=(x, z, weight))
     return out
 
 

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gdn.core import check
-from gdn.core.call import NEW, launch, operator, prepare
+from gdn.core.call import NEW, launch, new, operator, prepare
 from gdn.core.check import FLOAT_DTYPES, bad_value, dtype_name
 from gdn.core.modes import is_empty
 from gdn.core.tensors import ALIGNMENT, aligned
@@ -15,7 +14,10 @@ from gdn.ops.layer_step.problem import SplitParams, SplitProblem
 from gdn.runtime.registry import Backend
 
 
-@operator(reference.fused_qkvzba_split_reshape_cat, returns=lambda _: (NEW, NEW, NEW, NEW), contiguous=("mixed_qkvz", "mixed_ba"))
+@operator(
+    reference.fused_qkvzba_split_reshape_cat, returns=lambda _: (NEW, NEW, NEW, NEW), varies=("mixed_qkvz", "mixed_ba"),
+    contiguous=("mixed_qkvz", "mixed_ba"),
+)  # fmt: skip
 def fused_qkvzba_split_reshape_cat(
     mixed_qkvz: Tensor,
     mixed_ba: Tensor,
@@ -75,13 +77,12 @@ def fused_qkvzba_split_reshape_cat(
     problem = SplitProblem(**heads, dtype=dtype_name(mixed_qkvz.dtype), ba_dtype=dtype_name(mixed_ba.dtype), num_tokens=length)
     prepared = prepare(problem, device, backend)
 
-    def new(like: Tensor, *shape: int) -> Tensor:
-        return torch.empty(length, *shape, dtype=like.dtype, device=device)
-
-    mixed_qkv = new(mixed_qkvz, 2 * num_heads_qk * head_qk + num_heads_v * head_v)
-    z = new(mixed_qkvz, num_heads_v * head_v)
-    b, a = new(mixed_ba, num_heads_v), new(mixed_ba, num_heads_v)
+    mixed_qkv = new(mixed_qkvz.dtype, device, length, 2 * num_heads_qk * head_qk + num_heads_v * head_v)
+    rows = new(mixed_qkvz.dtype, device, length, num_heads_v * head_v)
+    z = rows.view(length, num_heads_v, head_v)
+    b, a = (new(mixed_ba.dtype, device, length, num_heads_v) for _ in range(2))
     if not is_empty(length):
         access = 8 if head_qk % 8 or head_v % 8 else ALIGNMENT
-        launch(prepared, SplitParams(aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba, mixed_qkv, z, b, a))
-    return mixed_qkv, z.view(length, num_heads_v, head_v), b, a
+        params = SplitParams(aligned("mixed_qkvz", mixed_qkvz, access), mixed_ba, mixed_qkv, rows, b, a)
+        launch(prepared, params, (mixed_qkv, z, b, a), aligned=(mixed_qkvz,))
+    return mixed_qkv, z, b, a

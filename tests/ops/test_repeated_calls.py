@@ -1,0 +1,133 @@
+"""Repeated calls of every operator: what the memo launches is what the ordinary path launches for the same tensors.
+
+A stand-in on the CPU takes the place of every kernel and keeps the arguments of each launch. A drawn call comes twice, with
+equal metadata in other memory; then the switches are read again, which drops all plans, and it comes a third time.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import gdn
+from gdn import runtime
+from gdn.runtime import env, registry
+from gdn.testing.compare import same_bits
+from tests.described import plain
+from tests.ops.spoiling.calls import OPERATORS, good_call
+
+Arguments = dict[str, Any]
+NAMES = sorted(OPERATORS)
+HAS_PARTS = {"indexer_topk", "paged_indexer_topk"}  # several launches, of which the selection takes the ordinary path every time
+
+
+class Kernels:
+    """Stands in for every kernel: counts choices, keeps the arguments of launches, computes nothing."""
+
+    def __init__(self) -> None:
+        self.prepared = 0
+        self.launched: list[Any] = []
+
+    def prepare(self, problem: Any, device: Any, backend: str | None = None) -> runtime.Prepared:
+        self.prepared += 1
+        return runtime.Prepared("cute", None, 64, self.launched.append, runtime.Choice(problem.op, "cute"))
+
+    def call(self, name: str, arguments: Arguments) -> tuple[list[Any], Any]:
+        """Arguments of the call's launches, and its result or what it refuses."""
+        before = len(self.launched)
+        try:
+            result = getattr(gdn, name)(**arguments)
+        except ValueError as error:  # an address that the operator does not take
+            result = str(error)
+        return self.launched[before:], result
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    made = Kernels()
+    monkeypatch.setattr(runtime, "prepare", made.prepare)
+    monkeypatch.setattr(runtime, "can_run", lambda *_: True)
+    # What nobody has written is equal then.
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    env.reload()
+    yield made
+    env.reload()
+
+
+def copies(value: Any, shift: int = 0) -> Any:
+    """The same in other memory, with the same strides. shift: elements by which it begins later than an aligned address."""
+    if isinstance(value, tuple | list):
+        return type(value)(copies(one, shift) for one in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) if value.numel() else 0
+    memory = torch.zeros(shift + span, dtype=value.dtype)
+    return memory.as_strided(value.shape, value.stride(), shift).copy_(value)
+
+
+def tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [one for value in values for one in tensors(value)] if isinstance(values, tuple | list) else []
+
+
+def check(name: str, arguments: Arguments, kernels: Kernels, shift: int = 0) -> None:
+    kernels.call(name, copied := {key: copies(value) for key, value in arguments.items()})
+    stale = {x.data_ptr() for x in tensors([*copied.values(), *kernels.launched]) if x.numel()}
+    others = {key: copies(value, shift) for key, value in arguments.items()}
+    launches, result = kernels.call(name, others)
+    env.reload()
+    expected, expected_result = kernels.call(name, others)
+    own = {x.data_ptr() for x in tensors([*others.values()]) if x.numel()}
+    assert len(launches) == len(expected) and isinstance(result, str) == isinstance(expected_result, str)
+    if isinstance(result, str):
+        assert shift and result == expected_result
+    for params, wanted in zip(launches, expected, strict=True):
+        assert type(params) is type(wanted)
+        for field, one, other in zip(wanted._fields, params, wanted, strict=True):
+            assert type(one) is type(other), field
+            if not isinstance(one, torch.Tensor):
+                assert one == other, field
+                continue
+            assert same_bits(one, other) and one.stride() == other.stride(), field
+            # The same memory, or new memory that stands for no argument and no earlier call.
+            places = {one.data_ptr(), other.data_ptr()}
+            assert not one.numel() or len(places) == 1 or not places & (own | stale), field
+    mine, theirs = tensors(result), tensors(expected_result)
+    given = [id(x) for x in tensors([*others.values()])]
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+        assert id(one) == id(other) or not {id(one), id(other)} & set(given)
+
+
+@pytest.mark.parametrize("name", sorted({operator.functions[0] for operator in registry.OPERATORS.values()}))
+def test_a_repeated_call_comes_to_no_choice(name: str, kernels: Kernels) -> None:
+    arguments = plain.call(name, 8, torch.bfloat16, is_served=True)
+    kernels.call(name, {key: copies(value) for key, value in arguments.items()})
+    before, launches = kernels.prepared, len(kernels.launched)
+    kernels.call(name, {key: copies(value) for key, value in arguments.items()})
+    assert (kernels.prepared == before) == (name not in HAS_PARTS)
+    assert len(kernels.launched) == 2 * launches > 0
+
+
+def check_drawn(seed: int, kernels: Kernels) -> None:
+    source = random.Random(seed)
+    name = source.choice(NAMES)
+    kernels.launched.clear()
+    check(name, good_call(name, seed).arguments, kernels, source.choice((0, 0, 1, 4)))
+
+
+@pytest.mark.parametrize("first", range(0, 400, 100))
+def test_drawn_calls(first: int, kernels: Kernels) -> None:
+    for seed in range(first, first + 100):
+        check_drawn(seed, kernels)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("first", range(400, 6000, 400))
+def test_many_drawn_calls(first: int, kernels: Kernels) -> None:
+    for seed in range(first, first + 400):
+        check_drawn(seed, kernels)
