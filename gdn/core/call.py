@@ -32,7 +32,7 @@ from gdn.core.kinds import Kind, kind_of
 from gdn.core.library import NEW as NEW
 from gdn.core.library import Arguments, Condition
 from gdn.core.library import always as always
-from gdn.core.memo import Created, Memo, Recorded
+from gdn.core.memo import Created, Launch, Memo, Recorded
 from gdn.core.overlap import meeting, overlaps_itself, shares_element, span_bytes
 from gdn.core.tensors import contiguous_last
 from gdn.problem import Problem
@@ -53,7 +53,10 @@ class Call:
     given: Arguments  # the caller's
     arguments: Arguments  # Python numbers, contiguous last dimensions, settled defaults
     created: list[Created] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
     recorded: Recorded | None = None
+    is_all_launches: bool = True
+    has_checked_memory: bool = False
 
 
 _current: ContextVar[Call] = ContextVar("gdn_call")
@@ -341,11 +344,13 @@ def take_contiguous(name: str, x: Tensor) -> Tensor:
 def check_memory() -> None:
     """Raises ValueError where a written argument overlaps itself or shares an element with another argument.
 
-    Called by `prepare`, after all other checks; by composed operators before their first part. While a compiler traces, only
-    views of one tensor with known sizes and offsets are compared.
+    Called by `prepare`, after all other checks; by composed operators before their first part. The second time it does nothing.
+    While a compiler traces, only views of one tensor with known sizes and offsets are compared.
     """
     call = _current.get()
-    call.operator.check_places(call.given, call.arguments)
+    if not call.has_checked_memory:
+        call.operator.check_places(call.given, call.arguments)
+        call.has_checked_memory = True
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
@@ -361,7 +366,10 @@ def choose(problem: Problem, device: torch.device, backend: str | None) -> Prepa
     check_memory()
     if modes.is_tracing():
         return Prepared("traced", None, 0, lambda *_: None, Choice(problem.op, "traced"))
-    return runtime.prepare(problem, device, backend)
+    prepared = runtime.prepare(problem, device, backend)
+    if prepared.launch is None:
+        _current.get().is_all_launches = False
+    return prepared
 
 
 def prepare(problem: Problem, device: torch.device, backend: str | None) -> Prepared:
@@ -379,13 +387,14 @@ def run_reference(reason: str) -> NoReturn:
 def make(maker: Callable[..., Tensor], *sources: Tensor) -> Tensor:
     """Returns maker(*sources), recorded for the memo where it is a new tensor.
 
-    sources: arguments of the call. Where one is a copy of an argument instead, the memo does not know the new tensor either, so
-    the call is not recorded.
+    sources: arguments of the call, or tensors made of them. Where one is a copy of an argument instead, the memo does not know
+    the new tensor either, so the call is not recorded.
     """
     tensor, call = maker(*sources), _current.get()
     if any(tensor is source for source in sources):
         return tensor
-    if all(any(source is given for given in call.given.values()) for source in sources):
+    known = [*call.given.values(), *[made for made, _, _ in call.created]]
+    if all(any(source is one for one in known) for source in sources):
         call.created.append((tensor, maker, sources))
     return tensor
 
@@ -398,12 +407,24 @@ def new(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
 def launch(
     prepared: Prepared, params: Any, results: Sequence[Tensor | None] | None = None, aligned: Sequence[Tensor | None] = ()
 ) -> None:
-    """Launches a kernel, and records the call for the memo where its results are given.
+    """Launches a kernel; with the results of a call also `record`, for one that has no other launch.
 
-    params: the operator's Params. aligned: tensors whose addresses are multiples of 16 bytes.
+    params: the operator's Params. aligned: see `record`.
     """
     assert prepared.launch is not None
     prepared.launch(params)
     call = _current.get()
+    call.launches.append((prepared.launch, params))
     if results is not None:
-        call.recorded = Recorded(prepared.launch, params, results, call.created, aligned)
+        record(results, aligned)
+
+
+def record(results: Sequence[Tensor | None], aligned: Sequence[Tensor | None] = ()) -> None:
+    """Records the call for the memo. Nothing but `launch`, `make` and `new` has worked on its tensors; where a part of it ran the
+    reference it is not recorded.
+
+    aligned: arguments whose addresses are multiples of 16 bytes.
+    """
+    call = _current.get()
+    if call.is_all_launches:
+        call.recorded = Recorded(call.launches, results, call.created, aligned)

@@ -1,7 +1,7 @@
 """Repeated calls: an eager call that matches an earlier one skips the checks, the problem and the choice of a kernel.
 
-An operator that finds no plan takes its ordinary path and then passes the kernel's Params to `Memo.record`. The resulting
-Plan says which of the call's tensors, which views of them, which constants and which created tensors (`make`: outputs,
+An operator that finds no plan takes its ordinary path and then passes the Params of its launches to `Memo.record`. The
+resulting Plan says which of the call's tensors, which views of them, which constants and which created tensors (`make`: outputs,
 workspace, arguments in another dtype) to launch with.
 The plan matches later calls that agree in
 
@@ -17,6 +17,7 @@ path.
 """
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -30,6 +31,7 @@ from gdn.core.tensors import ALIGNMENT
 from gdn.runtime import env, guards, is_explaining
 
 Created = tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]  # a tensor that is not an argument, its maker, its sources
+Launch = tuple[Callable[..., None], Any]  # a kernel, and the operator's Params
 Tensors = tuple[Tensor | None, ...]  # every tensor argument of a call, None where it was left out
 
 _LIMIT = 2048  # keys, enough for the decode batches and prefill lengths of one process
@@ -39,17 +41,16 @@ _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, type})  # ty
 
 
 class Recorded(NamedTuple):
-    """One launch, as a plan repeats it."""
+    """The launches of a call, as a plan repeats them."""
 
-    launch: Callable[..., None]
-    params: Any  # the operator's Params
+    launches: Sequence[Launch]
     results: Sequence[Tensor | None]  # of the call
     created: Sequence[Created]
     aligned: Sequence[Tensor | None]  # tensors whose addresses are multiples of 16 bytes
 
 
 class _Origins(NamedTuple):
-    """Origins of a launch's values and of the results of its call."""
+    """Origins of the values of a call's launches, one after the other, and of its results."""
 
     places: list[int]  # of each value and result in [*tensors, *created, *constants, *views]
     makers: tuple[tuple[Callable[..., Tensor], tuple[int, ...]], ...]  # of the created tensors, with the places of their sources
@@ -118,18 +119,21 @@ class Likeness:
 
 
 class Plan(Likeness):
-    """Derivation of a kernel's launch from the tensors of a call."""
+    """Derivation of launches from the tensors of a call."""
 
-    __slots__ = ("_arguments", "_constants", "_is_plain", "_launch", "_makers", "_params", "_results", "_views")
+    __slots__ = ("_constants", "_is_plain", "_launches", "_makers", "_results", "_views")
 
     def __init__(self, tensors: Tensors, recorded: Recorded, origins: _Origins, written: Sequence[Tensor | None]) -> None:
         super().__init__(tensors, recorded.aligned, written)
+        places = iter(origins.places)
         # Not _make, which counts the values again.
-        self._launch, self._params = recorded.launch, functools.partial(tuple.__new__, type(recorded.params))
+        self._launches = [
+            (launch, functools.partial(tuple.__new__, type(params)), _tuple_of([*itertools.islice(places, len(params))]))
+            for launch, params in recorded.launches
+        ]
+        self._results = itemgetter(*places)
         self._makers, self._constants, self._views = origins.makers, tuple(origins.constants), origins.views
         self._is_plain = not origins.makers and not origins.views
-        count = len(recorded.params)
-        self._arguments, self._results = itemgetter(*origins.places[:count]), itemgetter(*origins.places[count:])
 
     def run(self, tensors: tuple[Any, ...]) -> Any:
         """Launches and returns the call's results; None where the tensors do not match the plan."""
@@ -141,11 +145,12 @@ class Plan(Likeness):
         else:
             known = list(tensors)
             for maker, places in self._makers:
-                known.append(maker(*[tensors[place] for place in places]))
+                known.append(maker(*[known[place] for place in places]))
             known += self._constants
             for place, size, stride in self._views:
                 known.append(guards.view_of(known[place], size, stride))
-        self._launch(self._params(self._arguments(known)))
+        for launch, params, arguments in self._launches:
+            launch(params(arguments(known)))
         return self._results(known)
 
 
@@ -235,7 +240,7 @@ def _places_of(some: Sequence[Tensor | None], tensors: Tensors) -> list[int]:
 
 
 def _origins(tensors: Tensors, recorded: Recorded) -> _Origins | None:
-    """Origins of the values of a launch and of its results; None where one is unknown or ambiguous.
+    """Origins of the values of all launches and of the results; None where one is unknown or ambiguous.
 
     A value must be one of the call's tensors, a created tensor, a constant, or a view from the start of one of these tensors.
     """
@@ -248,7 +253,7 @@ def _origins(tensors: Tensors, recorded: Recorded) -> _Origins | None:
     constants: list[Any] = []
     views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
     kinds: list[tuple[int, int]] = []  # per value: 0 source, 1 constant, 2 view; its place there
-    for value in (*recorded.params, *recorded.results):
+    for value in (*itertools.chain(*[params for _, params in recorded.launches]), *recorded.results):
         place = place_of.get(id(value))
         if place is not None:
             kinds.append((0, place))

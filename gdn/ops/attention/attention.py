@@ -5,6 +5,7 @@ their own (prefill.py), and where none serves them torch's attention on gathered
 lengths must be known on the host.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,23 +15,15 @@ from torch import Tensor
 
 from gdn import runtime
 from gdn.core import check
-from gdn.core.call import NEW, always, check_memory, launch, new, operator
+from gdn.core.call import NEW, always, check_memory, make, new, operator, record
 from gdn.core.kinds import Kind
 from gdn.core.library import out_or_new
 from gdn.core.modes import has_memory, is_empty, is_tracing
 from gdn.core.ordered import ordered
 from gdn.ops.attention import gathered, prefill, reference, torch_attention
 from gdn.ops.attention.host_lengths import HostSequence, check_bounds, check_lengths, sequences_of
-from gdn.ops.attention.pages import Pages, rounded_columns
-from gdn.ops.attention.sparse_attention import (
-    MOST_DECODE_TOKENS,
-    attend,
-    attend_checked,
-    check_call,
-    check_values,
-    is_decode,
-    split_pair,
-)  # fmt: skip
+from gdn.ops.attention.pages import Pages, leading_columns, part, rounded_columns
+from gdn.ops.attention.sparse_attention import MOST_DECODE_TOKENS, attend_checked, check_call, check_values, is_decode, split_pair
 from gdn.runtime import Choice, env, registry
 from gdn.runtime.registry import Backend
 
@@ -158,12 +151,14 @@ def _dense(
         return o, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
     if max_seq_len is not None:
-        block_tables = block_tables[:, : rounded_columns(max_seq_len, block_size)]
+        columns = rounded_columns(max_seq_len, block_size)
+        if columns < block_tables.shape[1]:
+            block_tables = make(functools.partial(leading_columns, columns), block_tables)
     pages = Pages(k_cache, v_cache, block_tables, query_start_loc, seq_lens)
     switches = env.current()
     with ordered(backend, "attention") as backend:
         parts = _parts(known, tokens, count, max_query_len, switches.batch_invariant)
-        longer = [part for part in parts if not part.is_decode]
+        longer = [one for one in parts if not one.is_decode]
         if (backend or switches.backend) == "reference" or is_empty(tokens, k_cache.shape[0], *block_tables.shape):
             longer = []
         kernel = None
@@ -180,21 +175,20 @@ def _dense(
         o = new(q.dtype, q.device, *q.shape) if out is None else out
         lse = new(torch.float32, q.device, *q.shape[:2])  # the kernels write all rows, padding too
         factor = dim**-0.5 if scale is None else scale
-        if kernel is not None and len(parts) == 1:
-            launch(kernel, prefill.params(q, pages, factor, gate, o, lse), (o, lse), aligned=(q, k_cache, v_cache, gate))
-            return o, lse
         if kernel is None:
             lse.fill_(-torch.inf)
-        for part in parts:
-            own, own_gate = pages.of(part.sequences, part.rows.start), None if gate is None else gate[part.rows]
-            if part.is_decode:
-                lse[part.rows] = attend(
-                    q[part.rows], *own[:2], None, *own[2:], None, scale, None, own_gate, o[part.rows], backend
-                )[1]
+        for one in parts:
+            own = pages.of(one.sequences, one.rows.start)
+            own_q, own_o, own_lse = (part(x, one.rows) for x in (q, o, lse))
+            own_gate = None if gate is None else part(gate, one.rows)
+            if one.is_decode:
+                attend_checked(own_q, *own[:2], None, *own[2:], None, scale, None, own_gate, own_o, backend, own_lse)
             elif kernel is not None:
-                launch(kernel, prefill.params(q[part.rows], own, factor, own_gate, o[part.rows], lse[part.rows]))
+                prefill.attend(kernel, own_q, own, factor, own_gate, own_o, own_lse)
             else:
-                _by_torch(q, pages, known[part.sequences], factor, gate, o, lse)
+                _by_torch(q, pages, known[one.sequences], factor, gate, o, lse)
+        if kernel is not None:
+            record((o, lse), aligned=(q, k_cache, v_cache, gate))
     return o, lse
 
 

@@ -1,9 +1,12 @@
 """Where the sequences of a call of attention are in the paged cache."""
 
+import functools
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from gdn.core.call import make
 from gdn.core.check import dtype_name
 from gdn.core.tensors import is_aligned
 
@@ -19,9 +22,23 @@ class Pages(NamedTuple):
 
     def of(self, sequences: slice, first: int) -> "Pages":
         """The pages of neighbouring sequences. first: the first row of theirs."""
-        starts = self.query_start_loc[sequences.start : sequences.stop + 1]
-        starts = starts - first if first else starts
-        return Pages(self.k_cache, self.v_cache, self.block_tables[sequences], starts, self.seq_lens[sequences])
+        tables, lengths = (part(x, sequences) for x in (self.block_tables, self.seq_lens))
+        starts = part(self.query_start_loc, slice(sequences.start, sequences.stop + 1))
+        starts = make(functools.partial(torch.sub, other=first), starts) if first else starts
+        return Pages(self.k_cache, self.v_cache, tables, starts, lengths)
+
+
+def part(x: Tensor, rows: slice) -> Tensor:
+    """Some rows of x, or x itself where these are all."""
+    return x if (rows.start, rows.stop) == (0, x.shape[0]) else make(functools.partial(_rows, rows), x)
+
+
+def leading_columns(columns: int, x: Tensor) -> Tensor:
+    return x[:, :columns]
+
+
+def _rows(rows: slice, x: Tensor) -> Tensor:
+    return x[rows]
 
 
 def fields_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:

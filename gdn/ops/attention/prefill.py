@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gdn import runtime
-from gdn.core.call import make
+from gdn.core.call import launch, make
 from gdn.core.tensors import aligned, contiguous, contiguous_int32
 from gdn.ops.attention.host_lengths import HostSequence
 from gdn.ops.attention.pages import Pages, fields_of, rounded_columns
@@ -33,15 +33,16 @@ def prepare(
     return None if prepared.choice.backend == "reference" else prepared
 
 
-def params(q: Tensor, pages: Pages, scale: float, gate: Tensor | None, o: Tensor, lse: Tensor) -> AttentionPrefillParams:
-    """Arguments of a launch that writes o and lse of the rows of q; rows after the last sequence get 0 and -inf.
+def attend(prepared: Prepared, q: Tensor, pages: Pages, scale: float, gate: Tensor | None, o: Tensor, lse: Tensor) -> None:
+    """Write o and lse of the rows of q; rows after the last sequence get 0 and -inf.
 
     q, gate, o [tokens, heads, D]; lse [tokens, heads] float32, contiguous. There is at least one of everything.
     """
-    return AttentionPrefillParams(
+    params = AttentionPrefillParams(
         contiguous("q", q), pages.k_cache, pages.v_cache, pages.block_tables, make(contiguous_int32, pages.query_start_loc),
         make(contiguous_int32, pages.seq_lens), None if gate is None else aligned("gate", gate), o, lse, scale,
     )  # fmt: skip
+    launch(prepared, params)
 
 
 def _problem(

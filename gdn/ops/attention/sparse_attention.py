@@ -143,9 +143,12 @@ def attend(
 def attend_checked(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, topk_indices: Tensor | None, block_tables: Tensor, query_start_loc: Tensor,
     seq_lens: Tensor, topk_length: Tensor | None, scale: float | None, max_query_len: int | None, gate: Tensor | None,
-    out: Tensor | None, backend: Backend | None,
+    out: Tensor | None, backend: Backend | None, lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attend` of checked arguments, as the one launch of the operator that is being called."""
+    """`attend` of checked arguments, within the operator that is being called.
+
+    lse: where the log-sum-exp of some rows of a call goes; None = a new tensor, and this is the one launch of the call.
+    """
     (tokens, heads, dim), (num_blocks, block_size) = q.shape, k_cache.shape[:2]
     sequences, device = seq_lens.shape[0], q.device
     most = block_tables.shape[1] * block_size
@@ -165,10 +168,12 @@ def attend_checked(
             q, (k_cache, v_cache), topk_indices, block_tables, query_start_loc, seq_lens, topk_length=topk_length, scale=scale,
             return_lse=True, gate=gate, out=out,
         )  # fmt: skip
-        return found
+        return found if lse is None else (found[0], lse.copy_(found[1]))
     if out is None:
         out = new(q.dtype, device, tokens, heads, dim)
-    lse = new(torch.float32, device, tokens, heads)
+    is_whole = lse is None
+    if lse is None:
+        lse = new(torch.float32, device, tokens, heads)
     if is_empty(tokens, heads, k, num_blocks, sequences, most):
         return out.zero_(), lse.fill_(-torch.inf)
     values: dict[str, Any] = {
@@ -181,7 +186,7 @@ def attend_checked(
         "scale": dim**-0.5 if scale is None else scale,
     }  # fmt: skip
     kind: Any = SparseDecodeParams if isinstance(problem, SparseDecodeProblem) else SparsePrefillParams
-    launch(prepared, kind(**values), (out, lse), aligned=(q, k_cache, v_cache, gate))
+    launch(prepared, kind(**values), (out, lse) if is_whole else None, aligned=(q, k_cache, v_cache, gate))
     return out, lse
 
 
