@@ -32,7 +32,7 @@ class Kind:
         if self.type is bool:
             return f"{name} is False or type({name})"
         if self.type is tuple:
-            return f"{name} if {name} is None else (tuple({name}), *set(map(type, {name})))"
+            return f"(tuple({name}), *set(map(type, {name}))) if type({name}) in (tuple, list) else {name}"
         return f"{name}, type({name})" if self.type in (int, float) else name
 
     def check_type(self, name: str, value: Any) -> None:
