@@ -399,6 +399,15 @@ def make(maker: Callable[..., Tensor], *sources: Tensor) -> Tensor:
     return tensor
 
 
+def part(x: Tensor, rows: slice) -> Tensor:
+    """Some rows of x, recorded for the memo, or x itself where these are all."""
+    return x if (rows.start, rows.stop) == (0, x.shape[0]) else make(functools.partial(_rows, rows), x)
+
+
+def _rows(rows: slice, x: Tensor) -> Tensor:
+    return x[rows]
+
+
 def new(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
     """An uninitialised tensor, recorded for the memo."""
     return make(functools.partial(torch.empty, *shape, dtype=dtype, device=device))

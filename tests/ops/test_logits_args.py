@@ -196,7 +196,7 @@ def test_indexer_topk_holds_its_workspace(monkeypatch):
     ranges = (arguments["cu_seqlen_ks"], arguments["cu_seqlen_ke"])
     assert torch.equal(whole, gdn.topk_indices(logits, 8, *ranges))
     sizes, buffers = [], set()
-    plain = module.mqa_logits
+    plain = module.reference.mqa_logits
 
     def spy(*args, **kwargs):
         result = plain(*args, **kwargs)
@@ -204,7 +204,7 @@ def test_indexer_topk_holds_its_workspace(monkeypatch):
         buffers.add(result.data_ptr())
         return result
 
-    monkeypatch.setattr(module, "mqa_logits", spy)
+    monkeypatch.setattr(module.reference, "mqa_logits", spy)
     limit = 2 * NK * 4
     assert torch.equal(gdn.indexer_topk(**arguments, topk=8, workspace_bytes=limit), whole)
     assert sizes == [limit] * 3 and len(buffers) == 1

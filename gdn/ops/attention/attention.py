@@ -15,14 +15,14 @@ from torch import Tensor
 
 from gdn import runtime
 from gdn.core import check
-from gdn.core.call import NEW, always, check_memory, make, new, operator, record
+from gdn.core.call import NEW, always, check_memory, make, new, operator, part, record
 from gdn.core.kinds import Kind
 from gdn.core.library import out_or_new
 from gdn.core.modes import has_memory, is_empty, is_tracing
 from gdn.core.ordered import ordered
 from gdn.ops.attention import gathered, prefill, reference, torch_attention
 from gdn.ops.attention.host_lengths import HostSequence, check_bounds, check_lengths, sequences_of
-from gdn.ops.attention.pages import Pages, leading_columns, part, rounded_columns
+from gdn.ops.attention.pages import Pages, leading_columns, rounded_columns
 from gdn.ops.attention.sparse_attention import MOST_DECODE_TOKENS, attend_checked, check_call, check_values, is_decode, split_pair
 from gdn.runtime import Choice, env, registry
 from gdn.runtime.registry import Backend

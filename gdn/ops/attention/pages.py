@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gdn.core.call import make
+from gdn.core.call import make, part
 from gdn.core.check import dtype_name
 from gdn.core.tensors import is_aligned
 
@@ -28,17 +28,8 @@ class Pages(NamedTuple):
         return Pages(self.k_cache, self.v_cache, tables, starts, lengths)
 
 
-def part(x: Tensor, rows: slice) -> Tensor:
-    """Some rows of x, or x itself where these are all."""
-    return x if (rows.start, rows.stop) == (0, x.shape[0]) else make(functools.partial(_rows, rows), x)
-
-
 def leading_columns(columns: int, x: Tensor) -> Tensor:
     return x[:, :columns]
-
-
-def _rows(rows: slice, x: Tensor) -> Tensor:
-    return x[rows]
 
 
 def fields_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:

@@ -5,6 +5,7 @@ its rows of the result. The logits leave out rows with at most topk visible keys
 scores. Both take the ranges unchanged; no value is read back to the host.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -12,20 +13,22 @@ from torch import Tensor
 
 from gdn import runtime
 from gdn.core import check, values
-from gdn.core.call import always, check_memory, operator, validates
+from gdn.core.call import always, check_memory, choose, make, new, operator, part, record, validates
 from gdn.core.check import bad_value
 from gdn.core.modes import is_empty, is_tracing
 from gdn.core.ordered import ordered
 from gdn.core.tensors import contiguous, contiguous_int32
 from gdn.ops.indexer import reference
-from gdn.ops.indexer.mqa_logits import check_operands, mqa_logits
-from gdn.ops.indexer.paged_mqa_logits import check_paged_operands, check_values, paged_mqa_logits
+from gdn.ops.indexer.mqa_logits import check_operands, problem_of, score
+from gdn.ops.indexer.paged_mqa_logits import check_paged_operands, check_values
+from gdn.ops.indexer.paged_mqa_logits import problem_of as paged_problem_of
+from gdn.ops.indexer.paged_mqa_logits import score as paged_score
 from gdn.ops.indexer.topk import Rows, select_rows
 from gdn.runtime import Choice, env
 from gdn.runtime.registry import Backend
 
 
-@operator(reference.indexer_topk, writes={"out": always}, contiguous=("q", "k", "weights"))
+@operator(reference.indexer_topk, writes={"out": always}, varies=("q", "k"), contiguous=("q", "k", "weights"))
 def indexer_topk(
     q: Tensor,
     k: Tensor,
@@ -100,7 +103,7 @@ def indexer_topk(
     check.out(out, [num_rows, columns], torch.int32, device)
     check_memory()
     if out is None:
-        out = torch.empty(num_rows, columns, dtype=torch.int32, device=device)
+        out = new(torch.int32, device, num_rows, columns)
     if is_tracing():
         return out
     if validates(device):  # all rows, before the first step writes
@@ -110,25 +113,37 @@ def indexer_topk(
     step = units_per_block(workspace_bytes, 4 * width, num_rows)
     with ordered(backend, "indexer_topk") as backend:
         q, k = contiguous("q", q), contiguous("k", k)  # once, not for each block of rows
-        starts, ends = contiguous_int32(cu_seqlen_ks), contiguous_int32(cu_seqlen_ke)
+        starts, ends = make(contiguous_int32, cu_seqlen_ks), make(contiguous_int32, cu_seqlen_ke)
         chosen: Backend | None = "reference" if backend == "reference" else None  # a kernel backend is for the logits only
         packed_keys = None if max_seqlen_k is None else num_keys  # the scores of a row start with its first key
 
-        def logits(part: slice, buffer: Tensor | None) -> Tensor:
-            return mqa_logits(
-                q[part], k, None if weights is None else weights[part], starts[part], ends[part], k_scale=k_scale, scale=scale,
-                relu=relu, max_seqlen_k=max_seqlen_k, clean_logits=False, skip_rows_up_to=topk, out=buffer, backend=backend,
-            )  # fmt: skip
+        def logits(units: slice, buffer: Tensor) -> None:
+            rows, own_weights = part(q, units), None if weights is None else part(weights, units)
+            ranges = part(starts, units), part(ends, units)
+            problem = problem_of(rows, k, own_weights, k_scale, relu, max_seqlen_k, False, torch.float32)
+            prepared = choose(problem, device, backend)
+            if prepared.launch is None:
+                reference.mqa_logits(
+                    rows, k, own_weights, *ranges, k_scale=k_scale, scale=scale, relu=relu, max_seqlen_k=max_seqlen_k,
+                    clean_logits=False, out=buffer,
+                )  # fmt: skip
+            elif not is_empty(*buffer.shape, num_keys):
+                score(prepared, rows, k, own_weights, *ranges, k_scale, scale, topk, buffer)
 
-        def select(scores: Tensor, part: slice, rows: Tensor) -> None:
-            own = None if positions is None else positions[part]
-            ranges = Rows(starts[part], ends[part], True, num_keys=packed_keys, ratio=ratio, positions=own)
+        def select(scores: Tensor, units: slice, rows: Tensor) -> None:
+            own = None if positions is None else part(positions, units)
+            ranges = Rows(part(starts, units), part(ends, units), True, num_keys=packed_keys, ratio=ratio, positions=own)
             select_rows(scores, topk, ranges, "index", rows, chosen)
 
-        return _in_blocks(logits, select, out, num_rows, step, width, topk)
+        _in_blocks(logits, select, out, num_rows, step, width, topk)
+        record((out,), aligned=(q, k, k_scale))
+    return out
 
 
-@operator(reference.paged_indexer_topk, writes={"out": always}, contiguous=("q", "weights", "block_tables"))
+@operator(
+    reference.paged_indexer_topk, writes={"out": always}, varies=("q", "block_tables"),
+    contiguous=("q", "weights", "block_tables"),
+)  # fmt: skip
 def paged_indexer_topk(
     q: Tensor,
     cache: Tensor,
@@ -182,43 +197,54 @@ def paged_indexer_topk(
     ----------
     .. [1] DeepSeek-AI, "DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention", report, 2025.
     """
-    page_size, _ = check_paged_operands(q, cache, weights, context_lens, block_tables)
+    pages = check_paged_operands(q, cache, weights, context_lens, block_tables)
     (batch, next_n), device = q.shape[:2], q.device
     check.at_least("max_context_len", max_context_len)
-    width = block_tables.shape[1] * page_size
+    width = block_tables.shape[1] * pages[0]
     width = width if max_context_len is None else min(width, max_context_len)
     columns = _columns(topk, ratio, positions, batch * next_n, device)
     check.out(out, [batch * next_n, columns], torch.int32, device)
     check_memory()
     if out is None:
-        out = torch.empty(batch * next_n, columns, dtype=torch.int32, device=device)
+        out = new(torch.int32, device, batch * next_n, columns)
     if is_tracing():
         return out
-    check_values(block_tables, context_lens, page_size, cache.shape[0], width)  # all sequences, before the first step writes
+    check_values(block_tables, context_lens, pages[0], cache.shape[0], width)  # all sequences, before the first step writes
     if _selects_nothing(columns):
         return out
     step = units_per_block(workspace_bytes, 4 * width * next_n, batch)
     with ordered(backend, "paged_indexer_topk") as backend:
-        q, context_lens = contiguous("q", q), contiguous_int32(context_lens)
+        q, lengths = contiguous("q", q), make(contiguous_int32, context_lens)
         chosen: Backend | None = "reference" if backend == "reference" else None  # as in `indexer_topk`
-        drafts = 1 if context_lens.dim() == 2 else next_n  # rows that share one length
+        drafts = 1 if lengths.dim() == 2 else next_n  # rows that share one length
 
-        def logits(part: slice, buffer: Tensor | None) -> Tensor:
-            row_weights = None if weights is None else weights[part.start * next_n : part.stop * next_n]
-            return paged_mqa_logits(
-                q[part], cache, row_weights, context_lens[part], block_tables[part], width, scale=scale, relu=relu,
-                clean_logits=False, skip_rows_up_to=topk, out=buffer, backend=backend,
-            )  # fmt: skip
+        def rows_of(units: slice) -> slice:
+            return slice(units.start * next_n, units.stop * next_n)
 
-        def select(scores: Tensor, part: slice, rows: Tensor) -> None:
-            own = None if positions is None else positions[part.start * next_n : part.stop * next_n]
-            ranges = Rows(None, context_lens[part].reshape(-1), True, drafts=drafts, ratio=ratio, positions=own)
+        def logits(units: slice, buffer: Tensor) -> None:
+            queries, own_weights = part(q, units), None if weights is None else part(weights, rows_of(units))
+            own_lengths, tables = part(lengths, units), part(block_tables, units)
+            problem = paged_problem_of(queries, cache, pages, own_weights, own_lengths, width, relu, False, torch.float32)
+            prepared = choose(problem, device, backend)
+            if prepared.launch is None:
+                reference.paged_mqa_logits(
+                    queries, cache, own_weights, own_lengths, tables, width, scale=scale, relu=relu, clean_logits=False,
+                    out=buffer,
+                )  # fmt: skip
+            elif not is_empty(cache.shape[0], tables.shape[1], *buffer.shape):
+                paged_score(prepared, queries, cache, own_weights, own_lengths, tables, scale, topk, buffer)
+
+        def select(scores: Tensor, units: slice, rows: Tensor) -> None:
+            own = None if positions is None else part(positions, rows_of(units))
+            ranges = Rows(None, part(lengths, units).reshape(-1), True, drafts=drafts, ratio=ratio, positions=own)
             select_rows(scores, topk, ranges, "index", rows, chosen)
 
-        return _in_blocks(logits, select, out, batch, step, width, topk)
+        _in_blocks(logits, select, out, batch, step, width, topk)
+        record((out,), aligned=(q, cache))
+    return out
 
 
-Logits = Callable[[slice, Tensor | None], Tensor]
+Logits = Callable[[slice, Tensor], None]
 Select = Callable[[Tensor, slice, Tensor], None]
 
 
@@ -241,24 +267,29 @@ def _selects_nothing(columns: int) -> bool:
     return True
 
 
-def _in_blocks(logits: Logits, select: Select, out: Tensor, units: int, step: int, width: int, topk: int) -> Tensor:
-    """Scores and selects `step` units (rows or sequences) at a time; returns `out`.
+def _in_blocks(logits: Logits, select: Select, out: Tensor, units: int, step: int, width: int, topk: int) -> None:
+    """Scores and selects `step` units (rows or sequences) at a time.
 
-    logits(part, buffer): scores of a part of the units, outside of their ranges anything, since the selection reads ranges only.
-    select(scores, part, rows): the selection for that part, written to rows of `out`.
+    logits(part, buffer): writes scores of a part of the units, outside of their ranges anything, since the selection reads ranges
+    only. select(scores, part, rows): the selection for that part, written to rows of `out`.
     """
-    num_rows = out.shape[0]
+    num_rows, device = out.shape[0], out.device
     if is_empty(num_rows) or width <= topk:  # all columns are listed, without scores
-        logits(slice(0, 0), None)  # for its checks
-        select(torch.empty(1, width, dtype=torch.float32, device=out.device).expand(num_rows, width), slice(0, units), out)
-        return out
-    buffer, each = None, num_rows // units
+        logits(slice(0, 0), new(torch.float32, device, 0, width))  # for its checks
+        row = new(torch.float32, device, 1, width)
+        select(make(functools.partial(_repeated, num_rows), row), slice(0, units), out)
+        return
+    each = num_rows // units
+    buffer = new(torch.float32, device, min(step, units) * each, width)
     for low in range(0, units, step):
-        part = slice(low, min(low + step, units))
-        scores = logits(part, None if buffer is None else buffer[: (part.stop - low) * each])
-        buffer = scores if buffer is None else buffer
-        select(scores, part, out[low * each : part.stop * each])
-    return out
+        own = slice(low, min(low + step, units))
+        scores = part(buffer, slice(0, (own.stop - own.start) * each))
+        logits(own, scores)
+        select(scores, own, part(out, slice(own.start * each, own.stop * each)))
+
+
+def _repeated(count: int, row: Tensor) -> Tensor:
+    return row.expand(count, -1)
 
 
 def units_per_block(workspace_bytes: int | None, unit_bytes: int, units: int) -> int:

@@ -1,18 +1,17 @@
 """Public operators `mqa_logits` and, with DeepGEMM's signature, `fp8_mqa_logits`: indexer logits of ragged prefill."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from gdn.core import check, values
-from gdn.core.call import always, launch, make, new, operator, prepare, validates
+from gdn.core.call import always, launch, make, new, operator, prepare, record, validates
 from gdn.core.check import FLOAT_DTYPES, FP8, INDEX_DTYPES, bad_type, bad_value, dtype_name
 from gdn.core.kinds import Kind
 from gdn.core.modes import is_empty
 from gdn.core.tensors import contiguous, contiguous_int32
 from gdn.ops.indexer import checks, reference
 from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem
+from gdn.runtime import Prepared
 from gdn.runtime.registry import Backend
 
 
@@ -99,24 +98,41 @@ def mqa_logits(
     """
     check_operands(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale)
     device = q.device
-    num_queries, num_keys, num_kv_heads = q.shape[0], k.shape[0], (1 if k.dim() == 2 else k.shape[1])
     checks.check_skipping(skip_rows_up_to, clean_logits)
     check.at_least("max_seqlen_k", max_seqlen_k)
-    num_columns = num_keys if max_seqlen_k is None else max_seqlen_k
-    checks.check_logits_out(out, [num_queries, num_columns], out_dtype, device)
+    problem = problem_of(q, k, weights, k_scale, relu, max_seqlen_k, clean_logits, out_dtype)
+    shape = problem.num_queries, problem.num_columns
+    checks.check_logits_out(out, [*shape], out_dtype, device)
     if validates(device):
-        values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, num_keys, max_seqlen_k)
-
-    shared = checks.shared_fields(q, k.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype)
-    sizes: dict[str, Any] = {"num_queries": num_queries, "num_keys": num_keys, "num_columns": num_columns}
-    problem = MqaLogitsProblem(**shared, has_k_scale=k_scale is not None, packed=max_seqlen_k is not None, **sizes)
+        values.check_ranges(cu_seqlen_ks, cu_seqlen_ke, problem.num_keys, max_seqlen_k)
     prepared = prepare(problem, device, backend)
     if out is None:
-        out = new(out_dtype, device, num_queries, num_columns)
-    if is_empty(num_keys) and clean_logits:
+        out = new(out_dtype, device, *shape)
+    if is_empty(problem.num_keys) and clean_logits:
         out.fill_(-torch.inf)
-    if is_empty(num_queries, num_columns, num_keys):
-        return out
+    if not is_empty(*shape, problem.num_keys):
+        score(prepared, q, k, weights, cu_seqlen_ks, cu_seqlen_ke, k_scale, scale, skip_rows_up_to, out)
+        record((out,), aligned=(q, k, k_scale))
+    return out
+
+
+def problem_of(
+    q: Tensor, k: Tensor, weights: Tensor | None, k_scale: Tensor | None, relu: bool, max_seqlen_k: int | None,
+    clean_logits: bool, out_dtype: torch.dtype,
+) -> MqaLogitsProblem:  # fmt: skip
+    num_keys, num_kv_heads = k.shape[0], (1 if k.dim() == 2 else k.shape[1])
+    return MqaLogitsProblem(
+        **checks.shared_fields(q, k.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype),
+        has_k_scale=k_scale is not None, packed=max_seqlen_k is not None, num_queries=q.shape[0], num_keys=num_keys,
+        num_columns=num_keys if max_seqlen_k is None else max_seqlen_k,
+    )  # fmt: skip
+
+
+def score(
+    prepared: Prepared, q: Tensor, k: Tensor, weights: Tensor | None, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor,
+    k_scale: Tensor | None, scale: float, skip_rows_up_to: int, out: Tensor,
+) -> None:  # fmt: skip
+    """Launches the kernel of checked arguments, of which none is empty."""
     scales = None
     if k_scale is not None:
         scales = contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)
@@ -124,8 +140,7 @@ def mqa_logits(
     ranges = make(contiguous_int32, cu_seqlen_ks), make(contiguous_int32, cu_seqlen_ke)
     rows, keys = contiguous("q", q), contiguous("k", checks.with_kv_heads(k))
     params = MqaLogitsParams(rows, keys, scales, row_weights, *ranges, out, scale, skip_rows_up_to)
-    launch(prepared, params, (out,), aligned=(q, k, k_scale))
-    return out
+    launch(prepared, params)
 
 
 def check_operands(

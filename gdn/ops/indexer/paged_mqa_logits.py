@@ -1,18 +1,17 @@
 """Public operators `paged_mqa_logits` and, with DeepGEMM's signatures, `fp8_paged_mqa_logits` and its metadata."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from gdn.core import check, values
-from gdn.core.call import always, launch, make, new, operator, prepare, reads_values
+from gdn.core.call import always, launch, make, new, operator, prepare, reads_values, record
 from gdn.core.check import FLOAT_DTYPES, INDEX_DTYPES, bad_value
 from gdn.core.kinds import Kind
 from gdn.core.modes import is_empty
 from gdn.core.tensors import contiguous, contiguous_int32
 from gdn.ops.indexer import checks, reference
 from gdn.ops.indexer.problem import PagedMqaLogitsParams, PagedMqaLogitsProblem
+from gdn.runtime import Prepared
 from gdn.runtime.registry import Backend
 
 
@@ -88,30 +87,48 @@ def paged_mqa_logits(
     ----------
     .. [1] The pages with scales are those of ``fp8_paged_mqa_logits`` in DeepGEMM, https://github.com/deepseek-ai/DeepGEMM.
     """
-    page_size, num_kv_heads = check_paged_operands(q, cache, weights, context_lens, block_tables)
+    pages = check_paged_operands(q, cache, weights, context_lens, block_tables)
     (batch, next_n), device = q.shape[:2], q.device
     check.at_least("max_context_len", max_context_len)
     checks.check_skipping(skip_rows_up_to, clean_logits)
     checks.check_logits_out(out, [batch * next_n, max_context_len], out_dtype, device)
-    check_values(block_tables, context_lens, page_size, cache.shape[0], max_context_len)
-
-    shared = checks.shared_fields(q, cache.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype)
-    sizes: dict[str, Any] = {"page_size": page_size, "next_n": next_n, "batch": batch, "max_context_len": max_context_len}
-    is_scaled, per_draft = cache.dtype == torch.uint8, context_lens.dim() == 2
-    problem = PagedMqaLogitsProblem(**shared, has_k_scale=is_scaled, per_draft_lengths=per_draft, **sizes)
+    check_values(block_tables, context_lens, pages[0], cache.shape[0], max_context_len)
+    problem = problem_of(q, cache, pages, weights, context_lens, max_context_len, relu, clean_logits, out_dtype)
     prepared = prepare(problem, device, backend)
     if out is None:
         out = new(out_dtype, device, batch * next_n, max_context_len)
     nothing_cached = is_empty(cache.shape[0], block_tables.shape[1])
     if nothing_cached and clean_logits:
         out.fill_(-torch.inf)
-    if nothing_cached or is_empty(batch, max_context_len):
-        return out
+    if not (nothing_cached or is_empty(batch, max_context_len)):
+        score(prepared, q, cache, weights, context_lens, block_tables, scale, skip_rows_up_to, out)
+        record((out,), aligned=(q, cache))
+    return out
+
+
+def problem_of(
+    q: Tensor, cache: Tensor, pages: tuple[int, int], weights: Tensor | None, context_lens: Tensor, max_context_len: int,
+    relu: bool, clean_logits: bool, out_dtype: torch.dtype,
+) -> PagedMqaLogitsProblem:  # fmt: skip
+    """pages: page_size and kv_heads."""
+    page_size, num_kv_heads = pages
+    batch, next_n = q.shape[:2]
+    return PagedMqaLogitsProblem(
+        **checks.shared_fields(q, cache.dtype, num_kv_heads, weights, relu, clean_logits, out_dtype),
+        has_k_scale=cache.dtype == torch.uint8, per_draft_lengths=context_lens.dim() == 2, page_size=page_size, next_n=next_n,
+        batch=batch, max_context_len=max_context_len,
+    )  # fmt: skip
+
+
+def score(
+    prepared: Prepared, q: Tensor, cache: Tensor, weights: Tensor | None, context_lens: Tensor, block_tables: Tensor,
+    scale: float, skip_rows_up_to: int, out: Tensor,
+) -> None:  # fmt: skip
+    """Launches the kernel of checked arguments, of which none is empty."""
     row_weights = None if weights is None else make(checks.kernel_weights, weights)
     rows, pages, lengths = contiguous("q", q), checks.flat_pages(cache), make(contiguous_int32, context_lens)
     params = PagedMqaLogitsParams(rows, pages, row_weights, lengths, block_tables, out, scale, skip_rows_up_to)
-    launch(prepared, params, (out,), aligned=(q, cache))
-    return out
+    launch(prepared, params)
 
 
 def check_paged_operands(

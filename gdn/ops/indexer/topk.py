@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gdn.core import check
-from gdn.core.call import always, choose, launch, new, operator, prepare, run_reference
+from gdn.core.call import always, choose, launch, new, operator, prepare, record, run_reference
 from gdn.core.check import FLOAT_DTYPES, INDEX_DTYPES, dtype_name
 from gdn.core.modes import is_empty
 from gdn.core.tensors import dtypes_of
@@ -77,7 +77,10 @@ def topk_indices(
         check.optional(name, bound, shape=[rows], dtypes=INDEX_DTYPES, device=device)
     check.one_of("sorted_by", sorted_by, ("index", "score"))
     check.out(out, [rows, k], torch.int32, device)
-    return select_rows(logits, k, Rows(row_starts, row_ends), sorted_by, out, backend)
+    out = select_rows(logits, k, Rows(row_starts, row_ends), sorted_by, out, backend)
+    if not is_empty(rows, k):
+        record((out,))
+    return out
 
 
 class Rows(NamedTuple):
@@ -94,7 +97,7 @@ class Rows(NamedTuple):
 
 
 def select_rows(logits: Tensor, k: int, ranges: Rows, sorted_by: str, out: Tensor | None, backend: Backend | None) -> Tensor:
-    """`topk_indices` of checked arguments."""
+    """`topk_indices` of checked arguments, within the operator that is being called."""
     starts, ends, list_short, num_keys, drafts, ratio, positions = ranges
     rows, device = logits.shape[0], logits.device
     fields: dict[str, Any] = dtypes_of(starts=starts, ends=ends, position=positions) | {"sorted_by": sorted_by, "ratio": ratio}
@@ -111,7 +114,7 @@ def select_rows(logits: Tensor, k: int, ranges: Rows, sorted_by: str, out: Tenso
         out = new(torch.int32, device, rows, k * ratio + ratio - 1)
     if not is_empty(rows, k):
         keys = -1 if num_keys is None else num_keys
-        launch(prepared, TopkParams(logits, starts, ends, positions, out, int(list_short), keys, drafts), (out,))
+        launch(prepared, TopkParams(logits, starts, ends, positions, out, int(list_short), keys, drafts))
     return out
 
 
