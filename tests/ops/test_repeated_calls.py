@@ -28,10 +28,18 @@ class Kernels:
     def __init__(self) -> None:
         self.prepared = 0
         self.launched: list[Any] = []
+        self.left: int | None = None  # launches until one fails
 
     def prepare(self, problem: Any, device: Any, backend: str | None = None) -> runtime.Prepared:
         self.prepared += 1
-        return runtime.Prepared("cute", None, 64, self.launched.append, runtime.Choice(problem.op, "cute"))
+        return runtime.Prepared("cute", None, 64, self.launch, runtime.Choice(problem.op, "cute"))
+
+    def launch(self, params: Any) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("the driver refused")
+        self.launched.append(params)
 
     def call(self, name: str, arguments: Arguments) -> tuple[list[Any], Any]:
         """Arguments of the call's launches, and its result or what it refuses."""
@@ -110,6 +118,50 @@ def test_a_repeated_call_comes_to_no_choice(name: str, kernels: Kernels) -> None
     kernels.call(name, {key: copies(value) for key, value in arguments.items()})
     assert kernels.prepared == before
     assert len(kernels.launched) == 2 * launches > 0
+
+
+def _sequences(name: str) -> Arguments:
+    """A call of several launches: three blocks of rows or sequences, or decode rows before prefill rows."""
+    if name != "attention":
+        arguments = plain.call(name, 6, torch.bfloat16, is_served=True)
+        paged = name == "paged_indexer_topk"
+        width = arguments["block_tables"].shape[1] * 64 if paged else arguments["k"].shape[0]
+        rows = 2 * arguments["q"].shape[1] if paged else 2
+        return arguments | {"topk": 1, "workspace_bytes": 4 * width * rows}
+    lengths, cached = (1, 2, 20, 9), (30, 2, 45, 9)
+    return {
+        "q": torch.randn(34, 4, 128).bfloat16(), "kv_cache": torch.randn(2, 8, 16, 2, 128).bfloat16(),
+        "block_tables": torch.arange(12, dtype=torch.int32).view(4, 3) % 8, "query_start_loc": torch.tensor([0, 1, 3, 23, 32]),
+        "seq_lens": torch.tensor(cached), "seq_lens_host": cached, "query_lens_host": lengths, "max_seq_len": 48,
+    }  # fmt: skip
+
+
+SEVERAL = ["attention", "indexer_topk", "paged_indexer_topk"]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_call_of_several_launches(name: str, shift: int, kernels: Kernels) -> None:
+    check(name, arguments := _sequences(name), kernels, shift)
+    before, prepared = len(kernels.launched), kernels.prepared
+    kernels.call(name, arguments)
+    assert len(kernels.launched) - before >= 2
+    if not shift:
+        assert kernels.prepared == prepared
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_launch_that_fails_leaves_the_next_call_whole(name: str, kernels: Kernels) -> None:
+    """The first call fails in its second launch, and so does a later one that has a plan."""
+    arguments = _sequences(name)
+    for is_known in (False, True):
+        kernels.left = 1
+        with pytest.raises(RuntimeError, match="refused"):
+            kernels.call(name, arguments)
+        kernels.left = None
+        before, prepared = len(kernels.launched), kernels.prepared
+        kernels.call(name, arguments)
+        assert len(kernels.launched) - before >= 2 and (kernels.prepared == prepared) == is_known
 
 
 def check_drawn(seed: int, kernels: Kernels) -> None:
