@@ -53,9 +53,10 @@ class Call:
     given: Arguments  # the caller's
     arguments: Arguments  # Python numbers, contiguous last dimensions, settled defaults
     created: list[Created] = field(default_factory=list)
+    known: set[int] = field(default_factory=set)  # id of each argument and created tensor
     launches: list[Launch] = field(default_factory=list)
     recorded: Recorded | None = None
-    is_all_launches: bool = True
+    ran_reference: bool = False  # in one of its parts
     has_checked_memory: bool = False
 
 
@@ -233,6 +234,8 @@ class Operator:
             if value is inspect.Parameter.empty:
                 raise TypeError(f"{name}: expected a value, got none")
             self.kinds[name].check_type(name, value)
+            if self.kinds[name].type is tuple and value is not None:
+                given[name] = tuple(value)  # a caller may change a list
         flags = self._flags_key(*[given[name] for name in self.flags])
         if flags not in self._bound:  # equal layers share their plans
             if len(self._bound) >= _MOST_BOUND:
@@ -368,7 +371,7 @@ def choose(problem: Problem, device: torch.device, backend: str | None) -> Prepa
         return Prepared("traced", None, 0, lambda *_: None, Choice(problem.op, "traced"))
     prepared = runtime.prepare(problem, device, backend)
     if prepared.launch is None:
-        _current.get().is_all_launches = False
+        _current.get().ran_reference = True
     return prepared
 
 
@@ -393,9 +396,12 @@ def make(maker: Callable[..., Tensor], *sources: Tensor) -> Tensor:
     tensor, call = maker(*sources), _current.get()
     if any(tensor is source for source in sources):
         return tensor
-    known = [*call.given.values(), *[made for made, _, _ in call.created]]
-    if all(any(source is one for one in known) for source in sources):
+    known = call.known
+    if not known:
+        known.update(map(id, call.given.values()))
+    if all(id(source) in known for source in sources):
         call.created.append((tensor, maker, sources))
+        known.add(id(tensor))
     return tensor
 
 
@@ -416,9 +422,9 @@ def new(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
 def launch(
     prepared: Prepared, params: Any, results: Sequence[Tensor | None] | None = None, aligned: Sequence[Tensor | None] = ()
 ) -> None:
-    """Launches a kernel; with the results of a call also `record`, for one that has no other launch.
+    """Launches a kernel. With `results` it also records the call, whose only launch this is.
 
-    params: the operator's Params. aligned: see `record`.
+    params: the operator's Params. results, aligned: see `record`.
     """
     assert prepared.launch is not None
     prepared.launch(params)
@@ -429,11 +435,11 @@ def launch(
 
 
 def record(results: Sequence[Tensor | None], aligned: Sequence[Tensor | None] = ()) -> None:
-    """Records the call for the memo. Nothing but `launch`, `make` and `new` has worked on its tensors; where a part of it ran the
-    reference it is not recorded.
+    """Records the call for the memo, unless a part of it ran the reference. The caller sees to it that nothing but `launch`,
+    `make`, `part` and `new` has worked on the call's tensors.
 
-    aligned: arguments whose addresses are multiples of 16 bytes.
+    results: of the call. aligned: arguments whose alignment decides about a copy or the kernel.
     """
     call = _current.get()
-    if call.is_all_launches:
+    if not call.ran_reference:
         call.recorded = Recorded(call.launches, results, call.created, aligned)

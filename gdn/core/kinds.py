@@ -27,12 +27,13 @@ class Kind:
     def key_source(self, name: str) -> str:
         """Python source of the memo's key of the flag `name`, for the generated wrapper.
 
-        Equal values of different types (1, 1.0 and True) have different keys.
+        Equal values of different types (1, 1.0 and True) have different keys. Numbers on the host are the same in a tuple and a
+        list; the set of their types has one member in every call that is recorded.
         """
         if self.type is bool:
             return f"{name} is False or type({name})"
         if self.type is tuple:
-            return f"(tuple({name}), *set(map(type, {name}))) if type({name}) in (tuple, list) else {name}"
+            return f"(tuple({name}), *set(map(type, {name}))) if type({name}) in (tuple, list) else ({name}, type({name}))"
         return f"{name}, type({name})" if self.type in (int, float) else name
 
     def check_type(self, name: str, value: Any) -> None:
@@ -96,7 +97,7 @@ def _is(*types: type, but: tuple[type, ...] = ()) -> Callable[[Any], bool]:
 def _are_ints(value: Any) -> bool:
     if not isinstance(value, tuple | list):
         return False
-    return {*map(type, value)} <= {int} or all(_TYPES[int][0](one) for one in value)  # the second asks an abstract class
+    return {*map(type, value)} <= {int} or all(_TYPES[int][0](one) for one in value)  # slow: an abstract class
 
 
 # Type, except tensors -> whether a value has it, and the name of the type in errors.

@@ -2,18 +2,18 @@
 
 An operator that finds no plan takes its ordinary path and then passes the Params of its launches to `Memo.record`. The
 resulting Plan says which of the call's tensors, which views of them, which constants and which created tensors (`make`: outputs,
-workspace, arguments in another dtype) to launch with.
+workspace, some rows, arguments in another dtype) to launch with.
 The plan matches later calls that agree in
 
     every argument that is not a tensor             the flags, part of the key; with their type where equal values differ (1, 1.0)
     type, dtype, device, shape, strides of tensors  the guard
-    alignment of addresses                          for tensors that kernels read 16 bytes at a time
+    alignment of addresses                          for tensors of which it decides about a copy or the kernel
     shared memory of tensors                        none with a written tensor, decided once for a set of addresses
     the switches, and that no call is explained     so that GDN_VALIDATE, reload and explain take effect
 
 so everything that the checks and the choice read is the same; a call that raised has no plan and raises again.
-A call whose kernel gets tensors of another origin, such as copies for alignment, is not recorded: it always takes the ordinary
-path.
+A call in which a kernel gets tensors of another origin, such as copies for alignment, is not recorded: it always takes the
+ordinary path.
 """
 
 import functools
@@ -37,7 +37,9 @@ Tensors = tuple[Tensor | None, ...]  # every tensor argument of a call, None whe
 _LIMIT = 2048  # keys, enough for the decode batches and prefill lengths of one process
 _PLANS_PER_KEY = 8
 _ADDRESSES_PER_PLAN = 512  # sets of addresses that a plan remembers as admitted
-_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, type})  # types of flags whose equal values are the same
+_PLAIN = frozenset(
+    {bool, int, float, str, type(None), torch.dtype, type}
+)  # types of flags whose equal values are the same, but for 0.0 and -0.0
 
 
 class Recorded(NamedTuple):
@@ -46,7 +48,7 @@ class Recorded(NamedTuple):
     launches: Sequence[Launch]
     results: Sequence[Tensor | None]  # of the call
     created: Sequence[Created]
-    aligned: Sequence[Tensor | None]  # tensors whose addresses are multiples of 16 bytes
+    aligned: Sequence[Tensor | None]  # tensors whose alignment matters
 
 
 class _Origins(NamedTuple):
@@ -61,7 +63,7 @@ class _Origins(NamedTuple):
 class Likeness:
     """Whether the tensors of a call are like those of an earlier one: all that the checks read is the same.
 
-    aligned: those of them whose addresses are multiples of 16 bytes. written: those that the call writes.
+    aligned: those of them whose addresses modulo 16 bytes are to be the same. written: those that the call writes.
     """
 
     __slots__ = (
@@ -77,16 +79,16 @@ class Likeness:
         # Where only new tensors are written, no addresses matter except those that must be aligned.
         watched = given if targets else aligned
         self._watched = None if watched == given else _tuple_of([given.index(place) for place in watched])
-        self._aligned = [watched.index(place) for place in aligned]
         self._written = [watched.index(place) for place in targets]
         self._spans: list[int] | None = None
         self._last = (*[tensor.data_ptr() for place in watched if (tensor := tensors[place]) is not None],)  # admitted last
+        self._aligned = [(own := watched.index(place), self._last[own] % ALIGNMENT) for place in aligned]
         self._good: dict[tuple[int, ...], None] = {self._last: None}  # the call itself was checked
         self._disjoint: dict[tuple[int, int, int], bool] = {}  # places of a pair, difference of addresses -> disjoint
 
     def _admit(self, watched: tuple[Tensor, ...], addresses: tuple[int, ...]) -> bool:
-        """Whether addresses are aligned, and no written tensor shares an element with another tensor."""
-        if any(addresses[place] % ALIGNMENT for place in self._aligned):
+        """Whether addresses are aligned as they were, and no written tensor shares an element with another tensor."""
+        if any(addresses[place] % ALIGNMENT != rest for place, rest in self._aligned):
             return False
         if self._spans is None:
             self._spans = [span_bytes(tensor) for tensor in watched]
@@ -192,7 +194,7 @@ class Memo:
     ) -> None:
         """Records a checked call.
 
-        switches: those in effect when it was checked and prepared. written: by the launch. key: what `run` gets for the flags.
+        switches: those in effect when it was checked and prepared. written: by the launches. key: what `run` gets for the flags.
         """
         if switches.validate or switches is not env.current() or not all(map(_is_plain, flags)):
             return
@@ -212,7 +214,7 @@ class Memo:
 
 
 def _is_plain(flag: object) -> bool:
-    """Whether equal flags are the same: a tuple stands for numbers on the host and their types."""
+    """Whether equal flags are the same. A tuple stands for numbers on the host: these and their types, or one and its type."""
     return type(flag) in _PLAIN or (type(flag) is tuple and all(map(_is_plain, flag)))
 
 

@@ -81,8 +81,8 @@ def tensors(values: Any) -> list[torch.Tensor]:
     return [one for value in values for one in tensors(value)] if isinstance(values, tuple | list) else []
 
 
-def check(name: str, arguments: Arguments, kernels: Kernels, shift: int = 0) -> None:
-    kernels.call(name, copied := {key: copies(value) for key, value in arguments.items()})
+def check(name: str, arguments: Arguments, kernels: Kernels, shift: int = 0, first_shift: int = 0) -> None:
+    kernels.call(name, copied := {key: copies(value, first_shift) for key, value in arguments.items()})
     stale = {x.data_ptr() for x in tensors([*copied.values(), *kernels.launched]) if x.numel()}
     others = {key: copies(value, shift) for key, value in arguments.items()}
     launches, result = kernels.call(name, others)
@@ -139,10 +139,10 @@ def _sequences(name: str) -> Arguments:
 SEVERAL = ["attention", "indexer_topk", "paged_indexer_topk"]
 
 
-@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(("first", "shift"), [(0, 0), (0, 1), (1, 0)])
 @pytest.mark.parametrize("name", SEVERAL)
-def test_a_call_of_several_launches(name: str, shift: int, kernels: Kernels) -> None:
-    check(name, arguments := _sequences(name), kernels, shift)
+def test_a_call_of_several_launches(name: str, first: int, shift: int, kernels: Kernels) -> None:
+    check(name, arguments := _sequences(name), kernels, shift, first)
     before, prepared = len(kernels.launched), kernels.prepared
     kernels.call(name, arguments)
     assert len(kernels.launched) - before >= 2
@@ -168,7 +168,8 @@ def check_drawn(seed: int, kernels: Kernels) -> None:
     source = random.Random(seed)
     name = source.choice(NAMES)
     kernels.launched.clear()
-    check(name, good_call(name, seed).arguments, kernels, source.choice((0, 0, 1, 4)))
+    shifts = source.choice(((0, 0), (0, 0), (0, 1), (0, 4), (1, 0), (4, 0), (1, 1)))
+    check(name, good_call(name, seed).arguments, kernels, *reversed(shifts))
 
 
 @pytest.mark.parametrize("first", range(0, 400, 100))

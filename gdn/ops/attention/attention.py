@@ -170,7 +170,7 @@ def _dense(
             if kernel is None and (switches.batch_invariant or not known):
                 longer = []  # torch's sums depend on the batch, and it needs the lengths
         if not longer:
-            return attend_checked(q, k_cache, v_cache, None, *pages[2:], None, scale, max_query_len, gate, out, backend)
+            return attend_checked(q, pages, None, None, scale, max_query_len, gate, out, backend)
         check_memory()
         o = new(q.dtype, q.device, *q.shape) if out is None else out
         lse = new(torch.float32, q.device, *q.shape[:2])  # the kernels write all rows, padding too
@@ -182,7 +182,7 @@ def _dense(
             own_q, own_o, own_lse = (part(x, one.rows) for x in (q, o, lse))
             own_gate = None if gate is None else part(gate, one.rows)
             if one.is_decode:
-                attend_checked(own_q, *own[:2], None, *own[2:], None, scale, None, own_gate, own_o, backend, own_lse)
+                attend_checked(own_q, own, None, None, scale, None, own_gate, own_o, backend, own_lse)
             elif kernel is not None:
                 prefill.attend(kernel, own_q, own, factor, own_gate, own_o, own_lse)
             else:

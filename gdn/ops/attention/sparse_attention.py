@@ -15,7 +15,7 @@ from gdn.core.modes import has_memory, is_empty, is_tracing
 from gdn.core.overlap import overlaps_itself
 from gdn.core.tensors import aligned, contiguous, contiguous_int32, dtypes_of, given_of
 from gdn.ops.attention import reference
-from gdn.ops.attention.pages import fields_of
+from gdn.ops.attention.pages import Pages, fields_of
 from gdn.ops.attention.problem import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
 from gdn.runtime.registry import Backend
 
@@ -134,21 +134,19 @@ def attend(
     if topk_indices is None and topk_length is not None:
         bad_value("topk_length", "None without topk_indices", "a tensor")
     check_values(q, k_cache, topk_indices, block_tables, query_start_loc, seq_lens, topk_length)
-    return attend_checked(
-        q, k_cache, v_cache, topk_indices, block_tables, query_start_loc, seq_lens, topk_length, scale, max_query_len, gate, out,
-        backend,
-    )  # fmt: skip
+    pages = Pages(k_cache, v_cache, block_tables, query_start_loc, seq_lens)
+    return attend_checked(q, pages, topk_indices, topk_length, scale, max_query_len, gate, out, backend)
 
 
 def attend_checked(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, topk_indices: Tensor | None, block_tables: Tensor, query_start_loc: Tensor,
-    seq_lens: Tensor, topk_length: Tensor | None, scale: float | None, max_query_len: int | None, gate: Tensor | None,
-    out: Tensor | None, backend: Backend | None, lse: Tensor | None = None,
+    q: Tensor, pages: Pages, topk_indices: Tensor | None, topk_length: Tensor | None, scale: float | None,
+    max_query_len: int | None, gate: Tensor | None, out: Tensor | None, backend: Backend | None, lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attend` of checked arguments, within the operator that is being called.
+    """`attend` of checked arguments, as a part of the call that is running.
 
     lse: where the log-sum-exp of some rows of a call goes; None = a new tensor, and this is the one launch of the call.
     """
+    k_cache, v_cache, block_tables, query_start_loc, seq_lens = pages
     (tokens, heads, dim), (num_blocks, block_size) = q.shape, k_cache.shape[:2]
     sequences, device = seq_lens.shape[0], q.device
     most = block_tables.shape[1] * block_size

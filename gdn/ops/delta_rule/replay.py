@@ -300,8 +300,7 @@ def accept_draft_tree(
         ring if has_layers else ring[None], windows, state_indices, parent_token.contiguous(), accepted_nodes, computed,
         num_accepted_tokens, query_start_loc.contiguous(), null_slot,
     )  # fmt: skip
-    channels_last = conv_state if problem.conv_channels_contiguous else None
-    launch(prepared, params, (ring,), aligned=(ring, channels_last))
+    launch(prepared, params, (ring,), aligned=(ring, conv_state))
 
 
 def ring_shape(

@@ -117,9 +117,9 @@ def indexer_topk(
         chosen: Backend | None = "reference" if backend == "reference" else None  # a kernel backend is for the logits only
         packed_keys = None if max_seqlen_k is None else num_keys  # the scores of a row start with its first key
 
-        def logits(units: slice, buffer: Tensor) -> None:
-            rows, own_weights = part(q, units), None if weights is None else part(weights, units)
-            ranges = part(starts, units), part(ends, units)
+        def logits(some: slice, buffer: Tensor) -> None:
+            rows, own_weights = part(q, some), None if weights is None else part(weights, some)
+            ranges = part(starts, some), part(ends, some)
             problem = problem_of(rows, k, own_weights, k_scale, relu, max_seqlen_k, False, torch.float32)
             prepared = choose(problem, device, backend)
             if prepared.launch is None:
@@ -130,9 +130,9 @@ def indexer_topk(
             elif not is_empty(*buffer.shape, num_keys):
                 score(prepared, rows, k, own_weights, *ranges, k_scale, scale, topk, buffer)
 
-        def select(scores: Tensor, units: slice, rows: Tensor) -> None:
-            own = None if positions is None else part(positions, units)
-            ranges = Rows(part(starts, units), part(ends, units), True, num_keys=packed_keys, ratio=ratio, positions=own)
+        def select(scores: Tensor, some: slice, rows: Tensor) -> None:
+            own = None if positions is None else part(positions, some)
+            ranges = Rows(part(starts, some), part(ends, some), True, num_keys=packed_keys, ratio=ratio, positions=own)
             select_rows(scores, topk, ranges, "index", rows, chosen)
 
         _in_blocks(logits, select, out, num_rows, step, width, topk)
@@ -218,12 +218,12 @@ def paged_indexer_topk(
         chosen: Backend | None = "reference" if backend == "reference" else None  # as in `indexer_topk`
         drafts = 1 if lengths.dim() == 2 else next_n  # rows that share one length
 
-        def rows_of(units: slice) -> slice:
-            return slice(units.start * next_n, units.stop * next_n)
+        def rows_of(some: slice) -> slice:
+            return slice(some.start * next_n, some.stop * next_n)
 
-        def logits(units: slice, buffer: Tensor) -> None:
-            queries, own_weights = part(q, units), None if weights is None else part(weights, rows_of(units))
-            own_lengths, tables = part(lengths, units), part(block_tables, units)
+        def logits(some: slice, buffer: Tensor) -> None:
+            queries, own_weights = part(q, some), None if weights is None else part(weights, rows_of(some))
+            own_lengths, tables = part(lengths, some), part(block_tables, some)
             problem = paged_problem_of(queries, cache, pages, own_weights, own_lengths, width, relu, False, torch.float32)
             prepared = choose(problem, device, backend)
             if prepared.launch is None:
@@ -234,9 +234,9 @@ def paged_indexer_topk(
             elif not is_empty(cache.shape[0], tables.shape[1], *buffer.shape):
                 paged_score(prepared, queries, cache, own_weights, own_lengths, tables, scale, topk, buffer)
 
-        def select(scores: Tensor, units: slice, rows: Tensor) -> None:
-            own = None if positions is None else part(positions, rows_of(units))
-            ranges = Rows(None, part(lengths, units).reshape(-1), True, drafts=drafts, ratio=ratio, positions=own)
+        def select(scores: Tensor, some: slice, rows: Tensor) -> None:
+            own = None if positions is None else part(positions, rows_of(some))
+            ranges = Rows(None, part(lengths, some).reshape(-1), True, drafts=drafts, ratio=ratio, positions=own)
             select_rows(scores, topk, ranges, "index", rows, chosen)
 
         _in_blocks(logits, select, out, batch, step, width, topk)
@@ -268,24 +268,24 @@ def _selects_nothing(columns: int) -> bool:
 
 
 def _in_blocks(logits: Logits, select: Select, out: Tensor, units: int, step: int, width: int, topk: int) -> None:
-    """Scores and selects `step` units (rows or sequences) at a time.
+    """Scores and selects `step` rows or sequences at a time, of `units`.
 
-    logits(part, buffer): writes scores of a part of the units, outside of their ranges anything, since the selection reads ranges
-    only. select(scores, part, rows): the selection for that part, written to rows of `out`.
+    logits(some, buffer): writes the scores of some of them, outside of their ranges anything, since the selection reads ranges
+    only. select(scores, some, rows): their selection, written to rows of `out`.
     """
     num_rows, device = out.shape[0], out.device
     if is_empty(num_rows) or width <= topk:  # all columns are listed, without scores
-        logits(slice(0, 0), new(torch.float32, device, 0, width))  # for its checks
+        logits(slice(0, 0), new(torch.float32, device, 0, width))  # refuses a backend that cannot run
         row = new(torch.float32, device, 1, width)
         select(make(functools.partial(_repeated, num_rows), row), slice(0, units), out)
         return
     each = num_rows // units
     buffer = new(torch.float32, device, min(step, units) * each, width)
     for low in range(0, units, step):
-        own = slice(low, min(low + step, units))
-        scores = part(buffer, slice(0, (own.stop - own.start) * each))
-        logits(own, scores)
-        select(scores, own, part(out, slice(own.start * each, own.stop * each)))
+        some = slice(low, min(low + step, units))
+        scores = part(buffer, slice(0, (some.stop - some.start) * each))
+        logits(some, scores)
+        select(scores, some, part(out, slice(some.start * each, some.stop * each)))
 
 
 def _repeated(count: int, row: Tensor) -> Tensor:

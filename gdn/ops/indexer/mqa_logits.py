@@ -132,7 +132,7 @@ def score(
     prepared: Prepared, q: Tensor, k: Tensor, weights: Tensor | None, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor,
     k_scale: Tensor | None, scale: float, skip_rows_up_to: int, out: Tensor,
 ) -> None:  # fmt: skip
-    """Launches the kernel of checked arguments, of which none is empty."""
+    """Launches the kernel. The arguments are checked, and none is empty."""
     scales = None
     if k_scale is not None:
         scales = contiguous("k_scale", k_scale[:, None] if k_scale.dim() == 1 else k_scale)

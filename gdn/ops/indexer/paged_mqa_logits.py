@@ -124,7 +124,7 @@ def score(
     prepared: Prepared, q: Tensor, cache: Tensor, weights: Tensor | None, context_lens: Tensor, block_tables: Tensor,
     scale: float, skip_rows_up_to: int, out: Tensor,
 ) -> None:  # fmt: skip
-    """Launches the kernel of checked arguments, of which none is empty."""
+    """Launches the kernel. The arguments are checked, and none is empty."""
     row_weights = None if weights is None else make(checks.kernel_weights, weights)
     rows, pages, lengths = contiguous("q", q), checks.flat_pages(cache), make(contiguous_int32, context_lens)
     params = PagedMqaLogitsParams(rows, pages, row_weights, lengths, block_tables, out, scale, skip_rows_up_to)

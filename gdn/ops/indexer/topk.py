@@ -97,7 +97,7 @@ class Rows(NamedTuple):
 
 
 def select_rows(logits: Tensor, k: int, ranges: Rows, sorted_by: str, out: Tensor | None, backend: Backend | None) -> Tensor:
-    """`topk_indices` of checked arguments, within the operator that is being called."""
+    """`topk_indices` of checked arguments, as a part of the call that is running."""
     starts, ends, list_short, num_keys, drafts, ratio, positions = ranges
     rows, device = logits.shape[0], logits.device
     fields: dict[str, Any] = dtypes_of(starts=starts, ends=ends, position=positions) | {"sorted_by": sorted_by, "ratio": ratio}

@@ -152,8 +152,7 @@ def causal_conv1d_fn(
         rows, constant(weight), bias, conv_states, cu_seqlens, slots, mask, offsets, checkpoints, checkpoint_windows, written,
         null_slot,
     )  # fmt: skip
-    windows = conv_states if problem.state_channels_contiguous else None
-    launch(prepared, params, (y,), aligned=(x, weight, bias, windows, out))
+    launch(prepared, params, (y,) if written is y else None, aligned=(x, weight, bias, conv_states, out))
     return y if written is y else y.copy_(written)
 
 
@@ -307,8 +306,7 @@ def causal_conv1d_update(
     params = Conv1dUpdateParams(
         rows, constant(weight), bias, conv_state, conv_state_indices, accepted, cu_seqlens, parents, written, null_slot
     )
-    windows = conv_state if problem.state_channels_contiguous else None
-    launch(prepared, params, (y,), aligned=(x, weight, bias, windows, out))
+    launch(prepared, params, (y,) if written is y else None, aligned=(x, weight, bias, conv_state, out))
     if x.dim() == 3:
         return y.copy_(written.view(count, x.shape[2], dim).mT)
     return y if written is y else y.copy_(written)

@@ -254,7 +254,6 @@ def fused_gdn_decode(
         rounding_seed if problem.has_rounding else None, intermediate_states, kept_rows, ring, state_tokens, computed,
         o, scale, eps, null_slot, None if ring is None else fold_phase,
     )  # fmt: skip
-    channels_last = conv_state if problem.conv_channels_contiguous else None
-    aligned_ones = (mixed_qkv, conv_weight, conv_bias, channels_last, ssm_state, intermediate_states, ring)
+    aligned_ones = (mixed_qkv, conv_weight, conv_bias, conv_state, ssm_state, intermediate_states, ring)
     launch(prepared, params, (o,), aligned=aligned_ones)
     return o

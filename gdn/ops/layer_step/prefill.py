@@ -227,7 +227,6 @@ def fused_gdn_prefill(
         new(torch.uint8, device, prepared.workspace_bytes),
         head_k_dim**-0.5 if scale is None else scale, eps, null_slot,
     )  # fmt: skip
-    channels_last = conv_states if problem.conv_channels_contiguous else None
-    aligned_ones = (mixed_qkv, z, conv_weight, conv_bias, norm_weight, channels_last, ssm_state, checkpoint_states, out)
-    launch(prepared, params, (o,), aligned=aligned_ones)
+    aligned_ones = (mixed_qkv, z, conv_weight, conv_bias, norm_weight, conv_states, ssm_state, checkpoint_states, out)
+    launch(prepared, params, (o,) if written is o else None, aligned=aligned_ones)
     return o if written is o else o.copy_(written)
