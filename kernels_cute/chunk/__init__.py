@@ -11,7 +11,7 @@ from typing import Any
 
 from gdn.device import DeviceSpec
 from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
-from kernels_cute.chunk import head_dims, kernel
+from kernels_cute.chunk import kernel
 from kernels_cute.chunk.kernel import Config as Config
 
 # log2 of how far a call's sizes may be from those of a tuned entry that serves it (see gdn.runtime.tuned). For others another
@@ -20,12 +20,17 @@ TUNED_WITHIN = 0.25
 
 
 def _own(problem: ChunkProblem) -> Any:
-    return kernel if problem.head_k_dim in kernel.HEAD_DIMS and problem.head_k_dim == problem.head_v_dim else head_dims
+    if problem.head_k_dim in kernel.HEAD_DIMS and problem.head_k_dim == problem.head_v_dim:
+        return kernel
+    from kernels_cute.chunk import head_dims  # a third of this family's import, for a few calls
+
+    return head_dims
 
 
 def _computed(problem: ChunkProblem) -> tuple[Any, Any]:
     """The module whose kernel runs, and the problem that it computes."""
-    return (kernel, problem) if _own(problem) is kernel else (head_dims.kernel(problem), head_dims.stand_in(problem))
+    own = _own(problem)
+    return (kernel, problem) if own is kernel else (own.kernel(problem), own.stand_in(problem))
 
 
 def refusal(problem: ChunkProblem) -> str | None:
@@ -35,7 +40,8 @@ def refusal(problem: ChunkProblem) -> str | None:
 
 def note(problem: ChunkProblem) -> str | None:
     """Note on how the problem is served, where a user should know."""
-    return None if _own(problem) is kernel else head_dims.note(problem)
+    own = _own(problem)
+    return None if own is kernel else own.note(problem)
 
 
 def fits(problem: ChunkProblem, config: Any, device: DeviceSpec) -> bool:

@@ -16,6 +16,7 @@ from cutlass import Int32, Int64
 from gdn.ops.layer_step.problem import GdnDecodeParams, GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.common import ptx
 from kernels_cute.common.memory import narrowed
+from kernels_cute.gdn_decode.config import Config
 from kernels_cute.gdn_decode.convolution import load_gates, load_head_gates
 from kernels_cute.gdn_decode.kernel import block_of, launch_shape, make_registers, run_sequence
 from kernels_cute.gdn_decode.projections import flat_views
@@ -23,11 +24,23 @@ from kernels_cute.gdn_decode.spec import Block, Sequence, Spec, column_in_head
 from kernels_cute.gdn_prefill import parts
 
 _COLUMNS = 8  # of a store
+_MOST_BLOCKS = 8  # of a cluster, which has a key head
+
+
+def tiles(problem: GdnPrefillProblem) -> Config:
+    """Tiles of the decode step: half of a head's state in a block, or all of it where a cluster has more heads.
+
+    Most blocks may find nothing to do, so there are few of them; four are on an SM. A bfloat16 state V first that may start from
+    zero takes more registers.
+    """
+    threads = 128 if 2 * problem.num_v_heads // problem.num_k_heads <= _MOST_BLOCKS else 256
+    takes_more = problem.has_mask and problem.state_v_first and problem.state_dtype == "bfloat16"
+    return Config(threads, 8, 4, 512 if not takes_more else 384 if threads == 128 else 256)
 
 
 class OneToken:
     def __init__(self, problem: GdnPrefillProblem) -> None:
-        self.spec = Spec(parts.decode_problem(problem), parts.decode_tiles(problem))
+        self.spec = Spec(parts.decode_problem(problem), tiles(problem))
 
     @cute.jit
     def launch(self, p: GdnPrefillParams, stream: Any):

@@ -22,10 +22,8 @@ from gdn.ops.layer_step.problem import (
     RmsNormGatedProblem,
 )
 from gdn.problem import DTYPE_BYTES
-from kernels_cute.gdn_decode.config import Config as DecodeConfig
 
 ALIGNMENT = 256  # bytes, of the parts of the workspace
-_MOST_BLOCKS = 8  # of a cluster, which has a key head
 
 
 @functools.lru_cache(maxsize=256)
@@ -75,15 +73,6 @@ def decode_problem(problem: GdnPrefillProblem) -> GdnDecodeProblem:
         concatenated=False, silu=p.silu, gate_sigmoid=p.gate_sigmoid, has_columns=False, has_accepted=False, has_rounding=False,
         merged=p.merged, num_tokens=1, num_sequences=1,
     )  # fmt: skip
-
-
-def decode_tiles(problem: GdnPrefillProblem) -> DecodeConfig:
-    """Tiles of that step: half of a head's state in a block, or all of it where a cluster has more heads. Most blocks may find
-    nothing to do, so there are few of them; four are on an SM. A bfloat16 state V first that may start from zero takes more
-    registers."""
-    threads = 128 if 2 * problem.num_v_heads // problem.num_k_heads <= _MOST_BLOCKS else 256
-    takes_more = problem.has_mask and problem.state_v_first and problem.state_dtype == "bfloat16"
-    return DecodeConfig(threads, 8, 4, 512 if not takes_more else 384 if threads == 128 else 256)
 
 
 def rows_bytes(problem: GdnPrefillProblem) -> int:

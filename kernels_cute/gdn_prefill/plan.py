@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gdn.device import DeviceSpec
-from gdn.ops.layer_step.problem import GdnPrefillProblem
-from kernels_cute import gdn_decode
+from gdn.ops.layer_step.problem import GdnDecodeProblem, GdnPrefillProblem
 from kernels_cute.chunk.deal import max_scheduled_clusters
 from kernels_cute.chunk.plan import Model
 from kernels_cute.chunk.shape import CHUNK, STAGES
@@ -89,7 +88,7 @@ def normed_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> 
         return False
     tile_bytes = (problem.width - 1 + c.conv_rows) * c.conv_threads * PART_BYTES
     tiles = tile_bytes <= device.shared_bytes_per_block and c.conv_rows % c.conv_batch == 0
-    if c.max_short_tokens not in (0, *_short_choices(problem, device)):
+    if c.max_short_tokens and c.max_short_tokens not in _short_choices(problem, device):
         return False
     return tiles and 0 <= c.num_persistent_clusters <= max_scheduled_clusters(True)
 
@@ -137,7 +136,11 @@ def _can_decode(problem: GdnPrefillProblem) -> bool:
     return _decode_refusal(parts.decode_problem(problem)) is None
 
 
-_decode_refusal = functools.lru_cache(maxsize=64)(gdn_decode.refusal)
+@functools.lru_cache(maxsize=64)
+def _decode_refusal(problem: GdnDecodeProblem) -> str | None:
+    from kernels_cute import gdn_decode  # a call of one sequence does not wait for its import
+
+    return gdn_decode.refusal(problem)
 
 
 def _short_choices(problem: GdnPrefillProblem, device: DeviceSpec) -> list[int]:
