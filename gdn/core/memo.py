@@ -37,9 +37,8 @@ Tensors = tuple[Tensor | None, ...]  # every tensor argument of a call, None whe
 _LIMIT = 2048  # keys, enough for the decode batches and prefill lengths of one process
 _PLANS_PER_KEY = 8
 _ADDRESSES_PER_PLAN = 512  # sets of addresses that a plan remembers as admitted
-_PLAIN = frozenset(
-    {bool, int, float, str, type(None), torch.dtype, type}
-)  # types of flags whose equal values are the same, but for 0.0 and -0.0
+# Types of flags whose equal values are the same, but for 0.0 and -0.0.
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, type})
 
 
 class Recorded(NamedTuple):
