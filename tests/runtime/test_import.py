@@ -35,3 +35,18 @@ print(ratio)
     while not ratios or (min(ratios) > 0.3 and len(ratios) < 5):
         ratios.append(float(run(code)))
     assert min(ratios) <= 0.3, ratios
+
+
+def test_the_choice_of_a_prefill_kernel_imports_what_it_needs():
+    """The first call of a process waits for it: other head dims and the decode step are imported where a call asks for them."""
+    code = """
+import sys
+from gdn.device import H100
+from kernels_cute import gdn_prefill
+from tests.compile.variants.base import example
+problem = example("gdn_prefill", num_tokens=8192, num_sequences=1)
+assert gdn_prefill.refusal(problem) is None and gdn_prefill.default_config(problem, H100)
+others = ("kernels_cute.chunk.head_dims", "kernels_cute.recurrent", "kernels_cute.gdn_decode", "cutlass")
+print(*[name for name in others if name in sys.modules])
+"""
+    assert run(code).strip() == ""
