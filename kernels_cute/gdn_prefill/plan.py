@@ -39,7 +39,7 @@ def side_by_side_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpe
     p, c = problem, config
     if not _serves(p):
         return False
-    if c.max_short_tokens not in (0, 1) or c.max_short_tokens and not _can_decode(p):
+    if c.max_short_tokens not in (0, 1) or (c.max_short_tokens and not _can_decode(p)):
         return False
     if c.norm_in_chunk or any((c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters)):
         return False
@@ -146,7 +146,7 @@ def _decode_refusal(problem: GdnDecodeProblem) -> str | None:
 def _short_choices(problem: GdnPrefillProblem, device: DeviceSpec) -> list[int]:
     """Values of `max_short_tokens` but 0, next to the norm in the chunk kernel."""
     fits = short_fits(problem, device.shared_bytes_per_block // BLOCKS_PER_SM - RESERVED_BYTES)
-    return ([MOST_TOKENS] if fits else []) + [1] if _can_decode(problem) else []
+    return (([MOST_TOKENS] if fits else []) + [1]) if _can_decode(problem) else []
 
 
 def _batch(problem: GdnPrefillProblem) -> int:

@@ -120,7 +120,7 @@ def test_a_repeated_call_comes_to_no_choice(name: str, kernels: Kernels) -> None
     assert len(kernels.launched) == 2 * launches > 0
 
 
-def _sequences(name: str) -> Arguments:
+def _several_launches(name: str) -> Arguments:
     """A call of several launches: three blocks of rows or sequences, or decode rows before prefill rows."""
     if name != "attention":
         arguments = plain.call(name, 6, torch.bfloat16, is_served=True)
@@ -142,7 +142,7 @@ SEVERAL = ["attention", "indexer_topk", "paged_indexer_topk"]
 @pytest.mark.parametrize(("first", "shift"), [(0, 0), (0, 1), (1, 0)])
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_call_of_several_launches(name: str, first: int, shift: int, kernels: Kernels) -> None:
-    check(name, arguments := _sequences(name), kernels, shift, first)
+    check(name, arguments := _several_launches(name), kernels, shift, first)
     before, prepared = len(kernels.launched), kernels.prepared
     kernels.call(name, arguments)
     assert len(kernels.launched) - before >= 2
@@ -153,7 +153,7 @@ def test_a_call_of_several_launches(name: str, first: int, shift: int, kernels: 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_launch_that_fails_leaves_the_next_call_whole(name: str, kernels: Kernels) -> None:
     """The first call fails in its second launch, and so does a later one that has a plan."""
-    arguments = _sequences(name)
+    arguments = _several_launches(name)
     for is_known in (False, True):
         kernels.left = 1
         with pytest.raises(RuntimeError, match="refused"):
