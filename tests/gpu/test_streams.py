@@ -166,6 +166,13 @@ def forget() -> None:
     constants._build_zeros.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left_running(device: torch.device) -> Iterator[None]:
+    """What a stream that was held back has still to read goes back to torch when the test returns: the next test would write it."""
+    yield
+    torch.cuda.synchronize(device)
+
+
 @contextmanager
 def held_back(device: torch.device, attempt: int = 0) -> Iterator[torch.cuda.Stream]:
     """A stream whose work does not start for a fifth of a second or more; work inside the context goes to it."""
