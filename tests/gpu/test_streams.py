@@ -168,7 +168,7 @@ def forget() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_running(device: torch.device) -> Iterator[None]:
-    """What a stream that was held back has still to read goes back to torch when the test returns: the next test would write it."""
+    """Memory that a held back stream has still to read goes back to torch as a test returns, and the next test would write it."""
     yield
     torch.cuda.synchronize(device)
 
