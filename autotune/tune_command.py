@@ -24,7 +24,7 @@ from gdn.cli.compile import config_of
 from gdn.cli.plain import print_json
 from gdn.device import H100, DeviceSpec
 from gdn.layers.named import NAMED
-from gdn.runtime import compiled, registry, tuned
+from gdn.runtime import compiled, env, registry, tuned
 
 _JOURNALS = Path(".gdn-results") / "autotune"
 
@@ -54,7 +54,7 @@ def tune(
     shapes: ShapePattern = "",
     budget: Annotated[str, typer.Option(help="Time to spend, such as 90s, 8m or 1h30m; the same command goes on.")] = "30m",
     limit: Annotated[int | None, typer.Option(min=1, help="Most configurations of a shape, a sample.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of tables to write; the shipped ones if left out.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of tables to write; without it GDN_TUNED_DIR, or the shipped ones.")] = None,
     workers: Workers = ALL_BUT_ONE,
     timeout_s: TimeoutS = 300,
     journals: Annotated[Path, typer.Option(help="Folder of the journals from which the same command goes on.")] = _JOURNALS,
@@ -89,7 +89,7 @@ def tune(
         raise ValueError("tp, num_spec: expected with --workload")
     if op is None and workload is None and not maintains:
         raise ValueError(f"op: expected one of {', '.join(shape_list.operators())}, or --workload MODEL")
-    folder = out or tuned.SHIPPED
+    folder = out or env.current().tuned_dir or tuned.SHIPPED
     if restamp or prune:
         is_current = maintenance.run(_kernels(op, backend), folder, workers if restamp else 0, timeout_s, prune)
         if not stale:

@@ -143,19 +143,24 @@ def stale_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_switches:
     return path
 
 
-def test_restamp_and_prune_need_no_gpu(stale_table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_named", [True, False], ids=["--out", "GDN_TUNED_DIR"])
+def test_restamp_and_prune_need_no_gpu(is_named: bool, stale_table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _without_gpu(monkeypatch)
     folder = str(stale_table.parent.parent)
+    where = ["--out", folder] if is_named else []
+    if not is_named:
+        monkeypatch.setenv("GDN_TUNED_DIR", folder)
+        env.reload()
     table = tuned.read(stale_table)
     table.groups[1].entries[0].config = {"tile": fake_kernel.DEFAULT, "split": False}
     tuned.write(stale_table, table)
-    done = RUNNER.invoke(cli.app, ["tune", "chunk", "--restamp", "--prune", "--out", folder, "--workers", "1"])
+    done = RUNNER.invoke(cli.app, ["tune", "chunk", "--restamp", "--prune", *where, "--workers", "1"])
     assert done.exit_code == 1, done.output  # the fake kernel has no machine code to compare
     output = " ".join(done.output.split())
     assert "0 of 2 entries restamped, 2 stale" in output and "its machine code was not recorded" in output
     assert "1 entries that repeat the default dropped" in output
     assert tuned.read(stale_table).num_entries() == 1
-    done = RUNNER.invoke(cli.app, ["tune", "chunk", "--stale", "--out", folder])
+    done = RUNNER.invoke(cli.app, ["tune", "chunk", "--stale", *where])
     assert done.exit_code == 2 and "SM90" in done.output
 
 
