@@ -54,7 +54,9 @@ def tune(
     shapes: ShapePattern = "",
     budget: Annotated[str, typer.Option(help="Time to spend, such as 90s, 8m or 1h30m; the same command goes on.")] = "30m",
     limit: Annotated[int | None, typer.Option(min=1, help="Most configurations of a shape, a sample.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of tables to write; without it GDN_TUNED_DIR, or the shipped ones.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of tables to write; without it GDN_TUNED_DIR, or the shipped ones.")
+    ] = None,
     workers: Workers = ALL_BUT_ONE,
     timeout_s: TimeoutS = 300,
     journals: Annotated[Path, typer.Option(help="Folder of the journals from which the same command goes on.")] = _JOURNALS,
