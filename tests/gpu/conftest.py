@@ -50,10 +50,10 @@ def give_memory_back() -> Iterator[None]:
 
 
 @pytest.fixture
-def much_memory() -> Iterator[None]:
-    """Memory for tests of up to 25 GB, of which two may run at a time: others in other processes wait here."""
-    folder = Path(tempfile.gettempdir())
-    for place in itertools.cycle((folder / "gdn-tests-much-memory-0", folder / "gdn-tests-much-memory-1")):
+def much_memory(device: torch.device) -> Iterator[None]:
+    """Memory for tests of up to 25 GB, of which two may run at a time on a GPU: others in other processes wait here."""
+    folder, gpu = Path(tempfile.gettempdir()), torch.cuda.get_device_properties(device).uuid
+    for place in itertools.cycle(folder / f"gdn-tests-much-memory-{gpu}-{number}" for number in range(2)):
         try:
             with FileLock(place, timeout=0.2):
                 yield
