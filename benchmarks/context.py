@@ -4,27 +4,22 @@ One long sequence, at the shapes of Qwen3-Next-80B: the chunk operator alone, ex
 input projection to its output projection; an attention layer with its indexer. A call's time is that of the slowest rank.
 """
 
-import gc
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 import typer
 from rich.console import Console
 from torch import Tensor
 
 import gdn
 import gdn.distributed
-from benchmarks.ranks import TIMEOUT
-from gdn.cli.demo.ranks import join
+from autotune.console import JsonFile
+from benchmarks.spread import cells, finish, over_ranks, place, sizes, wait
 from gdn.cli.plain import table
 from gdn.layers import AttentionMetadataBuilder, GatedDeltaNet, GDNMetadataBuilder, HybridConfig, SparseAttention
 from gdn.layers.named import NAMED
@@ -32,7 +27,6 @@ from gdn.layers.random_weights import fill_randomly
 
 Call = Callable[[], object]
 
-SIZES = (1, 2, 4)
 WARM_UPS, SAMPLES, CALLS = 10, 11, 5
 BLOCK_SIZE = 64
 
@@ -78,16 +72,8 @@ class Row:
 
 
 def measure(ranks: int, job: Job) -> list[float]:
-    """Microseconds of a call of each form, over this number of ranks of this machine.
-
-    Raises
-    ------
-    ProcessRaisedException, ProcessExitedException
-        Where a rank failed; the others are ended.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        processes.start_processes(_rank, (ranks, job, folder), nprocs=ranks, start_method="spawn")  # type: ignore
-        found: list[float] = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
+    """Microseconds of a call of each form, over this number of ranks of this machine. Raises as `over_ranks`."""
+    found: list[float] = over_ranks(_work, ranks, job)
     return found
 
 
@@ -102,7 +88,7 @@ def rows(found: dict[int, list[float]], forms: tuple[Form, ...] = FORMS) -> list
 
 def command(
     only: Annotated[str, typer.Option(help="Only rows whose name contains this text.")] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Time prefill of one long sequence over 1, 2 and 4 context-parallel GPUs of this machine.
 
@@ -111,53 +97,31 @@ def command(
     forms = tuple(form for form in FORMS if only in form.name)
     if not forms:
         raise ValueError(f"only: expected part of one of {[form.name for form in FORMS]}, got {only!r}")
-    if not torch.cuda.is_available():
-        raise ValueError("This needs Hopper (SM90) GPUs, and torch sees none.")
-    found = {size: measure(size, Job(forms=forms)) for size in SIZES if size <= torch.cuda.device_count()}
-    made, console = table("call", "tokens", "GPUs", "us", "times one GPU", "must"), Console()
-    told = rows(found, forms)
+    told = rows({size: measure(size, Job(forms=forms)) for size in sizes()})
+    made = table("call", "tokens", "GPUs", "us", "times one GPU", "must")
     for row in told:
-        must, color = "-" if row.must is None else f"{row.must:.2f}", "green" if row.passed else "red"
-        made.add_row(row.name, str(row.tokens), str(row.ranks), f"{row.call_us:.0f}", f"[{color}]{row.faster:.2f}[/]", must)
-    console.print(made)
-    if json_file is not None:
-        shared = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)}
-        json_file.write_text(json.dumps(shared | {"rows": [asdict(row) | {"passed": row.passed} for row in told]}))
-    raise typer.Exit(0 if all(row.passed for row in told) else 1)
+        made.add_row(row.name, str(row.tokens), str(row.ranks), f"{row.call_us:.0f}", *cells(row))
+    Console().print(made)
+    finish(told, json_file)
 
 
-def _rank(rank: int, ranks: int, job: Job, folder: str) -> None:
-    """One rank's process."""
-    is_cuda = job.device_type == "cuda"
-    device, group = torch.device("cuda", rank) if is_cuda else torch.device("cpu"), None
-    if is_cuda:
-        torch.cuda.set_device(device)
-    if ranks > 1:
-        group = join(device, TIMEOUT, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    dtype = torch.bfloat16 if is_cuda else torch.float32
+@torch.inference_mode()
+def _work(job: Job, group: Any, device: torch.device, dtype: torch.dtype) -> list[float]:
+    """One rank's calls."""
     makers = {OPERATOR.name: operator_call, LAYER.name: layer_call, ATTENTION.name: attention_call}
     found = []
-    with torch.inference_mode():
-        for form in job.forms:
-            call = makers[form.name](job.config, form.tokens, group, device, dtype)
-            found.append(_call_us(call, group, device))
-            del call
-            if is_cuda:
-                torch.cuda.empty_cache()
-    if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
-    if group is not None:
-        gc.collect()  # layers hold the group, in cycles: at the end of the process its threads would outlive it
-        dist.destroy_process_group()
-
-
-def _place(group: Any) -> tuple[int, int]:
-    return (0, 1) if group is None else (group.rank(), group.size())
+    for form in job.forms:
+        call = makers[form.name](job.config, form.tokens, group, device, dtype)
+        found.append(_call_us(call, group, device))
+        del call
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
 
 
 def operator_call(config: HybridConfig, tokens: int, group: Any, device: torch.device, dtype: torch.dtype) -> Call:
     """`chunk_gated_delta_rule` on a rank's part of a sequence, with raw gates and a state in a pool."""
-    rank, ranks = _place(group)
+    rank, ranks = place(group)
     tokens = gdn.distributed.split_tokens(tokens, ranks)[rank]
     generator = torch.Generator(device).manual_seed(rank)
     heads, states = config.linear_num_key_heads, config.linear_num_value_heads
@@ -182,7 +146,7 @@ def operator_call(config: HybridConfig, tokens: int, group: Any, device: torch.d
 
 def layer_call(config: HybridConfig, tokens: int, group: Any, device: torch.device, dtype: torch.dtype) -> Call:
     """`GatedDeltaNet` on a rank's rows of a prompt."""
-    rank, ranks = _place(group)
+    rank, ranks = place(group)
     layer = GatedDeltaNet(config, cp_group=group, device=device, dtype=dtype)
     fill_randomly(layer)
     metadata = GDNMetadataBuilder(device, cp_rank=rank, cp_size=ranks).build([tokens], [tokens], [1])
@@ -197,7 +161,7 @@ def layer_call(config: HybridConfig, tokens: int, group: Any, device: torch.devi
 
 def attention_call(config: HybridConfig, tokens: int, group: Any, device: torch.device, dtype: torch.dtype) -> Call:
     """`SparseAttention` with an indexer on a prompt, whose rows are on every rank before and after."""
-    rank, ranks = _place(group)
+    rank, ranks = place(group)
     layer = SparseAttention(config, cp_group=group, device=device, dtype=dtype)
     fill_randomly(layer)
     blocks = -(-tokens // BLOCK_SIZE)
@@ -219,18 +183,13 @@ def _call_us(call: Call, group: Any, device: torch.device) -> float:
     for _ in range(SAMPLES + -(-WARM_UPS // CALLS)):
         if group is not None:
             dist.barrier(group)
-        _wait(device)
+        wait(device)
         started = time.perf_counter()
         for _ in range(CALLS):
             call()
-        _wait(device)
+        wait(device)
         samples.append((time.perf_counter() - started) / CALLS * 1e6)
     slowest = torch.tensor(samples[-SAMPLES:], dtype=torch.float64, device=device)
     if group is not None:
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return float(statistics.median(slowest.tolist()))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 
-from benchmarks import context, ranks
+from benchmarks import context, ranks, spread
 from gdn.cli.demo import ranks as demo_ranks
 
 
@@ -36,11 +36,11 @@ def test_groups_leave_multicast_off(before: str | None, after: str, monkeypatch:
     monkeypatch.setenv("NCCL_NVLS_ENABLE", before or "")
     if before is None:
         monkeypatch.delenv("NCCL_NVLS_ENABLE")
-    assert demo_ranks.join(torch.device("cuda", 1), ranks.TIMEOUT, rank=1) == "all"
+    assert demo_ranks.join(torch.device("cuda", 1), spread.TIMEOUT, rank=1) == "all"
     demo_ranks.join(torch.device("cpu"), demo_ranks.TIMEOUT)
-    assert seen[0] == ("nccl", after, ranks.TIMEOUT, 1) and seen[1][0] == "gloo"
-    assert ranks.TIMEOUT.total_seconds() <= 180
-    for module in (ranks, context):  # every timing makes its group there
+    assert seen[0] == ("nccl", after, spread.TIMEOUT, 1) and seen[1][0] == "gloo"
+    assert spread.TIMEOUT.total_seconds() <= 180
+    for module in (ranks, context, spread):  # every timing makes its group there
         assert "init_process_group" not in inspect.getsource(module)
 
 
