@@ -59,7 +59,7 @@ def progress_bar(deadline: float = math.inf) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def keep(json_file: Path | None, found: dict[str, Any]) -> None:
+def keep(json_file: Path | None, found: Any) -> None:
     """Writes the figures so far: a run that is cut off keeps what it has."""
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -7,7 +7,6 @@ checks, problem and choice of tiles; kernels are compiled and loaded before).
 """
 
 import contextlib
-import json
 import statistics
 import sys
 import time
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
@@ -26,6 +24,7 @@ from rich.table import Table
 
 import gdn
 from autotune import shapes
+from autotune.console import JsonFile, keep
 from gdn.cli.plain import run_alone
 from gdn.device import H100
 from gdn.ops.delta_rule import inputs
@@ -184,7 +183,7 @@ def measure(op: str, device: torch.device, backend: str | None = None, repeats: 
 def main(
     op: Annotated[str | None, typer.Argument(help=f"One of {', '.join(OPERATORS)}; all if left out.")] = None,
     backend: Annotated[str | None, typer.Option(help="tilelang or cute; what a call takes if left out.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure what an eager call costs the host."""
     if op not in (None, *OPERATORS):
@@ -199,9 +198,7 @@ def main(
         figures = (row.repeated_us, row.repeated_least_us, row.launch_us, row.first_us)
         table.add_row(row.op, row.backend, *(f"{figure:.1f}" for figure in figures))
     Console().print(table)
-    if json_file is not None:
-        found = {"device": title, "torch": str(torch.__version__), "rows": [row.__dict__ for row in rows]}
-        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    keep(json_file, {"device": title, "torch": str(torch.__version__), "rows": [vars(row) for row in rows]})
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ Parts (`--part`): step, the fused decode step; rule, the recurrent operator with
 folds, calls in which every sequence folds; states, `fold_states` and `accept_draft_tree` over all layers of a model.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -27,6 +25,7 @@ from torch import Tensor
 
 import gdn
 from autotune import cases
+from autotune.console import JsonFile, device_spec, keep
 from autotune.shapes import Shape
 from benchmarks import replay_peers
 from gdn.cli.plain import run_alone
@@ -251,25 +250,16 @@ def main(
     part: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(PARTS)}; may be repeated; all if left out.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Largest batch.")] = max(BATCHES),
     with_peers: Annotated[bool, typer.Option("--peers", help="FlashInfer's kernels too, where it is installed.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Time decode with a ring and without."""
     chosen = part or list(PARTS)
     if unknown := sorted(set(chosen) - set(PARTS)):
         raise ValueError(f"part: expected some of {', '.join(PARTS)}, got {', '.join(unknown)}")
-    if not torch.cuda.is_available():
-        raise ValueError("This needs a Hopper (SM90) GPU, and torch sees none.")
+    spec = device_spec()
     device = torch.device("cuda", torch.cuda.current_device())
-    spec, name = devices.describe(device)
-    if spec is None:
-        raise ValueError(f"This needs a Hopper (SM90) GPU, got {name}.")
     console, gbps = Console(width=160), timing.measure_limits().copy_gbps
     rows: list[Row] = []
-
-    def keep() -> None:  # what a run that is cut off has found
-        if json_file is not None:
-            json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
-
     for one in chosen:
         for form, backend in forms(one, batch):
             try:
@@ -277,11 +267,11 @@ def main(
             except Exception as failed:  # one form must not hide the others
                 console.print(f"{one}: {form.shape.name} ({backend}): {type(failed).__name__}: {failed}", markup=False)
             torch.cuda.empty_cache()
-            keep()
+            keep(json_file, [asdict(row) for row in rows])
     if "states" in chosen:
         rows += measure_states(device, gbps)
-        keep()
-    console.print(table_of(rows, f"{name}, copy {gbps / 1e3:.2f} TB/s"))
+        keep(json_file, [asdict(row) for row in rows])
+    console.print(table_of(rows, f"{devices.describe(device)[1]}, copy {gbps / 1e3:.2f} TB/s"))
     if with_peers:
         for line in replay_peers.measure(min(128, batch), device):
             console.print(line, markup=False)

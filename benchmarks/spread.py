@@ -17,6 +17,7 @@ import torch.distributed as dist
 import typer
 from torch.multiprocessing.spawn import start_processes
 
+from autotune.console import keep
 from gdn.cli.demo.ranks import join
 
 SIZES = (1, 2, 4)
@@ -80,7 +81,6 @@ def cells(row: Any) -> tuple[str, str]:
 
 def finish(rows: Sequence[Any], json_file: Path | None) -> NoReturn:
     """Writes the rows to a file, if there is to be one, and ends the command: exit code 1 where a row misses its limit."""
-    if json_file is not None:
-        shared = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)}
-        json_file.write_text(json.dumps(shared | {"rows": [asdict(row) | {"passed": row.passed} for row in rows]}))
+    shared = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)}
+    keep(json_file, shared | {"rows": [asdict(row) | {"passed": row.passed} for row in rows]})
     raise typer.Exit(0 if all(row.passed for row in rows) else 1)
