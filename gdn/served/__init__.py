@@ -24,7 +24,7 @@ from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.ops.layer_step.problem import Conv1dProblem, GdnPrefillProblem
 from gdn.problem import Problem
 from gdn.runtime import env, explaining
-from gdn.served import attention, gdn_layer, rule, sizes, steps, vllm_replay
+from gdn.served import attention, gdn_layer, rule, sizes, steps
 from gdn.served.gdn_layer import GdnLayer as GdnLayer
 from gdn.served.sizes import Group
 
@@ -157,8 +157,8 @@ def _vllm(config: Any, state: str, num_spec: int, replay: str) -> Iterator[Group
         )  # fmt: skip
         yield from gdn_layer.problems(layer)
         for one, has_replay in _forms(layer, replay):
-            if has_replay:
-                yield from vllm_replay.groups(one)
+            if has_replay:  # besides those without a ring: whether a server replays depends on its own settings too
+                yield from gdn_layer.by_replay(one)
 
 
 def _sglang(config: Any, state: str, num_spec: int) -> Iterator[Group]:

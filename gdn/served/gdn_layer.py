@@ -1,10 +1,10 @@
 """Problems of the fused steps of a Gated DeltaNet layer, from what the operators see of it: sizes, dtypes and layouts."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gdn.ops.delta_rule.problem import ring_choice
+from gdn.ops.delta_rule.problem import FoldStatesProblem, ring_choice
 from gdn.ops.layer_step.problem import GdnDecodeProblem, GdnPrefillProblem
 from gdn.served import sizes
 from gdn.served.sizes import Group
@@ -118,3 +118,26 @@ class GdnLayer:
 def problems(layer: GdnLayer) -> list[Group]:
     """Each call's problem at all of its sizes."""
     return [*layer.decode(), *layer.prefill()]
+
+
+def by_replay(layer: GdnLayer) -> list[Group]:
+    """Of a layer of vLLM that decodes by replay: decode steps with a ring, and the folds before prompts.
+
+    None for head dims that the fused step does not serve.
+    """
+    K, V = layer.head_k_dim, layer.head_v_dim
+    if K % 32 or V % 32 or max(K, V) > 256:
+        return []
+    layer = replace(layer, replay=True)
+    return [*layer.decode(), fold(layer, 1, has_accepted=layer.num_spec > 0)]
+
+
+def fold(layer: GdnLayer, num_layers: int, has_accepted: bool) -> Group:
+    """States of as many layers that prompts continue, after decode by replay."""
+    problem = FoldStatesProblem(
+        num_k_heads=layer.num_k_heads, num_state_heads=layer.num_v_heads, head_k_dim=layer.head_k_dim,
+        head_v_dim=layer.head_v_dim, state_dtype=layer.state_dtype, state_v_first=layer.state_v_first, **layer.ring,
+        index_dtype=layer.index_dtype, has_accepted=has_accepted, has_final_indices=False, has_rounding=False,
+        num_layers=num_layers, num_sequences=1,
+    )  # fmt: skip
+    return sizes.steps(problem)

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from gdn.ops.delta_rule.problem import AcceptDraftTreeProblem, ChunkProblem, FoldStatesProblem, RecurrentProblem, entry_width
+from gdn.ops.delta_rule.problem import AcceptDraftTreeProblem, ChunkProblem, RecurrentProblem, entry_width
 from gdn.ops.layer_step.problem import Conv1dProblem, Conv1dUpdateProblem, RmsNormGatedProblem
 from gdn.served import sizes
-from gdn.served.gdn_layer import GdnLayer
+from gdn.served.gdn_layer import GdnLayer, fold
 from gdn.served.sizes import Group
 
 
@@ -38,13 +38,7 @@ def trees(layer: GdnLayer) -> Iterator[Group]:
 def folds(layer: GdnLayer, num_layers: int) -> Iterator[Group]:
     """States of all layers that prompts continue, after decode by replay."""
     for has_accepted in dict.fromkeys((False, layer.num_spec > 0)):
-        problem = FoldStatesProblem(
-            num_k_heads=layer.num_k_heads, num_state_heads=layer.num_v_heads, head_k_dim=layer.head_k_dim,
-            head_v_dim=layer.head_v_dim, state_dtype=layer.state_dtype, state_v_first=layer.state_v_first, **layer.ring,
-            index_dtype=layer.index_dtype, has_accepted=has_accepted, has_final_indices=False, has_rounding=False,
-            num_layers=num_layers, num_sequences=1,
-        )  # fmt: skip
-        yield sizes.steps(problem)
+        yield fold(layer, num_layers, has_accepted)
 
 
 def accepted_trees(layer: GdnLayer, num_layers: int) -> Iterator[Group]:

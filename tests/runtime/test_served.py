@@ -23,7 +23,7 @@ from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.named import NAMED
 from gdn.problem import Problem
 from gdn.runtime import env, explaining, reach
-from gdn.served import GdnLayer, gdn_layer, vllm_replay
+from gdn.served import GdnLayer, gdn_layer
 from tests.integrations import sglang_engine
 from tests.runtime.recorded import recording
 
@@ -336,7 +336,7 @@ def test_a_folder_for_drafts_serves_without_them(host: str) -> None:
 
 
 def test_head_dims_that_do_not_replay() -> None:
-    assert not list(vllm_replay.groups(GdnLayer(4, 8, 40, 40))) and list(vllm_replay.groups(GdnLayer(4, 8, 64, 128)))
+    assert not gdn_layer.by_replay(GdnLayer(4, 8, 40, 40)) and gdn_layer.by_replay(GdnLayer(4, 8, 64, 128))
 
 
 @pytest.mark.parametrize("other", [{"bias_dtype": "bfloat16"}, {"A_log_dtype": "bfloat16"}, {"gate_activation": "sigmoid"}])
