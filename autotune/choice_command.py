@@ -10,10 +10,10 @@ from rich.table import Table
 
 from autotune import budget as budgets
 from autotune import choice as choices
-from autotune import tables
 from autotune.calls import calls as drawn_calls
 from autotune.console import ALL_BUT_ONE, JsonFile, TimeoutS, Workers, console, device_spec, keep, progress_bar
 from gdn.cli.plain import section, table
+from gdn.device import SPECS
 from gdn.runtime import registry
 
 
@@ -33,9 +33,9 @@ def choice(
     the fastest one's time and over 0.5 us more, or where one did not run.
     """
     start, budget_s = time.monotonic(), budgets.seconds(budget)
-    if compile_only and device not in tables.DEVICES:
-        raise ValueError(f"device: expected {' or '.join(tables.DEVICES)}, got {device!r}")
-    spec = tables.DEVICES[device] if compile_only else device_spec()
+    if compile_only and device not in SPECS:
+        raise ValueError(f"device: expected {' or '.join(SPECS)}, got {device!r}")
+    spec = SPECS[device] if compile_only else device_spec()
     questions = [choices.ask(shape, spec) for shape in drawn_calls(calls, seed)]
     with progress_bar(start + budget_s) as progress:
         task = progress.add_task("compiling", total=sum(len(question.configs) for question in questions))

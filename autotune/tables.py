@@ -14,13 +14,11 @@ from autotune import shapes as shape_list
 from autotune.shapes import Shape
 from autotune.tuning import Kernel, Winner
 from gdn import runtime
-from gdn.device import H100, H200, DeviceSpec
+from gdn.device import H100, SPECS, DeviceSpec
 from gdn.models import QWEN3_NEXT_80B
 from gdn.problem import Problem
 from gdn.runtime import compiled, registry, tuned
 from gdn.testing import machine_code
-
-DEVICES: dict[str, DeviceSpec] = {spec.key: spec for spec in (H100, H200)}
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ def _put(path: Path, changed: list[tuple[dict[str, Any], tuned.Entry, tuned.Entr
 
 def _is_legal(kernel: Kernel, row: Row, device: str) -> bool:
     served = row.config is not None and kernel.module.refusal(row.problem) is None
-    return served and bool(kernel.module.fits(row.problem, row.config, DEVICES.get(device, H100)))
+    return served and bool(kernel.module.fits(row.problem, row.config, SPECS.get(device, H100)))
 
 
 def _label(row: Row) -> str:
@@ -215,7 +213,7 @@ def prune(path: Path, kernel: Kernel) -> int:
     """Drops the entries of a table that repeat the default, and the table if none is left; returns their number."""
     with _held(path):
         table = tuned.read(path)
-        made, count = pruned(kernel, table, DEVICES.get(table.header.device, H100))
+        made, count = pruned(kernel, table, SPECS.get(table.header.device, H100))
         if count:
             tuned.write(path, made)
     return count

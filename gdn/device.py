@@ -30,6 +30,7 @@ H100 = DeviceSpec(
     fp8_tflops=1262.0,
 )
 H200 = replace(H100, key="h200", l2_bytes=60 * 1024 * 1024, copy_gbps=4300.0, bf16_tflops=790.0, fp8_tflops=1300.0)
+SPECS = {spec.key: spec for spec in (H100, H200)}
 
 
 def spec_from_name(name: str, capability: tuple[int, int], num_sms: int) -> DeviceSpec | None:

@@ -11,13 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gdn import served
-from gdn.cli.plain import print_json
-from gdn.device import H100, H200
+from gdn.cli.plain import AsJson, print_json
+from gdn.device import SPECS
 from gdn.layers.config import HybridConfig
 from gdn.layers.named import NAMED
 from gdn.runtime import env, reach
 
-_SPECS = {"h100": H100, "h200": H200}
 _STATES = {"auto": None, "float32": ("float32",), "bfloat16": ("bfloat16",), "both": ("float32", "bfloat16")}
 
 
@@ -36,14 +35,14 @@ def compile_command(
     ] = None,
     device: Annotated[str, typer.Option(help="The GPU that will run them: h100 or h200.")] = "h100",
     workers: Annotated[int | None, typer.Option(help="Processes that compile; default: one a CPU.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Build every kernel that a model can reach into a folder, without a GPU.
 
     GDN_CACHE_DIR=FOLDER uses it: with GDN_COMPILE=off nothing is compiled while serving, and a kernel that is missing raises.
     """
-    if device not in _SPECS:
-        raise ValueError(f"device: expected {' or '.join(_SPECS)}, got {device!r}")
+    if device not in SPECS:
+        raise ValueError(f"device: expected {' or '.join(SPECS)}, got {device!r}")
     if state_dtype not in _STATES:
         raise ValueError(f"state_dtype: expected {', '.join(_STATES)}, got {state_dtype!r}")
     counts = (("num_spec", num_spec, 0, "drafts"), ("block_size", block_size, 1, "tokens"), ("workers", workers, 1, "processes"))
@@ -58,7 +57,7 @@ def compile_command(
     problems = served.of_config(
         config, num_spec=num_spec, state_dtypes=_STATES[state_dtype], hosts=hosts, block_size=block_size, replay=replay
     )
-    wanted = reach.kernels(problems, _SPECS[device])
+    wanted = reach.kernels(problems, SPECS[device])
     options = {"model": model, "tp": tp, "num-spec": num_spec, "state-dtype": state_dtype, "host": host,
                "block-size": block_size, "replay": replay, "device": device}  # fmt: skip
     command = shlex.join(["gdn", "compile", *(f"--{name}={value}" for name, value in options.items())])

@@ -4,14 +4,13 @@ import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gdn.cli.plain import print_json
+from gdn.cli.plain import AsJson, print_json
 from gdn.cli.tune import tuner_folder
 from gdn.integrations import installed
 from gdn.ops.delta_rule.crossing import replay_rule
@@ -27,7 +26,7 @@ class Finding:
     text: str
 
 
-def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor_command(as_json: AsJson = False) -> None:
     """Check that this machine has what the kernels need; exit code 1 where something is broken."""
     findings = diagnose()
     failed = any(finding.level == "fail" for finding in findings)

@@ -1,13 +1,12 @@
 """`gdn env`: every switch with its value, origin and effect."""
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gdn.cli.plain import print_json
+from gdn.cli.plain import AsJson, print_json
 from gdn.runtime import env
 
 PRECEDENCE = "argument > GDN_BACKEND_<OP> > VLLM_* > GDN_BACKEND > tuned table > built-in order"
@@ -20,7 +19,7 @@ def shown(value: Any) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def env_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def env_command(as_json: AsJson = False) -> None:
     """Print every environment switch, its value, where it came from, and what it changes."""
     switches = env.reload()
     if as_json:

@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 
 from gdn.cli.explain_arguments import taken
-from gdn.cli.plain import print_json, wrapped
+from gdn.cli.plain import AsJson, print_json, wrapped
 from gdn.core.explain import notes_of
-from gdn.device import H100, H200, DeviceSpec
+from gdn.device import SPECS, DeviceSpec
 from gdn.layers.named import NAMED
 from gdn.models import ModelShape
 from gdn.ops.attention import examples
@@ -25,7 +25,6 @@ from gdn.problem import Problem
 from gdn.runtime import Choice, devices, env, explain_problem, registry
 from gdn.served import shape_of
 
-_SPECS = {"h100": H100, "h200": H200}
 _OF_INDEXERS = "gdn.ops.indexer.cases"  # of operators that only models with an indexer run
 _OF_DECODE = "sequences of at most 8 new tokens"
 _OF_PREFILL = "longer sequences; where the kernel refuses and the host knows all lengths, they run on torch"
@@ -45,12 +44,12 @@ def explain_command(
     tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the shapes of one rank are taken.")] = 1,
     device: Annotated[str, typer.Option(help="auto (this machine's), h100, h200 or cpu.")] = "auto",
     backend: Annotated[str | None, typer.Option(help="As the function's argument: tilelang, cute or reference.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say which kernels and tiles an operator would run, and why."""
     if model not in NAMED:
         raise typer.BadParameter(f"expected one of {', '.join(NAMED)}, got {model!r}", param_hint="--model")
-    if device not in ("auto", "cpu", *_SPECS):
+    if device not in ("auto", "cpu", *SPECS):
         raise typer.BadParameter(f"expected auto, h100, h200 or cpu, got {device!r}", param_hint="--device")
     operator = registry.operator(op)
     function = op if op in operator.functions else next(iter(operator.functions), operator.name)
@@ -87,7 +86,7 @@ def _is_of_indexers(operator: registry.Operator) -> bool:
 
 def _spec(device: str) -> DeviceSpec | None:
     here = device == "auto" and torch.cuda.is_available()
-    return devices.spec(torch.device("cuda")) if here else _SPECS.get(device)
+    return devices.spec(torch.device("cuda")) if here else SPECS.get(device)
 
 
 @dataclass(frozen=True)

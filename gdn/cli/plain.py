@@ -5,7 +5,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import pydantic_core
 import typer
@@ -18,6 +18,9 @@ from gdn.runtime import compiled, select
 
 # Errors that a user can fix: a bad value, a missing file or package, a table without an entry, a machine that cannot compile.
 _MENDABLE = (ValueError, OSError, ImportError, select.MissingTunedEntry, compiled.CompileError)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class PlainErrors(TyperGroup):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from gdn.core.call import operator_named
+from gdn.core.check import dtype_name
 from gdn.models import QWEN3_NEXT_80B
 from gdn.problem import Problem
 from gdn.runtime import Prepared, registry
@@ -258,7 +259,7 @@ class StepCase(SeededCase):
             count = int((output.double() != exact.double()).sum())
             raise WrongResult(f"{name} is not the reference's: {count} of {output.numel()} values differ")
         if self._verdict == "close":
-            limit = self._limit or ROUNDINGS[str(output.dtype).removeprefix("torch.")]
+            limit = self._limit or ROUNDINGS[dtype_name(output.dtype)]
             if before is None and self._by_rounding:
                 return _rows_limited(name, output, exact, self._rounded[0].reshape(output.shape), limit)
             if before is None:

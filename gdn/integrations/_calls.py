@@ -61,7 +61,7 @@ def unserved(
         if not _is_sm90(tokens.device.index):
             return "the GPU is not SM90"
         if tokens.dtype in _WIDE:
-            return f"the tokens are {_short(tokens.dtype)}, which has no kernel"
+            return f"the tokens are {short_name(tokens.dtype)}, which has no kernel"
     elif not (tokens.is_cpu and allow_reference):
         return f"the tokens are on {tokens.device.type}"
     if torch.is_grad_enabled():
@@ -74,7 +74,7 @@ def unserved_state(state: torch.Tensor | None) -> str | None:
     """Why no adapter serves recurrent states of this dtype; None for float32, bfloat16 and no state."""
     if state is None or state.dtype in (torch.float32, torch.bfloat16):
         return None
-    return f"the states are {_short(state.dtype)}"
+    return f"the states are {short_name(state.dtype)}"
 
 
 def refused_by(refusal: Callable[..., str | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -113,7 +113,8 @@ def serve_or_leave(
     return replacement
 
 
-def _short(dtype: torch.dtype) -> str:
+def short_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

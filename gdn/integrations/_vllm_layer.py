@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gdn.integrations import _vllm_parts, _vllm_replay
-from gdn.integrations._calls import Calls
+from gdn.integrations._calls import Calls, short_name
 from gdn.integrations._vllm_pages import Page
 from gdn.integrations._vllm_replay import Replay
 from gdn.integrations._vllm_replay_step import step_of
@@ -50,11 +50,11 @@ def refusal(facts: LayerFacts, allow_reference: bool = False) -> str | None:
         Serve float32 tokens too, which have no kernel.
     """
     if facts.token_dtype not in HALVES and not (allow_reference and facts.token_dtype == torch.float32):
-        return f"its tokens are {_word(facts.token_dtype)}"
+        return f"its tokens are {short_name(facts.token_dtype)}"
     if facts.conv_dtype != facts.token_dtype:
-        return f"its windows are {_word(facts.conv_dtype)}, its tokens {_word(facts.token_dtype)}"
+        return f"its windows are {short_name(facts.conv_dtype)}, its tokens {short_name(facts.token_dtype)}"
     if facts.state_dtype not in (torch.float32, torch.bfloat16):
-        return f"its states are {_word(facts.state_dtype)}"
+        return f"its states are {short_name(facts.state_dtype)}"
     if facts.num_v_heads % facts.num_k_heads:
         return f"its {facts.num_v_heads} value heads are no multiple of {facts.num_k_heads} key heads"
     K, V = facts.head_k_dim, facts.head_v_dim
@@ -72,10 +72,6 @@ def refusal(facts: LayerFacts, allow_reference: bool = False) -> str | None:
     if facts.fuses_norm_and_quantisation:
         return "the host fuses its norm with the quantisation of the output projection"
     return None
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def facts_of(layer: Any, vllm_config: Any) -> LayerFacts:

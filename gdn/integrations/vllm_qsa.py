@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import gdn
-from gdn.integrations._calls import Calls, unserved
+from gdn.integrations._calls import Calls, short_name, unserved
 from gdn.integrations._points import Point, Undo, attribute, replace, resolve
 from gdn.runtime import log
 
@@ -37,7 +37,7 @@ def select_refusal(
     if reason := unserved(q, (q,), allow_reference):
         return reason
     if q.dtype != k_cache.dtype or (q.is_cuda and q.dtype not in _SCORED):
-        return f"the queries are {_word(q.dtype)}, the keys {_word(k_cache.dtype)}"
+        return f"the queries are {short_name(q.dtype)}, the keys {short_name(k_cache.dtype)}"
     rows, heads, dim = q.shape
     if dim not in (64, 128):
         return f"the head dim of the indexer is {dim}"
@@ -50,7 +50,7 @@ def select_refusal(
         return f"{rows} rows, {visible_blocks.shape[0]} lengths and {requests} requests of {decode_query_len} tokens"
     groups = token_topk // compress_ratio
     if block_indices.shape != (rows, groups) or not groups or block_indices.dtype != torch.int32:
-        return f"the selection is {_word(block_indices.dtype)} {list(block_indices.shape)}"
+        return f"the selection is {short_name(block_indices.dtype)} {list(block_indices.shape)}"
     return None
 
 
@@ -78,17 +78,13 @@ def attend_refusal(
         return "the batch holds prompts, whose bounds the function is not given"
     for name, cache in (("cache", k_cache), ("cache", v_cache), ("gate", output_gate), ("result", q if out is None else out)):
         if cache.dtype != q.dtype:
-            return f"the {name} is {_word(cache.dtype)}, which has no kernel"
+            return f"the {name} is {short_name(cache.dtype)}, which has no kernel"
     heads, key_heads = q.shape[1], k_cache.shape[2]
     if q.shape[2] not in (128, 256) or heads % key_heads or heads > 16 * key_heads:
         return f"{heads} heads of dim {q.shape[2]} over {key_heads} key heads"
     if block_table.dtype != torch.int32 or not block_table.shape[0]:
-        return f"the block table is {_word(block_table.dtype)} {list(block_table.shape)}"
+        return f"the block table is {short_name(block_table.dtype)} {list(block_table.shape)}"
     return None
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def attend(

@@ -13,7 +13,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from gdn.cli.demo import ranks
 from gdn.cli.demo.report import device_name, print_report, versions
 from gdn.cli.demo.run import VERIFIED, Plan, Report, run
-from gdn.cli.plain import print_json, warn, wrapped
+from gdn.cli.plain import AsJson, print_json, warn, wrapped
+from gdn.core.check import dtype_name
 from gdn.layers import HybridModel
 from gdn.layers.loading import SafetensorsFolder, from_transformers, read_config
 from gdn.layers.named import NAMED, first_layers
@@ -62,7 +63,7 @@ def demo(
     ] = None,
     eager: Annotated[bool, typer.Option("--eager", help="Decode without CUDA graphs.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, prompts and drafts.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Prefill, verify drafts and decode with a hybrid model; check every operator, and the model against a reference.
 
@@ -81,7 +82,7 @@ def demo(
         is_first = group is None or group.rank() == 0
         console = Console(quiet=as_json or not is_first)
         if is_first and plan.device.type == "cpu" and (weights := weight_bytes(plan)) > MANY_BYTES:
-            size = f"{weights / 1e9:.1f} GB in {str(plan.dtype).removeprefix('torch.')}"
+            size = f"{weights / 1e9:.1f} GB in {dtype_name(plan.dtype)}"
             fewer = "--model tiny takes seconds, fewer --layers less memory"
             warn(f"{plan.name}'s weights, {size}, go into this machine's memory, and the model runs on its CPU; {fewer}")
         limits = None
@@ -99,8 +100,7 @@ def demo(
         if is_first and as_json:
             print_json(_data(plan, report))
         elif is_first:
-            dtype = str(plan.dtype).removeprefix("torch.")
-            print_report(console, report, dtype, time.perf_counter() - started, plan.device)
+            print_report(console, report, dtype_name(plan.dtype), time.perf_counter() - started, plan.device)
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -150,7 +150,7 @@ def weight_bytes(plan: Plan) -> int:
 def _head(plan: Plan, limits: Limits | None, why: str, *, alone: bool) -> list[str]:
     """Lines that say what will run and where: the model's shapes, the batch, and what is generated. why: replay is on or off."""
     config = plan.config.per_rank(plan.tensor_parallel)
-    dtype = str(plan.dtype).removeprefix("torch.")
+    dtype = dtype_name(plan.dtype)
     weights = "random weights" if plan.checkpoint is None else f"weights of {plan.checkpoint}"
     kinds = f"{config.num_linear_layers} of Gated DeltaNet, {config.num_full_layers} of attention"
     heads = f"{config.linear_num_key_heads} q and k heads of {config.linear_key_head_dim}"
@@ -206,7 +206,7 @@ def _data(plan: Plan, report: Report) -> dict[str, Any]:
     return {
         "model": plan.name, "layers": plan.config.num_hidden_layers, "tensor_parallel": plan.tensor_parallel,
         "context_parallel": plan.context_parallel,
-        "ranks": 1 + len(report.others), "device": plan.device.type, "dtype": str(plan.dtype).removeprefix("torch."),
+        "ranks": 1 + len(report.others), "device": plan.device.type, "dtype": dtype_name(plan.dtype),
         "captured": report.captured, "passed": report.passed, "device_name": device_name(plan.device), "versions": versions(),
         "phases": [{**vars(one), "tokens_per_second": one.tokens_per_second} for one in report.speeds],
         "calls": [{**vars(one), "passed": one.passed} for one in report.rows],

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from gdn.core.check import dtype_name
 from gdn.problem import Problem
 from gdn.testing.expected import Call
 from gdn.testing.timing import Limits
@@ -20,13 +21,9 @@ def floor_us(call: Call, problems: Sequence[Problem | None], limits: Limits) -> 
     counted = _COUNTED.get(call.operator)
     if counted is not None:
         flops, num_bytes = counted(call)
-        return limits.floor_us(flops, num_bytes, _dtype(call.before["q"]))
+        return limits.floor_us(flops, num_bytes, dtype_name(call.before["q"].dtype))
     known = [problem for problem in problems if problem is not None]
     return sum(limits.floor_us(one.flops(), one.bytes_moved(), str(getattr(one, "dtype", "bfloat16"))) for one in known)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _bytes(*tensors: Tensor | None) -> int:

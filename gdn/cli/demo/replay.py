@@ -10,6 +10,7 @@ import torch
 
 from gdn.cli.demo.drafts import random_drafts
 from gdn.cli.demo.engine import Engine, EngineSizes
+from gdn.core.check import dtype_name
 from gdn.layers import GDNStateCache, HybridModel
 
 _PROMPT = 40  # tokens of a prompt
@@ -57,7 +58,7 @@ def sequence_bytes(config: Any, drafts: int, dtype: torch.dtype) -> list[Sequenc
         for state in (torch.float32, torch.bfloat16) if config.num_linear_layers else ():
             options: dict[str, Any] = {"num_spec": num_spec, "dtype": dtype, "state_dtype": state, "device": "meta"}
             ours, theirs = (GDNStateCache(config, 1, replay=replay, **options).bytes_per_sequence for replay in (True, False))
-            found.append(SequenceBytes(num_spec, str(state).removeprefix("torch."), ours, theirs))
+            found.append(SequenceBytes(num_spec, dtype_name(state), ours, theirs))
     return found
 
 
