@@ -176,11 +176,15 @@ SGLANG = Host(
 )  # fmt: skip
 
 
-def _modeling(kind: str, prefix: str) -> tuple[str, ...]:
+def modeling(kind: str) -> str:
+    """Module of a model of Transformers."""
+    return f"transformers.models.{kind}.modeling_{kind}"
+
+
+def _functions(kind: str, prefix: str) -> tuple[str, ...]:
     """Functions of a modeling module with Gated DeltaNet layers."""
     names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
-    methods = (f"{prefix}GatedDeltaNet.forward", f"{prefix}RMSNormGated.forward")
-    return _under(f"transformers.models.{kind}.modeling_{kind}", *names, *methods)
+    return _under(modeling(kind), *names, f"{prefix}GatedDeltaNet.forward", f"{prefix}RMSNormGated.forward")
 
 
 TRANSFORMERS_MODELS = (  # folder of the model, prefix of its layers' classes, class of its text model
@@ -194,8 +198,16 @@ _LAYER = (
     "A_log", "norm", "out_proj",
 )  # fmt: skip
 _APART, _TOGETHER = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")
+_ATTENTION = (
+    "head_dim", "scaling", "attention_dropout", "layer_idx", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm",
+    "indexer",
+)  # fmt: skip
+_INDEXER = (
+    "index_n_heads", "index_kv_heads", "index_head_dim", "compress_ratio", "block_topk", "layer_idx", "index_qk_proj",
+    "q_layernorm", "k_layernorm",
+)  # fmt: skip
 _CACHE_LAYER = ("conv_states", "recurrent_states", "is_conv_states_initialized", "is_recurrent_states_initialized")
-_QWEN4 = "transformers.models.qwen4_exp.modeling_qwen4_exp"
+_QWEN4 = modeling("qwen4_exp")
 
 TRANSFORMERS = Host(
     name="transformers",
@@ -203,52 +215,26 @@ TRANSFORMERS = Host(
     distributions=("transformers",),
     tested="5.20 to 5.24",
     functions=(
-        *(name for kind, prefix, _ in TRANSFORMERS_MODELS for name in _modeling(kind, prefix)),
-        *(f"transformers.models.{kind}.modeling_{kind}.{model}.forward" for kind, _, model in TRANSFORMERS_MODELS),
+        *(name for kind, prefix, _ in TRANSFORMERS_MODELS for name in _functions(kind, prefix)),
+        *(f"{modeling(kind)}.{model}.forward" for kind, _, model in TRANSFORMERS_MODELS),
         "transformers.cache_utils.LinearAttentionLayer.lazy_initialization",
         *_under(_QWEN4, "Qwen4ExpTextAttention.forward", "Qwen4ExpTextQSAIndexer.forward", "apply_rotary_pos_emb"),
     ),
     classes=MappingProxyType(
         {
-            f"transformers.models.{kind}.modeling_{kind}.{prefix}GatedDeltaNet": (
-                *_LAYER,
-                *(_TOGETHER if kind == "qwen3_next" else _APART),
-            )
+            f"{modeling(kind)}.{prefix}GatedDeltaNet": (*_LAYER, *(_TOGETHER if kind == "qwen3_next" else _APART))
             for kind, prefix, _ in TRANSFORMERS_MODELS
         }
         | {
-            f"transformers.models.{kind}.modeling_{kind}.{prefix}RMSNormGated": ("weight", "variance_epsilon", "activation")
+            f"{modeling(kind)}.{prefix}RMSNormGated": ("weight", "variance_epsilon", "activation")
             for kind, prefix, _ in TRANSFORMERS_MODELS
         }
         | {
-            f"{_QWEN4}.Qwen4ExpTextAttention": (
-                "head_dim",
-                "scaling",
-                "attention_dropout",
-                "layer_idx",
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "q_norm",
-                "k_norm",
-                "indexer",
-            ),
-            f"{_QWEN4}.Qwen4ExpTextQSAIndexer": (
-                "index_n_heads",
-                "index_kv_heads",
-                "index_head_dim",
-                "compress_ratio",
-                "block_topk",
-                "layer_idx",
-                "index_qk_proj",
-                "q_layernorm",
-                "k_layernorm",
-            ),
-        }  # fmt: skip
-        | {"transformers.cache_utils.LinearAttentionLayer": (*_CACHE_LAYER, "has_previous_state", "record_past")}
+            f"{_QWEN4}.Qwen4ExpTextAttention": _ATTENTION, f"{_QWEN4}.Qwen4ExpTextQSAIndexer": _INDEXER,
+            "transformers.cache_utils.LinearAttentionLayer": (*_CACHE_LAYER, "has_previous_state", "record_past"),
+        }
     ),
-)
+)  # fmt: skip
 
 
 HOSTS: dict[str, Host] = {host.name: host for host in (DEEPGEMM, FLA, FLASHINFER, SGLANG, TRANSFORMERS, VLLM)}

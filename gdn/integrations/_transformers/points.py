@@ -22,7 +22,7 @@ def of_functions() -> list[_points.Point]:
     """The functions of all four modeling modules, and the forward of their gated norms."""
     found = []
     for kind, prefix, _ in _hosts.TRANSFORMERS_MODELS:
-        module = f"transformers.models.{kind}.modeling_{kind}"
+        module = _hosts.modeling(kind)
         found += [
             _points.attribute(f"{module}.torch_chunk_gated_delta_rule", functions.chunk_refusal, functions.chunk),
             _points.attribute(f"{module}.torch_recurrent_gated_delta_rule", functions.recurrent_refusal, functions.recurrent),
@@ -43,7 +43,7 @@ def of_model(model: nn.Module) -> list[_points.Point]:
     for name, module in model.named_modules():
         path = f"{type(model).__name__}.{name}" if name else type(model).__name__
         for kind, prefix, text in _hosts.TRANSFORMERS_MODELS:
-            modeling = f"transformers.models.{kind}.modeling_{kind}"
+            modeling = _hosts.modeling(kind)
             if (host_class := _base(module, modeling, f"{prefix}GatedDeltaNet")) is not None:
                 guards = [f"{modeling}.{one}" for one in (f"{prefix}GatedDeltaNet", f"{prefix}RMSNormGated")]
                 guards = [*(f"{one}.forward" for one in guards), *guards, f"{_CACHE}.lazy_initialization", _CACHE]
@@ -61,12 +61,8 @@ def of_model(model: nn.Module) -> list[_points.Point]:
 
 def gdn_layers(model: nn.Module) -> list[nn.Module]:
     """The modules of a model that are Gated DeltaNet layers of the host."""
-    found = []
-    for module in model.modules():
-        for kind, prefix, _ in _hosts.TRANSFORMERS_MODELS:
-            if _base(module, f"transformers.models.{kind}.modeling_{kind}", f"{prefix}GatedDeltaNet") is not None:
-                found.append(module)
-    return found
+    names = [(_hosts.modeling(kind), f"{prefix}GatedDeltaNet") for kind, prefix, _ in _hosts.TRANSFORMERS_MODELS]
+    return [module for module in model.modules() if any(_base(module, *name) is not None for name in names)]
 
 
 def _base(module: Any, modeling: str, name: str) -> type | None:

@@ -1,5 +1,7 @@
 """Sparse attention as cases: decode, and prefill of neighbouring queries, on a paged cache of shuffled blocks."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,59 +44,49 @@ def _work(arguments: dict[str, Any], kind: Any, make: Maker, problem: Any, funct
     return Work(function, arguments, params, (out, lse))
 
 
-class DecodeCase(StepCase):
+def _case(make: Callable[..., Work], shape: Shape, device: torch.device, copies: int) -> StepCase:
+    """A case whose selected positions the shape names."""
+    return StepCase(partial(make, positions=shape.positions), shape, device, copies, verdict="close")
+
+
+def _decode(make: Maker, problem: SparseDecodeProblem, lengths: Any, positions: str) -> Work:
     """Random positions in ascending order, or runs of neighbouring ones; dense: all positions."""
-
-    def __init__(self, shape: Shape, device: torch.device, copies: int) -> None:
-        super().__init__(self._decode, shape, device, copies, verdict="close")
-
-    def _decode(self, make: Maker, problem: SparseDecodeProblem, lengths: Any) -> Work:
-        tokens, sequences = problem.num_tokens, problem.num_sequences
-        if problem.dense != (problem.index_dtype is None):
-            raise ValueError(f"problem: expected selected positions or dense, got {problem.static_key()}")
-        if problem.dense:
-            arguments = _operands(make, problem, problem.k, sequences, tokens)
-            arguments |= {"return_lse": True, "max_query_len": tokens // sequences}
-            return _work(arguments, SparseDecodeParams, make, problem, "attention")
-        context = problem.k * _POSITIONS_PER_INDEX
-        run = 4 if self._shape.positions == "runs of 4" else 1
-        arguments = _operands(make, problem, context, sequences, tokens)
-        ends = inputs.own_positions(arguments["query_start_loc"], arguments["seq_lens"], tokens) + 1
-        indices = inputs.random_positions(ends, problem.k, run, make.generator)
-        arguments |= {"topk_indices": indices.to(getattr(torch, str(problem.index_dtype))), "return_lse": True}
-        return _work(arguments, SparseDecodeParams, make, problem)
+    tokens, sequences = problem.num_tokens, problem.num_sequences
+    if problem.dense != (problem.index_dtype is None):
+        raise ValueError(f"problem: expected selected positions or dense, got {problem.static_key()}")
+    if problem.dense:
+        arguments = _operands(make, problem, problem.k, sequences, tokens)
+        arguments |= {"return_lse": True, "max_query_len": tokens // sequences}
+        return _work(arguments, SparseDecodeParams, make, problem, "attention")
+    context = problem.k * _POSITIONS_PER_INDEX
+    run = 4 if positions == "runs of 4" else 1
+    arguments = _operands(make, problem, context, sequences, tokens)
+    ends = inputs.own_positions(arguments["query_start_loc"], arguments["seq_lens"], tokens) + 1
+    indices = inputs.random_positions(ends, problem.k, run, make.generator)
+    arguments |= {"topk_indices": indices.to(getattr(torch, str(problem.index_dtype))), "return_lse": True}
+    return _work(arguments, SparseDecodeParams, make, problem)
 
 
-class PrefillCase(StepCase):
+def _prefill(make: Maker, problem: SparsePrefillProblem, lengths: Any, positions: str) -> Work:
     """The last tokens of one prompt, whose positions are kept from query to query or drawn anew."""
-
-    def __init__(self, shape: Shape, device: torch.device, copies: int) -> None:
-        super().__init__(self._prefill, shape, device, copies, verdict="close")
-
-    def _prefill(self, make: Maker, problem: SparsePrefillProblem, lengths: Any) -> Work:
-        context, tokens = problem.max_context_len, problem.num_tokens
-        arguments = _operands(make, problem, context, problem.num_sequences, tokens)
-        ends = inputs.own_positions(arguments["query_start_loc"], arguments["seq_lens"], tokens) + 1
-        if self._shape.positions == "90 % kept":
-            indices = inputs.kept_positions(ends, problem.k, 0.9, make.generator)
-        else:
-            indices = inputs.random_positions(ends, problem.k, 1, make.generator)
-        arguments |= {"topk_indices": indices.to(getattr(torch, str(problem.index_dtype))), "return_lse": True}
-        arguments |= {"max_query_len": tokens // problem.num_sequences}
-        return _work(arguments, SparsePrefillParams, make, problem)
+    context, tokens = problem.max_context_len, problem.num_tokens
+    arguments = _operands(make, problem, context, problem.num_sequences, tokens)
+    ends = inputs.own_positions(arguments["query_start_loc"], arguments["seq_lens"], tokens) + 1
+    if positions == "90 % kept":
+        indices = inputs.kept_positions(ends, problem.k, 0.9, make.generator)
+    else:
+        indices = inputs.random_positions(ends, problem.k, 1, make.generator)
+    arguments |= {"topk_indices": indices.to(getattr(torch, str(problem.index_dtype))), "return_lse": True}
+    arguments |= {"max_query_len": tokens // problem.num_sequences}
+    return _work(arguments, SparsePrefillParams, make, problem)
 
 
-class DensePrefillCase(StepCase):
+def _dense_prefill(make: Maker, problem: AttentionPrefillProblem, lengths: Any) -> Work:
     """The last tokens of equal sequences."""
-
-    def __init__(self, shape: Shape, device: torch.device, copies: int) -> None:
-        super().__init__(self._prefill, shape, device, copies, verdict="close")
-
-    def _prefill(self, make: Maker, problem: AttentionPrefillProblem, lengths: Any) -> Work:
-        sequences, context = problem.num_sequences, problem.max_context_len
-        arguments = _operands(make, problem, context, sequences, problem.num_tokens)
-        arguments |= {"return_lse": True, "max_query_len": problem.num_tokens // sequences}
-        return _work(arguments, AttentionPrefillParams, make, problem, "attention")
+    sequences, context = problem.num_sequences, problem.max_context_len
+    arguments = _operands(make, problem, context, sequences, problem.num_tokens)
+    arguments |= {"return_lse": True, "max_query_len": problem.num_tokens // sequences}
+    return _work(arguments, AttentionPrefillParams, make, problem, "attention")
 
 
 def decode_shape(sequences: int, heads: tuple[int, int], positions: str = "random", drafts: int = 0) -> Shape:
@@ -122,11 +114,11 @@ def _small(shape: Shape, **sizes: int) -> Shape:
 
 
 def _peer_arguments(shape: Shape, device: torch.device, seed: int) -> dict[str, Any]:
-    return PrefillCase(shape, device, 1)._work(seed).arguments
+    return _case(_prefill, shape, device, 1)._work(seed).arguments
 
 
 sparse_attention_decode = Tunable(
-    DecodeCase,
+    partial(_case, _decode),
     shapes=(
         decode_shape(64, (16, 2)), decode_shape(64, (8, 1)), decode_shape(1, (16, 2)), decode_shape(1, (8, 1)),
         decode_shape(16, (16, 2)),
@@ -137,7 +129,7 @@ sparse_attention_decode = Tunable(
 )  # fmt: skip
 
 sparse_attention_prefill = Tunable(
-    PrefillCase,
+    partial(_case, _prefill),
     shapes=(prefill_shape((16, 2), "90 % kept"),),
     shown=(prefill_shape((16, 2), "random"),),
     small=lambda shape: _small(shape, num_tokens=20, max_context_len=64),
@@ -145,7 +137,7 @@ sparse_attention_prefill = Tunable(
 )
 
 attention_prefill = Tunable(
-    DensePrefillCase,
+    partial(StepCase, _dense_prefill, verdict="close"),
     shapes=tuple(
         dense_shape((16, 2), *sizes) for sizes in ((8192, 8192), (2048, 32768), (1024, 1024), (256, 32768), (16, 32768))
     ),

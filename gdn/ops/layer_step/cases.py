@@ -157,8 +157,12 @@ def _prompts(heads: tuple[int, int], lengths: Sequence[int]) -> base.Shape:
 
 
 def _update(batch: int, drafts: int = 0, tree: bool = False) -> base.Shape:
-    flags = {"cu_seqlens_dtype": "int32" if drafts else None, "has_columns": drafts > 0, "has_accepted": drafts > 0}
-    return base.decode_steps("conv1d_update", (16, 32), batch, drafts, has_parent=tree, **flags)
+    return base.decode_steps("conv1d_update", (16, 32), batch, drafts, has_parent=tree, **_flags(drafts))
+
+
+def _flags(drafts: int) -> dict[str, Any]:
+    """Fields of a decode step that follow from its drafts."""
+    return {"cu_seqlens_dtype": "int32" if drafts else None, "has_columns": drafts > 0, "has_accepted": drafts > 0}
 
 
 def _projection(heads: tuple[int, int], num_tokens: int) -> base.Shape:
@@ -225,7 +229,7 @@ def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -
     has_drafts = problem.has_columns if problem.ring_rows is None else problem.has_accepted
     if problem.has_accepted != has_drafts or (problem.cu_seqlens_dtype is None) != (max(lengths) == 1):
         raise ValueError(f"problem: expected offsets and accepted counts with drafts alone, got {problem.static_key()}")
-    heads, K, V, dim = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim, problem.dim
+    heads, K, V = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim
     rows, batch, most = sum(lengths), len(lengths), max(lengths)
     columns = most if problem.has_columns else 1
     slots = make.order(batch * columns, batch * columns + 3, problem.index_dtype)
@@ -238,16 +242,11 @@ def _step(make: base.Maker, problem: GdnDecodeProblem, lengths: Sequence[int]) -
     arguments = {
         **_projections(make, problem, rows),
         "conv_state": _layer_windows(make, problem, batch * columns + 3, problem.width - 2 + (most if has_drafts else 1)),
-        "conv_weight": make.normal(dim, problem.width, dtype=problem.weight_dtype),
-        "conv_bias": None if problem.bias_dtype is None else make.normal(dim, dtype=problem.bias_dtype),
-        "A_log": make.normal(heads, dtype=problem.A_log_dtype), "dt_bias": make.normal(heads, dtype=problem.dt_bias_dtype),
-        "norm_weight": _norm_weight(make, problem),
+        **_layer(make, problem),
         "ssm_state": make.normal(batch * columns + 3, heads, *inner, dtype=problem.state_dtype),
         "state_indices": slots.view(batch, columns) if problem.has_columns else slots, "query_start_loc": offsets,
-        "num_accepted_tokens": accepted, "num_k_heads": problem.num_k_heads, "head_k_dim": K, "head_v_dim": V,
-        "activation": "silu" if problem.silu else None,
-        "gate_activation": "sigmoid" if problem.gate_sigmoid else "silu", "state_v_first": problem.state_v_first,
-        "out": make.poisoned(rows, heads * V, dtype=problem.dtype), **_replay(make, problem, batch),
+        "num_accepted_tokens": accepted, "out": make.poisoned(rows, heads * V, dtype=problem.dtype),
+        **_replay(make, problem, batch),
     }  # fmt: skip
     params = base.params_of(GdnDecodeParams, arguments, cu_seqlens=offsets, scale=K**-0.5, eps=1e-6, null_slot=-1)
     updated = ("conv_state", "ssm_state") if problem.ring_rows is None else ("conv_state", "ssm_state", "ring")
@@ -268,8 +267,18 @@ def _replay(make: base.Maker, problem: GdnDecodeProblem, batch: int) -> dict[str
     }  # fmt: skip
 
 
-def _norm_weight(make: base.Maker, problem: GdnDecodeProblem | GdnPrefillProblem) -> base.Tensor | None:
-    return None if problem.norm_dtype is None else make.normal(problem.head_v_dim, dtype=problem.norm_dtype)
+def _layer(make: base.Maker, problem: GdnDecodeProblem | GdnPrefillProblem) -> dict[str, Any]:
+    """Parameters and flags of a layer, which both steps take."""
+    heads, dim, norm_dtype = problem.num_v_heads, problem.dim, problem.norm_dtype
+    return {
+        "conv_weight": make.normal(dim, problem.width, dtype=problem.weight_dtype),
+        "conv_bias": None if problem.bias_dtype is None else make.normal(dim, dtype=problem.bias_dtype),
+        "A_log": make.normal(heads, dtype=problem.A_log_dtype), "dt_bias": make.normal(heads, dtype=problem.dt_bias_dtype),
+        "norm_weight": None if norm_dtype is None else make.normal(problem.head_v_dim, dtype=norm_dtype),
+        "num_k_heads": problem.num_k_heads, "head_k_dim": problem.head_k_dim, "head_v_dim": problem.head_v_dim,
+        "activation": "silu" if problem.silu else None, "gate_activation": "sigmoid" if problem.gate_sigmoid else "silu",
+        "state_v_first": problem.state_v_first,
+    }  # fmt: skip
 
 
 def _two_projections(make: base.Maker, problem: GdnDecodeProblem | GdnPrefillProblem, rows: int) -> dict[str, Any]:
@@ -302,8 +311,7 @@ def _projections(make: base.Maker, problem: GdnDecodeProblem, rows: int) -> dict
 
 
 def step_shape(heads: tuple[int, int], batch: int, state_dtype: str = "float32", drafts: int = 0, **fields: Any) -> base.Shape:
-    flags = {"cu_seqlens_dtype": "int32" if drafts else None, "has_columns": drafts > 0, "has_accepted": drafts > 0}
-    return base.decode_steps("gdn_decode", heads, batch, drafts, state_dtype=state_dtype, **flags, **fields)
+    return base.decode_steps("gdn_decode", heads, batch, drafts, state_dtype=state_dtype, **_flags(drafts), **fields)
 
 
 _PERIODS = 64  # of folds before a call with a ring
@@ -346,21 +354,16 @@ def _prefill(make: base.Maker, problem: GdnPrefillProblem, lengths: Sequence[int
     """One prefill step of a layer; two sequences of three continue from their slots."""
     if problem.has_checkpoints or not problem.has_mask:
         raise ValueError(f"problem: expected a mask and no checkpoints, got {problem.static_key()}")
-    heads, K, V, dim = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim, problem.dim
+    heads, K, V = problem.num_v_heads, problem.head_k_dim, problem.head_v_dim
     rows, count = sum(lengths), len(lengths)
     inner = (V, K) if problem.state_v_first else (K, V)
     arguments = {
         **_rows(make, problem, rows), "conv_states": _layer_windows(make, problem, count + 3, problem.width - 1),
-        "conv_weight": make.normal(dim, problem.width, dtype=problem.weight_dtype),
-        "conv_bias": None if problem.bias_dtype is None else make.normal(dim, dtype=problem.bias_dtype),
-        "A_log": make.normal(heads, dtype=problem.A_log_dtype), "dt_bias": make.normal(heads, dtype=problem.dt_bias_dtype),
-        "norm_weight": _norm_weight(make, problem),
+        **_layer(make, problem),
         "ssm_state": make.normal(count + 3, heads, *inner, dtype=problem.state_dtype),
         "state_indices": make.order(count, count + 3, problem.index_dtype),
         "query_start_loc": make.integers([0, *accumulate(lengths)], problem.cu_seqlens_dtype),
-        "has_initial_state": make.integers([n % 3 != 1 for n in range(count)], "bool"), "num_k_heads": problem.num_k_heads,
-        "head_k_dim": K, "head_v_dim": V, "activation": "silu" if problem.silu else None,
-        "gate_activation": "sigmoid" if problem.gate_sigmoid else "silu", "state_v_first": problem.state_v_first,
+        "has_initial_state": make.integers([n % 3 != 1 for n in range(count)], "bool"),
         "out": make.poisoned(rows, heads * V, dtype=problem.dtype),
     }  # fmt: skip
     own = {"cu_seqlens": arguments["query_start_loc"], "out": arguments["out"].view(-1, heads, V)}

@@ -157,14 +157,25 @@ def fused_qkvzba_split_reshape_cat(
     return mixed_qkv, new(z, num_heads_v, head_v), new(b, num_heads_v), new(a, num_heads_v)
 
 
-def split_merged(
-    mixed_qkvz: Tensor, mixed_ba: Tensor, num_v_heads: int, head_v_dim: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """mixed_qkv, z, b and a as views of [q | k | v | z] and [b | a]."""
-    values = num_v_heads * head_v_dim
-    mixed_qkv, z = mixed_qkvz.split_with_sizes([mixed_qkvz.shape[1] - values, values], 1)
-    b, a = mixed_ba.split_with_sizes([num_v_heads, num_v_heads], 1)
-    return mixed_qkv, z.unflatten(1, (num_v_heads, head_v_dim)), b, a
+def _taken_apart(
+    mixed_qkv: Tensor, z: Tensor | None, b: Tensor | None, a: Tensor | None, num_v_heads: int, dims: tuple[int, int, int],
+    layout: str,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """Rows of the projections of any layout as those of the flat one. dims: H, K and V."""
+    num_k_heads, head_k_dim, head_v_dim = dims
+    if layout == "concatenated":
+        gates_at = 2 * num_k_heads * head_k_dim + 2 * num_v_heads * head_v_dim
+        mixed_qkv, b = mixed_qkv[:, :gates_at], mixed_qkv[:, gates_at : gates_at + 2 * num_v_heads]
+    assert b is not None  # checked by the operator, as below
+    if layout == "interleaved":
+        return fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    if layout != "flat":  # views of [q | k | v | z] and [b | a]
+        values = num_v_heads * head_v_dim
+        mixed_qkv, z = mixed_qkv.split_with_sizes([mixed_qkv.shape[1] - values, values], 1)
+        b, a = b.split_with_sizes([num_v_heads, num_v_heads], 1)
+        return mixed_qkv, z.unflatten(1, (num_v_heads, head_v_dim)), b, a
+    assert a is not None
+    return mixed_qkv, z, b, a
 
 
 @inference_only
@@ -217,18 +228,8 @@ def fused_gdn_decode(
 
     A sequence that is padding in one step is padding in all of them.
     """
-    num_v_heads = A_log.shape[0]
-    if projection_layout == "interleaved":
-        assert b is not None  # checked by the operator, as below
-        mixed_qkv, z, b, a = fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-    elif projection_layout == "merged":
-        assert b is not None
-        mixed_qkv, z, b, a = split_merged(mixed_qkv, b, num_v_heads, head_v_dim)
-    elif projection_layout == "concatenated":
-        gates_at = 2 * num_k_heads * head_k_dim + 2 * num_v_heads * head_v_dim
-        gates = mixed_qkv[:, gates_at : gates_at + 2 * num_v_heads]
-        mixed_qkv, z, b, a = split_merged(mixed_qkv[:, :gates_at], gates, num_v_heads, head_v_dim)
-    assert b is not None and a is not None
+    num_v_heads, dims = A_log.shape[0], (num_k_heads, head_k_dim, head_v_dim)
+    mixed_qkv, z, b, a = _taken_apart(mixed_qkv, z, b, a, num_v_heads, dims, projection_layout)
     length = mixed_qkv.shape[0]
     if query_start_loc is None:  # one token each; indices may have more rows than there are tokens
         query_start_loc = torch.arange(length + 1, dtype=torch.int32, device=mixed_qkv.device)
@@ -253,10 +254,7 @@ def fused_gdn_decode(
         conv_state = conv_state.clone()  # the pools stay as they are
     window: dict[str, Any] = {"conv_state_indices": state_indices, "query_start_loc": query_start_loc}
     x = causal_conv1d_update(mixed_qkv, conv_state, conv_weight, conv_bias, activation, **window, **slots)
-    keys = num_k_heads * head_k_dim
-    parts = x.split([keys, keys, num_v_heads * head_v_dim], dim=1)
-    shapes = ((num_k_heads, head_k_dim), (num_k_heads, head_k_dim), (num_v_heads, head_v_dim))
-    q, k, v = (part.reshape(1, length, *shape) for part, shape in zip(parts, shapes, strict=True))
+    q, k, v = split_heads(x, num_k_heads, head_k_dim, num_v_heads, head_v_dim)
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     state: dict[str, Any] = {"ssm_state_indices": state_indices, "state_v_first": state_v_first, "rounding_seed": rounding_seed}
     o, _ = fused_recurrent_gated_delta_rule(
@@ -294,12 +292,8 @@ def fused_gdn_prefill(
     null_slot: int = -1, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`gdn.fused_gdn_prefill`, as the composition of its steps; intermediate results have the dtype of mixed_qkv."""
-    num_v_heads = A_log.shape[0]
-    if projection_layout == "interleaved":
-        mixed_qkv, z, b, a = fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-    elif projection_layout == "merged":
-        mixed_qkv, z, b, a = split_merged(mixed_qkv, b, num_v_heads, head_v_dim)
-    assert a is not None  # checked by the operator
+    num_v_heads, dims = A_log.shape[0], (num_k_heads, head_k_dim, head_v_dim)
+    mixed_qkv, z, b, a = _taken_apart(mixed_qkv, z, b, a, num_v_heads, dims, projection_layout)
     both: dict[str, Any] = {"has_initial_state": has_initial_state, "null_slot": null_slot}
     # With a tensor for one kind alone the other kind is not kept.
     checkpoints: dict[str, Any] = {"checkpoint_offsets": checkpoint_offsets, "checkpoint_slots": checkpoint_slots}
@@ -347,11 +341,7 @@ def largest_prefill_operand(
 ) -> tuple[float, str]:  # fmt: skip
     """`largest_chunk_operand` of a prefill step's delta rule. Nothing is written. dims: H, K and V."""
     (num_k_heads, head_k_dim, head_v_dim), num_v_heads = dims, A_log.shape[0]
-    if projection_layout == "interleaved":
-        mixed_qkv, _, b, a = fused_qkvzba_split_reshape_cat(mixed_qkv, b, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-    elif projection_layout == "merged":
-        mixed_qkv, _, b, a = split_merged(mixed_qkv, b, num_v_heads, head_v_dim)
-    assert a is not None  # checked by the operator
+    mixed_qkv, _, b, a = _taken_apart(mixed_qkv, None, b, a, num_v_heads, dims, projection_layout)
     x = causal_conv1d_fn(
         mixed_qkv, conv_weight, conv_bias, conv_states=conv_states.clone(), query_start_loc=query_start_loc,
         cache_indices=state_indices, activation=activation, has_initial_state=has_initial_state, null_slot=null_slot,
