@@ -6,28 +6,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gdn.distributed import zigzag
 from gdn.layers.attention_runs import MOST_DECODE_TOKENS
 from gdn.layers.host_arrays import (
+    Array,
+    Ints,
     PersistentBuffers,
     are_beyond,
     as_array,
     as_indices,
-    as_lengths,
+    as_steps,
     at_least,
     check_own_slots,
+    check_padding,
     check_rank,
     refuse,
     to_device,
 )
 from gdn.layers.parallel import DealtRows
 from gdn.runtime import env
-
-Ints = Sequence[int] | Tensor | NDArray[Any]
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -168,14 +167,10 @@ class AttentionMetadataBuilder:
         ValueError, TypeError
             Named after the argument; no buffer is written then.
         """
-        queries = as_lengths("query_lens", query_lens, summed=True)
-        count = queries.shape[0]
-        lengths = as_lengths("seq_lens", seq_lens, count)
-        if (lengths < queries).any():
-            refuse("seq_lens", "no sequence shorter than its new tokens", lengths.tolist())
+        queries, lengths = as_steps(query_lens, seq_lens)
         if (lengths > self.max_seq_len).any():
             refuse("seq_lens", f"at most {self.max_seq_len} tokens (max_seq_len)", int(lengths.max()))
-        slots = as_indices("sequence_slots", sequence_slots, count)
+        slots = as_indices("sequence_slots", sequence_slots, queries.shape[0])
         if self.index_ratio > 1:
             in_use = np.flatnonzero((queries > 0) & (slots >= 0))
             check_own_slots(["sequence_slots"], [slots[in_use]], [in_use])
@@ -267,10 +262,8 @@ class AttentionMetadataBuilder:
 
     def _padded(self, fields: dict[str, Array], longest: int, tokens: int, pad_to: int, query_len: int) -> AttentionMetadata:
         count = fields["seq_lens"].shape[0]
-        at_least("pad_to", pad_to, 0)
+        check_padding(count, pad_to, self.max_num_sequences)
         at_least("pad_query_len", query_len, 0)
-        if not count <= pad_to <= self.max_num_sequences:
-            refuse("pad_to", f"{count} (rows) to {self.max_num_sequences} (max_num_sequences)", pad_to)
         if not longest <= query_len <= self.max_query_len:
             refuse("pad_query_len", f"{longest} (longest row) to {self.max_query_len} (max_query_len)", query_len)
         columns = -(-self.max_seq_len // self.block_size)

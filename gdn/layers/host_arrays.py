@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Array = NDArray[Any]
+Ints = Sequence[int] | Tensor | Array
 
 
 def refuse(name: str, expected: str, got: object) -> NoReturn:
@@ -90,6 +91,22 @@ def as_lengths(name: str, values: Any, rows: int | None = None, *, summed: bool 
     if summed and (total := int(found.sum())) > np.iinfo(np.int32).max:
         refuse(name, "a sum that fits int32", total)
     return found
+
+
+def as_steps(query_lens: Ints, seq_lens: Ints) -> tuple[Array, Array]:
+    """New tokens of each row of a step, and all its tokens; no sequence is shorter than its new tokens."""
+    queries = as_lengths("query_lens", query_lens, summed=True)
+    lengths = as_lengths("seq_lens", seq_lens, queries.shape[0])
+    if (lengths < queries).any():
+        refuse("seq_lens", "no sequence shorter than its new tokens", lengths.tolist())
+    return queries, lengths
+
+
+def check_padding(rows: int, pad_to: int, most: int) -> None:
+    """Raises TypeError or ValueError where a batch of so many rows cannot be padded to `pad_to`. most: max_num_sequences."""
+    at_least("pad_to", pad_to, 0)
+    if not rows <= pad_to <= most:
+        refuse("pad_to", f"{rows} (rows) to {most} (max_num_sequences)", pad_to)
 
 
 def as_tokens(name: str, values: Any, vocab_size: int | None = None) -> list[int]:

@@ -6,25 +6,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gdn.distributed import split_tokens
 from gdn.layers.host_arrays import (
+    Array,
+    Ints,
     PersistentBuffers,
     as_array,
     as_indices,
-    as_lengths,
+    as_steps,
     at_least,
     check_own_slots,
+    check_padding,
     check_rank,
     refuse,
     to_device,
 )
 from gdn.layers.parallel import ContextParts
-
-Ints = Sequence[int] | Tensor | NDArray[Any]
-Array = NDArray[Any]
 
 CHECKPOINT_MULTIPLE = 64  # tokens: the chunk operator stores states at multiples of its chunk
 
@@ -232,11 +231,8 @@ class GDNMetadataBuilder:
         ValueError, TypeError
             Named after the argument; no buffer is written then.
         """
-        queries = as_lengths("query_lens", query_lens, summed=True)
+        queries, lengths = as_steps(query_lens, seq_lens)
         count = queries.shape[0]
-        lengths = as_lengths("seq_lens", seq_lens, count)
-        if (lengths < queries).any():
-            refuse("seq_lens", "no sequence shorter than its new tokens", lengths.tolist())
         drafts = (
             np.full(count, -1, np.int64) if num_draft_tokens is None else as_array("num_draft_tokens", num_draft_tokens, count)
         )
@@ -324,7 +320,7 @@ class GDNMetadataBuilder:
                 non_spec_state_indices_tensor=to_device(slots, self.device),
                 non_spec_lengths_host=(1,) * num_decodes,
             )
-        self._check_padding(num_decodes, pad_to)
+        check_padding(num_decodes, pad_to, self.max_num_sequences)
         write, most = self._buffers.write, self.max_num_sequences
         if self.replay:
             counts["num_computed_tokens"] = write("computed", computed, pad_to, 0, most=most)
@@ -392,7 +388,7 @@ class GDNMetadataBuilder:
     ) -> dict[str, Any]:
         """Fields of a batch of speculative rows alone, in the persistent buffers."""
         count, columns = slots.shape[0], 1 + self.num_spec
-        self._check_padding(count, pad_to)
+        check_padding(count, pad_to, self.max_num_sequences)
         write, most = self._buffers.write, self.max_num_sequences
         fields = {
             "spec_query_start_loc": write("spec_offsets", offsets, pad_to + 1, int(offsets[-1]), most=most + 1),
@@ -443,11 +439,6 @@ class GDNMetadataBuilder:
             if (accepted := rows.accepted[is_continued].astype(np.int32)).max() > 1:
                 fields["prefill_accepted_tokens"] = accepted
         return {name: to_device(value, self.device) for name, value in fields.items()}
-
-    def _check_padding(self, count: int, pad_to: int) -> None:
-        at_least("pad_to", pad_to, 0)
-        if not count <= pad_to <= self.max_num_sequences:
-            refuse("pad_to", f"{count} (rows) to {self.max_num_sequences} (max_num_sequences)", pad_to)
 
 
 def _offsets(lengths: Array) -> Array:

@@ -27,7 +27,7 @@ from gdn.layers import (
     HybridModel,
     StepMetadata,
 )
-from gdn.layers.host_arrays import as_tokens, at_least, refuse
+from gdn.layers.host_arrays import as_tokens, at_least, refuse, to_device
 from gdn.layers.metadata import CHECKPOINT_MULTIPLE
 
 OnLogits = Callable[[list["Stream"], list[int], Tensor], None]
@@ -488,9 +488,8 @@ class Engine:
             self.on_logits([work.stream for work in works], rows, logits)
 
     def _to_device(self, values: Any) -> Tensor:
-        """int64 tensor of host values; on a GPU from pinned memory, without a wait."""
-        host = torch.tensor(values, dtype=torch.int64, device="cpu")
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        """int64 tensor of host values, without a wait."""
+        return to_device(np.array(values, dtype=np.int64), self.device)
 
     def _now(self) -> float:
         """Wall time after the device's work is done."""
