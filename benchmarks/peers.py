@@ -149,22 +149,29 @@ def _flash_qla(problem: ChunkProblem, arguments: Mapping[str, Any]) -> list[Peer
 
 def _flashinfer_chunk(problem: ChunkProblem, arguments: Mapping[str, Any]) -> list[Peer]:
     """The prefill kernel with and without the norm, each with the split of sequences that it chooses and without a split."""
-    x = operands(problem, arguments)
+    call = flashinfer_prefill(operands(problem, arguments))
+    return [Peer(name, norm, partial(call, norm, split), True) for norm in (True, False) for name, split in SPLITS.items()]
+
+
+SPLITS: dict[str, Any] = {"its split": "auto", "no split": False}
+
+
+def flashinfer_prefill(
+    x: Operands, pool: torch.Tensor | None = None, slots: torch.Tensor | None = None
+) -> Callable[[bool, Any], Outputs]:
+    """The prefill kernel, with the norm or without, and a split of sequences. pool: of the states, with the slots of each."""
     prefill = importlib.import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
-    alpha, final = x.g.exp(), torch.empty_like(x.state)
+    alpha, (state, final) = x.g.exp(), (x.state, torch.empty_like(x.state)) if pool is None else (pool, pool)
+    places = {} if slots is None else {"state_indices": slots}
 
-    def calls(norm: bool, split: Any) -> Call:
-        def call() -> Outputs:
-            found = prefill(
-                x.q, x.k, x.v, alpha, x.beta, x.scale, x.state, True, x.cu_seqlens,
-                use_qk_l2norm_in_kernel=norm, output_state=final, use_cp=split,
-            )  # fmt: skip
-            return found[0], found[1]
+    def call(norm: bool, split: Any) -> Outputs:
+        found = prefill(
+            x.q, x.k, x.v, alpha, x.beta, x.scale, state, True, x.cu_seqlens,
+            use_qk_l2norm_in_kernel=norm, output_state=final, use_cp=split, **places,
+        )  # fmt: skip
+        return found[0], found[1]
 
-        return call
-
-    splits = (("its split", "auto"), ("no split", False))
-    return [Peer(name, norm, calls(norm, split), True) for norm in (True, False) for name, split in splits]
+    return call
 
 
 def _flashinfer_recurrent(problem: RecurrentProblem, arguments: Mapping[str, Any]) -> list[Peer]:

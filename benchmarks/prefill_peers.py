@@ -165,20 +165,9 @@ def _fla_norm(x: Step) -> Peer:
 
 def _flashinfer(x: Step) -> list[Peer]:
     """The chunk kernel on the pool, with the split of sequences that it chooses and without a split."""
-    problem, arguments = chunk_of(x)
-    ready = peers.operands(problem, arguments)
-    prefill = importlib.import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
-    alpha, pool, slots = ready.g.exp(), x.given["ssm_state"], x.given["state_indices"]
-
-    def call(split: Any) -> Outputs:
-        found = prefill(
-            ready.q, ready.k, ready.v, alpha, ready.beta, ready.scale, pool, True, ready.cu_seqlens,
-            use_qk_l2norm_in_kernel=True, output_state=pool, use_cp=split, state_indices=slots,
-        )  # fmt: skip
-        return found[0], found[1]
-
-    splits = (("its split", "auto"), ("no split", False))
-    return [Peer(name, True, peers.refusable(partial(call, split)), True, "chunk") for name, split in splits]
+    call = peers.flashinfer_prefill(peers.operands(*chunk_of(x)), x.given["ssm_state"], x.given["state_indices"])
+    ways = {name: peers.refusable(partial(call, True, split)) for name, split in peers.SPLITS.items()}
+    return [Peer(name, True, way, True, "chunk") for name, way in ways.items()]
 
 
 def _chunk_alone(library: str, x: Step) -> list[Peer]:
