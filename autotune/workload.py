@@ -67,16 +67,14 @@ def _kernel(problem: Problem, spec: DeviceSpec, backend: str | None) -> Kernel |
 def _shapes(op: str, groups: Sequence[Group]) -> tuple[list[Shape], str]:
     """Shapes of one tune key, the most usual size first; and why there is none."""
     own = shape_list.shapes(op, tuned=True)
-    count = Counter(tuple(shape.problem.sizes().values()) for shape in own)
+    count = Counter(_sizes(shape.problem) for shape in own)
     middle = {name: int(statistics.median(shape.problem.sizes()[name] for shape in own)) for name in own[0].problem.sizes()}
-    usual = sorted(
-        own, key=lambda one: (-count[tuple(one.problem.sizes().values())], tuned.distance(one.problem.sizes(), middle))
-    )
+    usual = sorted(own, key=lambda one: (-count[_sizes(one.problem)], tuned.distance(one.problem.sizes(), middle)))
     found: dict[tuple[int, ...], Shape] = {}
     reasons: list[str] = []
     for group in groups:
         for shape in _at_usual_sizes(group, usual):
-            sizes = tuple(shape.problem.sizes().values())
+            sizes = _sizes(shape.problem)
             if sizes in found:
                 continue
             refusal = cases.refusal(shape)
@@ -84,18 +82,19 @@ def _shapes(op: str, groups: Sequence[Group]) -> tuple[list[Shape], str]:
                 found[sizes] = shape
             else:
                 reasons.append(refusal)
-    order = {sizes: place for place, sizes in enumerate(tuple(shape.problem.sizes().values()) for shape in usual)}
-    return sorted(found.values(), key=lambda shape: _place(shape, order)), next(iter(reasons), "")
+    order = {_sizes(shape.problem): place for place, shape in enumerate(usual)}
+    ordered = sorted(found, key=lambda sizes: order.get(sizes, len(order)))
+    return [found[sizes] for sizes in ordered], next(iter(reasons), "")
 
 
-def _place(shape: Shape, order: dict[tuple[int, ...], int]) -> int:
-    return order.get(tuple(shape.problem.sizes().values()), len(order))
+def _sizes(problem: Problem) -> tuple[int, ...]:
+    return tuple(problem.sizes().values())
 
 
 def _at_usual_sizes(group: Group, usual: Sequence[Shape]) -> Iterator[Shape]:
     """The group's problem at the sizes of the operator's shapes; where it has none of them, at the nearest."""
-    known = {tuple(problem.sizes().values()): problem for problem in group}
-    exact = [(shape, known.get(tuple(shape.problem.sizes().values()))) for shape in usual]
+    known = {_sizes(problem): problem for problem in group}
+    exact = [(shape, known.get(_sizes(shape.problem))) for shape in usual]
     if not any(problem for _, problem in exact):
         exact = [(shape, _nearest(group, shape)) for shape in usual]
     for shape, problem in exact:

@@ -47,7 +47,7 @@ def require(name: str, values: Tensor, *bad: tuple[Tensor, str]) -> None:
 
 
 def _require_distinct(name: str, slots: Tensor, bad: tuple[Tensor, str], keys: Tensor, expected: str, earlier: str) -> None:
-    """Raises for the first bad slot [n], as `_require`, then for the first key [n] >= 0 that occurs twice.
+    """Raises for the first bad slot [n], as `require`, then for the first key [n] >= 0 that occurs twice.
 
     earlier: words for the first of two equal keys, before its place.
     """

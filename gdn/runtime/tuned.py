@@ -143,7 +143,7 @@ def table_path(folder: Path, device: str, op: str, backend: str) -> Path:
 
 
 def read(path: Path) -> Table:
-    """Reads a table; ValueError where the file is not a table of this schema or the previous one."""
+    """Reads a table; ValueError where the file is not a table of this schema."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["header"]["schema_version"]

@@ -279,10 +279,6 @@ def _folds(heads: tuple[int, int], batch: int, layers: int, state_dtype: str = "
     return replace(shape, lengths=_since_written(shape.problem))
 
 
-def _trees(batch: int) -> Shape:
-    return packed("accept_draft_tree", f"16/32 batch {batch}, 36 layers", (_NODES,) * batch, num_layers=36)
-
-
 _FEW: dict[str, Any] = {"num_layers": 2, "num_k_heads": 2, "num_state_heads": 4, "head_k_dim": 16, "head_v_dim": 16}
 
 fold_states = Tunable(
@@ -297,6 +293,8 @@ fold_states = Tunable(
 
 accept_draft_tree = Tunable(
     partial(StepCase, _accept, verdict="bits"),
-    shapes=tuple(_trees(batch) for batch in (1, 8, 128)),
+    shapes=tuple(
+        packed("accept_draft_tree", f"16/32 batch {batch}, 36 layers", (_NODES,) * batch, num_layers=36) for batch in (1, 8, 128)
+    ),
     small=lambda shape: resized(shape, shape.lengths[:3], num_layers=2, ring_width=20, conv_dim=8),
 )

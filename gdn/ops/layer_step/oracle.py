@@ -72,16 +72,12 @@ def _after_convolution(
     return normed.flatten(1) * _gate(z.double(), before["gate_activation"]), exact.state
 
 
-def _ends(*sizes: int) -> list[int]:
-    """Ends of columns of the given numbers, one after the other."""
-    return list(itertools.accumulate(sizes))
-
-
 def _decode_step(call: Call, before: Arguments) -> Pairs:
     """Convolution, token recurrence and gated norm of one or some tokens of each sequence; concatenated projections."""
     weight, windows = before["conv_weight"], before["conv_state"].double()
     heads = len(before["A_log"])
-    x, z, b, a, _ = before["mixed_qkv"].tensor_split(_ends(len(weight), heads * before["head_v_dim"], heads, heads), dim=1)
+    ends = list(itertools.accumulate((len(weight), heads * before["head_v_dim"], heads, heads)))
+    x, z, b, a, _ = before["mixed_qkv"].tensor_split(ends, dim=1)
     slots, offsets, accepted = before["state_indices"], before["query_start_loc"], before["num_accepted_tokens"]
     if offsets is None:
         offsets = torch.arange(x.shape[0] + 1, device=x.device)
