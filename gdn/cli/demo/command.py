@@ -144,7 +144,7 @@ def _plan(
 def weight_bytes(plan: Plan) -> int:
     """Bytes of the weights that this process holds."""
     model = HybridModel(plan.config.per_rank(plan.tensor_parallel), device="meta", dtype=plan.dtype)
-    return sum({id(one): one.nbytes for one in model.parameters()}.values())
+    return sum(one.nbytes for one in model.parameters())
 
 
 def _head(plan: Plan, limits: Limits | None, why: str, *, alone: bool) -> list[str]:

@@ -22,6 +22,11 @@ def random_drafts(draw: random.Random, vocab_size: int, count: int) -> list[int]
     return [draw.randrange(vocab_size) for _ in range(count)]
 
 
+def with_wrong(drafts: Sequence[int], place: int, vocab_size: int) -> list[int]:
+    """The drafts with another token at one place, where they reach so far."""
+    return [(token + 1) % vocab_size if at == place else token for at, token in enumerate(drafts)]
+
+
 def accept_greedily(drafts: Sequence[int], best: Sequence[int]) -> list[int]:
     """Tokens that a speculative step yields: the drafts that equal the model's choices, then the model's own next token.
 

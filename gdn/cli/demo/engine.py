@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import numpy as np
@@ -236,7 +237,7 @@ class Engine:
             rows = self._fixed.padded(len(streams))
             fixed = self._fixed.get(rows, 1 + most) if self.use_graphs else None
             started = self._now()
-            ids = self._to_device([token for work in works for token in work.tokens])
+            ids = self._to_device(_tokens(works))
             logits = self._run(works, ids) if fixed is None else self._run_fixed(works, ids, fixed, rows, 1 + most)
             logits = logits[: ids.shape[0]]
             best = iter(self.model.greedy_tokens(logits).tolist())
@@ -277,12 +278,10 @@ class Engine:
             streams = self._admit(given, starts)
             try:
                 works = [Work(stream, stream.tokens[stream.num_computed :]) for stream in streams]
-                ids = self._to_device([token for work in works for token in work.tokens])
+                ids = self._to_device(_tokens(works))
                 hidden_states = self.model(ids, self._to_device(_positions(works)), self._metadata(works), self.caches)
-                ends = np.cumsum([len(work.tokens) for work in works]).tolist()
                 counts = [len(tokens) - start for tokens, start in zip(given, starts, strict=True)]
-                wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
-                logits = self.model.compute_logits(hidden_states.index_select(0, self._to_device(wanted)))
+                logits = self.model.compute_logits(hidden_states.index_select(0, self._to_device(_last_rows(works, counts))))
             finally:
                 self._discard(streams)
         return list(logits.split(counts))
@@ -410,7 +409,7 @@ class Engine:
         try:
             for stream in streams:
                 works.append(self._next_chunk(stream, chunk))
-            logits = self._run(works, self._to_device([token for work in works for token in work.tokens]))
+            logits = self._run(works, self._to_device(_tokens(works)))
             best = self.model.greedy_tokens(logits).tolist()
             self._tell(works, logits)
             for work, token in zip(works, best, strict=True):
@@ -452,12 +451,7 @@ class Engine:
         self._launches += 1
         hidden_states = self.model(ids, positions, step, self.caches)
         if any(work.drafts < 0 and len(work.tokens) > 1 for work in works):
-            ends = np.cumsum([len(work.tokens) for work in works])
-            wanted = [
-                row
-                for work, end in zip(works, ends.tolist(), strict=True)
-                for row in range(end - (len(work.tokens) if work.drafts >= 0 else 1), end)
-            ]
+            wanted = _last_rows(works, [work.num_logits for work in works])
             hidden_states = hidden_states.index_select(0, self._to_device(wanted))
         return self.model.compute_logits(hidden_states)
 
@@ -484,8 +478,7 @@ class Engine:
 
     def _tell(self, works: list[Work], logits: Tensor) -> None:
         if self.on_logits is not None:
-            rows = [1 if work.drafts < 0 else len(work.tokens) for work in works]
-            self.on_logits([work.stream for work in works], rows, logits)
+            self.on_logits([work.stream for work in works], [work.num_logits for work in works], logits)
 
     def _to_device(self, values: Any) -> Tensor:
         """int64 tensor of host values, without a wait."""
@@ -496,6 +489,16 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+def _tokens(works: list[Work]) -> list[int]:
+    return [token for work in works for token in work.tokens]
+
+
+def _last_rows(works: list[Work], counts: Sequence[int]) -> list[int]:
+    """Rows of the last tokens of each work in a step, that many of each."""
+    ends = accumulate(len(work.tokens) for work in works)
+    return [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
 
 
 def _positions(works: list[Work]) -> list[int]:

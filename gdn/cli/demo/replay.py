@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gdn.cli.demo.drafts import random_drafts
+from gdn.cli.demo.drafts import random_drafts, with_wrong
 from gdn.cli.demo.engine import Engine, EngineSizes
 from gdn.core.check import dtype_name
 from gdn.layers import GDNStateCache, HybridModel
@@ -81,15 +81,14 @@ def step_times(model: HybridModel, batch: int, drafts: int, steps: int, *, use_g
             if not known:
                 engine.decode((count - 1) * (1 + drafts) - steps)
                 known = [stream.tokens for stream in engine.streams]
-    accepted = 0.0
+    accepted = {1: 1.0}
     for replay in (False, True):
         with _running(model, EngineSizes(batch, longest, _BLOCK_SIZE, num_spec=drafts), replay, use_graphs) as engine:
             engine.prefill(prompts)
             made = [engine.verify(_drafts(engine, known, turn)) for turn in range(count)][_WARM:]
             times[1 + drafts, replay] = sum(one.seconds for one in made) / steps * 1e3
-            accepted = sum(one.num_tokens for one in made) / steps / batch
-    one, several = (StepTimes(batch, n, times[n, True], times[n, False], accepted) for n in (1, 1 + drafts))
-    return [StepTimes(batch, 1, one.with_replay, one.without, 1.0), several]
+            accepted[1 + drafts] = sum(one.num_tokens for one in made) / steps / batch
+    return [StepTimes(batch, n, times[n, True], times[n, False], accepted[n]) for n in (1, 1 + drafts)]
 
 
 @contextmanager
@@ -110,5 +109,5 @@ def _drafts(engine: Engine, known: Sequence[Sequence[int]], turn: int) -> list[l
         own = list(tokens[len(stream.tokens) : len(stream.tokens) + most])
         own += [0] * (most - len(own))
         wrong = max(1, _ACCEPTED[(n + turn) % len(_ACCEPTED)] * (1 + most) // 4) - 1
-        found.append([(token + 1) % vocab_size if place == wrong else token for place, token in enumerate(own)])
+        found.append(with_wrong(own, wrong, vocab_size))
     return found

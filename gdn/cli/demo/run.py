@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gdn.cli.demo.calls import Checker, Row, intercepting
-from gdn.cli.demo.drafts import ngram_drafts, random_drafts
+from gdn.cli.demo.drafts import ngram_drafts, random_drafts, with_wrong
 from gdn.cli.demo.engine import Engine, EngineSizes, Generated
 from gdn.cli.demo.ranks import divided, told_by_all
 from gdn.cli.demo.reference import Deviation, Trace, deviations
@@ -185,9 +185,9 @@ def run(
     engine.on_logits = None
     tokens = [stream.tokens for stream in engine.streams]
     engine.finish()
-    caches, weights = engine.caches, {id(one): one.nbytes for one in engine.model.parameters()}
+    caches, weights = engine.caches, sum(one.nbytes for one in engine.model.parameters())
     peak = torch.cuda.max_memory_allocated(plan.device) if is_cuda else None
-    memory = Memory(sum(weights.values()), caches.nbytes, caches.bytes_per_token, caches.bytes_per_sequence, peak)
+    memory = Memory(weights, caches.nbytes, caches.bytes_per_token, caches.bytes_per_sequence, peak)
     engine.drop_graphs()
     routes.stop()
     report = Report(
@@ -249,7 +249,7 @@ def _measured(engine: Engine, trace: Trace, prompts: Sequence[Sequence[int]], kn
             own = ngram_drafts(stream.tokens, most)
             if turn == 0:
                 own = tokens[len(stream.tokens) : len(stream.tokens) + most]
-                own = [(token + 1) % vocab_size if place == n % (most + 1) else token for place, token in enumerate(own)]
+                own = with_wrong(own, n % (most + 1), vocab_size)
             drafts.append(own)
         verified.append(engine.verify(drafts))
         trace.keep([len(new) for new in verified[-1].tokens])

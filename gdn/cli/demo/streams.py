@@ -110,6 +110,11 @@ class Work:
         """Whether the row works on its prompt."""
         return self.stream.num_computed < self.stream.num_prompt_tokens
 
+    @property
+    def num_logits(self) -> int:
+        """Its last tokens that get logits: all of a speculative row, one of another."""
+        return len(self.tokens) if self.drafts >= 0 else 1
+
 
 @dataclass(frozen=True)
 class Generated:
