@@ -34,8 +34,6 @@ Created = tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]  # a tensor t
 Launch = tuple[Callable[..., None], Any]  # a kernel, and the operator's Params
 Tensors = tuple[Tensor | None, ...]  # every tensor argument of a call, None where it was left out
 
-_LIMIT = 2048  # keys, enough for the decode batches and prefill lengths of one process
-_PLANS_PER_KEY = 8
 _ADDRESSES_PER_PLAN = 512  # sets of addresses that a plan remembers as admitted
 # Types of flags whose equal values are the same, but for 0.0 and -0.0.
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, type})
@@ -155,13 +153,29 @@ class Plan(Likeness):
         return self._results(known)
 
 
-class Memo:
-    """Plans of one operator, bounded; dropped when the switches are read again."""
+class Kept:
+    """What is kept of earlier calls, by key, the newest first: bounded, and dropped when the switches are read again."""
+
+    _LIMIT, _PER_KEY = 2048, 8  # keys, enough for the decode batches and prefill lengths of one process; values of a key
 
     def __init__(self) -> None:
-        self._plans: dict[Any, tuple[Plan, ...]] = {}
+        self._found: dict[Any, tuple[Any, ...]] = {}
         self._switches: env.Switches | None = None
         self._lock = threading.Lock()  # for writers
+
+    def _add(self, key: Any, value: Any, switches: env.Switches) -> None:
+        with self._lock:
+            if switches is not self._switches:
+                self._found.clear()
+                self._switches = switches
+            others = self._found.pop(key, ())
+            while len(self._found) >= self._LIMIT:
+                del self._found[next(iter(self._found))]  # the oldest
+            self._found[key] = (value, *others)[: self._PER_KEY]
+
+
+class Memo(Kept):
+    """Plans of one operator."""
 
     def run(self, tensors: tuple[Any, ...], flags: object) -> Any:
         """Launches and returns the call's results, or None where no plan matches.
@@ -173,7 +187,7 @@ class Memo:
             return None
         second = tensors[1] if len(tensors) > 1 else None
         try:  # the same as _key, without a function call
-            plans = self._plans.get((tensors[0].shape, None if second is None else second.shape, flags), ())
+            plans: tuple[Plan, ...] = self._found.get((tensors[0].shape, None if second is None else second.shape, flags), ())
         except (TypeError, AttributeError):  # an unhashable flag or not a tensor: the checks name it
             return None
         for plan in plans:
@@ -201,15 +215,7 @@ class Memo:
         if origins is None:
             return
         plan = Plan(tensors, recorded, origins, written)
-        place = _key(tensors, flags if key is None else key)
-        with self._lock:
-            if switches is not self._switches:
-                self._plans.clear()
-                self._switches = switches
-            others = self._plans.pop(place, ())
-            while len(self._plans) >= _LIMIT:
-                del self._plans[next(iter(self._plans))]  # the oldest
-            self._plans[place] = (plan, *others)[:_PLANS_PER_KEY]
+        self._add(_key(tensors, flags if key is None else key), plan, switches)
 
 
 def _is_plain(flag: object) -> bool:

@@ -3,7 +3,6 @@
 Only calls whose values are not checked: on GPUs, without ``GDN_VALIDATE``. Such ranks make no agreement either.
 """
 
-import threading
 from typing import Any
 
 import torch
@@ -11,21 +10,17 @@ from torch import Tensor
 
 from gdn.core import modes
 from gdn.core.call import reads_values
-from gdn.core.memo import Likeness
+from gdn.core.memo import Kept, Likeness
 from gdn.runtime import env, is_explaining
 
 Tensors = tuple[Tensor | None, ...]
 _PLAIN = frozenset({bool, int, float, str, type(None)})  # types of flags whose equal values of one type are the same
-_LIMIT, _LIKE = 512, 8  # keys; kinds of calls of a key
 
 
-class Known:
+class Known(Kept):
     """Results of checks, by the flags of a call and the metadata of its tensors."""
 
-    def __init__(self) -> None:
-        self._found: dict[Any, tuple[tuple[Likeness, Any], ...]] = {}
-        self._switches: env.Switches | None = None
-        self._lock = threading.Lock()  # for writers
+    _LIMIT = 512
 
     def find(self, tensors: Tensors, flags: tuple[Any, ...]) -> Any:
         """The result that is kept of a call like this one, or None."""
@@ -48,12 +43,4 @@ class Known:
             return
         if len({id(x) for x in given}) < len(given):  # a guard takes no tensor twice
             return
-        key = (flags, *map(type, flags))
-        with self._lock:
-            if switches is not self._switches:
-                self._found.clear()
-                self._switches = switches
-            others = self._found.pop(key, ())
-            while len(self._found) >= _LIMIT:
-                del self._found[next(iter(self._found))]  # the oldest
-            self._found[key] = ((Likeness(tensors, aligned, written), made), *others)[:_LIKE]
+        self._add((flags, *map(type, flags)), (Likeness(tensors, aligned, written), made), switches)

@@ -215,17 +215,17 @@ def test_one_tensor_in_two_places_teaches_nothing(kernel: Counting) -> None:
 
 
 def test_sizes_are_told_apart_and_the_memory_is_bounded(kernel: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memo, "_LIMIT", 4)
+    monkeypatch.setattr(memo.Memo, "_LIMIT", 4)
     for length in (1, 2, 3, 4, 5, 6, 6, 5):
         q, k, v = (torch.randn(1, length, 2, 16).bfloat16() for _ in range(3))
         o, _ = gdn.chunk_gated_delta_rule(q, k, v)
         assert o.shape == q.shape
-    assert kernel.prepared == 6 and len(gdn.chunk_gated_delta_rule.operator.memo._plans) == 4
-    monkeypatch.setattr(memo, "_PLANS_PER_KEY", 2)
+    assert kernel.prepared == 6 and len(gdn.chunk_gated_delta_rule.operator.memo._found) == 4
+    monkeypatch.setattr(memo.Memo, "_PER_KEY", 2)
     wide = torch.randn(1, 6, 64, 16).bfloat16()
     for step in (1, 2, 4, 8):  # strides alone differ
         gdn.chunk_gated_delta_rule(wide[:, :, : 2 * step : step], wide[:, :, 1 : 1 + 2 * step : step], wide[:, :, 2:4])
-    assert max(map(len, gdn.chunk_gated_delta_rule.operator.memo._plans.values())) == 2
+    assert max(map(len, gdn.chunk_gated_delta_rule.operator.memo._found.values())) == 2
 
 
 def test_reload_and_validate(kernel: Counting, switch: Callable[..., env.Switches]) -> None:
