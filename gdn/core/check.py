@@ -6,7 +6,7 @@ values in tensors.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -150,6 +150,13 @@ def windows(name: str, pool: Tensor, dim: int, columns: int, device: torch.devic
     tensor(name, pool, shape=(slots, dim, f"columns >= {columns}"), dtypes=FLOAT_DTYPES, device=device)
     if is_less(pool.shape[2], columns):
         bad_value(name, f"shape [{slots}, {dim}, columns >= {columns}]", f"shape {list(pool.shape)}")
+
+
+def absent(arguments: Mapping[str, Tensor | None], when: str) -> None:
+    """Raises ValueError for a tensor that may not be given. when: the condition, as the message has it after None."""
+    for name, value in arguments.items():
+        if value is not None:
+            bad_value(name, f"None {when}", "a tensor")
 
 
 def needs_checkpoints(name: str, kept: Tensor | None, offsets: Tensor | None) -> None:

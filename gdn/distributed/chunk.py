@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import gdn
+from gdn.core import check
 from gdn.core.call import operator_of, reads_values, validates
 from gdn.core.check import bad_value
 from gdn.distributed import composition
@@ -154,9 +155,7 @@ def _checked(arguments: dict[str, Any], ranks: Ranks, final: int | None) -> Part
     given = operator.check_types(arguments)
     if given["head_first"]:
         bad_value("head_first", "False (tokens before heads: [B, T, H, D])", True)
-    for name in ("checkpoint_offsets", "checkpoint_slots"):
-        if given[name] is not None:
-            bad_value(name, "None with a process group", "a tensor")
+    check.absent({name: given[name] for name in ("checkpoint_offsets", "checkpoint_slots")}, "with a process group")
     names = ("q", "k", "v", "g", "beta", "cu_seqlens", "use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel")
     tokens = checks.Tokens(*(given[name] for name in names))
     sizes = checks.check_tokens(tokens, given["null_slot"], given["out"])

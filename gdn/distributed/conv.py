@@ -117,9 +117,7 @@ def _checked(arguments: dict[str, Any], rank: int) -> tuple[Tensor, Tensor, Slot
     operator = operator_of(gdn.causal_conv1d_fn)
     arguments = dict.fromkeys(operator.kinds) | arguments  # None for what the function of ranks does not have
     given = operator.check_types(arguments)
-    for name in ("checkpoint_offsets", "checkpoint_slots"):
-        if given[name] is not None:
-            bad_value(name, "None with a process group", "a tensor")
+    check.absent({name: given[name] for name in ("checkpoint_offsets", "checkpoint_slots")}, "with a process group")
     x, weight, bias, conv_states = (given[name] for name in ("x", "weight", "bias", "conv_states"))
     query_start_loc, cache_indices, null_slot = (given[name] for name in ("query_start_loc", "cache_indices", "null_slot"))
     check.tensor("x", x, shape=("tokens", "dim"), dtypes=FLOAT_DTYPES)

@@ -376,9 +376,7 @@ def check_intermediate(
     if slots is None or slots.dim() != 1:
         got = "None" if slots is None else f"shape {list(slots.shape)}"
         bad_value(name, "1-D slots to start from, with intermediate_states", got)
-    for other, value in unused.items():
-        if value is not None:
-            bad_value(other, "None with intermediate_states", "a tensor")
+    check.absent(unused, "with intermediate_states")
     shape, device = sizes.state_shape(state_v_first), tokens.device
     check.tensor("intermediate_states", states, shape=("rows", "T_max", *shape), dtypes=state_dtypes_of(tokens), device=device)
     check_inner("intermediate_states", states, shape)

@@ -63,9 +63,7 @@ def check_replay(
     if slots is None or slots.dim() != 1:
         got = "None" if slots is None else f"shape {list(slots.shape)}"
         bad_value(slots_name, "1-D slots with ring", got)
-    for name, value in unused.items():
-        if value is not None:
-            bad_value(name, "None with ring", "a tensor")
+    check.absent(unused, "with ring")
     pool_name, states = pool
     if states is None:
         bad_value(pool_name, "the state pool that the indices refer to", "None")

@@ -170,8 +170,8 @@ def gated_delta_rule(
     }  # fmt: skip
 
     if indices is not None and indices.dim() == 2:
-        _refuse({"has_initial_state": has_initial_state}, f"with 2-D {indices_name}")
-        _refuse({"checkpoint_offsets": checkpoint_offsets, "checkpoint_slots": checkpoint_slots}, f"with 2-D {indices_name}")
+        check.absent({"has_initial_state": has_initial_state}, f"with 2-D {indices_name}")
+        check.absent({"checkpoint_offsets": checkpoint_offsets, "checkpoint_slots": checkpoint_slots}, f"with 2-D {indices_name}")
         with ordered(backend, "gated_delta_rule") as backend:
             return fused_recurrent_gated_delta_rule(
                 q, k, v, g, beta, initial_state=initial_state, inplace_final_state=inplace_final_state, cu_seqlens=cu_seqlens,
@@ -180,7 +180,7 @@ def gated_delta_rule(
                 rounding_seed=rounding_seed, null_slot=null_slot, out=out, backend=backend, **options,
             )  # fmt: skip
 
-    _refuse({"num_accepted_tokens": num_accepted_tokens, "parent_token": parent_token}, "without 2-D state_indices")
+    check.absent({"num_accepted_tokens": num_accepted_tokens, "parent_token": parent_token}, "without 2-D state_indices")
     check.optional("rounding_seed", rounding_seed, shape=(1,), dtypes=(torch.int64,), device=device)
     if indices is not None and inplace_final_state is False:
         bad_value("inplace_final_state", f"None or True with {indices_name}", False)
@@ -191,7 +191,8 @@ def gated_delta_rule(
         if final_state_indices is not None:
             bad_value("final_state_indices", "None without state_indices", "a tensor")
     if disable_state_update:
-        _refuse({"checkpoint_offsets": checkpoint_offsets, "checkpoint_slots": checkpoint_slots}, "with disable_state_update")
+        unused = {"checkpoint_offsets": checkpoint_offsets, "checkpoint_slots": checkpoint_slots}
+        check.absent(unused, "with disable_state_update")
     states = States(
         initial_state, indices, has_initial_state, final_state_indices, checkpoint_offsets, checkpoint_slots, state_v_first,
         null_slot,
@@ -221,13 +222,6 @@ def gated_delta_rule(
             states = _own_pool(states, sizes, q)
         step.run(states, lead, lead_tokens)
         return o, (states.initial_state if keeps_state else None)
-
-
-def _refuse(arguments: dict[str, State], when: str) -> None:
-    """Raises ValueError for arguments that the form at hand does not have."""
-    for name, value in arguments.items():
-        if value is not None:
-            bad_value(name, f"None {when}", "a tensor")
 
 
 def _check_lengths(lengths: Sequence[int] | None, cu_seqlens: Tensor, sizes: Sizes) -> None:
