@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gdn
+from autotune.console import device_spec
 from gdn.cli.plain import run_alone
 from gdn.models import MODELS
 from gdn.ops.delta_rule import inputs
@@ -50,8 +51,7 @@ def crossing(times: dict[int, tuple[float, float]]) -> int:
 
 def main(tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the shapes of one rank are taken.")] = 1) -> None:
     """Time both forms of the delta rule on short sequences."""
-    if not torch.cuda.is_available():
-        raise ValueError("This needs a Hopper (SM90) GPU, and torch sees none.")
+    device_spec()
     device = torch.device("cuda", torch.cuda.current_device())
     table = Table("sequences", *(f"{tokens} tokens" for tokens in TOKENS), "recurrent up to", title=torch.cuda.get_device_name())
     found = []

@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 import gdn
+from autotune.console import device_spec
 from gdn.cli.plain import run_alone
 from gdn.layers import GatedDeltaNet, GDNMetadata, GDNMetadataBuilder, GDNStateCache, HybridConfig
 from gdn.layers.named import NAMED
@@ -94,8 +95,7 @@ def measure(decodes: int, prompt: int, device: torch.device, config: HybridConfi
 
 def main(tp: Annotated[int, typer.Option(help="Tensor parallel ranks; the shapes of one rank are taken.")] = 1) -> None:
     """Time mixed steps of a Gated DeltaNet layer of Qwen3-Next-80B, dealt and whole."""
-    if not torch.cuda.is_available():
-        raise ValueError("This needs a Hopper (SM90) GPU, and torch sees none.")
+    device_spec()
     device, config = torch.device("cuda", torch.cuda.current_device()), NAMED["qwen3-next-80b"].per_rank(tp)
     times = {shape: measure(*shape, device, config) for shape in SHAPES}
     names = list(times[SHAPES[0]])
