@@ -22,8 +22,10 @@ class ContractKernel:
         self.problem: Any = None
         self.tensors: dict[str, Any] = {}
         self.launches = 0
+        self.prepared = 0  # calls that came as far as prepare
 
     def prepare(self, problem: Problem, device: torch.device, backend: str | None) -> Prepared:
+        self.prepared += 1
         self.problem = problem
         kernel: Callable[..., None] = self.chunk if isinstance(problem, ChunkProblem) else self.recurrent
 

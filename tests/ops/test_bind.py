@@ -17,14 +17,6 @@ from tests.ops.contract_kernel import ContractKernel
 RULE = gdn.fused_recurrent_gated_delta_rule
 
 
-class Counting(ContractKernel):
-    prepared = 0
-
-    def prepare(self, *arguments: Any) -> Any:
-        self.prepared += 1
-        return super().prepare(*arguments)
-
-
 def pooled(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tensors of a call, and its options."""
     problem = recurrent_problem(dtype="bfloat16", state_dtype="bfloat16", index_dtype="int32", use_gate=True, state_v_first=True)
@@ -34,7 +26,7 @@ def pooled(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_it_does_what_the_public_function_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = Counting()
+    kernel = ContractKernel()
     monkeypatch.setattr(recurrent, "prepare", kernel.prepare)
     _, options = pooled(0)
     bound = operator_of(RULE).bind(**options)

@@ -25,19 +25,9 @@ from tests.ops.test_logits_launch import StandIn
 CHUNK_NAME, RECURRENT_NAME = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
 
 
-class Counting(ContractKernel):
-    """Counts how often a call came as far as prepare."""
-
-    prepared = 0
-
-    def prepare(self, *arguments: Any) -> Any:
-        self.prepared += 1
-        return super().prepare(*arguments)
-
-
 @pytest.fixture(params=["torch", "python"])
-def kernel(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Counting:
-    stand_in = Counting()
+def kernel(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ContractKernel:
+    stand_in = ContractKernel()
     monkeypatch.setattr(chunk, "prepare", stand_in.prepare)
     monkeypatch.setattr(recurrent, "prepare", stand_in.prepare)
     if request.param == "python":
@@ -98,7 +88,7 @@ def copies(arguments: Arguments) -> Arguments:
 @pytest.mark.parametrize("has_out", [False, True])
 @pytest.mark.parametrize(("name", "make"), CALLS)
 def test_a_repeated_call_does_the_same_without_prepare(
-    kernel: Counting, name: str, make: Callable[[int], Arguments], has_out: bool
+    kernel: ContractKernel, name: str, make: Callable[[int], Arguments], has_out: bool
 ) -> None:
     function = getattr(gdn, name)
 
@@ -125,14 +115,14 @@ def test_a_repeated_call_does_the_same_without_prepare(
 
 
 @pytest.mark.parametrize("bad", [bad for bad in CHUNK if bad.name != "backend"], ids=lambda bad: bad.name)
-def test_bad_chunk_calls_after_a_good_one(kernel: Counting, bad: Bad) -> None:
+def test_bad_chunk_calls_after_a_good_one(kernel: ContractKernel, bad: Bad) -> None:
     gdn.chunk_gated_delta_rule(**good_chunk())
     check(CHUNK_NAME, good_chunk(), bad)
     assert kernel.launches == 1
 
 
 @pytest.mark.parametrize("bad", [bad for bad in RECURRENT if bad.name != "backend"], ids=lambda bad: bad.name)
-def test_bad_recurrent_calls_after_a_good_one(kernel: Counting, bad: Bad) -> None:
+def test_bad_recurrent_calls_after_a_good_one(kernel: ContractKernel, bad: Bad) -> None:
     gdn.fused_recurrent_gated_delta_rule(**good_recurrent())
     check(RECURRENT_NAME, good_recurrent(), bad)
     assert kernel.launches == 1
@@ -147,7 +137,7 @@ def test_bad_recurrent_calls_after_a_good_one(kernel: Counting, bad: Bad) -> Non
         ({}, {"scale": [1.0]}, TypeError),  # no hash
     ],
 )
-def test_equal_is_not_the_same(kernel: Counting, good: Arguments, bad: Arguments, error: type[Exception]) -> None:
+def test_equal_is_not_the_same(kernel: ContractKernel, good: Arguments, bad: Arguments, error: type[Exception]) -> None:
     arguments = good_recurrent()
     gdn.fused_recurrent_gated_delta_rule(**{**arguments, **good})
     with pytest.raises(error):
@@ -155,7 +145,7 @@ def test_equal_is_not_the_same(kernel: Counting, good: Arguments, bad: Arguments
     assert kernel.launches == 1
 
 
-def test_an_array_of_another_library_is_named(kernel: Counting) -> None:
+def test_an_array_of_another_library_is_named(kernel: ContractKernel) -> None:
     arguments = good_chunk()
     gdn.chunk_gated_delta_rule(**arguments)
     with pytest.raises(TypeError, match="^A_log: expected a torch.Tensor, got ndarray"):
@@ -163,7 +153,7 @@ def test_an_array_of_another_library_is_named(kernel: Counting) -> None:
     assert kernel.launches == 1
 
 
-def test_which_tensor_is_missing_matters(kernel: Counting) -> None:
+def test_which_tensor_is_missing_matters(kernel: ContractKernel) -> None:
     arguments = good_chunk()
     gate = arguments.pop("g")
     del arguments["beta"]
@@ -178,7 +168,7 @@ def test_which_tensor_is_missing_matters(kernel: Counting) -> None:
     assert same_bits(o, expected)
 
 
-def test_a_plan_without_a_tensor_does_not_compare_one_with_none(kernel: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_without_a_tensor_does_not_compare_one_with_none(kernel: ContractKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch takes 10 us for it, in every call that has an argument more than the plan before its own."""
     without = unpooled(chunk_inputs, chunk_problem, 1)
     mask = {"has_initial_state": torch.ones(3, dtype=torch.bool)}
@@ -192,7 +182,7 @@ def test_a_plan_without_a_tensor_does_not_compare_one_with_none(kernel: Counting
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
-def test_addresses_are_looked_at(kernel: Counting, name: str) -> None:
+def test_addresses_are_looked_at(kernel: ContractKernel, name: str) -> None:
     good = good_chunk()
     gdn.chunk_gated_delta_rule(**copies(good))
     spoilt = copies(good)
@@ -203,7 +193,7 @@ def test_addresses_are_looked_at(kernel: Counting, name: str) -> None:
     assert kernel.prepared == 2 and same_bits(o, expected)
 
 
-def test_one_tensor_in_two_places_teaches_nothing(kernel: Counting) -> None:
+def test_one_tensor_in_two_places_teaches_nothing(kernel: ContractKernel) -> None:
     q, k, v = (torch.randn(1, 5, 2, 16).bfloat16() for _ in range(3))
     gdn.chunk_gated_delta_rule(q, q, q)
     o, _ = gdn.chunk_gated_delta_rule(q, k, v)
@@ -214,7 +204,7 @@ def test_one_tensor_in_two_places_teaches_nothing(kernel: Counting) -> None:
     assert same_bits(twice, gdn.chunk_gated_delta_rule(q, k, k)[0])
 
 
-def test_sizes_are_told_apart_and_the_memory_is_bounded(kernel: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_told_apart_and_the_memory_is_bounded(kernel: ContractKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memo.Memo, "_LIMIT", 4)
     for length in (1, 2, 3, 4, 5, 6, 6, 5):
         q, k, v = (torch.randn(1, length, 2, 16).bfloat16() for _ in range(3))
@@ -228,7 +218,7 @@ def test_sizes_are_told_apart_and_the_memory_is_bounded(kernel: Counting, monkey
     assert max(map(len, gdn.chunk_gated_delta_rule.operator.memo._found.values())) == 2
 
 
-def test_reload_and_validate(kernel: Counting, switch: Callable[..., env.Switches]) -> None:
+def test_reload_and_validate(kernel: ContractKernel, switch: Callable[..., env.Switches]) -> None:
     arguments = good_chunk()
     arguments["state_indices"] = arguments["state_indices"].clone()
     gdn.chunk_gated_delta_rule(**arguments)
@@ -248,7 +238,7 @@ def test_reload_and_validate(kernel: Counting, switch: Callable[..., env.Switche
 
 
 def test_explain_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = Counting()
+    stand_in = ContractKernel()
     monkeypatch.setattr(chunk, "prepare", stand_in.prepare)
     arguments = good_chunk()
     for _ in range(2):
@@ -342,7 +332,7 @@ def test_logits_arguments_are_converted_every_time(logits: StandIn) -> None:
         assert same_bits(found, call(1))
 
 
-def test_parameters_are_converted_every_time(kernel: Counting) -> None:
+def test_parameters_are_converted_every_time(kernel: ContractKernel) -> None:
     def call(seed: int) -> torch.Tensor:
         arguments = pooled_recurrent(seed)
         arguments["dt_bias"] = arguments["dt_bias"].bfloat16() + seed
@@ -357,7 +347,7 @@ def test_parameters_are_converted_every_time(kernel: Counting) -> None:
     assert same_bits(found, call(1))
 
 
-def test_copied_arguments_teach_nothing(kernel: Counting) -> None:
+def test_copied_arguments_teach_nothing(kernel: ContractKernel) -> None:
     arguments = good_chunk()
     arguments["cu_seqlens"] = torch.stack([arguments["cu_seqlens"]] * 2, dim=1)[:, 0]  # strided
     for _ in range(2):
