@@ -1,4 +1,4 @@
-"""Bad calls of the delta-rule operators: how to spoil good arguments, the error that must come, what it must name."""
+"""Bad calls: how to spoil good arguments, the error that must come, what it must name; and those of the delta-rule operators."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
