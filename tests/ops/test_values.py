@@ -715,16 +715,8 @@ def topk_length_case() -> Case:
     )
 
 
-CASES = {
-    "offsets": offsets_case(), "parents": parents_case(), "log decays": log_decays_case(),
-    "prefill": prefill_case(), "prefill shared": prefill_shared_case(),
-    "decode": decode_case(), "decode shared": decode_shared_case(), "window": window_case(),
-    "window shared": window_shared_case(), "accepted": accepted_case(), "checkpoint offsets": checkpoint_offsets_case(),
-    "table lengths": table_lengths_case(), "pages": pages_case(),
-    "slot_mapping": slot_mapping_case(), "ring_slots": ring_slots_case(), "rope": rope_case(), "ranges": ranges_case(),
-    "new tokens": new_tokens_case(), "selected": selected_case(), "topk_length": topk_length_case(), "touched": touched_case(),
-    "own rows": own_rows_case(), "kept checkpoints": kept_checkpoints_case(),
-}  # fmt: skip
+MAKERS = {name.removesuffix("_case").replace("_", " "): make for name, make in globals().items() if name.endswith("_case")}
+CASES = {name: make() for name, make in MAKERS.items()}
 PASSES = {f"{name}: {what}": check for name, case in CASES.items() for what, check in case.passes.items()}
 RAISES = {f"{name}: {what}": bad for name, case in CASES.items() for what, bad in case.raises.items()}
 
@@ -762,8 +754,8 @@ def test_every_check_is_covered() -> None:
                 return _original(*args, **kwargs)
 
             patch.setattr(_values, name, recorded)
-        for case in (*(make() for name, make in globals().items() if name.endswith("_case")),):
-            for check in case.passes.values():
+        for make in MAKERS.values():
+            for check in make().passes.values():
                 check()
     assert functions - called == {"finished_groups", "check_touched"}  # these have tests of their own
 
