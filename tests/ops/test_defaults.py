@@ -5,7 +5,6 @@ The device is "meta" here, on which a tensor has no values: one that is made wit
 """
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,17 +23,11 @@ from tests.ops.defaults import defaults
 from tests.ops.spoiling.calls import OPERATORS, good_call
 from tests.reference.calls import CALLS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Arguments = dict[str, Any]
 DTYPES = (torch.bfloat16, torch.float64)
 SEEDS = 4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

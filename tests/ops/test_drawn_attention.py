@@ -8,22 +8,15 @@ import gdn
 from gdn.device import H100
 from gdn.runtime import devices
 from tests.ops.drawn_attention import OPERATORS, check, draw
+from tests.ops.spoiling.calls import cover_from
 
 CALLS, PART = 150, 50  # of each operator, and of a test
 LONG_CALLS, LONG_DRAWS = 8, 60
 
 
-@pytest.mark.parametrize("first", range(0, CALLS, PART))
+@pytest.mark.parametrize("first", cover_from(CALLS, range(0, 1000, PART)))
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_drawn_calls(operator: str, first: int) -> None:
-    for seed in range(first, first + PART):
-        check(seed, "cpu", operator)
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("first", range(CALLS, 1000, PART))
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_many_drawn_calls(operator: str, first: int) -> None:
     for seed in range(first, first + PART):
         check(seed, "cpu", operator)
 

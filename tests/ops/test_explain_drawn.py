@@ -8,7 +8,7 @@ import torch
 
 import gdn
 from gdn.runtime import registry
-from tests.ops.spoiling.calls import OPERATORS, good_call
+from tests.ops.spoiling.calls import OPERATORS, cover_from, good_call
 from tests.ops.spoiling.judge import draw, spoilt
 
 NAMES = sorted(OPERATORS)
@@ -52,14 +52,7 @@ def explain_drawn(seed: int) -> None:
         explain(row.operator, spoiled.call.arguments)
 
 
-@pytest.mark.parametrize("first", range(0, 300, 100))
+@pytest.mark.parametrize("first", cover_from(300, range(0, 5000, 100)))
 def test_drawn_calls(first: int) -> None:
-    for seed in range(first, first + 100):
-        explain_drawn(seed)
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("first", range(300, 5000, 100))
-def test_many_drawn_calls(first: int) -> None:
     for seed in range(first, first + 100):
         explain_drawn(seed)

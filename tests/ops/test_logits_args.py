@@ -11,17 +11,10 @@ from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.described import plain
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FP8 = torch.float8_e4m3fn
 M, NK, H, D = 6, 40, 4, 64
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny products: on a busy machine a pool of threads costs far more than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def ragged(dtype="float8_e4m3fn", kv_heads=1):

@@ -16,7 +16,7 @@ from gdn import runtime
 from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
 from tests.described import plain
-from tests.ops.spoiling.calls import OPERATORS, good_call
+from tests.ops.spoiling.calls import OPERATORS, cover_from, good_call
 
 Arguments = dict[str, Any]
 NAMES = sorted(OPERATORS)
@@ -172,14 +172,7 @@ def check_drawn(seed: int, kernels: Kernels) -> None:
     check(name, good_call(name, seed).arguments, kernels, *reversed(shifts))
 
 
-@pytest.mark.parametrize("first", range(0, 400, 100))
+@pytest.mark.parametrize("first", cover_from(400, range(0, 6000, 100)))
 def test_drawn_calls(first: int, kernels: Kernels) -> None:
     for seed in range(first, first + 100):
-        check_drawn(seed, kernels)
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("first", range(400, 6000, 400))
-def test_many_drawn_calls(first: int, kernels: Kernels) -> None:
-    for seed in range(first, first + 400):
         check_drawn(seed, kernels)

@@ -11,6 +11,8 @@ from tests.ops.spoiling.calls import good_call
 from tests.ops.spoiling.judge import Wrong, check, spoilt
 from tests.ops.spoiling.table import Row, rows
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OPERATOR = "rms_norm_gated"
 genuine = gdn.rms_norm_gated
 

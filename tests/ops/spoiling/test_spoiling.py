@@ -4,22 +4,20 @@ raises an error that names the argument, and no tensor is changed but what the o
 A failure names the row and the seed: `python -m tests.ops.spoiling OPERATOR ARGUMENT SPOILING SEED` makes that call again.
 """
 
-from collections.abc import Iterable
-
 import pytest
 
 import gdn
-from tests.ops.spoiling.calls import OPERATORS
+from tests.ops.spoiling.calls import OPERATORS, cover_from
 from tests.ops.spoiling.judge import Wrong, check, draw
 from tests.ops.spoiling.spoilings import SPOILINGS
 from tests.ops.spoiling.table import TABLE, Row, rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEEDS_TO_TRY = 400  # until a row applied to as many calls
 CALLS_PER_ROW = 1
 MORE_CALLS_PER_ROW = 3  # of the tests that take minutes
 CALLS_PER_TEST = 100
-SHORT = range(0, 1_000, CALLS_PER_TEST)
-LONG = range(1_000, 21_000, CALLS_PER_TEST)
 ARGUMENTS = list(dict.fromkeys((row.operator, row.argument) for operator in TABLE for row in rows(operator)))
 NO_OPERATORS = {"__version__", "explain", "get_paged_mqa_logits_metadata", "ring_shape", "warmup"}
 
@@ -36,12 +34,6 @@ def _failure(row: Row, seed: int) -> str | None:
     return None
 
 
-def _seeded(seeds: Iterable[int]) -> None:
-    seeds = list(seeds)
-    failures = [_failure(draw(seed), seed) for seed in seeds]
-    _report([failure for failure in failures if failure], len(seeds))
-
-
 def test_every_public_operator_has_calls_and_rows() -> None:
     assert set(OPERATORS) == set(TABLE) == set(gdn.__all__) - NO_OPERATORS
 
@@ -50,18 +42,9 @@ def test_every_spoiling_is_used() -> None:
     assert {row.spoiling for operator in TABLE for row in rows(operator)} == set(SPOILINGS)
 
 
+@pytest.mark.parametrize("calls", [CALLS_PER_ROW, pytest.param(MORE_CALLS_PER_ROW, marks=pytest.mark.cover)])
 @pytest.mark.parametrize(("operator", "argument"), ARGUMENTS)
-def test_each_row(operator: str, argument: str) -> None:
-    _each_row(operator, argument, CALLS_PER_ROW)
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize(("operator", "argument"), ARGUMENTS)
-def test_each_row_in_more_calls(operator: str, argument: str) -> None:
-    _each_row(operator, argument, MORE_CALLS_PER_ROW)
-
-
-def _each_row(operator: str, argument: str, calls: int) -> None:
+def test_each_row(operator: str, argument: str, calls: int) -> None:
     table = list(rows(operator, argument))
     _report([failure for row in table if (failure := _first_calls(row, calls))], len(table))
 
@@ -79,12 +62,7 @@ def _first_calls(row: Row, calls: int) -> str | None:
     return None if applied else f"{row} | applies to no call of seeds 0 to {SEEDS_TO_TRY - 1}"
 
 
-@pytest.mark.parametrize("first", SHORT)
+@pytest.mark.parametrize("first", cover_from(1_000, range(0, 21_000, CALLS_PER_TEST)))
 def test_seeded_calls(first: int) -> None:
-    _seeded(range(first, first + CALLS_PER_TEST))
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("first", LONG)
-def test_many_seeded_calls(first: int) -> None:
-    _seeded(range(first, first + CALLS_PER_TEST))
+    failures = [_failure(draw(seed), seed) for seed in range(first, first + CALLS_PER_TEST)]
+    _report([failure for failure in failures if failure], CALLS_PER_TEST)
