@@ -113,14 +113,7 @@ class GDNKernelDispatcher:
     def packed_decode(self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads, head_v_dim, **kwargs):  # type: ignore[no-untyped-def] # fmt: skip # noqa: E501
         raise NotImplementedError
 
-    def decode(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, **kwargs):  # type: ignore[no-untyped-def]
-        raise NotImplementedError
-
-    def extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, **kwargs):  # type: ignore[no-untyped-def]
-        raise NotImplementedError
-
-    def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc, **kwargs):  # type: ignore[no-untyped-def]
-        raise NotImplementedError
+    decode, extend, target_verify = (vars(LinearAttnKernelBase)[name] for name in ("decode", "extend", "target_verify"))
 
 
 class MambaAttnBackendBase:
@@ -220,18 +213,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "sglang.srt.server_args": {"LINEAR_ATTN_KERNEL_BACKEND_CHOICES": choices},
         "sglang.srt.runtime_context": {"get_exec": get_exec},
     }  # fmt: skip
-    for full, content in names.items():
-        parts = full.split(".")
-        for length in range(1, len(parts) + 1):
-            name = ".".join(parts[:length])
-            if name not in sys.modules:
-                module = ModuleType(name)
-                module.__path__ = []
-                monkeypatch.setitem(sys.modules, name, module)
-            if length > 1:
-                setattr(sys.modules[".".join(parts[: length - 1])], parts[length - 1], sys.modules[name])
-        for name, value in content.items():
-            setattr(sys.modules[full], name, value)
+    stand_in.put(monkeypatch, names)
     HookRegistry.reset()
     choose()
     deterministic.enable_deterministic_inference = False

@@ -1,14 +1,14 @@
 """Modules of vLLM's names with as little in them as the adapter touches, so that its class is built and run as in an engine."""
 
-import sys
 from dataclasses import dataclass, replace
 from math import prod
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.integrations import stand_in
 from tests.integrations.vllm_engine import CHANNELS, HV, H, Host, K, V
 
 Tensor = torch.Tensor
@@ -276,18 +276,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm.forward_context": {"get_forward_context": get_forward_context},
         "vllm.envs": {"compile_factors": compile_factors},
     }  # fmt: skip
-    for full, content in names.items():
-        parts = full.split(".")
-        for length in range(1, len(parts) + 1):
-            name = ".".join(parts[:length])
-            if name not in sys.modules:
-                module = ModuleType(name)
-                module.__path__ = []
-                monkeypatch.setitem(sys.modules, name, module)
-            if length > 1:
-                setattr(sys.modules[".".join(parts[: length - 1])], parts[length - 1], sys.modules[name])
-        for name, value in content.items():
-            setattr(sys.modules[full], name, value)
+    stand_in.put(monkeypatch, names)
     op_registry_oot.clear()
     context.layers.clear()
     context.attn_metadata, context.dim_first = None, False

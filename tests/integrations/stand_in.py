@@ -37,6 +37,22 @@ def function(host: str, name: str) -> Any:
     return scope[short]
 
 
+def put(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:
+    """Puts modules with these contents into `sys.modules`, and their packages where they are not there."""
+    for full, content in modules.items():
+        parts = full.split(".")
+        for length in range(1, len(parts) + 1):
+            name = ".".join(parts[:length])
+            if name not in sys.modules:
+                module = types.ModuleType(name)
+                module.__path__ = []
+                monkeypatch.setitem(sys.modules, name, module)
+            if length > 1:
+                setattr(sys.modules[".".join(parts[: length - 1])], parts[length - 1], sys.modules[name])
+        for name, value in content.items():
+            setattr(sys.modules[full], name, value)
+
+
 def install(monkeypatch: pytest.MonkeyPatch, host: Host, *also: str) -> dict[str, Any]:
     """Puts a stand-in of every recorded function into `sys.modules`; returns them by name.
 
@@ -47,15 +63,7 @@ def install(monkeypatch: pytest.MonkeyPatch, host: Host, *also: str) -> dict[str
         monkeypatch.delitem(sys.modules, name)
     places = {name: value for name, value in made.items()}
     places |= {place: made[name] for place, _, name in (one.partition("=") for one in also)}
-    for name, value in places.items():
-        parts = name.split(".")
-        for length in range(1, len(parts)):
-            path = ".".join(parts[:length])
-            if path not in sys.modules:
-                module = types.ModuleType(path)
-                module.__path__ = []
-                monkeypatch.setitem(sys.modules, path, module)
-                if length > 1:
-                    setattr(sys.modules[".".join(parts[: length - 1])], parts[length - 1], module)
-        setattr(sys.modules[".".join(parts[:-1])], parts[-1], value)
+    for place, value in places.items():
+        module, _, name = place.rpartition(".")
+        put(monkeypatch, {module: {name: value}})
     return made

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from gdn.integrations import vllm, vllm_qsa
 from gdn.runtime import env
-from tests.integrations import fake_vllm
+from tests.integrations import fake_vllm, stand_in
 
 Tensor = torch.Tensor
 PAGE, PAGES = 16, 5  # keys of a page, pages of a request
@@ -162,16 +161,12 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("switch")
 def test_the_host_s_functions_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm.install(monkeypatch)
-    modules = {}
+    modules: dict[str, Any] = {}
     for name, text in SOURCES.items():
-        full, packages = f"{vllm_qsa.OPS}.{name}", vllm_qsa.OPS.split(".")
-        for length in range(2, len(packages) + 1):
-            package = ModuleType(".".join(packages[:length]))
-            package.__path__ = []
-            monkeypatch.setitem(sys.modules, package.__name__, sys.modules.get(package.__name__, package))
-        modules[name] = ModuleType(full)
+        full = f"{vllm_qsa.OPS}.{name}"
+        stand_in.put(monkeypatch, {full: {}})
+        modules[name] = sys.modules[full]
         exec(text, modules[name].__dict__)
-        monkeypatch.setitem(sys.modules, full, modules[name])
     select, attend = modules["qsa_indexer"], modules["qsa"]
     original = attend.qsa_sparse_paged_attention
     with vllm.enable(allow_reference=True, strict=True) as handle:
