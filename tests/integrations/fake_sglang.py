@@ -186,7 +186,11 @@ def host_file(name: str) -> ModuleType | None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Puts the modules where SGLang's are imported from; returns the choices of the command line."""
+    """Puts the modules where SGLang's are imported from; returns the choices of the command line.
+
+    The switch that `enable` sets is taken back."""
+    monkeypatch.setenv("GDN_SGLANG", "0")
+    monkeypatch.delenv("GDN_SGLANG")
     registry, base = host_file(REGISTRY), host_file(BASE)
     choices = ["triton", "flashinfer"]
     methods: dict[type, tuple[str, ...]] = {

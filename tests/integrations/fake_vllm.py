@@ -255,7 +255,9 @@ _library: list[Any] = []
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts the modules where vLLM's are imported from."""
+    """Puts the modules where vLLM's are imported from; the switch that `enable` sets is taken back."""
+    monkeypatch.setenv("GDN_VLLM", "0")
+    monkeypatch.delenv("GDN_VLLM")
     names = {
         LAYER: {"QwenGatedDeltaNetAttention": QwenGatedDeltaNetAttention, "_encode_layer_name": lambda prefix: prefix,
                 "qwen_gdn_attention_core_fused_norm_packed": qwen_gdn_attention_core_fused_norm_packed},

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,3 +68,23 @@ def install(monkeypatch: pytest.MonkeyPatch, host: Host, *also: str) -> dict[str
         module, _, name = place.rpartition(".")
         put(monkeypatch, {module: {name: value}})
     return made
+
+
+class Stream:
+    """The current stream as on a GPU, where an adapter keeps what it makes for calls that are alike.
+
+    made: how many of these things were made. number: of the stream. is_capturing: whether it is being captured.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, kind: Any) -> None:
+        """kind: class of the things, which `of` makes."""
+        self.made, self.number, self.is_capturing = 0, 1, False
+        of = kind.of
+
+        def on_a_gpu(*given: Any) -> Any:
+            self.made += 1
+            return replace(of(*given), gpu=0, stream=self.number)
+
+        monkeypatch.setattr(kind, "of", staticmethod(on_a_gpu))
+        monkeypatch.setattr(module, "raw_stream", lambda gpu: self.number)
+        monkeypatch.setattr(module, "is_current_stream_capturing", lambda: self.is_capturing)

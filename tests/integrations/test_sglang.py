@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,14 +18,10 @@ PHASES = ("decode_kernel", "extend_kernel", "verify_kernel", "tree_verify_kernel
 
 
 @pytest.fixture(autouse=True)
-def choices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    monkeypatch.delenv("GDN_SGLANG", raising=False)
+def choices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(sglang, "_hooks", {})
     monkeypatch.setattr(_sglang_backend, "phases", set())
-    env.reload()
-    yield fake_sglang.install(monkeypatch)
-    os.environ.pop("GDN_SGLANG", None)
-    env.reload()
+    return fake_sglang.install(monkeypatch)
 
 
 def ours(dispatcher: Any) -> list[str]:

@@ -1,6 +1,5 @@
 """SGLang's kernel object on gdn's operators: SGLang's layouts against a float64 loop, and what is left to SGLang's own object."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from tests.integrations.sglang_engine import (
     check_verify,
     extend,
 )
+from tests.integrations.stand_in import Stream
 
 CLOSE = 2e-5
 STORED = {torch.float32: CLOSE, torch.bfloat16: 5e-3}  # states, by the dtype of the pool
@@ -192,31 +192,22 @@ def test_packed_rows_unlike_the_last_ones() -> None:
 
 def test_packed_rows_of_a_captured_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offsets belong to a stream, and those that a capture makes to its graph."""
-    engine, stream, is_capturing, seen = Engine(12), 1, False, []  # type: ignore[var-annotated]
-    rows, of = engine.rows(2), _sglang_kernel._Packing.of
-
-    def looked_at(*given: Any) -> Any:
-        """As on a GPU: there is a stream."""
-        seen.append(replace(of(*given), gpu=0, stream=stream))
-        return seen[-1]
-
-    monkeypatch.setattr(_sglang_kernel._Packing, "of", staticmethod(looked_at))
-    monkeypatch.setattr(_sglang_kernel, "raw_stream", lambda gpu: stream)
-    monkeypatch.setattr(_sglang_kernel, "is_current_stream_capturing", lambda: is_capturing)
+    engine, stream = Engine(12), Stream(monkeypatch, _sglang_kernel, _sglang_kernel._Packing)
+    rows = engine.rows(2)
 
     def call() -> int:
         """How many are made."""
-        before = len(seen)
+        before = stream.made
         with torch.no_grad():
             engine.kernel.packed_decode(*rows, scale=1.0, num_v_heads=HV, head_v_dim=engine.dim, **_options(engine))
-        return len(seen) - before
+        return stream.made - before
 
     assert (call(), call()) == (1, 0)
-    is_capturing = True
+    stream.is_capturing = True
     assert call() == 0  # they are kept for ever
-    stream = 2
+    stream.number = 2
     assert (call(), call()) == (1, 1)  # of this graph alone
-    is_capturing = False
+    stream.is_capturing = False
     assert (call(), call()) == (1, 0)
 
 

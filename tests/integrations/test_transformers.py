@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from gdn.integrations import Handle, _calls, _hosts, _kept, _records, installed
 from gdn.integrations._transformers import again, cached, functions, layer, packed
 from gdn.integrations.transformers import enable, warm_up
 from tests.integrations import transformers_host as host
+from tests.integrations.stand_in import Stream
 from tests.integrations.transformers_host import assert_close, on, prompts, reasons, run, served
 
 AUTOGRAD = "autograd needs gradients, which this project does not record"
@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def small() -> PreTrainedModel:
-    return host.build("qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    return host.build("qwen3_next", **host.SHORT)
 
 
 def on_layers(model: Any) -> Handle:
@@ -100,8 +100,7 @@ def test_what_the_host_replaces_between_two_calls_is_noticed(small: PreTrainedMo
 
 def with_fused_kernels(kind: str = "qwen3_next") -> PreTrainedModel:
     """Two layers, with head dims for which the fused operators have a kernel."""
-    dims = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    return host.build(kind, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], **dims)
+    return host.build(kind, linear_key_head_dim=32, linear_value_head_dim=32, **host.SHORT)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
@@ -140,35 +139,24 @@ def test_index_tensors_of_a_captured_call_stay_with_its_graph(length: int, monke
     """Those of a capture are not kept for another, nor for an eager call; those of prompts are made anew in each."""
     small = with_fused_kernels()
     (linear,) = host.linear_layers(small)
-    hidden, cache, stream, is_capturing = torch.randn(2, length, 64), host.dynamic(small), 1, False
-    of, seen = again.Form.of, []
-
-    def looked_at(*given: Any) -> Any:
-        """As on a GPU: the form has a stream."""
-        form = of(*given)
-        seen.append(replace(form, gpu=0, stream=stream))
-        return seen[-1]
-
-    monkeypatch.setattr(again.Form, "of", staticmethod(looked_at))
-    monkeypatch.setattr(again, "raw_stream", lambda gpu: stream)
-    monkeypatch.setattr(again, "is_current_stream_capturing", lambda: is_capturing)
+    hidden, cache, stream = torch.randn(2, length, 64), host.dynamic(small), Stream(monkeypatch, again, again.Form)
 
     def call() -> int:
         """How many forms are made."""
-        before = len(seen)
+        before = stream.made
         with torch.inference_mode():
             linear(hidden, **{host.cache_name(linear): cache})
-        return len(seen) - before
+        return stream.made - before
 
     with on_layers(small):
         for _ in range(6):
             call()
         assert call() == 0  # of this stream
-        is_capturing = True
+        stream.is_capturing = True
         assert call() == (0 if length == 1 else 1)  # of decode they are kept for ever
-        stream = 2
+        stream.number = 2
         assert (call(), call()) == (1, 1)  # of another graph each
-        is_capturing = False
+        stream.is_capturing = False
         assert (call(), call()) == (1, 0)
 
 
@@ -253,8 +241,7 @@ def test_modes_are_asked_once_a_call_of_the_model(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("kind", "dims"), [("qwen3_next", (20, 20)), ("qwen3_5", (20, 20)), ("qwen3_next", (16, 24))])
 def test_head_dims_without_a_fused_kernel(kind: str, dims: tuple[int, int]) -> None:
     """By an operator a step. Kernels serve equal dims alone."""
-    types = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    model = host.build(kind, linear_key_head_dim=dims[0], linear_value_head_dim=dims[1], **types)
+    model = host.build(kind, linear_key_head_dim=dims[0], linear_value_head_dim=dims[1], **host.SHORT)
     ids, mask = prompts(70, 9)
 
     def logits() -> torch.Tensor:
@@ -283,10 +270,7 @@ def test_a_static_cache_used_twice(small: PreTrainedModel) -> None:
 @pytest.mark.parametrize("lengths", [(5, 1, 9), (3, 64, 1)])
 @pytest.mark.parametrize("with_offsets", [True, False])
 def test_packed_rows_are_the_sequences_alone(small: PreTrainedModel, lengths: tuple[int, ...], with_offsets: bool) -> None:
-    ids, _ = prompts(sum(lengths))
-    alone = torch.cat([run(small, one) for one in ids.split(lengths, dim=1)], dim=1)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ids, positions, offsets, alone = host.packed(small, lengths)
     more = {"cu_seq_lens_q": offsets} if with_offsets else {}
     with on_layers(small) as handle:
         assert_close(run(small, ids, position_ids=positions, **more), alone)

@@ -8,16 +8,13 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.integrations import transformers_host as host
-from tests.integrations.transformers_host import KINDS, assert_close, generate, on, prompts, reasons, run, served
+from tests.integrations.transformers_host import KINDS, SHORT, assert_close, generate, on, packed, prompts, reasons, run, served
 from tests.layers import hf
 
 pytestmark = [pytest.mark.cover, pytest.mark.usefixtures("one_thread")]
 
 TOKENS = 64
 LEVELS = ("layers", "functions")
-
-
-SHORT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -75,27 +72,13 @@ def test_beams(model: PreTrainedModel, level: str) -> None:
         assert served(handle) > 0 and reasons(handle) == set()
 
 
-@pytest.mark.parametrize("with_offsets", [True, False])
-def test_packed_rows(model: PreTrainedModel, with_offsets: bool) -> None:
-    lengths = (9, 1, 70, 2)
-    ids, _ = prompts(sum(lengths))
-    alone = torch.cat([run(model, one) for one in ids.split(lengths, dim=1)], dim=1)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    with on(model, "layers") as handle:
+@pytest.mark.parametrize(("level", "with_offsets"), [("layers", True), ("layers", False), ("functions", True)])
+def test_packed_rows(model: PreTrainedModel, level: str, with_offsets: bool) -> None:
+    ids, positions, offsets, alone = packed(model, (9, 1, 70, 2))
+    with on(model, level) as handle:
         found = run(model, ids, position_ids=positions, **({"cu_seq_lens_q": offsets} if with_offsets else {}))
-        assert served(handle) == 2
+        assert level == "functions" or served(handle) == 2
     assert_close(found, alone)
-
-
-def test_packed_rows_of_the_functions(model: PreTrainedModel) -> None:
-    lengths = (9, 1, 30)
-    ids, _ = prompts(sum(lengths))
-    alone = torch.cat([run(model, one) for one in ids.split(lengths, dim=1)], dim=1)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    with on(model, "functions"):
-        assert_close(run(model, ids, position_ids=positions, cu_seq_lens_q=offsets), alone)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -118,11 +101,7 @@ def test_one_graph(level: str) -> None:
 
 def test_one_graph_of_packed_rows() -> None:
     model = host.build("qwen3_next", **SHORT)
-    lengths = (4, 7, 1)
-    ids, _ = prompts(sum(lengths))
-    alone = torch.cat([run(model, one) for one in ids.split(lengths, dim=1)], dim=1)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ids, positions, offsets, alone = packed(model, (4, 7, 1))
     try:
         with on(model, "layers"):
             compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

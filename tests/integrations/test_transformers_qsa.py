@@ -19,7 +19,7 @@ PACKED = "packed sequences in attention with an indexer"
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[PreTrainedModel]:
-    model = host.build("qwen4_exp", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    model = host.build("qwen4_exp", **host.SHORT)
     with hf.exact_ties():
         yield model
 

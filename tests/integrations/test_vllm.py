@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +20,9 @@ NAME = "QwenGatedDeltaNetAttention"
 
 
 @pytest.fixture(autouse=True)
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("GDN_VLLM", raising=False)
-    monkeypatch.setenv("GDN_REPLAY", "0")  # test_vllm_replay_layer.py has the other form
-    env.reload()
+def host(monkeypatch: pytest.MonkeyPatch, switch: Callable[..., env.Switches]) -> None:
+    switch(GDN_REPLAY="0")  # test_vllm_replay_layer.py has the other form
     fake_vllm.install(monkeypatch)
-    yield
-    os.environ.pop("GDN_VLLM", None)
-    env.reload()
 
 
 def build(prefix: str = "model.layers.0", *, interleaved: bool = False, num_spec: int = 0, **changes: Any) -> Any:

@@ -1,15 +1,12 @@
 """Qwen4Exp's sparse attention on vLLM's layouts, against plain loops."""
 
-import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from gdn.integrations import vllm, vllm_qsa
-from gdn.runtime import env
 from tests.integrations import fake_vllm, stand_in
 
 Tensor = torch.Tensor
@@ -149,16 +146,6 @@ def warmup_qsa_sparse_paged_attention(kv_cache, block_table, *, num_query_heads,
 }
 
 
-@pytest.fixture
-def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("GDN_VLLM", raising=False)
-    env.reload()
-    yield
-    os.environ.pop("GDN_VLLM", None)
-    env.reload()
-
-
-@pytest.mark.usefixtures("switch")
 def test_the_host_s_functions_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm.install(monkeypatch)
     modules: dict[str, Any] = {}

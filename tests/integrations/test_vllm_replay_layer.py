@@ -1,6 +1,6 @@
 """Layers of vLLM that decode by replay: what they tell the host of their blocks, what the report says, and why others do not."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +20,9 @@ FACTS = ReplayFacts(num_v_heads=4, head_k_dim=128, head_v_dim=128, window_bytes=
 
 
 @pytest.fixture(autouse=True)
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("GDN_REPLAY", "1")
-    monkeypatch.delenv("GDN_VLLM", raising=False)
-    env.reload()
+def host(monkeypatch: pytest.MonkeyPatch, switch: Callable[..., env.Switches]) -> None:
+    switch(GDN_REPLAY="1")
     fake_vllm.install(monkeypatch)
-    yield
-    env.export("GDN_VLLM", None)
-    env.reload()
 
 
 def build(prefix: str = "model.layers.17.linear_attn", *, num_spec: int = 3, **changes: Any) -> tuple[Any, Any]:
@@ -203,16 +198,14 @@ REASONS = {
 }
 
 
-def test_why_a_layer_does_not_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_layer_does_not_replay(monkeypatch: pytest.MonkeyPatch, switch: Callable[..., env.Switches]) -> None:
     assert refusal(FACTS) is None and refusal(replace(FACTS, cache_mode="align")) is None
     assert refusal(replace(FACTS, num_spec=3)) is None
     for reason, changes in REASONS.items():
         assert refusal(replace(FACTS, **changes)) == reason
-    monkeypatch.setenv("GDN_REPLAY", "0")
-    env.reload()
+    switch(GDN_REPLAY="0")
     assert refusal(FACTS) == "GDN_REPLAY=0"
-    monkeypatch.setenv("GDN_REPLAY", "auto")
-    env.reload()
+    switch(GDN_REPLAY="auto")
     monkeypatch.setattr(crossing, "REPLAY_HEADS", 128)
     assert refusal(FACTS) is None and refusal(replace(FACTS, num_sequences=1, num_spec=1)) is None
     few = "GDN_REPLAY=auto wants 128 value heads over all sequences or drafts, here are 124"

@@ -15,6 +15,7 @@ from tests.layers import hf
 TOLERANCE = 5e-5  # of the largest logit, float32
 KINDS = tuple(hf.MODELS)
 VOCABULARY = 131
+SHORT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 
 def build(kind: str = "qwen3_next", **changes: Any) -> PreTrainedModel:
@@ -60,6 +61,14 @@ def prompts(*lengths: int) -> tuple[Tensor, Tensor]:
     ids = torch.randint(1, VOCABULARY, (len(lengths), max(lengths)), generator=generator)
     mask = torch.tensor([[0] * (max(lengths) - length) + [1] * length for length in lengths])
     return ids * mask, mask
+
+
+def packed(model: Any, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sequences in one row: token ids, their positions, where each begins and ends, and the logits of each alone."""
+    ids, _ = prompts(sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return ids, positions, offsets, torch.cat([run(model, one) for one in ids.split(lengths, dim=1)], dim=1)
 
 
 def assert_close(found: Tensor, wanted: Tensor) -> None:
