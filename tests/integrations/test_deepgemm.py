@@ -1,6 +1,7 @@
 """The DeepGEMM adapter: recorded signatures, values by position and by keyword, what is refused and where it goes then."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -121,20 +122,17 @@ PAGED_REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("reason", RAGGED_REFUSALS)
-def test_refused_ragged_calls(reason: str) -> None:
-    given = ragged()[1]
-    given |= RAGGED_REFUSALS[reason](given)
-    with pytest.raises(Refused, match=f"fp8_fp4_mqa_logits: {reason}"):
-        deepgemm.fp8_fp4_mqa_logits(**given)
+REFUSALS: dict[str, tuple[Callable[[], tuple[Any, dict[str, Any]]], dict[str, Any]]] = {
+    "fp8_fp4_mqa_logits": (ragged, RAGGED_REFUSALS), "fp8_fp4_paged_mqa_logits": (paged, PAGED_REFUSALS),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("reason", PAGED_REFUSALS)
-def test_refused_paged_calls(reason: str) -> None:
-    given = paged()[1]
-    given |= PAGED_REFUSALS[reason](given)
-    with pytest.raises(Refused, match=f"fp8_fp4_paged_mqa_logits: {reason}"):
-        deepgemm.fp8_fp4_paged_mqa_logits(**given)
+@pytest.mark.parametrize(("name", "reason"), [(name, reason) for name, (_, reasons) in REFUSALS.items() for reason in reasons])
+def test_refused_calls(name: str, reason: str) -> None:
+    make, reasons = REFUSALS[name]
+    _, given = make()
+    with pytest.raises(Refused, match=f"{name}: {reason}"):
+        getattr(deepgemm, name)(**given | reasons[reason](given))
 
 
 def test_enabled_calls_are_served_or_left_with_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,13 @@ Those of vLLM, SGLang and of Transformers' layers replace other things; their ow
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from gdn.integrations import Handle, _hosts, deepgemm, fla, flashinfer
+from gdn.integrations import Handle, _hosts, _records, deepgemm, fla, flashinfer
+from gdn.integrations._points import resolve
 from tests.integrations import stand_in
 from tests.integrations.test_fla import RULE, stand_in_fla
 
@@ -78,3 +79,18 @@ def test_enable_twice_disable_and_foreign_patches(adapter: str, monkeypatch: pyt
     with pytest.raises(TypeError, match="argument"):
         foreign("of the host's own")
     assert asked == [("of the host's own",)]
+
+
+@pytest.mark.parametrize(
+    ("host", "names"),
+    [
+        (_hosts.FLA, (*_hosts.FLA.functions, *_hosts.FLA.classes)),
+        (_hosts.FLASHINFER, _hosts.FLASHINFER.functions),
+        (_hosts.VLLM, _hosts.VLLM_REPLAY),
+    ],
+    ids=lambda one: getattr(one, "name", ""),
+)
+def test_records_are_those_of_the_installed_version(host: _hosts.Host, names: Iterable[str]) -> None:
+    pytest.importorskip(host.package, reason=f"{host.package} is not installed")
+    for name in names:
+        assert _records.judge(host, name, resolve(name)[2]) == _records.Verdict(), name
