@@ -113,19 +113,6 @@ def chunk(
     least_segment: int = LEAST_SEGMENT,
 ) -> None:
     """A pool with stale slots; sequences that continue a state, start anew, or are padding."""
-    with mock.patch.object(composition, "LEAST_SEGMENT", least_segment):
-        _chunk(group, lengths, final_rank, heads, dims, state_v_first, pool_dtype)
-
-
-def _chunk(
-    group: Any,
-    lengths: list[list[int]],
-    final_rank: int | None,
-    heads: tuple[int, int, int],
-    dims: tuple[int, int],
-    state_v_first: bool,
-    pool_dtype: torch.dtype,
-) -> None:
     parts = Parts.of(lengths, group)
     size, count = dist.get_world_size(group), len(lengths)
     every = tokens(sum(parts.totals), heads, dims)
@@ -143,10 +130,11 @@ def _chunk(
         cu_seqlens=offsets(parts.totals),
     )  # fmt: skip
     rows = parts.rows()
-    found, state = gdn.distributed.chunk_gated_delta_rule(
-        **cut(every, rows), **options, initial_state=own_pool, state_indices=slots, has_initial_state=continued,
-        cu_seqlens=offsets(parts.own), group=group, final_rank=final_rank,
-    )  # fmt: skip
+    with mock.patch.object(composition, "LEAST_SEGMENT", least_segment):
+        found, state = gdn.distributed.chunk_gated_delta_rule(
+            **cut(every, rows), **options, initial_state=own_pool, state_indices=slots, has_initial_state=continued,
+            cu_seqlens=offsets(parts.own), group=group, final_rank=final_rank,
+        )  # fmt: skip
     close(found, wanted[:, rows])
     written = [int(s) for s, total in zip(slots, parts.totals, strict=True) if s > 0 and total]
     if final_rank is None or parts.rank == final_rank % size:
@@ -259,7 +247,7 @@ def chunk_refuses(group: Any) -> None:
     assert not state.any()
 
 
-def refused_calls() -> list[tuple[type[Exception], str, Callable[..., Any]]]:
+def refused_calls() -> list[tuple[type[Exception], str, partial[Any]]]:
     """Calls that every operator on a part would refuse, each with its error, whatever the rank."""
     own, chunk_call, conv_call = tokens(8), gdn.distributed.chunk_gated_delta_rule, gdn.distributed.causal_conv1d_fn
     x, weight, windows = torch.ones(8, 6), torch.ones(6, 4), torch.ones(1, 6, 3)
@@ -313,12 +301,10 @@ def one_rank_refuses(group: Any) -> None:
     for kind, text, call in refused_calls():
         if rank == 1:
             raises(kind, text, call, group=group)
-        elif "weight" in call.keywords:
-            raises(ValueError, "group: expected ranks that all accept their arguments, got an error on rank 1",
-                   gdn.distributed.causal_conv1d_fn, torch.ones(8, 6), torch.ones(6, 4), group=group)  # fmt: skip
         else:
-            raises(ValueError, "group: expected ranks that all accept their arguments, got an error on rank 1",
-                   gdn.distributed.chunk_gated_delta_rule, **tokens(8), group=group)  # fmt: skip
+            good = {"x": torch.ones(8, 6), "weight": torch.ones(6, 4)} if "weight" in call.keywords else tokens(8)
+            text = "group: expected ranks that all accept their arguments, got an error on rank 1"
+            raises(ValueError, text, call.func, **good, group=group)
     assert time.monotonic() - begin < 20
 
 
