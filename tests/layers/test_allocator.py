@@ -31,6 +31,19 @@ def rows_of(sequence: CachedSequence, first: int = 0) -> torch.Tensor:
     return torch.tensor(sequence.blocks, dtype=torch.long)[positions // BLOCK] * BLOCK + positions % BLOCK
 
 
+def free_counts(allocator: CacheAllocator) -> tuple[int, int, int, int]:
+    """Blocks, state slots and sequences that are free, and prefixes that are kept."""
+    return allocator.num_free_blocks, allocator.num_free_state_slots, allocator.num_free_sequences, allocator.num_kept
+
+
+def add_and_keep(allocator: CacheAllocator, prompt: list[int], *lengths: int) -> CachedSequence:
+    """A sequence of the prompt, whose prefixes of these lengths are kept."""
+    sequence = allocator.add_prompt(prompt)
+    for length in lengths:
+        allocator.keep(allocator.checkpoint(sequence, length), prompt[:length])
+    return sequence
+
+
 class Contents:
     """Writes to and reads from the caches what an engine would: a value per token, per state slot and per ring."""
 
@@ -82,18 +95,14 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.counter += 1
         return self.counter
 
-    def free_counts(self) -> tuple[int, int, int, int]:
-        a = self.allocator
-        return a.num_free_blocks, a.num_free_state_slots, a.num_free_sequences, a.num_kept
-
     def attempt(self, call: Any, *arguments: Any) -> Any:
         """The result; "full" where the cache was full, and then nothing may have changed."""
-        before = self.free_counts()
+        before = free_counts(self.allocator)
         try:
             return call(*arguments)
         except CacheFullError as error:
             assert error.needed > error.free
-            assert self.free_counts() == before
+            assert free_counts(self.allocator) == before
             return "full"
 
     def pick(self, data: st.DataObject) -> tuple[CachedSequence, dict[str, Any]]:
@@ -234,7 +243,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         for checkpoint, _, _ in self.checkpoints:
             if checkpoint.is_live:
                 self.allocator.drop(checkpoint)
-        assert self.free_counts() == (BLOCKS, STATE_SLOTS, SEQUENCES, 0)
+        assert free_counts(self.allocator) == (BLOCKS, STATE_SLOTS, SEQUENCES, 0)
 
 
 AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -293,7 +302,7 @@ def test_the_last_block_and_the_last_slot_are_given_out(allocator: CacheAllocato
 @pytest.mark.parametrize("method", ["copy_block", "copy_slot", "copy_ring"])
 def test_a_failed_copy_gives_back_what_was_taken(allocator: CacheAllocator, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     sequence = allocator.add(BLOCK + 1)
-    before = (allocator.num_free_blocks, allocator.num_free_state_slots, allocator.num_free_sequences)
+    before = free_counts(allocator)
     caches = allocator.caches
     owner = {"copy_block": caches, "copy_slot": caches.gdn, "copy_ring": caches.indexer}[method]
 
@@ -303,7 +312,7 @@ def test_a_failed_copy_gives_back_what_was_taken(allocator: CacheAllocator, monk
     monkeypatch.setattr(owner, method, fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         allocator.fork(sequence)
-    assert (allocator.num_free_blocks, allocator.num_free_state_slots, allocator.num_free_sequences) == before
+    assert free_counts(allocator) == before
     monkeypatch.undo()
     assert allocator.fork(sequence).blocks[0] == sequence.blocks[0]
 
@@ -311,9 +320,7 @@ def test_a_failed_copy_gives_back_what_was_taken(allocator: CacheAllocator, monk
 def test_kept_prefixes_make_room_the_longest_unused_first(allocator: CacheAllocator) -> None:
     prompts = [prompt_tokens(0, 70), [5] * 70]
     for prompt in prompts:
-        sequence = allocator.add_prompt(prompt)
-        allocator.keep(allocator.checkpoint(sequence, 64), prompt[:64])
-        allocator.free(sequence)
+        allocator.free(add_and_keep(allocator, prompt, 64))
     assert (allocator.num_kept, allocator.num_free_blocks) == (2, BLOCKS - 6)
     used = allocator.add_prompt(prompts[0])
     assert used.num_cached_tokens == 64 and allocator.num_free_blocks == BLOCKS - 7
@@ -332,9 +339,7 @@ def test_a_prefix_that_is_in_its_own_way_is_dropped() -> None:
     caches = HybridCaches(config, 3, BLOCK, 1, num_checkpoints=1, dtype=torch.float32)
     allocator = CacheAllocator(caches)
     prompt = list(range(65))
-    sequence = allocator.add_prompt(prompt)
-    allocator.keep(allocator.checkpoint(sequence, 64), prompt[:64])
-    allocator.free(sequence)
+    allocator.free(add_and_keep(allocator, prompt, 64))
     again = allocator.add_prompt(prompt)
     assert (again.num_cached_tokens, allocator.num_kept, len(again.blocks)) == (0, 0, 3)
 
@@ -384,8 +389,7 @@ def test_no_prefix_is_dropped_where_that_would_not_make_room() -> None:
     caches = HybridCaches(small_config(), BLOCKS, BLOCK, 2, num_checkpoints=1, dtype=torch.float32)
     allocator = CacheAllocator(caches)
     prompt = list(range(64))
-    sequence = allocator.add_prompt(prompt)
-    allocator.keep(allocator.checkpoint(sequence, 64), prompt)
+    sequence = add_and_keep(allocator, prompt, 64)
     reserved = allocator.checkpoint(sequence, 64)  # the third and last slot, neither kept nor dropped
     assert (allocator.num_free_state_slots, allocator.num_kept) == (0, 1)
     with pytest.raises(CacheFullError):
@@ -407,9 +411,7 @@ def test_a_prefix_that_alone_needs_a_cut_block_is_dropped(num_prefixes: int) -> 
     caches = HybridCaches(small_config(), 8, BLOCK, 2, num_checkpoints=2, dtype=torch.float32)
     allocator = CacheAllocator(caches)
     prompt = list(range(192))  # 8 blocks
-    sequence = allocator.add_prompt(prompt)
-    for length in (64, 192)[-num_prefixes:]:
-        allocator.keep(allocator.checkpoint(sequence, length), prompt[:length])
+    sequence = add_and_keep(allocator, prompt, *(64, 192)[-num_prefixes:])
     assert allocator.num_free_blocks == 0
     allocator.truncate(sequence, 190)
     assert (allocator.num_kept, sequence.num_tokens, len(sequence.blocks)) == (0, 190, 8)
@@ -420,8 +422,7 @@ def test_a_checkpoint_does_not_need_the_rows_after_its_own() -> None:
     """A prompt that goes on in the block where its prefix ends gives up drafts there: without a copy, though nothing is free."""
     allocator = CacheAllocator(HybridCaches(small_config(), 3, BLOCK, 1, num_checkpoints=1, dtype=torch.float32))
     prompt = list(range(65))
-    sequence = allocator.add_prompt(prompt)
-    allocator.keep(allocator.checkpoint(sequence, 64), prompt[:64])
+    sequence = add_and_keep(allocator, prompt, 64)
     blocks = list(sequence.blocks)
     allocator.extend(sequence, 4)
     allocator.truncate(sequence, 66)
@@ -433,8 +434,7 @@ def test_a_cut_block_that_others_need_is_refused_and_nothing_dropped(holder: str
     """No prefix goes where that would not help: a fork, or a checkpoint that is not offered yet, needs the block too."""
     allocator = CacheAllocator(HybridCaches(small_config(), 8, BLOCK, 2, num_checkpoints=2, dtype=torch.float32))
     prompt = list(range(192))
-    sequence = allocator.add_prompt(prompt)
-    allocator.keep(allocator.checkpoint(sequence, 192), prompt)
+    sequence = add_and_keep(allocator, prompt, 192)
     _ = allocator.fork(sequence) if holder == "fork" else allocator.checkpoint(sequence, 192)
     with pytest.raises(CacheFullError):
         allocator.truncate(sequence, 190)
@@ -444,13 +444,11 @@ def test_a_cut_block_that_others_need_is_refused_and_nothing_dropped(holder: str
 def test_all_prompts_or_none(allocator: CacheAllocator) -> None:
     """A kept prefix that one prompt takes the place of stays where the next prompt finds no room."""
     prompt = prompt_tokens(0, 65)
-    sequence = allocator.add_prompt(prompt)
-    allocator.keep(allocator.checkpoint(sequence, 64), prompt[:64])
-    allocator.free(sequence)
-    before = (allocator.num_free_blocks, allocator.num_free_state_slots, allocator.num_free_sequences)
+    allocator.free(add_and_keep(allocator, prompt, 64))
+    before = free_counts(allocator)
     with pytest.raises(CacheFullError):
         allocator.add_prompts([[1] * (BLOCK * (BLOCKS - 1)), [2] * (2 * BLOCK)])
-    assert (allocator.num_free_blocks, allocator.num_free_state_slots, allocator.num_free_sequences) == before
+    assert free_counts(allocator) == before
     assert allocator.add_prompt(prompt).num_cached_tokens == 64
     assert allocator.add_prompts([]) == []
 
@@ -458,10 +456,7 @@ def test_all_prompts_or_none(allocator: CacheAllocator) -> None:
 def test_a_prefix_may_be_too_long(allocator: CacheAllocator) -> None:
     """Of the prefixes of a prompt, the longest that is not longer than asked for is taken."""
     prompt = prompt_tokens(0, 130)
-    sequence = allocator.add_prompt(prompt)
-    for length in (64, 128):
-        allocator.keep(allocator.checkpoint(sequence, length), prompt[:length])
-    allocator.free(sequence)
+    allocator.free(add_and_keep(allocator, prompt, 64, 128))
     for most, cached in ((None, 128), (128, 128), (127, 64), (63, 0), (0, 0)):
         again = allocator.add_prompt(prompt, most)
         assert again.num_cached_tokens == cached

@@ -47,6 +47,11 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def close_pools(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    for pool, other in zip(found, wanted, strict=True):
+        close(pool, other)
+
+
 def test_a_draft_tree_runs_every_path_from_the_root() -> None:
     layer, hidden = layer_of(), inputs(layer_of(), 11)
     parents = [-1, 0, 0, 2, 1, 2]  # of six nodes
@@ -88,8 +93,7 @@ def test_head_dims_without_a_fused_prefill_run_its_steps() -> None:
     metadata = builder.build(*arguments, num_draft_tokens=[1, -1, -1, -1])
     hidden = inputs(layer, 80)
     close(layer(hidden, metadata, *both[0]), apart(hidden, metadata, *both[1]))
-    for one_pool, other in zip(*both, strict=True):
-        close(one_pool, other)
+    close_pools(*both)
 
 
 @pytest.mark.parametrize("kind", ["decode", "spec", "prefill", "mixed", "empty"])
@@ -108,8 +112,7 @@ def test_rows_of_padding_change_nothing(kind: str) -> None:
     wanted = layer(hidden[:tokens], metadata, *plain)
     found = layer(hidden, metadata, *padded)
     close(found[:tokens], wanted)
-    for one_pool, other in zip(plain, padded, strict=True):
-        close(one_pool, other)
+    close_pools(plain, padded)
     touched = [not torch.equal(old, new) for old, new in zip(pools(layer, 1)[1], plain[1], strict=True)]
     assert any(touched) == (kind != "empty") and not any(touched[7:])
 
@@ -127,8 +130,7 @@ def test_rows_of_a_captured_batch_are_padding_in_an_engines_convention(is_spec: 
     wanted = layer(hidden[:tokens], builder.build(lengths, [9, 9], slots, **draft), *alone)
     close(found[:tokens], wanted)
     assert not found[tokens:].any()
-    for one_pool, other in zip(states, alone, strict=True):
-        close(one_pool, other)
+    close_pools(states, alone)
 
 
 def test_an_engines_metadata_needs_no_field_of_ours() -> None:

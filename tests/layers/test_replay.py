@@ -35,7 +35,12 @@ def life_of(engine: Engine, steps: int) -> list[list[int]]:
     return found
 
 
-def check_engine(num_spec: int, steps: int, lives: int, switch: Callable[..., env.Switches]) -> None:
+@pytest.mark.parametrize(
+    ("num_spec", "steps", "lives"), [(2, 3, 1), *(pytest.param(num_spec, 12, 2, marks=pytest.mark.cover) for num_spec in (0, 2))]
+)
+def test_the_engine_generates_what_it_does_without(
+    num_spec: int, steps: int, lives: int, switch: Callable[..., env.Switches]
+) -> None:
     model, tokens = make_model("dense, experts"), []
     for value in ("0", "1"):
         switch(GDN_REPLAY=value)
@@ -44,16 +49,6 @@ def check_engine(num_spec: int, steps: int, lives: int, switch: Callable[..., en
         assert engine.caches.gdn.slots_per_sequence == (1 if value == "1" else 1 + num_spec)
         tokens.append([life_of(engine, steps) for _ in range(lives)])  # the second on slots that were used
     assert tokens[0] == tokens[1]
-
-
-def test_the_engine_generates_what_it_does_without(switch: Callable[..., env.Switches]) -> None:
-    check_engine(2, 3, 1, switch)
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("num_spec", [0, 2])
-def test_the_engine_generates_what_it_does_without_for_long(num_spec: int, switch: Callable[..., env.Switches]) -> None:
-    check_engine(num_spec, 12, 2, switch)
 
 
 def caches_of(**changes: Any) -> HybridCaches:

@@ -65,28 +65,27 @@ def hybrid() -> tuple[HybridModel, HybridConfig]:
     return model_of(hf.build("qwen3_5", 5))
 
 
+EVERY = [list(range(first, min(first + AT_ONCE, LENGTH + 1))) for first in range(1, LENGTH + 1, AT_ONCE)]
+
+
+@pytest.mark.parametrize(
+    ("splits", "is_packaged"),
+    [
+        ([1, 3, 64, 65, 150, 199], False),
+        ([1, 63, 180], True),
+        *(pytest.param(splits, False, marks=pytest.mark.cover) for splits in EVERY),
+    ],
+)
 @pytest.mark.parametrize("num_spec", [0, NUM_SPEC])
-def test_some_splits_equal_one_pass(hybrid: tuple[HybridModel, HybridConfig], num_spec: int) -> None:
-    run(*hybrid, [1, 3, 64, 65, 150, 199], num_spec, seed=11)
+def test_every_split_equals_one_pass(
+    hybrid: tuple[HybridModel, HybridConfig], num_spec: int, splits: list[int], is_packaged: bool
+) -> None:
+    run(*hybrid, splits, num_spec, seed=splits[1], is_packaged=is_packaged)
 
 
-def test_splits_with_experts_and_an_indexer() -> None:
-    run(*model_of(hf.build("qwen4_exp", 5)), [1, 61, 197], NUM_SPEC, seed=12, is_packaged=True)
+SOME = [pytest.param(list(range(first, first + 40, 7)), marks=pytest.mark.cover) for first in range(1, LENGTH, 40)]
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("first", range(1, LENGTH, 40))
-def test_more_splits_with_experts_and_an_indexer(first: int) -> None:
-    run(*model_of(hf.build("qwen4_exp", 5)), list(range(first, first + 40, 7)), NUM_SPEC, seed=first, is_packaged=True)
-
-
-@pytest.mark.parametrize("num_spec", [0, NUM_SPEC])
-def test_splits_with_the_metadata_of_the_package(hybrid: tuple[HybridModel, HybridConfig], num_spec: int) -> None:
-    run(*hybrid, [1, 63, 180], num_spec, seed=13, is_packaged=True)
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("first", range(1, LENGTH + 1, AT_ONCE))
-@pytest.mark.parametrize("num_spec", [0, NUM_SPEC])
-def test_every_split_equals_one_pass(hybrid: tuple[HybridModel, HybridConfig], num_spec: int, first: int) -> None:
-    run(*hybrid, list(range(first, min(first + AT_ONCE, LENGTH + 1))), num_spec, seed=first)
+@pytest.mark.parametrize("splits", [[1, 61, 197], *SOME])
+def test_splits_with_experts_and_an_indexer(splits: list[int]) -> None:
+    run(*model_of(hf.build("qwen4_exp", 5)), splits, NUM_SPEC, seed=splits[1], is_packaged=True)
