@@ -29,6 +29,5 @@ def test_repeated_calls_do_not_come_to_prepare(monkeypatch: pytest.MonkeyPatch) 
             call = host_cost.call_of(op, CPU, None)
             call()
             with monkeypatch.context() as patched:
-                for place in ("gdn.runtime.prepare",):
-                    patched.setattr(place, None)
+                patched.setattr("gdn.runtime.prepare", None)
                 call()

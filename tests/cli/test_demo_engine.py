@@ -30,10 +30,12 @@ FORMS: dict[str, dict[str, Any]] = {
 LAYERS = ("linear_attention", "full_attention", "linear_attention")
 
 
-def make_model(form: str = "token-wise", seed: int = 0, null_slot: int = -1) -> HybridModel:
+def make_model(form: str = "token-wise", null_slot: int = -1, **changes: Any) -> HybridModel:
+    """changes: of the configuration."""
     shared = {"num_hidden_layers": 3, "layer_types": LAYERS, "intermediate_size": 24, "shared_expert_intermediate_size": 8}
-    model = HybridModel(small_config(**shared, vocab_size=61, **FORMS[form]), null_slot=null_slot, dtype=torch.float32)
-    fill_randomly(model, seed)
+    config = small_config(**shared, vocab_size=61, **FORMS[form], **changes)
+    model = HybridModel(config, null_slot=null_slot, dtype=torch.float32)
+    fill_randomly(model)
     return model
 
 
@@ -414,9 +416,7 @@ def test_integers_of_other_libraries_are_tokens() -> None:
 
 def test_sequences_are_not_longer_than_the_positions_of_the_model() -> None:
     """Refused when the engine is made; later, positions after the table's last row would be its last row's."""
-    shared = {"num_hidden_layers": 3, "layer_types": LAYERS, "intermediate_size": 24, "vocab_size": 61}
-    model = HybridModel(small_config(**shared, max_position_embeddings=80), dtype=torch.float32)
-    fill_randomly(model)
+    model = make_model(max_position_embeddings=80)
     with pytest.raises(ValueError, match=r"max_seq_len: expected at most 80 \(max_position_embeddings of the model\), got 81"):
         make_engine(model, max_seq_len=81)
     engine = make_engine(model, max_seq_len=80)
@@ -430,9 +430,7 @@ def test_sequences_are_not_longer_than_the_positions_of_the_model() -> None:
 @pytest.mark.parametrize("form", ["token-wise", "compressed"])
 def test_layers_refuse_sequences_beyond_the_table(form: str, layer: str) -> None:
     """Metadata and caches that are not an engine's: known from the host's bound, before anything is written."""
-    shared = {"num_hidden_layers": 3, "layer_types": LAYERS, "intermediate_size": 24, "vocab_size": 61}
-    model = HybridModel(small_config(**shared, **FORMS[form], max_position_embeddings=32), dtype=torch.float32)
-    fill_randomly(model)
+    model = make_model(form, max_position_embeddings=32)
     server = Server(model, model.config, 1, 48)
     server.step([[1] * 30])
     before = copy.deepcopy(server.caches)
