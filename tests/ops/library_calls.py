@@ -1,4 +1,5 @@
-"""Calls of every operator for the tests of torch.library: by a number of tokens, and seeded ones in all their forms."""
+"""Calls of every operator for the tests of torch.library: by a number of tokens, and seeded ones in all their forms; and what
+these tests do with calls: copy, compile and compare them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +10,7 @@ import torch
 import gdn
 from gdn.ops.attention.attention import _dense
 from gdn.ops.attention.sparse_attention import attend
+from gdn.testing.compare import same_bits
 from tests.described import plain
 from tests.ops.spoiling.call import Call
 from tests.ops.spoiling.calls import OPERATORS, good_call
@@ -28,6 +30,30 @@ def seeded(name: str, seed: int) -> Call:
     if name == "gather_indexer_cache":
         call.arguments.setdefault("num_rows", int(call.arguments["cu_seqlens"][-1]))
     return call
+
+
+def copied(arguments: Arguments) -> Arguments:
+    """The arguments with tensors of their own."""
+    return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def compiled(function: Any, backend: str = "aot_eager", dynamic: bool | None = None) -> Any:
+    """The function compiled anew, as one graph."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
+
+
+def check_same(found: Any, given: Arguments, expected: Any, plain: Arguments) -> None:
+    """Two calls have the same results, and have left the same in their arguments."""
+    for have, want in zip(as_tuple(found), as_tuple(expected), strict=True):
+        assert have is want is None or same_bits(have, want)
+    for name, x in plain.items():
+        assert not isinstance(x, torch.Tensor) or same_bits(given[name], x), name
 
 
 def of_schema(name: str, arguments: Arguments) -> tuple[Any, Arguments]:

@@ -145,11 +145,8 @@ def test_prefill_rows_take_torchs_attention_and_decode_rows_the_paged_kernel(
     assert [call.args[0].shape[0] for call in torchs.call_args_list] == groups
 
 
-@pytest.mark.parametrize("missing", ["seq_lens_host", "query_lens_host"])
-def test_without_both_lengths_all_rows_take_the_paged_kernel_and_nothing_is_read(missing: str) -> None:
-    arguments = step(*STEPS["mixed"])
-    del arguments[missing]
-    paged = mock.Mock(return_value=(arguments["q"], arguments["q"]))
+def run_without_values(arguments: Arguments, paged: mock.Mock) -> None:
+    """A call as on a device, where no value may be read. paged: in the place of the paged kernel."""
     forbidden = mock.Mock(side_effect=AssertionError("a value was read"))
     with (
         mock.patch.multiple(module, attend_checked=paged, check_values=mock.Mock()),
@@ -157,19 +154,21 @@ def test_without_both_lengths_all_rows_take_the_paged_kernel_and_nothing_is_read
         mock.patch.multiple(torch.Tensor, item=forbidden, tolist=forbidden, cpu=forbidden, __bool__=forbidden),
     ):
         gdn.attention(**arguments)
+
+
+@pytest.mark.parametrize("missing", ["seq_lens_host", "query_lens_host"])
+def test_without_both_lengths_all_rows_take_the_paged_kernel_and_nothing_is_read(missing: str) -> None:
+    arguments = step(*STEPS["mixed"])
+    del arguments[missing]
+    paged = mock.Mock(return_value=(arguments["q"], arguments["q"]))
+    run_without_values(arguments, paged)
     assert paged.call_count == 1 and paged.call_args.args[0] is arguments["q"]
 
 
 def test_prefill_reads_no_value_on_a_device() -> None:
     arguments = step(*STEPS["mixed"])
     paged = mock.Mock(return_value=(None, torch.zeros(3, 4)))
-    forbidden = mock.Mock(side_effect=AssertionError("a value was read"))
-    with (
-        mock.patch.multiple(module, attend_checked=paged, check_values=mock.Mock()),
-        mock.patch.object(host_lengths, "reads_values", lambda device: False),
-        mock.patch.multiple(torch.Tensor, item=forbidden, tolist=forbidden, cpu=forbidden, __bool__=forbidden),
-    ):
-        gdn.attention(**arguments)
+    run_without_values(arguments, paged)
     assert paged.call_count == 1
 
 

@@ -4,7 +4,6 @@ Calls are drawn, and every dimension that may be empty is emptied (`tests.ops.em
 here, and named in the error.
 """
 
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import gdn
 from gdn import runtime
 from gdn.device import H100
 from gdn.runtime import registry
@@ -124,11 +122,6 @@ def check(operator: str, seed: int, form: str, given: Call, wanted: Sequence[Any
         snapshot.is_kept_but(call.get("out"), torch.ones_like(call.get("out"), dtype=torch.bool))
     assert snapshot.is_kept(), "something was written"
     return True
-
-
-def test_every_operator_has_a_row() -> None:
-    public = {name for name in gdn.__all__ if inspect.isfunction(getattr(gdn, name))} & set(OPERATORS)
-    assert set(RESULTS) == set(OPERATORS) == public
 
 
 def check_forms(operator: str, seed: int, given: Call, wanted: Sequence[Any], kernels: "Kernels | None" = None) -> set[str]:

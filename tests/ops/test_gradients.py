@@ -11,7 +11,7 @@ from gdn import runtime
 from gdn.testing.compare import same_bits
 from tests.ops.contract_kernel import ContractKernel
 from tests.ops.indexer_kernels import StandIn
-from tests.ops.library_calls import BY_TOKENS, REGISTERED, of_schema
+from tests.ops.library_calls import BY_TOKENS, REGISTERED, as_tuple, compiled, of_schema
 from tests.ops.test_decode_launch import Kernel, arguments_of
 from tests.ops.test_memory import arguments as pooled
 from tests.ops.test_prefill_launch import Kernel as PrefillKernel
@@ -26,9 +26,8 @@ def eager(name: str, arguments: Arguments) -> Any:
     return getattr(gdn, name)(**arguments)
 
 
-def compiled(name: str, arguments: Arguments) -> Any:
-    torch._dynamo.reset()
-    return torch.compile(getattr(gdn, name), fullgraph=True, backend="aot_eager")(**arguments)
+def in_a_graph(name: str, arguments: Arguments) -> Any:
+    return compiled(getattr(gdn, name))(**arguments)
 
 
 def registered(name: str, arguments: Arguments) -> Any:
@@ -36,16 +35,12 @@ def registered(name: str, arguments: Arguments) -> Any:
     return operator(**given)
 
 
-WAYS = {"eager": eager, "compiled": compiled, "torch.ops": registered}
+WAYS = {"eager": eager, "compiled": in_a_graph, "torch.ops": registered}
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a leaf": lambda x: x.clone().requires_grad_(),
     "computed": lambda x: x.clone().requires_grad_() * 1,
     "a parameter": lambda x: torch.nn.Parameter(x.clone()),
 }
-
-
-def leaves(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, tuple) else [value]
 
 
 def changed(arguments: Arguments, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
@@ -61,7 +56,7 @@ def changed(arguments: Arguments, change: Callable[[torch.Tensor], torch.Tensor]
 
 
 def same(found: Any, expected: Any, given: Arguments, plain: Arguments, graphs: dict[str, Any]) -> None:
-    for have, want in zip(leaves(found), leaves(expected), strict=True):
+    for have, want in zip(as_tuple(found), as_tuple(expected), strict=True):
         if want is None:
             assert have is None
             continue

@@ -7,7 +7,7 @@ import torch
 
 import gdn
 from gdn.testing.compare import same_bits
-from tests.ops.library_calls import BY_TOKENS, REGISTERED
+from tests.ops.library_calls import BY_TOKENS, REGISTERED, check_same, compiled
 
 # No size among the fixed ones of these calls: sizes that are equal at first are taken to be equal always.
 COUNTS = (6, 8, 7)
@@ -16,16 +16,10 @@ COUNTS = (6, 8, 7)
 @pytest.mark.parametrize("name", REGISTERED)
 def test_one_graph_for_all_numbers_of_tokens(name: str) -> None:
     function: Any = getattr(gdn, name)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    graph = compiled(function, dynamic=True)
     for count in COUNTS:
         arguments, others = BY_TOKENS[name](count), BY_TOKENS[name](count)
-        found, expected = compiled(**arguments), function(**others)
-        for have, want in zip(*((x if isinstance(x, tuple) else (x,)) for x in (found, expected)), strict=True):
-            assert have is want is None or same_bits(have, want)
-        for argument, x in others.items():
-            assert not isinstance(x, torch.Tensor) or same_bits(arguments[argument], x), argument
+        check_same(graph(**arguments), arguments, function(**others), others)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -37,26 +31,22 @@ def test_sizes_that_are_read_from_a_tensor() -> None:
         starts = torch.zeros(q.shape[0], dtype=torch.int32)
         return gdn.mqa_logits(q, k, None, starts, starts + 9, k_scale=k_scale)
 
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     generator = torch.Generator().manual_seed(0)
     cache = torch.zeros(5, 16, 20, dtype=torch.uint8)
     gdn.write_indexer_cache(torch.randn(80, 16, generator=generator), cache, torch.arange(80))
     q = torch.randn(3, 4, 16, generator=generator).to(torch.float8_e4m3fn)
     tables = torch.tensor([[3, 0], [2, 1]], dtype=torch.int32)
-    compiled = torch.compile(scores, fullgraph=True, backend="aot_eager")
+    graph = compiled(scores)
     for bounds in ([0, 20, 23], [0, 1, 31], [0, 0, 12]):
         arguments = (cache, tables, torch.tensor(bounds), q)
-        assert same_bits(compiled(*arguments), scores(*arguments))
+        assert same_bits(graph(*arguments), scores(*arguments))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_both_phases_of_sparse_attention_are_one_graph() -> None:
     """Eight tokens a sequence are a step of decode, nine are prefill: two switches, one program."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(gdn.sparse_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    graph = compiled(gdn.sparse_attention, dynamic=True)
     for count in (6, 11):
         arguments = BY_TOKENS["sparse_attention"](count)
-        assert same_bits(compiled(**arguments), gdn.sparse_attention(**arguments))
+        assert same_bits(graph(**arguments), gdn.sparse_attention(**arguments))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gdn
-from tests.ops.library_calls import BY_TOKENS
+from tests.ops.library_calls import BY_TOKENS, compiled
 from tests.ops.spoiling import judge
 from tests.ops.spoiling.calls import OPERATORS
 
@@ -24,11 +24,6 @@ PER_OPERATOR = 3
 MORE_PER_OPERATOR = 8  # in the tests that take minutes
 
 
-def compiled(function: Any, arguments: Arguments, dynamic: bool | None = None) -> Any:
-    torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)(**arguments)
-
-
 def columns_of(name: str, arguments: Arguments) -> int:
     return 4 * 4 + 3 if name == "expand_topk_groups" else arguments["k" if name == "topk_indices" else "topk"]
 
@@ -39,7 +34,7 @@ def test_out_of_a_selection(name: str, dynamic: bool) -> None:
     function, arguments = getattr(gdn, name), BY_TOKENS[name](6)
     columns = columns_of(name, arguments)
     good = torch.zeros(6, columns, dtype=torch.int32)
-    assert compiled(function, arguments | {"out": good}, dynamic) is good
+    assert compiled(function, dynamic=dynamic)(**arguments | {"out": good}) is good
     bad = {
         "elements that do not overlap": good[:1].expand(6, -1),
         "a contiguous last dimension": good[:, :1].expand(-1, columns),
@@ -47,7 +42,7 @@ def test_out_of_a_selection(name: str, dynamic: bool) -> None:
     }
     for text, out in bad.items():
         with pytest.raises(Exception, match=f"out: expected {text}"):
-            compiled(function, arguments | {"out": out}, dynamic)
+            compiled(function, dynamic=dynamic)(**arguments | {"out": out})
 
 
 @pytest.mark.parametrize(
@@ -66,7 +61,7 @@ def test_out_of_a_selection(name: str, dynamic: bool) -> None:
 def test_a_flag_of_another_kind(name: str, argument: str, value: Any, text: str) -> None:
     """A schema would take True for 1, and names nothing."""
     with pytest.raises(Exception, match=f"{argument}: expected {text}"):
-        compiled(getattr(gdn, name), BY_TOKENS[name](6) | {argument: value})
+        compiled(getattr(gdn, name))(**BY_TOKENS[name](6) | {argument: value})
 
 
 @pytest.mark.parametrize("count", [PER_OPERATOR, pytest.param(MORE_PER_OPERATOR, marks=pytest.mark.cover)])
@@ -83,7 +78,7 @@ def test_rows_of_the_table_of_spoilings(operator: str, count: int) -> None:
         spoiled = found[1]
         names = {name.split("[")[0] for name in {row.argument} | spoiled.names}
         with spoiled.around(), pytest.raises(Exception) as error:
-            compiled(getattr(gdn, operator), spoiled.call.arguments)
+            compiled(getattr(gdn, operator))(**spoiled.call.arguments)
         named = {
             word for before in re.findall(r"([\w\[\], ]+): expected", str(error.value)) for word in re.findall(r"\w+", before)
         }

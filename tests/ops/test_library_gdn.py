@@ -8,62 +8,48 @@ import torch
 
 import gdn
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
-from gdn.testing.compare import same_bits
-from tests.ops.library_calls import BY_TOKENS, seeded
+from tests.ops.library_calls import BY_TOKENS, as_tuple, check_same, compiled, copied, of_schema, seeded
 
 Arguments = dict[str, Any]
 
-CHUNK: list[dict[str, Any]] = [
-    {},
-    {"has_final_state": False, "has_initial_state": False, "gate_dtype": None},
-    {"index_dtype": "int32", "has_mask": True, "has_checkpoints": True, "use_gate": True},
+NAMES = {"chunk": "chunk_gated_delta_rule", "recurrent": "fused_recurrent_gated_delta_rule"}
+# Form of a problem, by the operator.
+FORMS_OF_RULES: list[tuple[str, dict[str, Any]]] = [
+    ("chunk", {}),
+    ("chunk", {"has_final_state": False, "has_initial_state": False, "gate_dtype": None}),
+    ("chunk", {"index_dtype": "int32", "has_mask": True, "has_checkpoints": True, "use_gate": True}),
+    ("recurrent", {"state_v_first": True}),
+    ("recurrent", {"index_dtype": "int64", "write_every_token": True, "has_accepted": True}),
 ]
-RECURRENT: list[dict[str, Any]] = [
-    {"state_v_first": True},
-    {"index_dtype": "int64", "write_every_token": True, "has_accepted": True},
-]
+EXTRAS: dict[str, list[Arguments]] = {
+    "chunk": [{}, {"out": torch.zeros(1, 68, 4, 16)}],
+    "recurrent": [{}, {"inplace_final_state": True}, {"output_final_state": False}],
+}
 
 
-def twins(arguments: Arguments) -> tuple[Arguments, Arguments]:
-    """The same arguments twice, with tensors of their own."""
-    return arguments, {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+def rule_of(op: str, fields: dict[str, Any]) -> Arguments:
+    if op == "chunk":
+        return chunk_inputs(chunk_problem(**fields), lengths=[65, 0, 3])
+    return recurrent_inputs(recurrent_problem(**fields), lengths=[2, 0, 3])
 
 
 def same_results(function: Any, arguments: Arguments, backend: str) -> None:
     """Compiled as eager: results, effects on arguments, and which result is which argument."""
-    eager, traced = twins(arguments)
+    eager, traced = arguments, copied(arguments)
     expected = function(**eager)
-    torch._dynamo.reset()
-    got = torch.compile(function, fullgraph=True, backend=backend)(**traced)
-    if isinstance(expected, torch.Tensor):
-        expected, got = (expected,), (got,)
-    for want, have in zip(expected, got, strict=True):
-        if want is None:
-            assert have is None
-            continue
-        assert same_bits(have, want)
-        assert [name for name, x in eager.items() if x is want] == [name for name, x in traced.items() if x is have]
-    for name, x in eager.items():
-        if isinstance(x, torch.Tensor):
-            assert same_bits(traced[name], x), name
+    got = compiled(function, backend)(**traced)
+    check_same(got, traced, expected, eager)
+    for want, have in zip(as_tuple(expected), as_tuple(got), strict=True):
+        if want is not None:
+            assert [name for name, x in eager.items() if x is want] == [name for name, x in traced.items() if x is have]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("has_out", [False, True])
-@pytest.mark.parametrize("fields", CHUNK)
-def test_chunk(fields: dict[str, Any], has_out: bool, backend: str) -> None:
-    arguments = chunk_inputs(chunk_problem(**fields), lengths=[65, 0, 3])
-    if has_out:
-        arguments["out"] = torch.zeros(1, 68, 4, 16)
-    same_results(gdn.chunk_gated_delta_rule, arguments, backend)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("extra", [{}, {"inplace_final_state": True}, {"output_final_state": False}])
-@pytest.mark.parametrize("fields", RECURRENT)
-def test_recurrent(fields: dict[str, Any], extra: Arguments, backend: str) -> None:
-    arguments = {**recurrent_inputs(recurrent_problem(**fields), lengths=[2, 0, 3]), **extra}
-    same_results(gdn.fused_recurrent_gated_delta_rule, arguments, backend)
+@pytest.mark.parametrize(
+    ("op", "fields", "extra"), [(op, fields, extra) for op, fields in FORMS_OF_RULES for extra in EXTRAS[op]]
+)
+def test_rules(op: str, fields: dict[str, Any], extra: Arguments, backend: str) -> None:
+    same_results(getattr(gdn, NAMES[op]), rule_of(op, fields) | copied(extra), backend)
 
 
 def test_a_norm_without_a_residual() -> None:
@@ -85,23 +71,11 @@ def test_forms_that_are_not_the_plain_one(name: str) -> None:
     same_results(getattr(gdn, name), next(filter(FORMS[name], calls)), "aot_eager")
 
 
-def of_schema(arguments: Arguments, is_pooled: bool) -> Arguments:
-    """Arguments of the registered operator: a pool is written, and opcheck compares with ==."""
-    if is_pooled:
-        arguments["initial_state_written"] = arguments["initial_state"].nan_to_num_()
-        arguments["initial_state"] = None
-    return arguments
-
-
-@pytest.mark.parametrize("fields", CHUNK)
-def test_opcheck_chunk(fields: dict[str, Any]) -> None:
-    problem = chunk_problem(**fields)
-    arguments = chunk_inputs(problem, lengths=[65, 0, 3])
-    torch.library.opcheck(torch.ops.gdn.chunk_gated_delta_rule.default, (), of_schema(arguments, problem.pooled))
-
-
-@pytest.mark.parametrize("fields", RECURRENT)
-def test_opcheck_recurrent(fields: dict[str, Any]) -> None:
-    problem = recurrent_problem(**fields)
-    arguments = recurrent_inputs(problem, lengths=[2, 0, 3])
-    torch.library.opcheck(torch.ops.gdn.fused_recurrent_gated_delta_rule.default, (), of_schema(arguments, problem.pooled))
+@pytest.mark.parametrize(("op", "fields"), FORMS_OF_RULES)
+def test_opcheck(op: str, fields: dict[str, Any]) -> None:
+    """It compares with ==, which NaN is not: slots that nobody has hold it."""
+    arguments = rule_of(op, fields)
+    if arguments.get("initial_state") is not None:
+        arguments["initial_state"].nan_to_num_()
+    operator, given = of_schema(NAMES[op], arguments)
+    torch.library.opcheck(operator, (), given)

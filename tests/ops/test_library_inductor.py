@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import gdn
-from gdn.testing.compare import same_bits
-from tests.ops.library_calls import BY_TOKENS
+from tests.ops.library_calls import BY_TOKENS, as_tuple, check_same, compiled
 
 Arguments = dict[str, Any]
 TOKENS = 6
@@ -48,13 +47,8 @@ def test_inductor(form: str) -> None:
         first = next(name for name in ("q", "x") if name in given)
         given[first] = given[first] * 2
         found = getattr(gdn, name)(**given)
-        return tuple(None if x is None else x.float() + 1 for x in (found if isinstance(found, tuple) else (found,)))
+        return tuple(None if x is None else x.float() + 1 for x in as_tuple(found))
 
     plain, given = make(), make()
     expected = step(**plain)
-    torch._dynamo.reset()
-    found = torch.compile(step, fullgraph=True, backend="inductor")(**given)
-    for have, want in zip(found, expected, strict=True):
-        assert have is want is None or same_bits(have, want)
-    for argument, x in plain.items():
-        assert not isinstance(x, torch.Tensor) or same_bits(given[argument], x), argument
+    check_same(compiled(step, "inductor")(**given), given, expected, plain)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.library_calls import REGISTERED, of_schema, seeded
+from tests.ops.library_calls import REGISTERED, as_tuple, copied, of_schema, seeded
 
 SEEDS = range(40)
 FORMS = 1  # of a call, with FP8 tensors and without
@@ -17,8 +17,7 @@ ALL = ("test_schema", *WITHOUT_SCHEMA)
 
 
 def has_fp8(operator: Any, arguments: dict[str, Any]) -> bool:
-    results = operator(**{key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in arguments.items()})
-    tensors = [*arguments.values(), *(results if isinstance(results, tuple) else [results])]
+    tensors = [*arguments.values(), *as_tuple(operator(**copied(arguments)))]
     return any(isinstance(x, torch.Tensor) and x.dtype == FP8 for x in tensors)
 
 

@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 import gdn
 from gdn.core.call import operator_named
 from gdn.testing.compare import same_bits
-from tests.ops.library_calls import BY_TOKENS, REGISTERED
+from tests.ops.library_calls import BY_TOKENS, REGISTERED, as_tuple
 
 Arguments = dict[str, Any]
 Step = Callable[..., Any]
@@ -127,10 +127,6 @@ FORMS: dict[str, tuple[Callable[[str, int, int, str], Made], list[str]]] = {
 }
 CASES = [(name, form, mode) for form, (_, names) in FORMS.items() for name in names for mode in MODES]
 QUICK = [("prepare_indexer", "arguments", "default"), ("prepare_indexer", "halves", "default")]
-
-
-def as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def compare(name: str, form: str, mode: str, sizes: list[tuple[int, int]], device: str = "cpu") -> None:

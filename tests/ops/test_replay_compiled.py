@@ -7,14 +7,10 @@ import torch
 
 import gdn
 from gdn.testing.compare import same_bits
-from tests.ops.library_calls import of_schema
+from tests.ops.library_calls import compiled, copied, of_schema
 from tests.ops.test_replay_args import CALLS, Arguments
 
 Tensor = torch.Tensor
-
-
-def copied(given: Arguments) -> Arguments:
-    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in given.items()}
 
 
 def outcome(function: Any, given: Arguments) -> list[Tensor]:
@@ -30,24 +26,15 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(operator, (), given, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("form", ["compiled", "exported"])
-def test_the_same_outcome(form: str) -> None:
-    check_outcome("fold_states", form)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_the_same_outcome_in_inference_mode(name: str) -> None:
-    check_outcome(name, "inference")
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("name", ["fused_recurrent_gated_delta_rule", "fused_gdn_decode"])
-@pytest.mark.parametrize("form", ["compiled", "exported"])
-def test_the_same_outcome_of_a_decode_call(name: str, form: str) -> None:
-    check_outcome(name, form)
-
-
-def check_outcome(name: str, form: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        pytest.param(name, form, marks=() if form == "inference" or name == "fold_states" else pytest.mark.cover)
+        for name in CALLS
+        for form in ("inference", "compiled", "exported")
+    ],
+)
+def test_the_same_outcome(name: str, form: str) -> None:
     given, function = CALLS[name](), getattr(gdn, name)
     want = outcome(function, copied(given))
     flags = {key: x for key, x in given.items() if not isinstance(x, Tensor)}
@@ -62,8 +49,7 @@ def check_outcome(name: str, form: str) -> None:
         with torch.inference_mode():
             got = outcome(Program(), own)
     elif form == "compiled":
-        torch._dynamo.reset()
-        got = outcome(torch.compile(Program(), backend="aot_eager", fullgraph=True), own)
+        got = outcome(compiled(Program()), own)
     else:
         got = outcome(torch.export.export(Program(), (), tensors).module(), own)
     assert all(same_bits(x, y) for x, y in zip(got, want, strict=True))
