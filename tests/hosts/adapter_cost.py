@@ -16,7 +16,7 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -68,18 +68,14 @@ class Added:
 HEADER = f"{'us a call: least, median':36}  {'adapter':>13}  {'without':>13}  {'added':>13}  {'views':>7}"
 
 
-def calls_of(step: Call) -> list[Call]:
-    """The operators that a step calls, each as a call of its own with the same arguments, written out as in a program."""
-    functions = {f"<gdn.{name}>": getattr(gdn, name) for name in OPERATORS}  # where the code of those that are bound is, too
-    found: list[Call] = []
+def watch(step: Call, begins: Callable[[Any], bool]) -> None:
+    """Runs a step. begins: sees the frame of every function outside of operators, and says whether an operator begins there."""
     inside: list[Any] = []  # the operator that runs: operators that call others are one
 
     def look(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and not inside and frame.f_code.co_filename in functions:
-            inside.append(frame)
-            found.append(
-                _written_out(functions[frame.f_code.co_filename], {**frame.f_globals.get("_given", {}), **frame.f_locals})
-            )
+        if event == "call" and not inside:
+            if begins(frame):
+                inside.append(frame)
         elif event == "return" and inside and inside[0] is frame:
             inside.clear()
 
@@ -88,6 +84,28 @@ def calls_of(step: Call) -> list[Call]:
         step()
     finally:
         sys.setprofile(None)
+
+
+def calls_of(step: Call) -> list[Call]:
+    """The operators that a step calls, each as a call of its own with the same arguments, written out as in a program."""
+    functions = {f"<gdn.{name}>": getattr(gdn, name) for name in OPERATORS}  # where the code of those that are bound is, too
+    found: list[Call] = []
+
+    def begins(frame: Any) -> bool:
+        function = functions.get(frame.f_code.co_filename)
+        if function is not None:
+            found.append(_written_out(function, {**frame.f_globals.get("_given", {}), **frame.f_locals}))
+        return function is not None
+
+    watch(step, begins)
+    return found
+
+
+def operators_of(path: Path) -> list[Call]:
+    """The operators that a path's step calls, as many as it says."""
+    found = calls_of(path.step)
+    if len(found) != path.operators:
+        raise ValueError(f"{path.what}: expected {path.operators} calls of operators, got {len(found)}")
     return found
 
 
@@ -118,10 +136,7 @@ class Timed:
     @staticmethod
     def of(path: Path) -> "Timed":
         path.step()
-        operators = calls_of(path.step)
-        if len(operators) != path.operators:
-            raise ValueError(f"{path.what}: expected {path.operators} calls of operators, got {len(operators)}")
-        return Timed(path, (path.step, _in_turn(path.apart, *operators)), ([], []))
+        return Timed(path, (path.step, _in_turn(path.apart, *operators_of(path))), ([], []))
 
     def run(self, batches: int, device: torch.device) -> None:
         for round_ in range(-2, batches):  # the first two warm up

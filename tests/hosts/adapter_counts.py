@@ -1,6 +1,5 @@
 """What an adapter does between its call and the call of its operator, counted: the same on every machine, loaded or not."""
 
-import sys
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
@@ -8,7 +7,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import gdn
-from tests.hosts.adapter_cost import Call, calls_of
+from tests.hosts.adapter_cost import Call, operators_of, watch
 from tests.hosts.adapter_paths import Path
 
 _FOLDER = str(File(gdn.__file__).parent)
@@ -24,32 +23,20 @@ class Counts(NamedTuple):
 def counts(path: Path) -> Counts:
     """Of one repeated call of a path."""
     _operations(path.step)  # the first calls make what later ones keep
-    operators = calls_of(path.step)
-    if len(operators) != path.operators:
-        raise ValueError(f"{path.what}: expected {path.operators} calls of operators, got {len(operators)}")
-    operations = _operations(path.step) - sum(map(_operations, operators)) - _operations(path.apart)
+    operations = _operations(path.step) - sum(map(_operations, operators_of(path))) - _operations(path.apart)
     return Counts(_frames(path.step), operations)
 
 
 def _frames(step: Call) -> int:
-    found, inside = 0, []  # type: ignore[var-annotated]  # the operator that runs
+    found = 0
 
-    def look(frame: Any, event: str, _: Any) -> None:
+    def begins(frame: Any) -> bool:
         nonlocal found
-        name = frame.f_code.co_filename
-        if event == "call" and not inside:
-            if name.startswith("<gdn."):
-                inside.append(frame)
-            elif name.startswith(_FOLDER):
-                found += 1
-        elif event == "return" and inside and inside[0] is frame:
-            inside.clear()
+        name: str = frame.f_code.co_filename
+        found += name.startswith(_FOLDER)
+        return name.startswith("<gdn.")
 
-    sys.setprofile(look)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
+    watch(step, begins)
     return found
 
 

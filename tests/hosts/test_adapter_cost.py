@@ -15,18 +15,8 @@ from tests.hosts.adapter_counts import Counts, counts
 from tests.hosts.adapter_paths import Path
 
 # Path -> the most functions and operations.
-VLLM = {
-    "vLLM, flat, decode": (6, 0),
-    "vLLM, flat, drafts": (6, 0),
-    "vLLM, flat, prompts": (6, 0),
-    "vLLM, flat, prompts, checkpoints": (8, 0),
-    "vLLM, flat, decode + prompts": (9, 3),
-    "vLLM, interleaved, decode": (6, 0),
-    "vLLM, interleaved, drafts": (6, 0),
-    "vLLM, interleaved, prompts": (6, 0),
-    "vLLM, interleaved, prompts, checkpoints": (8, 0),
-    "vLLM, interleaved, decode + prompts": (9, 3),
-}
+BATCHES = {"decode": (6, 0), "drafts": (6, 0), "prompts": (6, 0), "prompts, checkpoints": (8, 0), "decode + prompts": (9, 3)}
+VLLM = {f"vLLM, {layout}, {batch}": most for layout in ("flat", "interleaved") for batch, most in BATCHES.items()}
 SGLANG = {
     "SGLang, decode": (4, 2),
     "SGLang, packed_decode": (1, 4),

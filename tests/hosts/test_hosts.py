@@ -266,6 +266,12 @@ def test_jobs_run_at_once_and_end_at_the_limit(tmp_path: Path, capsys: pytest.Ca
     assert "this is why" in (told := capsys.readouterr().out) and "ends ## ended" in told
 
 
+def job_of(log: Path, plug: str, text: str, *, replay: bool = False) -> sides.Job:
+    """A job that has told this."""
+    log.write_text(text)
+    return sides.Job(log.name, "", [], sides.environment(plug, base={}, replay=replay), log)
+
+
 def test_a_side_without_a_served_layer_is_named(tmp_path: Path) -> None:
     jobs = []
     for name, plug, text in (
@@ -274,9 +280,7 @@ def test_a_side_without_a_served_layer_is_named(tmp_path: Path) -> None:
         ("none", "on", "gdn INFO: vllm: 0 Gated DeltaNet layers run on gdn's kernels; 3 left to the host: float16"),
         ("silent", "on", "the plugin was not found"),
     ):
-        log = tmp_path / name
-        log.write_text(text)
-        jobs.append(sides.Job(name, "", [], sides.environment(plug, base={}), log))
+        jobs.append(job_of(tmp_path / name, plug, text))
     assert sides.unserved(jobs) == ["none", "silent"]
 
 
@@ -288,9 +292,7 @@ def test_a_side_that_does_not_replay_is_named(tmp_path: Path) -> None:
         ("on", "on", True, f"{line}by replay: a ring of 22 rows"),
         ("refused", "on", True, f"{line}without replay: a KV connector moves the parts of a block that it knows"),
     ):
-        log = tmp_path / name
-        log.write_text(text)
-        jobs.append(sides.Job(name, "", [], sides.environment(plug, base={}, replay=replay), log))
+        jobs.append(job_of(tmp_path / name, plug, text, replay=replay))
     assert sides.unreplayed(jobs) == ["refused"] and sides.unserved(jobs) == []
 
 
@@ -386,18 +388,25 @@ def test_a_table_says_what_fails() -> None:
     assert not vllm_speed.table({"next-f32": {"off": off}})[1], "a side that is missing does not hold"
 
 
+def run_speed(monkeypatch: pytest.MonkeyPatch, script: Path, case: str) -> dict[str, dict[str, float]]:
+    """Figures of one case that are measured by this script, next to which everything is written."""
+    folder = str(script.parent)
+    monkeypatch.setattr(
+        sys, "argv", ["speed", "run", "--script", str(script), "--cases", case, "--out", folder, "--scratch", folder]
+    )
+    monkeypatch.setenv("VLLM_MODELS", folder)
+    vllm_speed.main()
+    found: dict[str, dict[str, float]] = json.loads((script.parent / f"speed_{case}.json").read_text())[case]
+    return found
+
+
 def test_a_case_with_replay_counts_only_where_layers_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "script.py"
-    monkeypatch.setattr(sys, "argv", [
-        "speed", "run", "--script", str(script), "--cases", "next-replay-f32", "--out", str(tmp_path), "--scratch", str(tmp_path),
-    ])  # fmt: skip
-    monkeypatch.setenv("VLLM_MODELS", str(tmp_path))
     for line, is_there in ((PRINTED, False), (PRINTED.replace("4.2 s", "4.2 s; decode by replay: a ring of 22 rows"), True)):
         script.write_text(f"import os\nprint({line!r})\nassert os.environ['GDN_REPLAY'] == '1'")
-        vllm_speed.main()
-        found = json.loads((tmp_path / "speed_next-replay-f32.json").read_text())["next-replay-f32"]
+        found = run_speed(monkeypatch, script, "next-replay-f32")
         assert ("prefill" in found["on"]) is is_there and found["off"]["prefill"] == 858.3
         assert ("no layer decodes by replay" in capsys.readouterr().out) is not is_there
 
@@ -405,13 +414,7 @@ def test_a_case_with_replay_counts_only_where_layers_replay(
 def test_a_script_that_fails_leaves_its_figures_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import os, sys\nprint({PRINTED!r})\nsys.exit('why' if os.environ['GDN_VLLM'] == 'strict' else 0)")
-    monkeypatch.setattr(sys, "argv", [
-        "speed", "run", "--script", str(script), "--cases", "next-bf16", "--out", str(tmp_path), "--scratch", str(tmp_path),
-    ])  # fmt: skip
-    monkeypatch.setenv("VLLM_MODELS", str(tmp_path))
-    vllm_speed.main()
-    found = json.loads((tmp_path / "speed_next-bf16.json").read_text())
-    assert found["next-bf16"]["off"]["prefill"] == 858.3
+    assert run_speed(monkeypatch, script, "next-bf16")["off"]["prefill"] == 858.3
     monkeypatch.setattr(sys, "argv", ["speed", "table", str(tmp_path)])
     with pytest.raises(SystemExit) as left:
         vllm_speed.main()
