@@ -213,11 +213,11 @@ def test_states_from_inside_prompts() -> None:
     engine = Engine(host)
     first, second = engine.new(), engine.new()
     engine.run([Row(first, 3)])
-    kept, start = host.free.pop(), Running(0, state=second.state, window=second.window)
+    kept = host.free.pop()
     engine.stand_in.checkpoint = [(0, 0), (64, kept)]
     engine.run([Row(first, 1), Row(second, 90)])
     qkvz, ba = (x[:64] for x in second.history)
-    _, states, line = engine.recurrence(start, qkvz, ba)
+    _, states, line = host.recurrence(qkvz, ba, *host.nothing())
     hit = Running(kept, 64, 1, (qkvz, ba), states[-1], line[-(WIDTH - 1) :])
     assert int(engine.views.state_tokens[kept]) == 64 and int(engine.views.state_tokens[second.block]) == 90
     for rows in ([Row(hit, 1), Row(first, 1)], [Row(second, 1), Row(hit, 7)]):

@@ -1,6 +1,7 @@
 """A stand-in for vLLM around one Gated DeltaNet layer: the layer's attributes, pages as vLLM plans them, and its metadata.
 
-`Host.expected` is a float64 loop over the tokens of a sequence, which says what a step must return and leave in the pages.
+`Host.recurrence` is a float64 loop over tokens, which says what a step must return and leave in the pages.
+`Host.expected` runs it over the whole of a sequence.
 """
 
 import random
@@ -94,18 +95,26 @@ class Host:
 
     def expected(self, own: Sequence, new: int) -> tuple[Tensor, Tensor, Tensor]:
         """Results [new, HV, V] of the last tokens of a sequence, the states after each of them, and the last window."""
+        results, states, line = self.recurrence(own.qkvz, own.ba, *self.nothing())
+        return results[-new:], states, line[-(WIDTH - 1) :]
+
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        """State and window of a sequence without tokens."""
+        return torch.zeros(HV, self.V, self.K).double(), torch.zeros(WIDTH - 1, self.channels).double()
+
+    def recurrence(self, qkvz: Tensor, ba: Tensor, state: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Results of the tokens that follow a state and a window, the states after each, and the line of inputs they end."""
         layer = self.layer
-        line = own.qkvz[:, : self.channels].double()
-        weight = layer.conv1d.weight[:, 0].double()
-        padded = torch.cat([torch.zeros(WIDTH - 1, self.channels).double(), line])
-        mixed = functional.silu(torch.stack([(padded[t : t + WIDTH] * weight.T).sum(0) for t in range(len(line))]))
+        line = torch.cat([window, qkvz[:, : self.channels].double()])
+        weight = layer.conv1d.weight[:, 0].double().T
+        mixed = functional.silu(torch.stack([(line[t : t + WIDTH] * weight).sum(0) for t in range(len(qkvz))]))
         q, k, v = mixed.split([H * self.K, H * self.K, HV * self.V], dim=-1)
         q, k = (functional.normalize(x.view(-1, H, self.K), dim=-1).repeat_interleave(HV // H, 1) for x in (q, k))
-        v, z = v.view(-1, HV, self.V), own.qkvz[:, self.channels :].double().view(-1, HV, self.V)
-        b, a = own.ba.double().chunk(2, dim=-1)
+        v, z = v.view(-1, HV, self.V), qkvz[:, self.channels :].double().view(-1, HV, self.V)
+        b, a = ba.double().chunk(2, dim=-1)
         decay = (-layer.A_log.double().exp() * functional.softplus(a + layer.dt_bias.double())).exp()
-        state, results, states = torch.zeros(HV, self.V, self.K).double(), [], []
-        for t in range(len(line)):
+        results, states = [], []
+        for t in range(len(qkvz)):
             state = state * decay[t, :, None, None]
             u = b[t].sigmoid()[:, None] * (v[t] - torch.einsum("hvk,hk->hv", state, k[t]))
             state = state + u[:, :, None] * k[t][:, None]
@@ -113,7 +122,7 @@ class Host:
             o = o * (o.square().mean(-1, keepdim=True) + layer.layer_norm_epsilon).rsqrt() * layer.norm.weight.double()
             results.append(o * (z[t].sigmoid() if layer.norm.activation == "sigmoid" else functional.silu(z[t])))
             states.append(state)
-        return torch.stack(results)[-new:], torch.stack(states), padded[-(WIDTH - 1) :]
+        return torch.stack(results), torch.stack(states), line
 
     # --- a batch as vLLM hands it over ----------------------------------------------------------------------------------------
 

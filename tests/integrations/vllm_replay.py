@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 import gdn
 from gdn.integrations._vllm_pages import page_of
@@ -88,8 +87,7 @@ class Engine:
         host = self.host
         own.computed, own.accepted = 0, 1
         own.history = (torch.zeros(0, host.channels + HV * host.V), torch.zeros(0, 2 * HV))
-        own.state = torch.zeros(HV, host.V, host.K, dtype=torch.float64)
-        own.window = torch.zeros(WIDTH - 1, host.channels, dtype=torch.float64)
+        own.state, own.window = host.nothing()
         return own
 
     def end(self, own: Running) -> None:
@@ -110,7 +108,7 @@ class Engine:
         assert not core[count:].any()
         assert all(torch.equal(pages[0], kept) for pages, kept in zip(host.layer.kv_cache, nobody, strict=True))
         for row, (qkvz, ba), found in zip(rows, drawn, core[:count].split([row.tokens for row in rows]), strict=True):
-            results, states, line = self.recurrence(row.own, qkvz, ba)
+            results, states, line = host.recurrence(qkvz, ba, row.own.state, row.own.window)
             self._note((found - results).abs())
             own, kept = row.own, row.tokens
             if row.drafts != NO_DRAFTS:
@@ -123,27 +121,6 @@ class Engine:
     def _note(self, errors: Tensor) -> None:
         """Keeps the worst, which is not a number once one was not."""
         self.worst = float(torch.maximum(torch.tensor(self.worst), errors.max().float()))
-
-    def recurrence(self, own: Running, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Results of new tokens, the states after each of them, and the line of inputs that ends with them."""
-        host, layer = self.host, self.host.layer
-        line = torch.cat([own.window, qkvz[:, : host.channels].double()])
-        weight = layer.conv1d.weight[:, 0].double().T
-        mixed = functional.silu(torch.stack([(line[t : t + WIDTH] * weight).sum(0) for t in range(len(qkvz))]))
-        q, k, v = mixed.split([H * host.K, H * host.K, HV * host.V], dim=-1)
-        q, k = (functional.normalize(x.view(-1, H, host.K), dim=-1).repeat_interleave(HV // H, 1) for x in (q, k))
-        v, z = v.view(-1, HV, host.V), qkvz[:, host.channels :].double().view(-1, HV, host.V)
-        b, a = ba.double().chunk(2, dim=-1)
-        decay = (-layer.A_log.double().exp() * functional.softplus(a + layer.dt_bias.double())).exp()
-        state, results, states = own.state, [], []
-        for t in range(len(qkvz)):
-            state = state * decay[t, :, None, None]
-            state = state + (b[t].sigmoid()[:, None] * (v[t] - (state @ k[t][..., None])[..., 0]))[..., None] * k[t][:, None]
-            o = (state @ q[t][..., None])[..., 0] * host.K**-0.5
-            o = o * (o.square().mean(-1, keepdim=True) + layer.layer_norm_epsilon).rsqrt() * layer.norm.weight.double()
-            results.append(o * (z[t].sigmoid() if layer.norm.activation == "sigmoid" else functional.silu(z[t])))
-            states.append(state)
-        return torch.stack(results), torch.stack(states), line
 
     def check_states(self, every: list[Running]) -> None:
         """Folds into copies, so that the sequences go on as they are, and compares; windows too."""
