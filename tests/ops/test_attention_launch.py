@@ -6,33 +6,23 @@ import pytest
 import torch
 
 import gdn
-from gdn import runtime
 from gdn.core.tensors import is_aligned
 from gdn.ops.attention.inputs import random_positions
 from gdn.ops.attention.problem import SparseDecodeParams, SparseDecodeProblem, SparsePrefillParams, SparsePrefillProblem
 from gdn.ops.attention.sparse_attention import attend
 from gdn.testing.compare import same_bits
+from tests.ops.stand_in import StandIn
 from tests.references import reference
 
 INT32, INT64 = torch.int32, torch.int64
 WORKSPACE = 48
 
 
-class StandIn:
-    """Takes the place of runtime.prepare: checks the form of every argument, and computes from exactly those."""
-
-    def __init__(self) -> None:
-        self.problems: list[Any] = []
-        self.launches = 0
-
-    def prepare(self, problem: Any, device: Any, backend: str | None = None) -> runtime.Prepared:
-        self.problems.append(problem)
-        choice = runtime.Choice(problem.op, "tilelang")
-        return runtime.Prepared("tilelang", None, WORKSPACE, lambda params: self.launch(problem, params), choice)
+class Kernels(StandIn):
+    backend, workspace_bytes = "tilelang", WORKSPACE
 
     def launch(self, p: Any, params: Any) -> None:
         assert isinstance(params, SparseDecodeParams if isinstance(p, SparseDecodeProblem) else SparsePrefillParams)
-        self.launches += 1
         tokens, heads, dim = params.q.shape
         assert (tokens, heads, dim) == (p.num_tokens, p.num_heads, p.head_dim) and params.q.is_contiguous()
         assert params.k_cache.shape[1:] == params.v_cache.shape[1:] == (p.block_size, p.num_kv_heads, p.head_dim)
@@ -65,9 +55,7 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    made = StandIn()
-    monkeypatch.setattr(runtime, "prepare", made.prepare)
-    return made
+    return Kernels().put(monkeypatch)
 
 
 def arguments_of(tokens: int = 3, *, index_dtype: torch.dtype = INT32, length: bool = False, packed: bool = False) -> Any:

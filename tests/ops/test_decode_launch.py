@@ -1,6 +1,5 @@
 """The host path of the fused decode with a stand-in for its kernel: what is launched, and that repeated calls launch the same."""
 
-import importlib
 from typing import Any
 
 import pytest
@@ -8,8 +7,8 @@ import torch
 
 import gdn
 from gdn.ops.layer_step.problem import GdnDecodeParams, GdnDecodeProblem
-from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import same_bits
+from tests.ops.stand_in import StandIn
 from tests.references import reference
 
 H, HV, K, V, W = 2, 4, 32, 32, 4
@@ -19,27 +18,13 @@ POOLS = ("conv_state", "ssm_state", "intermediate_states")
 Arguments = dict[str, Any]
 
 
-class Kernel:
-    """Takes the place of gdn.runtime.prepare; holds the launch to the contract of the family's Params, then computes."""
-
-    def __init__(self) -> None:
-        self.launches = self.prepared = 0
-        self.problem: GdnDecodeProblem | None = None
-
-    def prepare(self, problem: GdnDecodeProblem, device: torch.device, backend: str | None) -> Prepared:
-        self.prepared += 1
-        self.problem = problem
-        return Prepared("cute", None, 0, self.launch, Choice(problem.op, "cute"))
-
-    def launch(self, params: GdnDecodeParams) -> None:
+class Kernel(StandIn):
+    def launch(self, problem: GdnDecodeProblem, params: GdnDecodeParams) -> None:
         (
             mixed_qkv, z, b, a, conv_state, conv_weight, conv_bias, A_log, dt_bias, norm_weight, ssm_state, state_indices,
             num_accepted_tokens, cu_seqlens, rounding_seed, kept, kept_rows, ring, state_tokens, num_computed_tokens, out,
             scale, eps, null_slot, fold_phase,
         ) = params  # fmt: skip
-        problem = self.problem
-        assert problem is not None
-        self.launches += 1
         tensors = {
             "z_dtype": z, "a_dtype": a, "b_dtype": b, "weight_dtype": conv_weight, "bias_dtype": conv_bias, "A_log_dtype": A_log,
             "dt_bias_dtype": dt_bias, "norm_dtype": norm_weight, "conv_dtype": conv_state, "state_dtype": ssm_state,
@@ -81,10 +66,7 @@ def layout_of(problem: GdnDecodeProblem) -> str:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    operator, made = importlib.import_module("gdn.ops.layer_step.decode"), Kernel()
-    monkeypatch.setattr(operator, "prepare", made.prepare)
-    env.reload()  # forgets calls seen before
-    return made
+    return Kernel().put(monkeypatch)
 
 
 def arguments_of(rows: int, seed: int = 0, **changes: Any) -> Arguments:

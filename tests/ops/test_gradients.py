@@ -10,7 +10,7 @@ import gdn
 from gdn import runtime
 from gdn.testing.compare import same_bits
 from tests.ops.contract_kernel import ContractKernel
-from tests.ops.indexer_kernels import StandIn
+from tests.ops.indexer_kernels import IndexerKernels
 from tests.ops.library_calls import BY_TOKENS, REGISTERED, as_tuple, compiled, of_schema
 from tests.ops.test_decode_launch import Kernel, arguments_of
 from tests.ops.test_memory import arguments as pooled
@@ -108,7 +108,7 @@ def test_autocast(name: str, way: str, dtype: torch.dtype) -> None:
         ("fused_recurrent_gated_delta_rule", lambda: pooled("fused_recurrent_gated_delta_rule"), ContractKernel),
         ("fused_gdn_decode", lambda: arguments_of(TOKENS), Kernel),
         ("fused_gdn_prefill", lambda: prefill_arguments(TOKENS), PrefillKernel),
-        ("quantize_fp8", lambda: BY_TOKENS["quantize_fp8"](TOKENS), StandIn),
+        ("quantize_fp8", lambda: BY_TOKENS["quantize_fp8"](TOKENS), IndexerKernels),
     ],
 )
 def test_repeated_calls_of_a_kernel(

@@ -10,7 +10,8 @@ import torch
 import gdn
 from gdn import runtime
 from gdn.testing.compare import same_bits
-from tests.ops.indexer_kernels import FP8, StandIn
+from tests.ops.indexer_kernels import FP8, IndexerKernels
+from tests.ops.stand_in import StandIn
 from tests.references import reference
 
 Arguments = dict[str, Any]
@@ -19,9 +20,7 @@ D = 64
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    found = StandIn()
-    monkeypatch.setattr(runtime, "prepare", found.prepare)
-    return found
+    return IndexerKernels().put(monkeypatch)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import gdn
-from gdn import runtime
 from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
 from gdn.ops.indexer.oracle import exact_mqa_logits, exact_paged_mqa_logits, logits_error
 from gdn.ops.indexer.problem import (
@@ -22,6 +21,7 @@ from gdn.ops.indexer.problem import (
     TopkProblem,
 )
 from gdn.ops.indexer.reference import key_range, list_short_rows
+from tests.ops.stand_in import StandIn
 from tests.references import reference
 
 FP8 = torch.float8_e4m3fn
@@ -40,23 +40,16 @@ def weights_form(weights, rows, problem):
         assert str(weights.dtype) == f"torch.{problem.weights_dtype}"
 
 
-class StandIn:
-    """Takes the place of runtime.prepare: remembers problems, counts launches."""
+class Kernels(StandIn):
+    backend = "tilelang"
 
-    def __init__(self):
-        self.problems, self.launches = [], 0
-
-    def prepare(self, problem, device, backend=None):
-        self.problems.append(problem)
+    def launch(self, problem, params):
         kinds = {MqaLogitsProblem: self.ragged, PagedMqaLogitsProblem: self.paged, TopkProblem: self.topk}
-        launch = kinds[type(problem)]
-        choice = runtime.Choice(problem.op, "tilelang")
-        return runtime.Prepared("tilelang", None, 0, lambda params: launch(problem, params), choice)
+        kinds[type(problem)](problem, params)
 
     def ragged(self, p, params):
         assert isinstance(params, MqaLogitsParams)
         q, k, k_scale, weights, starts, ends, out, scale, least = params
-        self.launches += 1
         assert least == 0 or not p.clean
         assert p.num_queries and p.num_keys and p.num_columns
         contiguous(q, (p.num_queries, p.num_heads, p.head_dim), getattr(torch, p.dtype))
@@ -79,7 +72,6 @@ class StandIn:
     def topk(self, p, params):
         assert isinstance(params, TopkParams)
         logits, starts, ends, positions, out, list_short, num_keys, drafts = params
-        self.launches += 1
         assert list_short in (0, 1)
         assert p.num_rows and p.k
         assert tuple(logits.shape) == (p.num_rows, p.num_columns) and logits.stride(1) == 1
@@ -112,7 +104,6 @@ class StandIn:
     def paged(self, p, params):
         assert isinstance(params, PagedMqaLogitsParams)
         q, cache, weights, context_lens, block_tables, out, scale, least = params
-        self.launches += 1
         assert least == 0 or not p.clean
         contiguous(q, (p.batch, p.next_n, p.num_heads, p.head_dim), getattr(torch, p.dtype))
         row = p.head_dim + 4 if p.has_k_scale else p.head_dim
@@ -138,9 +129,7 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    found = StandIn()
-    monkeypatch.setattr(runtime, "prepare", found.prepare)
-    return found
+    return Kernels().put(monkeypatch)
 
 
 @pytest.mark.parametrize("weights", [None, "float32", "bfloat16", "float16", "float64"])

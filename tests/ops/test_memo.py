@@ -20,7 +20,7 @@ from gdn.testing.compare import same_bits
 from tests.ops.bad_calls import CHUNK, RECURRENT, Arguments, Bad, check, good_chunk, good_recurrent
 from tests.ops.contract_kernel import ContractKernel
 from tests.ops.test_delta_rule_host import misaligned
-from tests.ops.test_logits_launch import StandIn
+from tests.ops.test_logits_launch import Kernels
 
 CHUNK_NAME, RECURRENT_NAME = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
 
@@ -250,10 +250,8 @@ def test_explain_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def logits(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    stand_in = StandIn()
-    monkeypatch.setattr(runtime, "prepare", stand_in.prepare)
-    return stand_in
+def logits(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    return Kernels().put(monkeypatch)
 
 
 def ragged_call(seed: int) -> Arguments:
@@ -275,7 +273,7 @@ LOGITS = [(gdn.mqa_logits, ragged_call), (gdn.paged_mqa_logits, paged_call)]
 
 @pytest.mark.parametrize("has_out", [False, True])
 @pytest.mark.parametrize(("function", "make"), LOGITS)
-def test_repeated_logits(logits: StandIn, function: Any, make: Callable[[int], Arguments], has_out: bool) -> None:
+def test_repeated_logits(logits: Kernels, function: Any, make: Callable[[int], Arguments], has_out: bool) -> None:
     def call(arguments: Arguments) -> torch.Tensor:
         columns = arguments.get("max_context_len", 75)
         out = torch.full((arguments["weights"].shape[0], columns), torch.nan) if has_out else None
@@ -303,7 +301,7 @@ def test_repeated_logits(logits: StandIn, function: Any, make: Callable[[int], A
     ],
 )
 def test_equal_logits_arguments_are_not_the_same(
-    logits: StandIn, function: Any, make: Callable[[int], Arguments], good: Arguments, bad: Arguments
+    logits: Kernels, function: Any, make: Callable[[int], Arguments], good: Arguments, bad: Arguments
 ) -> None:
     function(**{**make(0), **good})
     with pytest.raises(TypeError):
@@ -311,7 +309,7 @@ def test_equal_logits_arguments_are_not_the_same(
     assert logits.launches == 1
 
 
-def test_logits_arguments_are_converted_every_time(logits: StandIn) -> None:
+def test_logits_arguments_are_converted_every_time(logits: Kernels) -> None:
     def ragged(seed: int) -> torch.Tensor:
         arguments = ragged_call(seed)
         for name in ("cu_seqlen_ks", "cu_seqlen_ke"):

@@ -116,8 +116,7 @@ def test_a_plan_serves_no_overlap(kernel: ContractKernel, name: str, guard: str,
 
 def test_states_and_windows_of_one_page_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools as engines keep them: a slot's window and its state next to each other. An overlap of the two is refused."""
-    stand_in = Kernel()
-    monkeypatch.setattr(runtime, "prepare", stand_in.prepare)
+    stand_in = Kernel().put(monkeypatch)
     good = arguments_of(4)
     apart = good | {name: good[name].clone() for name in ("conv_state", "ssm_state")}
     expected = gdn.fused_gdn_decode(**apart)

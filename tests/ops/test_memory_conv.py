@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import gdn
-from gdn import runtime
 from gdn.problem import Problem
-from gdn.runtime import Choice, Prepared
 from gdn.testing.compare import same_bits
+from tests.ops.stand_in import StandIn
 from tests.references import reference
 
 BF16, INT32 = torch.bfloat16, torch.int32
@@ -22,20 +21,15 @@ def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-class Kernels:
-    """Takes the place of runtime.prepare. In place, the two forms that read rows again must have got a temporary."""
+class Kernels(StandIn):
+    """In place, the two forms that read rows again must have got a temporary."""
 
     def __init__(self) -> None:
-        self.launches, self.in_place = 0, 0
+        super().__init__()
+        self.in_place = 0
 
-    def prepare(self, problem: Problem, device: torch.device, backend: str | None = None) -> Prepared:
-        kernel = {"conv1d": self.prefill, "conv1d_update": self.update}[problem.op]
-
-        def launch(params: Any) -> None:
-            self.launches += 1
-            kernel(problem, *params)
-
-        return Prepared("cute", None, 0, launch, Choice(problem.op, "cute"))
+    def launch(self, problem: Problem, params: Any) -> None:
+        {"conv1d": self.prefill, "conv1d_update": self.update}[problem.op](problem, *params)
 
     def prefill(
         self, p: Any, x: Any, weight: Any, bias: Any, states: Any, offsets: Any, indices: Any, mask: Any,
@@ -119,7 +113,7 @@ def test_in_place(form: str, has_kernel: bool, monkeypatch: pytest.MonkeyPatch) 
     name, make, writes_x = FORMS[form]
     kernels = Kernels()
     if has_kernel:
-        monkeypatch.setattr(runtime, "prepare", kernels.prepare)
+        kernels.put(monkeypatch)
     pool = "conv_states" if name == "causal_conv1d_fn" else "conv_state"
     apart, in_place = make(), make()
     apart["x"] = apart["x"].clone()
@@ -145,7 +139,7 @@ def test_another_part_of_x_is_refused(form: str, has_kernel: bool, monkeypatch: 
     name, make, _ = FORMS[form]
     kernels = Kernels()
     if has_kernel:
-        monkeypatch.setattr(runtime, "prepare", kernels.prepare)
+        kernels.put(monkeypatch)
     arguments = make()
     rows = torch.cat([arguments["x"], arguments["x"][:1]])
     before = rows.clone()

@@ -1,6 +1,5 @@
 """The host path of the residual norm, with a stand-in for its kernel: what is launched, also by repeated calls."""
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,27 +8,20 @@ import torch
 
 import gdn
 from gdn.ops.layer_step.problem import AddRmsNormParams, AddRmsNormProblem
-from gdn.runtime import Choice, Prepared, env
+from tests.ops.stand_in import StandIn
 from tests.references import reference
 
 BF16 = torch.bfloat16
 Arguments = dict[str, Any]
 
 
-class Kernel:
-    """Takes the place of gdn.runtime.prepare; holds the launch to the contract of the family's Params, then computes."""
-
+class Kernel(StandIn):
     def __init__(self) -> None:
-        self.launches = self.prepared = 0
+        super().__init__()
         self.read: Any = None  # x of the last launch
-
-    def prepare(self, problem: AddRmsNormProblem, device: torch.device, backend: str | None) -> Prepared:
-        self.prepared += 1
-        return Prepared("cute", None, 0, lambda params: self.launch(problem, params), Choice(problem.op, "cute"))
 
     def launch(self, problem: AddRmsNormProblem, params: AddRmsNormParams) -> None:
         x, residual, weight, scale, normed, total, eps = params
-        self.launches += 1
         self.read = x
         assert problem.has_residual == (residual is not None) == (total is not None) and isinstance(eps, float)
         dtypes = {"dtype": x, "weight_dtype": weight, "layer_scale_dtype": scale}
@@ -51,10 +43,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    operator, made = importlib.import_module("gdn.ops.layer_step.norm"), Kernel()
-    monkeypatch.setattr(operator, "prepare", made.prepare)
-    env.reload()  # forgets calls seen before
-    return made
+    return Kernel().put(monkeypatch)
 
 
 def arguments_of(*shape: int, seed: int = 0, wide: int = 0, shift: int = 0, **dtypes: torch.dtype) -> Arguments:

@@ -1,7 +1,6 @@
 """The fused prefill step: bad calls; and its host path with a stand-in for the kernel: what is launched, and that repeated calls
 launch the same."""
 
-import importlib
 from typing import Any
 
 import pytest
@@ -9,9 +8,9 @@ import torch
 
 import gdn
 from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
-from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import error, same_bits
 from tests.ops.bad_calls import Bad, check
+from tests.ops.stand_in import StandIn
 from tests.references import reference
 
 H, HV, K, V, W = 2, 4, 16, 16, 4
@@ -22,22 +21,10 @@ KEPT = ("checkpoint_states", "checkpoint_windows")
 Arguments = dict[str, Any]
 
 
-class Kernel:
-    """Takes the place of gdn.runtime.prepare; holds the launch to the contract of the family's Params, then computes."""
+class Kernel(StandIn):
+    workspace_bytes = 512
 
-    def __init__(self) -> None:
-        self.launches = self.prepared = 0
-        self.problem: GdnPrefillProblem | None = None
-
-    def prepare(self, problem: GdnPrefillProblem, device: torch.device, backend: str | None) -> Prepared:
-        self.prepared += 1
-        self.problem = problem
-        return Prepared("cute", None, 512, self.launch, Choice(problem.op, "cute"))
-
-    def launch(self, params: GdnPrefillParams) -> None:
-        problem, p = self.problem, params
-        assert problem is not None
-        self.launches += 1
+    def launch(self, problem: GdnPrefillProblem, p: GdnPrefillParams) -> None:
         tensors = {
             "z_dtype": p.z, "a_dtype": p.a, "b_dtype": p.b, "weight_dtype": p.conv_weight, "bias_dtype": p.conv_bias,
             "norm_dtype": p.norm_weight, "conv_dtype": p.conv_states, "state_dtype": p.ssm_state, "index_dtype": p.state_indices,
@@ -77,10 +64,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    operator, made = importlib.import_module("gdn.ops.layer_step.prefill"), Kernel()
-    monkeypatch.setattr(operator, "prepare", made.prepare)
-    env.reload()  # forgets calls seen before
-    return made
+    return Kernel().put(monkeypatch)
 
 
 def prefill_arguments(rows: int, seed: int = 0, **changes: Any) -> Arguments:

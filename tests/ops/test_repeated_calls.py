@@ -17,24 +17,23 @@ from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
 from tests.described import plain
 from tests.ops.spoiling.calls import OPERATORS, cover_from, good_call
+from tests.ops.stand_in import StandIn
 
 Arguments = dict[str, Any]
 NAMES = sorted(OPERATORS)
 
 
-class Kernels:
-    """Stands in for every kernel: counts choices, keeps the arguments of launches, computes nothing."""
+class Kernels(StandIn):
+    """Stands in for every kernel: keeps the arguments of launches, computes nothing."""
+
+    workspace_bytes = 64
 
     def __init__(self) -> None:
-        self.prepared = 0
+        super().__init__()
         self.launched: list[Any] = []
         self.left: int | None = None  # launches until one fails
 
-    def prepare(self, problem: Any, device: Any, backend: str | None = None) -> runtime.Prepared:
-        self.prepared += 1
-        return runtime.Prepared("cute", None, 64, self.launch, runtime.Choice(problem.op, "cute"))
-
-    def launch(self, params: Any) -> None:
+    def launch(self, problem: Any, params: Any) -> None:
         if self.left is not None:
             self.left -= 1
             if self.left < 0:
@@ -53,14 +52,11 @@ class Kernels:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    made = Kernels()
-    monkeypatch.setattr(runtime, "prepare", made.prepare)
     monkeypatch.setattr(runtime, "can_run", lambda *_: True)
     # What nobody has written is equal then.
     monkeypatch.setattr(torch, "empty", torch.zeros)
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
-    env.reload()
-    yield made
+    yield Kernels().put(monkeypatch)
     env.reload()
 
 

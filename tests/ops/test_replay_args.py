@@ -1,6 +1,5 @@
 """Errors of replay decode: one wrong argument at a time, named, before anything is written."""
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 import gdn
-from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.ops.test_decode_launch import HV, H, K, V, arguments_of
 from tests.ops.test_decode_launch import Kernel as DecodeKernel
@@ -216,9 +214,7 @@ def test_kernels_serve_a_ring(backend: str) -> None:
 
 def test_a_repeated_call_launches_with_the_new_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of an earlier call: same results as the ordinary path, with other positions and another ring."""
-    kernel = DecodeKernel()
-    monkeypatch.setattr(importlib.import_module("gdn.ops.layer_step.decode"), "prepare", kernel.prepare)
-    env.reload()
+    kernel = DecodeKernel().put(monkeypatch)
     for dtype in (torch.int32, torch.int64):
         outputs = []
         for _ in range(2):

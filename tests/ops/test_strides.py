@@ -15,9 +15,10 @@ import torch
 import gdn
 from gdn import runtime
 from gdn.problem import Problem
-from gdn.runtime import Choice, Prepared, log
+from gdn.runtime import log
 from tests.ops.contract_kernel import ContractKernel
 from tests.ops.spoiling.calls import OPERATORS, good_call
+from tests.ops.stand_in import Recorder
 from tests.ops.test_prefill_launch import prefill_arguments
 
 Tensor = torch.Tensor
@@ -32,24 +33,9 @@ WRITTEN = {
 }  # fmt: skip
 
 
-class Recorder:
-    """Takes the place of gdn.runtime.prepare: launches are kept, and compute nothing."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[Problem, Any]] = []
-
-    def prepare(self, problem: Problem, device: torch.device, backend: str | None = None) -> Prepared:
-        def launch(params: Any) -> None:
-            self.launched.append((problem, params))
-
-        return Prepared("cute", None, 1024, launch, Choice(problem.op, "cute"))
-
-
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    found = Recorder()
-    monkeypatch.setattr(runtime, "prepare", found.prepare)
-    return found
+    return Recorder().put(monkeypatch)
 
 
 def useless(x: Tensor, dim: int, stride: int) -> Tensor:

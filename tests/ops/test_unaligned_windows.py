@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import gdn
-from gdn.problem import Problem
-from gdn.runtime import Choice, Prepared, env
 from gdn.testing.compare import same_bits
+from tests.ops.stand_in import Recorder
 from tests.ops.test_decode_launch import arguments_of
 from tests.ops.test_prefill_launch import prefill_arguments
 from tests.references import reference
@@ -29,33 +28,27 @@ def conv_update() -> Arguments:
     return {"x": torch.randn(2, DIM).bfloat16(), "weight": torch.randn(DIM, WIDTH), "conv_state_indices": torch.tensor([3, 1])}
 
 
-# Operator: its module, the name of its pool, the module of its kernel, a call without the pool.
-CALLS: dict[str, tuple[str, str, str, Any]] = {
-    "causal_conv1d_fn": ("conv", "conv_states", "conv1d.prefill", conv_fn),
-    "causal_conv1d_update": ("conv", "conv_state", "conv1d.update", conv_update),
-    "fused_gdn_prefill": ("prefill", "conv_states", "gdn_prefill", lambda: prefill_arguments(70)),
-    "fused_gdn_decode": ("decode", "conv_state", "gdn_decode", lambda: arguments_of(4)),
+# Operator: the name of its pool, the module of its kernel, a call without the pool.
+CALLS: dict[str, tuple[str, str, Any]] = {
+    "causal_conv1d_fn": ("conv_states", "conv1d.prefill", conv_fn),
+    "causal_conv1d_update": ("conv_state", "conv1d.update", conv_update),
+    "fused_gdn_prefill": ("conv_states", "gdn_prefill", lambda: prefill_arguments(70)),
+    "fused_gdn_decode": ("conv_state", "gdn_decode", lambda: arguments_of(4)),
 }
 
 
 @pytest.mark.parametrize("operator", CALLS)
 def test_kernels_take_the_view(operator: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    name, pool, kernel, make = CALLS[operator]
+    pool, kernel, make = CALLS[operator]
     arguments = make()
     channels = arguments[pool].shape[1] if pool in arguments else DIM
     cache = torch.randn(9, channels, WIDTH).bfloat16()
     view = cache[..., 1:]
     assert view.data_ptr() % 16 == 2 and view.stride() == (channels * WIDTH, WIDTH, 1)
-    launched: list[tuple[Problem, Any]] = []
-
-    def prepare(problem: Problem, device: torch.device, backend: str | None) -> Prepared:
-        return Prepared("cute", None, 512, lambda params: launched.append((problem, params)), Choice(problem.op, "cute"))
-
-    monkeypatch.setattr(importlib.import_module(f"gdn.ops.layer_step.{name}"), "prepare", prepare)
-    env.reload()
+    recorder = Recorder().put(monkeypatch)
     with caplog.at_level(logging.WARNING, "gdn"):
         getattr(gdn, operator)(**arguments | {pool: view})
-    ((problem, params),) = launched
+    ((problem, params),) = recorder.launched
     given = getattr(params, pool)
     assert given.data_ptr() == view.data_ptr() and given.stride() == view.stride()
     assert not any(pool in record.getMessage() for record in caplog.records)
@@ -64,7 +57,7 @@ def test_kernels_take_the_view(operator: str, monkeypatch: pytest.MonkeyPatch, c
 
 @pytest.mark.parametrize("operator", CALLS)
 def test_the_view_is_updated_in_place(operator: str) -> None:
-    _, pool, _, make = CALLS[operator]
+    pool, _, make = CALLS[operator]
     arguments = make()
     arguments = {name: x.clone() if name == "ssm_state" else x for name, x in arguments.items()}
     channels = arguments[pool].shape[1] if pool in arguments else DIM
