@@ -93,7 +93,7 @@ def torch_unpad(problem: ChunkProblem, *values: Any) -> None:
 class Composed(ContractKernel):
     """The chunk module with torch in the place of what it compiles."""
 
-    def prepare(self, problem: Any, device: torch.device, backend: str | None) -> Prepared:
+    def prepare(self, problem: Any, device: torch.device, backend: str | None = None) -> Prepared:
         copies = {padding.PAD: functools.partial(torch_pad, problem), padding.UNPAD: functools.partial(torch_unpad, problem)}
         self.instead = head_dims.stand_in(problem)
         present = self.copies = _copies(problem, self.instead.head_k_dim)
@@ -101,19 +101,20 @@ class Composed(ContractKernel):
         launch = functools.partial(chunk.launch, compiled)
         return Prepared("cute", None, chunk.workspace_bytes(problem, None), launch, Choice("chunk", "cute"))
 
-    def workspace_bytes(self, problem: Any, config: Any) -> int:
-        return WORKSPACE_BYTES if isinstance(problem, ChunkProblem) else 0
-
-    def launch(self, functions: Any, problem: ChunkProblem | RecurrentProblem, config: Any, params: Any) -> None:
+    def launch_with(self, functions: Any, problem: ChunkProblem | RecurrentProblem, config: Any, params: Any) -> None:
         assert functions == {} and config is None  # the copies are not among them
+        self.launches += 1
         scale, null_slot = (params.scale, params.null_slot) if isinstance(params, RecurrentParams) else params[-2:]
         sizes = {"num_tokens": params[0].shape[-3], "num_sequences": params[12].shape[0] - 1}
-        self.problem = type(problem)(**problem.static_fields(), **sizes)
         assert null_slot == -1 and isinstance(scale, float)
-        (self.chunk if isinstance(self.problem, ChunkProblem) else self.recurrent)(params)
+        self.launch(type(problem)(**problem.static_fields(), **sizes), params)
 
     def launch_recurrent(self, functions: Any, params: Any) -> None:
-        self.launch(functions, self.instead, None, params)
+        self.launch_with(functions, self.instead, None, params)
+
+
+def workspace_bytes(problem: Any, config: Any) -> int:
+    return WORKSPACE_BYTES if isinstance(problem, ChunkProblem) else 0
 
 
 @functools.cache
@@ -125,8 +126,8 @@ def _copies(problem: ChunkProblem, dim: int) -> tuple[str, ...]:
 def composed(monkeypatch: pytest.MonkeyPatch) -> Composed:
     kernel = Composed()
     monkeypatch.setattr(operator, "prepare", kernel.prepare)
-    monkeypatch.setattr(head_dims, "kernel", lambda problem: kernel)
-    monkeypatch.setattr(head_dims.chunk, "launch_with", kernel.launch)
+    monkeypatch.setattr(head_dims, "kernel", lambda problem: SimpleNamespace(workspace_bytes=workspace_bytes))
+    monkeypatch.setattr(head_dims.chunk, "launch_with", kernel.launch_with)
     monkeypatch.setattr(head_dims.choice, "launch_with", kernel.launch_recurrent)
     return kernel
 

@@ -1,39 +1,28 @@
-"""Stand-ins for compiled kernels on the CPU: they hold the launch contract of the family's Params to its word, then compute.
+"""A stand-in for kernels of the delta rule, behind the whole host path: packing, constants, allocation, argument order."""
 
-`ContractKernel` takes the place of gdn.runtime.prepare in an operator module, so the whole host path of a kernel runs:
-packing, constants, allocation, argument order.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem, RecurrentParams, RecurrentProblem
 from gdn.problem import Problem
-from gdn.runtime import Choice, Prepared
+from tests.ops.stand_in import StandIn
 from tests.references import reference
 
 WORKSPACE_BYTES = 1024
 
 
-class ContractKernel:
+class ContractKernel(StandIn):
+    backend, workspace_bytes = "tilelang", WORKSPACE_BYTES
+
     def __init__(self) -> None:
-        self.problem: Any = None
+        super().__init__()
+        self.problem: Any = None  # of the last launch, as are the tensors
         self.tensors: dict[str, Any] = {}
-        self.launches = 0
-        self.prepared = 0  # calls that came as far as prepare
 
-    def prepare(self, problem: Problem, device: torch.device, backend: str | None) -> Prepared:
-        self.prepared += 1
+    def launch(self, problem: Problem, params: Any) -> None:
         self.problem = problem
-        kernel: Callable[..., None] = self.chunk if isinstance(problem, ChunkProblem) else self.recurrent
-
-        def launch(*tensors: Any) -> None:
-            self.problem = problem  # a prepared kernel may be launched again after another was
-            kernel(*tensors)
-
-        return Prepared("tilelang", None, WORKSPACE_BYTES, launch, Choice(problem.op, "tilelang"))
+        (self.chunk if isinstance(problem, ChunkProblem) else self.recurrent)(params)
 
     def chunk(self, params: ChunkParams) -> None:
         problem = self.problem
@@ -114,7 +103,6 @@ class ContractKernel:
         final_state: Any, final_state_indices: Any, cu_seqlens: Any, out: Any, scale: Any, null_slot: Any,
     ) -> None:  # fmt: skip
         p = self.problem
-        self.launches += 1
         self.tensors = {
             "q": q, "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": cu_seqlens, "initial_state": initial_state, "out": out,
         }  # fmt: skip

@@ -8,7 +8,6 @@ import torch
 import gdn
 from gdn.core import call
 from gdn.core.call import operator_of
-from gdn.ops.delta_rule import recurrent
 from gdn.ops.delta_rule.inputs import recurrent_inputs, recurrent_problem
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
@@ -26,8 +25,7 @@ def pooled(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_it_does_what_the_public_function_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = ContractKernel()
-    monkeypatch.setattr(recurrent, "prepare", kernel.prepare)
+    kernel = ContractKernel().put(monkeypatch)
     _, options = pooled(0)
     bound = operator_of(RULE).bind(**options)
     for seed in range(3):

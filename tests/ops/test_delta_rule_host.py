@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import gdn
-from gdn.ops.delta_rule import chunk, recurrent
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from gdn.ops.delta_rule.oracle import oracle_of
 from gdn.testing.compare import error, same_bits, token_error
@@ -19,10 +18,7 @@ HALF = 2**-7  # bfloat16 results against the float64 oracle
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> ContractKernel:
-    stand_in = ContractKernel()
-    monkeypatch.setattr(chunk, "prepare", stand_in.prepare)
-    monkeypatch.setattr(recurrent, "prepare", stand_in.prepare)
-    return stand_in
+    return ContractKernel().put(monkeypatch)
 
 
 CHUNK_VARIANTS: list[dict[str, Any]] = [

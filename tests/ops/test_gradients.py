@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import gdn
-from gdn import runtime
 from gdn.testing.compare import same_bits
 from tests.ops.contract_kernel import ContractKernel
 from tests.ops.indexer_kernels import IndexerKernels
@@ -115,8 +114,7 @@ def test_repeated_calls_of_a_kernel(
     name: str, make: Callable[[], Arguments], kernel: Callable[[], Any], change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is served from the memo, which knows nothing of gradients."""
-    made = kernel()
-    monkeypatch.setattr(runtime, "prepare", made.prepare)
+    made = kernel().put(monkeypatch)
     plain = make()
     expected = eager(name, plain)
     for _ in range(3):

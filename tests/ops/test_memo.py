@@ -11,7 +11,7 @@ import torch
 import gdn
 from gdn import runtime
 from gdn.core import memo
-from gdn.ops.delta_rule import chunk, recurrent
+from gdn.ops.delta_rule import chunk
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
 from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
@@ -27,14 +27,11 @@ CHUNK_NAME, RECURRENT_NAME = "chunk_gated_delta_rule", "fused_recurrent_gated_de
 
 @pytest.fixture(params=["torch", "python"])
 def kernel(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ContractKernel:
-    stand_in = ContractKernel()
-    monkeypatch.setattr(chunk, "prepare", stand_in.prepare)
-    monkeypatch.setattr(recurrent, "prepare", stand_in.prepare)
     if request.param == "python":
         monkeypatch.setattr(guards, "maker", lambda: guards.in_python)
     else:
         assert guards.maker() is not guards.in_python
-    return stand_in
+    return ContractKernel().put(monkeypatch)
 
 
 def pooled_chunk(seed: int) -> Arguments:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import gdn
-from gdn import runtime
 from gdn.problem import Problem
 from gdn.runtime import log
 from tests.ops.contract_kernel import ContractKernel
@@ -139,8 +138,7 @@ def test_one_token_of_one_head(stride: int, recorder: Recorder) -> None:
 
 def test_an_expanded_input_is_copied_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """By the chunk form alone: the recurrent kernels read by address."""
-    stand_in = ContractKernel()
-    monkeypatch.setattr(runtime, "prepare", stand_in.prepare)
+    ContractKernel().put(monkeypatch)
     monkeypatch.setattr(log, "_told", set())
     q = torch.randn(1, 5, 2, 16).bfloat16()
     arguments = {"q": q[:, :, :1].expand(q.shape), "k": q, "v": q, "use_qk_l2norm_in_kernel": True}
