@@ -13,6 +13,7 @@ from gdn.core.tensors import is_aligned
 from gdn.ops.attention.problem import AttentionPrefillParams, AttentionPrefillProblem, SparseDecodeParams
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
+from tests.ops.stand_in import StandIn
 from tests.ops.test_attention import STEPS, Arguments, oracle, step
 from tests.references import reference
 
@@ -20,12 +21,12 @@ INT32, INT64 = torch.int32, torch.int64
 DECODE, PREFILL = "sparse_attention_decode", "attention_prefill"
 
 
-class Kernels:
-    """Both kernels, in the place of runtime.prepare; `calls` has the operator and the number of rows of each launch."""
+class Kernels(StandIn):
+    """Both kernels; `calls` has the operator and the number of rows of each launch."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[tuple[str, int]] = []
-        self.problems: list[Any] = []
         self.fails_at = ""  # "prepare" or "launch" of the kernel of prefill
         self.serves = True
         self.sizes_are_of_a_launch = True  # not in a batch-invariant call, which may launch several times
@@ -35,10 +36,9 @@ class Kernels:
         return self.serves
 
     def prepare(self, problem: Any, device: Any, backend: str | None = None) -> runtime.Prepared:
-        self.problems.append(problem)
         if (problem.op, self.fails_at) == (PREFILL, "prepare"):
             raise RuntimeError("no compiled kernel")
-        return runtime.Prepared("cute", None, 0, lambda params: self.launch(problem, params), runtime.Choice(problem.op, "cute"))
+        return super().prepare(problem, device, backend)
 
     def launch(self, p: Any, params: Any) -> None:
         self.calls.append((p.op, params.q.shape[0]))
@@ -77,8 +77,7 @@ class Kernels:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    made = Kernels()
-    monkeypatch.setattr(runtime, "prepare", made.prepare)
+    made = Kernels().put(monkeypatch)
     monkeypatch.setattr(runtime, "can_run", made.can_run)
     return made
 
