@@ -7,7 +7,7 @@ from gdn.ops.attention.problem import AttentionProblem
 from gdn.problem import Problem
 from tests.compile.expectations import Expectation
 from tests.compile.variants.attention_prefill import attention_prefill, sparse_attention_prefill
-from tests.compile.variants.base import Row, Variants, example
+from tests.compile.variants.base import HEADS, Row, Variants, problem_of, spread
 
 __all__ = ["attention_prefill", "sparse_attention_decode", "sparse_attention_prefill"]
 
@@ -21,21 +21,12 @@ _AXES: dict[str, Sequence[Any]] = {
 }
 
 
-def _fields(row: Row) -> dict[str, Any]:
-    num_heads, num_kv_heads = row["heads"]
-    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, **{name: row[name] for name in _AXES if name != "heads"}}
-
-
 def _decode(row: Row) -> Problem | None:
-    index_dtype, has_topk_length = row["indices"]
     if not row["heads_adjacent"] and row["heads"][1] == 1:
         return None
-    sequences, k = row["sizes"]
-    problem: Problem = example(
-        "sparse_attention_decode", **_fields(row), index_dtype=index_dtype, has_topk_length=has_topk_length,
-        dense=index_dtype is None, num_tokens=sequences, num_sequences=sequences, k=k,
-    )  # fmt: skip
-    return problem
+    fields = spread(row, heads=HEADS, indices=("index_dtype", "has_topk_length"), sizes=("num_sequences", "k"))
+    fields |= {"dense": fields["index_dtype"] is None, "num_tokens": fields["num_sequences"]}
+    return problem_of("sparse_attention_decode", fields)
 
 
 def _code(problem: AttentionProblem, backend: str, entries: Collection[str]) -> Expectation:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from gdn.ops.attention.problem import AttentionPrefillProblem, SparsePrefillProblem
 from gdn.problem import Problem
 from tests.compile.expectations import Expectation
-from tests.compile.variants.base import Axes, Row, Variants, example
+from tests.compile.variants.base import HEADS, Axes, Row, Variants, problem_of, spread, without
 
 _AXES: Axes = {
     # Groups of 8 and more have masks of 16 bits; 3, 5 and 12 leave rows of a tile empty.
@@ -21,11 +21,7 @@ _AXES: Axes = {
 
 
 def _problem(row: Row) -> Problem | None:
-    same = ("head_dim", "dtype", "block_size", "index_dtype", "has_topk_length", "has_gate")
-    heads, kv_heads = row["heads"]
-    fields = {name: row[name] for name in same}
-    problem: Problem = example("sparse_attention_prefill", num_heads=heads, num_kv_heads=kv_heads, **fields)
-    return problem
+    return problem_of("sparse_attention_prefill", spread(row, heads=HEADS))
 
 
 def _code(problem: SparsePrefillProblem, backend: str, entries: Collection[str]) -> Expectation:
@@ -40,10 +36,7 @@ sparse_attention_prefill = Variants(_AXES, _problem, _code)
 
 
 def _dense_problem(row: Row) -> Problem | None:
-    heads, kv_heads = row["heads"]
-    fields = {name: row[name] for name in ("head_dim", "dtype", "block_size", "has_gate")}
-    problem: Problem = example("attention_prefill", num_heads=heads, num_kv_heads=kv_heads, **fields)
-    return problem
+    return problem_of("attention_prefill", spread(without(row, "splits"), heads=HEADS))
 
 
 def _dense_code(problem: AttentionPrefillProblem, backend: str, entries: Collection[str]) -> Expectation:

@@ -45,4 +45,26 @@ def example(op: str, **changes: Any) -> Any:
     return dataclasses.replace(problem, **changes)
 
 
+def problem_of(op: str, fields: Row) -> Problem:
+    """That problem with these fields."""
+    problem: Problem = example(op, **fields)
+    return problem
+
+
+def spread(row: Row, **parts: Sequence[str]) -> Row:
+    """Fields of a problem: an axis of whole combinations gives those that `parts` names for it, any other the one of its name."""
+    fields: Row = {}
+    for axis, value in row.items():
+        fields |= zip(parts[axis], value, strict=True) if axis in parts else {axis: value}
+    return fields
+
+
+def without(row: Row, *axes: str) -> Row:
+    return {axis: value for axis, value in row.items() if axis not in axes}
+
+
+# Fields of axes that several operators have.
+HEAD_DIMS = ("head_k_dim", "head_v_dim")
+HEADS = ("num_heads", "num_kv_heads")
+LAYER_HEADS = ("num_k_heads", "num_v_heads")
 CONVOLUTION_POOLS = [("bfloat16", True), ("bfloat16", False), ("float32", True), ("float32", False)]  # dtype, channels contiguous

@@ -6,7 +6,7 @@ from typing import Any
 from gdn.ops.context.problem import ContextPartsProblem, ContextStartProblem, ContextTotalProblem
 from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
-from tests.compile.variants.base import Row, Variants, example
+from tests.compile.variants.base import HEAD_DIMS, Row, Variants, example, problem_of, spread
 
 _COMPOSING_AXES: dict[str, Sequence[Any]] = {
     "num_state_heads": [32, 6],
@@ -16,31 +16,18 @@ _COMPOSING_AXES: dict[str, Sequence[Any]] = {
 _INDICES = ["int32", "int64", None]
 
 
-def _composing(row: Row) -> dict[str, Any]:
-    K, V = row["dims"]
-    return {"head_k_dim": K, "head_v_dim": V, **{name: row[name] for name in ("num_state_heads", "state_v_first")}}
-
-
 def _total_problem(row: Row) -> Problem | None:
-    is_first, has_summaries = row["rank"]
-    problem: Problem = example("context_total", **_composing(row), **row["pool"], is_first=is_first, has_summaries=has_summaries)
-    return problem if is_first or row["pool"]["state_dtype"] is None else None
-
-
-def _pool(dtype: str | None, index: str | None, has_mask: bool) -> Row:
-    return {"state_dtype": dtype, "index_dtype": index, "has_mask": has_mask}
+    rank, pool = ("is_first", "has_summaries"), ("state_dtype", "index_dtype", "has_mask")
+    fields = spread(row, dims=HEAD_DIMS, rank=rank, pool=pool)
+    return problem_of("context_total", fields) if fields["is_first"] or fields["state_dtype"] is None else None
 
 
 def _start_problem(row: Row) -> Problem | None:
-    final_dtype, index_dtype, final_index_dtype = row["final"]
-    final = {"final_dtype": final_dtype, "index_dtype": index_dtype, "final_index_dtype": final_index_dtype}
-    has_segments, is_cut, ends_here = row["form"]
-    if final_dtype is None and not has_segments or ends_here and index_dtype is None:
+    form, final = ("has_segments", "is_cut", "ends_here"), ("final_dtype", "index_dtype", "final_index_dtype")
+    fields = spread(row, dims=HEAD_DIMS, form=form, final=final)
+    if fields["final_dtype"] is None and not fields["has_segments"] or fields["ends_here"] and fields["index_dtype"] is None:
         return None  # nothing to do; the states are returned as they are
-    problem: Problem = example(
-        "context_start", **_composing(row), **final, has_segments=has_segments, is_cut=is_cut, ends_here=ends_here
-    )
-    return problem
+    return problem_of("context_start", fields)
 
 
 def _products(problem: Any) -> Expectation:
@@ -76,12 +63,8 @@ context_total = Variants(
     {
         **_COMPOSING_AXES,
         "rank": [(True, True), (False, True), (True, False)],  # is the first, has summaries
-        "pool": [
-            _pool(None, None, False),
-            _pool("float32", None, False),
-            _pool("float32", "int32", True),
-            _pool("bfloat16", "int64", False),
-        ],
+        # Dtype of the states, of their indices, and whether there is a mask.
+        "pool": [(None, None, False), ("float32", None, False), ("float32", "int32", True), ("bfloat16", "int64", False)],
     },
     _total_problem,
     _total_code,

@@ -1,7 +1,7 @@
 """Variants of the fused decode and prefill steps."""
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from gdn.device import H100
@@ -9,7 +9,18 @@ from gdn.ops.layer_step.problem import GdnDecodeProblem, GdnPrefillProblem
 from gdn.problem import Problem
 from tests.compile.expectations import TENSOR_CORES, Expectation
 from tests.compile.variants import least
-from tests.compile.variants.base import CONVOLUTION_POOLS, Axes, Row, Variant, Variants, example
+from tests.compile.variants.base import (
+    CONVOLUTION_POOLS,
+    HEAD_DIMS,
+    LAYER_HEADS,
+    Axes,
+    Row,
+    Variant,
+    Variants,
+    problem_of,
+    spread,
+    without,
+)
 
 _AXES: Axes = {
     "heads": [(16, 32), (4, 4), (2, 6), (2, 16)],
@@ -50,36 +61,29 @@ def _problem(row: Row) -> Problem | None:
         if row["intermediate_dtype"] or has_columns != has_accepted or has_accepted != (ring in _OF_DRAFTS):
             return None
         has_columns = False
-    same = (
-        "width", "weight_dtype", "bias_dtype", "silu", "gate_sigmoid", "state_dtype", "state_v_first",
-        "index_dtype", "cu_seqlens_dtype", "has_rounding", "intermediate_dtype", "num_sequences",
-    )  # fmt: skip
+    norm_dtype = row["parameter_dtype"] if row["has_norm"] else None
+    plain = without(row, "parameter_dtype", "has_norm", "drafts", "ring") | {"norm_dtype": norm_dtype}
+    fields = _fields(plain, head_dims=HEAD_DIMS) | dict.fromkeys(("A_log_dtype", "dt_bias_dtype"), row["parameter_dtype"])
+    if row["layout"] == "concatenated":
+        fields |= {"concatenated": True, "b_dtype": None}
+    fields |= {"has_columns": has_columns, "has_accepted": has_accepted, "ring_rows": ring_rows, "fold_every": fold_every}
+    tokens = row["num_sequences"] * (1 if row["cu_seqlens_dtype"] is None else 4)
+    return problem_of("gdn_decode", fields | {"num_tokens": tokens})
+
+
+def _fields(row: Row, **parts: Sequence[str]) -> Row:
+    """Fields of either step; parts: of its own axes."""
     dtype, other = row["dtypes"]
-    problem: Problem = example(
-        "gdn_decode",
-        num_k_heads=row["heads"][0],
-        num_v_heads=row["heads"][1],
-        head_k_dim=row["head_dims"][0],
-        head_v_dim=row["head_dims"][1],
-        dtype=dtype,
-        interleaved=row["layout"] == "interleaved",
-        merged=row["layout"] == "merged",
-        concatenated=row["layout"] == "concatenated",
-        z_dtype=other if row["layout"] == "flat" and row["has_norm"] else None,
-        a_dtype=other if row["layout"] == "flat" else None,
-        b_dtype=None if row["layout"] == "concatenated" else other,
-        conv_dtype=row["pool"][0],
-        conv_channels_contiguous=row["pool"][1],
-        has_columns=has_columns,
-        has_accepted=has_accepted,
-        ring_rows=ring_rows,
-        fold_every=fold_every,
-        num_tokens=row["num_sequences"] * (1 if row["cu_seqlens_dtype"] is None else 4),
-        **dict.fromkeys(("A_log_dtype", "dt_bias_dtype"), row["parameter_dtype"]),
-        norm_dtype=row["parameter_dtype"] if row["has_norm"] else None,
-        **{name: row[name] for name in same},
-    )
-    return problem
+    layout, norm_dtype = row["layout"], row["norm_dtype"]
+    pool = ("conv_dtype", "conv_channels_contiguous")
+    return spread(without(row, "dtypes", "layout"), heads=LAYER_HEADS, pool=pool, **parts) | {
+        "dtype": dtype,
+        "interleaved": layout == "interleaved",
+        "merged": layout == "merged",
+        "z_dtype": other if layout == "flat" and norm_dtype is not None else None,
+        "a_dtype": other if layout == "flat" else None,
+        "b_dtype": other,
+    }
 
 
 def _code(problem: GdnDecodeProblem, backend: str, entries: Collection[str]) -> Expectation:
@@ -152,34 +156,11 @@ _PREFILL_AXES: Axes = {
 
 
 def _prefill_problem(row: Row) -> Problem | None:
-    same = (
-        "width", "weight_dtype", "bias_dtype", "silu", "gate_sigmoid", "state_dtype", "state_v_first",
-        "index_dtype", "cu_seqlens_dtype", "has_mask", "has_checkpoints", "norm_dtype", "A_log_dtype", "dt_bias_dtype",
-    )  # fmt: skip
-    dtype, other = row["dtypes"]
     if any(row["kept"]) and not row["has_checkpoints"]:
         return None
-    problem: Problem = example(
-        "gdn_prefill",
-        num_k_heads=row["heads"][0],
-        num_v_heads=row["heads"][1],
-        head_k_dim=row["head_dim"],
-        head_v_dim=row["head_dim"],
-        dtype=dtype,
-        interleaved=row["layout"] == "interleaved",
-        merged=row["layout"] == "merged",
-        z_dtype=other if row["layout"] == "flat" and row["norm_dtype"] is not None else None,
-        a_dtype=other if row["layout"] == "flat" else None,
-        b_dtype=other,
-        conv_dtype=row["pool"][0],
-        conv_channels_contiguous=row["pool"][1],
-        checkpoint_state_dtype=row["kept"][0],
-        checkpoint_window_dtype=row["kept"][1],
-        num_tokens=row["lengths"][0],
-        num_sequences=row["lengths"][1],
-        **{name: row[name] for name in same},
-    )
-    return problem
+    kept, lengths = ("checkpoint_state_dtype", "checkpoint_window_dtype"), ("num_tokens", "num_sequences")
+    fields = _fields(without(row, "head_dim"), kept=kept, lengths=lengths)
+    return problem_of("gdn_prefill", fields | dict.fromkeys(HEAD_DIMS, row["head_dim"]))
 
 
 def _prefill_code(problem: GdnPrefillProblem, backend: str, entries: Collection[str]) -> Expectation:

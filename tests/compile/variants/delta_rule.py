@@ -10,7 +10,7 @@ from gdn.ops.delta_rule.problem import ChunkProblem, ChunkSummaryProblem, Recurr
 from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants import least
-from tests.compile.variants.base import Axes, Row, Variant, Variants, example
+from tests.compile.variants.base import HEAD_DIMS, Axes, Row, Variant, Variants, problem_of, spread
 
 
 def _ring(index: str, rows: int, fold_every: int, has_drafts: bool, has_parent: bool = False, final: bool = True) -> Row:
@@ -97,41 +97,30 @@ _RECURRENT_AXES: Axes = _DELTA_AXES | {
 _SUMMARY_AXES: Axes = {name: axis for name, axis in _DELTA_AXES.items() if name != "state_dtype"}
 
 
-def _delta_fields(row: Row) -> dict[str, Any]:
-    num_q_heads, num_k_heads, num_v_heads = row["heads"]
-    gate_dtype, use_gate = row["gate"]
-    beta_dtype, use_beta_sigmoid = row["beta"]
-    same = ("dtype", "state_dtype", "cu_seqlens_dtype", "state_v_first", "use_qk_l2norm")
-    return {
-        "num_q_heads": num_q_heads,
-        "num_k_heads": num_k_heads,
-        "num_v_heads": num_v_heads,
-        "head_k_dim": row["head_dim"],
-        "head_v_dim": row["head_dim"],
-        "gate_dtype": gate_dtype,
-        "use_gate": use_gate,
-        "beta_dtype": beta_dtype,
-        "use_beta_sigmoid": use_beta_sigmoid,
-        **{name: row[name] for name in same},
-        **row["state"],
-    }
+def _delta_fields(row: Row) -> Row:
+    """Fields of the axes of both operators, but for the states'."""
+    own = {name: row[name] for name in _DELTA_AXES if name not in ("head_dim", "state_dtype")}
+    heads, beta = ("num_q_heads", "num_k_heads", "num_v_heads"), ("beta_dtype", "use_beta_sigmoid")
+    return spread(own, heads=heads, gate=("gate_dtype", "use_gate"), beta=beta) | dict.fromkeys(HEAD_DIMS, row["head_dim"])
+
+
+def _with_states(row: Row) -> Row | None:
+    """All fields; None where a row without a state has another dtype of states than such problems say."""
+    if not row["state"]["has_initial_state"] and row["state_dtype"] != "float32":
+        return None
+    return {**_delta_fields(row), "state_dtype": row["state_dtype"], **row["state"]}
 
 
 def _chunk_problem(row: Row) -> Problem | None:
-    fields = _delta_fields(row)
-    if not fields["has_initial_state"] and fields["state_dtype"] != "float32":
-        return None  # without a state, problems say float32
-    problem: Problem = example("chunk", **fields)
-    return problem
+    fields = _with_states(row)
+    return None if fields is None else problem_of("chunk", fields)
 
 
 def _summary_problem(row: Row) -> Problem | None:
-    fields = _delta_fields(row | {"state_dtype": "float32", "state": {}})
+    fields = _delta_fields(row)
     fields["use_k_l2norm"] = fields.pop("use_qk_l2norm")
     fields["num_state_heads"] = max(fields.pop("num_q_heads"), fields["num_v_heads"])
-    del fields["state_dtype"]
-    problem: Problem = example("chunk_summary", **fields)
-    return problem
+    return problem_of("chunk_summary", fields)
 
 
 def _summary_code(problem: ChunkSummaryProblem, backend: str, entries: Collection[str]) -> Expectation:
@@ -140,13 +129,12 @@ def _summary_code(problem: ChunkSummaryProblem, backend: str, entries: Collectio
 
 
 def _recurrent_problem(row: Row) -> Problem | None:
-    fields = _delta_fields(row)
-    if not fields["has_initial_state"] and fields["state_dtype"] != "float32":
+    fields = _with_states(row)
+    if fields is None:
         return None
     if row["has_rounding"] and not (fields["state_dtype"] == "bfloat16" and fields["index_dtype"] and fields["has_final_state"]):
         return None  # only a stored bf16 state is rounded
-    problem: Problem = example("recurrent", **fields, has_rounding=row["has_rounding"])
-    return problem
+    return problem_of("recurrent", fields | {"has_rounding": row["has_rounding"]})
 
 
 def _is_chunk_config(row: Row) -> bool:

@@ -13,7 +13,7 @@ from gdn.ops.indexer.problem import (
 )
 from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
-from tests.compile.variants.base import Row, Variants, example
+from tests.compile.variants.base import Row, Variants, example, problem_of, spread, without
 
 _CACHE_DTYPES = ["uint8", "float8_e4m3fn", "bfloat16"]
 _ROTATED_AXES: dict[str, Sequence[Any]] = {
@@ -27,46 +27,27 @@ _ROTATED_AXES: dict[str, Sequence[Any]] = {
 }
 
 
-def _rotated(row: Row) -> dict[str, Any]:
-    fields = {name: row[name] for name in ("dtype", "cos_sin_dtype", "zero_centred", "num_tokens")}
-    fields["head_dim"], fields["rotary_dim"] = row["dims"]
-    return fields | {"position_dtype": row["index_dtype"]}
+def _rotated(row: Row) -> Row:
+    """Fields of a row, whose axes of indices and of norms are several fields."""
+    fields = spread(without(row, "index_dtype", "norm_dtype"), dims=("head_dim", "rotary_dim"))
+    return fields | dict.fromkeys(("position_dtype", "slot_dtype"), row["index_dtype"]) | {"k_norm_dtype": row["norm_dtype"]}
 
 
 def _compress(row: Row) -> Problem:
-    problem: Problem = example(
-        "compress_indexer_keys",
-        **_rotated(row),
-        num_kv_heads=row["num_kv_heads"],
-        cache_dtype=row["cache_dtype"],
-        k_norm_dtype=row["norm_dtype"],
-        slot_dtype=row["index_dtype"],
-        ratio=row["ratio"],
-        ring_slot_dtype=row["ring_slot_dtype"],
-    )
-    return problem
+    return problem_of("compress_indexer_keys", _rotated(row))
 
 
 def _prepare(row: Row) -> Problem | None:
     num_kv_heads, cache_dtype, is_fp8, folds = row["keys"]
     if row["weights_dtype"] is not None and not folds:
         return None  # weights that are returned as given are no part of the problem
-    problem: Problem = example(
-        "prepare_indexer",
-        **_rotated(row),
-        num_kv_heads=num_kv_heads,
-        cache_dtype=cache_dtype,
-        k_norm_dtype=row["norm_dtype"] if num_kv_heads else None,
-        slot_dtype=row["index_dtype"] if num_kv_heads else None,
-        num_heads=row["num_heads"],
-        k_dtype=row["dtype"] if num_kv_heads else None,
-        weights_dtype=row["weights_dtype"],
-        q_norm_dtype=row["norm_dtype"],
-        q_out_dtype="float8_e4m3fn" if is_fp8 else row["dtype"],
-        folds_weights=folds,
-        has_values=row["has_values"] and num_kv_heads > 0,
-    )
-    return problem
+    fields = _rotated(without(row, "keys")) | {
+        "num_kv_heads": num_kv_heads, "cache_dtype": cache_dtype, "folds_weights": folds, "k_dtype": row["dtype"],
+        "q_norm_dtype": row["norm_dtype"], "q_out_dtype": "float8_e4m3fn" if is_fp8 else row["dtype"],
+    }  # fmt: skip
+    if num_kv_heads == 0:
+        fields |= dict.fromkeys(("k_norm_dtype", "slot_dtype", "k_dtype")) | {"has_values": False}
+    return problem_of("prepare_indexer", fields)
 
 
 # Rows of the indexer: both chunks of a lane in 16-byte loads, 8 values of e4m3 in 8-byte stores.

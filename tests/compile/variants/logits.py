@@ -6,7 +6,7 @@ from typing import Any
 from gdn.ops.indexer.problem import LogitsProblem
 from gdn.problem import Problem
 from tests.compile.expectations import Expectation
-from tests.compile.variants.base import Row, Variants, example
+from tests.compile.variants.base import HEADS, Row, Variants, problem_of, spread
 
 _LOGITS_AXES: dict[str, Sequence[Any]] = {
     "heads": [(64, 1), (16, 1), (4, 1), (32, 2), (15, 3)],  # query heads, key heads
@@ -19,29 +19,15 @@ _LOGITS_AXES: dict[str, Sequence[Any]] = {
 }
 
 
-def _logits_fields(row: Row) -> dict[str, Any]:
-    num_heads, num_kv_heads = row["heads"]
-    dtype, has_k_scale = row["kind"]
-    same = ("head_dim", "weights_dtype", "relu", "clean", "out_dtype")
-    return {
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "dtype": dtype,
-        "has_k_scale": has_k_scale,
-        **{name: row[name] for name in same},
-    }
+_KIND = ("dtype", "has_k_scale")
 
 
 def _ragged(row: Row) -> Problem:
-    problem: Problem = example("mqa_logits", **_logits_fields(row), packed=row["packed"])
-    return problem
+    return problem_of("mqa_logits", spread(row, heads=HEADS, kind=_KIND))
 
 
 def _paged(row: Row) -> Problem:
-    next_n, per_draft_lengths = row["drafts"]
-    fields = {"page_size": row["page_size"], "next_n": next_n, "per_draft_lengths": per_draft_lengths}
-    problem: Problem = example("paged_mqa_logits", **_logits_fields(row), **fields)
-    return problem
+    return problem_of("paged_mqa_logits", spread(row, heads=HEADS, kind=_KIND, drafts=("next_n", "per_draft_lengths")))
 
 
 def _code(problem: LogitsProblem, backend: str, entries: Collection[str]) -> Expectation:

@@ -1,12 +1,11 @@
 """Variants of the operators around replay decode."""
 
 from collections.abc import Collection
-from typing import Any
 
 from gdn.ops.delta_rule.problem import AcceptDraftTreeProblem, FoldStatesProblem
 from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
-from tests.compile.variants.base import CONVOLUTION_POOLS, Axes, Row, Variants, example
+from tests.compile.variants.base import CONVOLUTION_POOLS, HEAD_DIMS, Axes, Row, Variants, problem_of, spread
 
 RINGS = [(16, 15), (22, 15), (12, 11), (39, 24), (8, 7)]  # rows, tokens from one fold to the next
 
@@ -34,18 +33,8 @@ _ACCEPT_AXES: Axes = {
 def _fold_problem(row: Row) -> Problem | None:
     if row["has_rounding"] and row["state_dtype"] != "bfloat16":
         return None
-    same = ("state_dtype", "state_v_first", "index_dtype", "has_accepted", "has_final_indices", "has_rounding")
-    problem: Problem = example(
-        "fold_states",
-        num_k_heads=row["heads"][0],
-        num_state_heads=row["heads"][1],
-        head_k_dim=row["head_dims"][0],
-        head_v_dim=row["head_dims"][1],
-        ring_rows=row["ring"][0],
-        fold_every=row["ring"][1],
-        **{name: row[name] for name in same},
-    )
-    return problem
+    heads, ring = ("num_k_heads", "num_state_heads"), ("ring_rows", "fold_every")
+    return problem_of("fold_states", spread(row, heads=heads, head_dims=HEAD_DIMS, ring=ring))
 
 
 def _fold_code(problem: FoldStatesProblem, backend: str, entries: Collection[str]) -> Expectation:
@@ -56,16 +45,9 @@ def _fold_code(problem: FoldStatesProblem, backend: str, entries: Collection[str
 
 
 def _accept_problem(row: Row) -> Problem:
-    windows: Any = row["windows"] or (None, None, False)
-    dim, dtype, is_contiguous = windows
-    problem: Problem = example(
-        "accept_draft_tree",
-        conv_dim=dim,
-        conv_dtype=dtype,
-        conv_channels_contiguous=is_contiguous,
-        **{name: row[name] for name in _ACCEPT_AXES if name != "windows"},
-    )
-    return problem
+    windows = row["windows"] or (None, None, False)
+    parts = ("conv_dim", "conv_dtype", "conv_channels_contiguous")
+    return problem_of("accept_draft_tree", spread(row | {"windows": windows}, windows=parts))
 
 
 def _accept_code(problem: AcceptDraftTreeProblem, backend: str, entries: Collection[str]) -> Expectation:

@@ -6,7 +6,17 @@ from typing import Any
 from gdn.ops.layer_step.problem import AddRmsNormProblem, ConvolutionProblem, GatingProblem, RmsNormGatedProblem, SplitProblem
 from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
-from tests.compile.variants.base import CONVOLUTION_POOLS, Row, Variants, example
+from tests.compile.variants.base import (
+    CONVOLUTION_POOLS,
+    HEAD_DIMS,
+    LAYER_HEADS,
+    Row,
+    Variants,
+    example,
+    problem_of,
+    spread,
+    without,
+)
 
 _CONVOLUTION_AXES: dict[str, Sequence[Any]] = {
     "dim": [8192, 2560],
@@ -19,40 +29,28 @@ _CONVOLUTION_AXES: dict[str, Sequence[Any]] = {
 }
 
 
-def _convolution_fields(row: Row) -> dict[str, Any]:
-    fields = {name: row[name] for name in (*_CONVOLUTION_AXES, "cu_seqlens_dtype")}
-    fields["state_dtype"], fields["state_channels_contiguous"] = row["pool"]
-    return fields
+_POOL = ("state_dtype", "state_channels_contiguous")
 
 
 def _conv1d(row: Row) -> Problem | None:
-    fields = _convolution_fields(row)
+    fields = spread(row, pool=_POOL)
     has_checkpoints, windows = row["checkpoint_dtype"] is not None, row["checkpoint_window_dtype"]
     if fields["state_dtype"] is None and (row["has_mask"] or has_checkpoints and windows is None):
         return None
     if windows is not None and not has_checkpoints:
         return None
-    same = {name: row[name] for name in ("has_mask", "checkpoint_dtype", "checkpoint_window_dtype")}
-    problem: Problem = example("conv1d", **fields, **same, num_sequences=8)
-    return problem
+    return problem_of("conv1d", fields | {"num_sequences": 8})
 
 
 def _conv1d_update(row: Row) -> Problem | None:
-    fields = _convolution_fields(row)
-    has_columns, has_accepted, has_parent = row["drafts"]
-    if has_columns and fields["index_dtype"] is None or fields["cu_seqlens_dtype"] is None and row["tokens"] > 1:
+    fields = spread(without(row, "tokens"), pool=_POOL, drafts=("has_columns", "has_accepted", "has_parent"))
+    if fields["has_columns"] and row["index_dtype"] is None or row["cu_seqlens_dtype"] is None and row["tokens"] > 1:
         return None
-    drafts = {"has_columns": has_columns, "has_accepted": has_accepted, "has_parent": has_parent}
-    problem: Problem = example("conv1d_update", **fields, **drafts, num_tokens=128 * row["tokens"])
-    return problem
+    return problem_of("conv1d_update", fields | {"num_tokens": 128 * row["tokens"]})
 
 
 def _split(row: Row) -> Problem:
-    heads = {"num_k_heads": row["heads"][0], "num_v_heads": row["heads"][1]}
-    dims = {"head_k_dim": row["head_dims"][0], "head_v_dim": row["head_dims"][1]}
-    same = {name: row[name] for name in ("dtype", "ba_dtype", "num_tokens")}
-    problem: Problem = example("split", **heads, **dims, **same)
-    return problem
+    return problem_of("split", spread(row, heads=LAYER_HEADS, head_dims=HEAD_DIMS))
 
 
 def _convolution_code(rows: int) -> Any:
@@ -80,11 +78,8 @@ def _add_norm_code(problem: AddRmsNormProblem, backend: str, entries: Collection
     return Expectation({"LDG.128": wide, "STG.128": wide, "LDS": 1, "STS": 1}, none_of=TENSOR_CORES)
 
 
-def _add_norm(row: Row) -> AddRmsNormProblem:
-    has_residual, scale_dtype = row["added"]
-    changes = {name: value for name, value in row.items() if name != "added"}
-    problem: AddRmsNormProblem = example("add_rms_norm", **changes, has_residual=has_residual, layer_scale_dtype=scale_dtype)
-    return problem
+def _add_norm(row: Row) -> Problem:
+    return problem_of("add_rms_norm", spread(row, added=("has_residual", "layer_scale_dtype")))
 
 
 def _gating_code(problem: GatingProblem, backend: str, entries: Collection[str]) -> Expectation:

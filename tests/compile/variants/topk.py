@@ -5,16 +5,11 @@ from collections.abc import Collection
 from gdn.ops.indexer.problem import TopkProblem
 from gdn.problem import Problem
 from tests.compile.expectations import TENSOR_CORES, Expectation
-from tests.compile.variants.base import Row, Variants, example
+from tests.compile.variants.base import Row, Variants, problem_of, spread
 
 
 def _problem(row: Row) -> Problem:
-    starts_dtype, ends_dtype = row["bounds"]
-    ratio, position_dtype = row["groups"]
-    same = {name: row[name] for name in ("dtype", "sorted_by", "k", "num_columns")}
-    same |= {"starts_dtype": starts_dtype, "ends_dtype": ends_dtype, "ratio": ratio, "position_dtype": position_dtype}
-    problem: Problem = example("topk", **same)
-    return problem
+    return problem_of("topk", spread(row, bounds=("starts_dtype", "ends_dtype"), groups=("ratio", "position_dtype")))
 
 
 def _code(problem: TopkProblem, backend: str, entries: Collection[str]) -> Expectation:
