@@ -3,10 +3,18 @@ launch. So argument order, ranks, dtypes, strides and alignments are tested with
 """
 
 import ctypes
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import tvm_ffi
+
+from gdn.problem import Problem
+from gdn.runtime import compiled
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels would start, on addresses of the CPU")
 
 _CUDA = (2, 0)  # kDLCUDA, device 0
 _KINDS = {torch.bfloat16: 4, torch.float16: 2, torch.float32: 2, torch.int32: 0, torch.int64: 0, torch.uint8: 1, torch.bool: 6}
@@ -61,6 +69,40 @@ class _OnDevice:
 def on_device(value: Any) -> Any:
     """A tensor as if on a GPU; anything else as it is."""
     return tvm_ffi.from_dlpack(_OnDevice(value)) if isinstance(value, torch.Tensor) else value
+
+
+def load(libraries: Mapping[str, bytes], backend: str, folder: Path) -> dict[str, Callable[..., None]]:
+    """The functions of libraries, by way of files in a folder."""
+    ctypes.CDLL(str(compiled.runtime_library(backend)), mode=ctypes.RTLD_GLOBAL)
+    functions = {}
+    for name, library in libraries.items():
+        (folder / f"{name}.so").write_bytes(library)
+        functions[name] = tvm_ffi.load_module(str(folder / f"{name}.so"))[name]
+    return functions
+
+
+def compile_and_load(module: Any, backend: str, problem: Problem, config: Any, folder: Path) -> compiled.Compiled:
+    return compiled.Compiled(load(module.compile(problem, config), backend, folder), problem, config)
+
+
+def refused(module: Any, kernel: compiled.Compiled, params: Any) -> list[str]:
+    """Launches on tensors that say they are on a GPU: every function is called, and each is refused by the driver alone.
+
+    A TypeError, ValueError or another RuntimeError where an argument is not as declared. Returns the calls."""
+    called: list[str] = []
+
+    def calling(name: str) -> Callable[..., None]:
+        def function(*arguments: Any) -> None:
+            with pytest.raises(RuntimeError, match="(?i)cuda"):
+                kernel.functions[name](*map(on_device, arguments))
+            called.append(name)
+
+        return function
+
+    functions = {name: calling(name) for name in kernel.functions}
+    module.launch(compiled.Compiled(functions, kernel.problem, kernel.config), params)
+    assert set(called) == set(functions)
+    return called
 
 
 def workspace(num_bytes: int) -> torch.Tensor | None:

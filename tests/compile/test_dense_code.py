@@ -2,7 +2,6 @@
 say they are on a GPU.
 """
 
-import ctypes
 import dataclasses
 import importlib
 import itertools
@@ -17,7 +16,7 @@ from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
 from gdn.models import QWEN3_NEXT_80B
 from gdn.ops.attention.problem import AttentionPrefillParams, AttentionPrefillProblem
-from gdn.runtime import compiled, env, registry, select
+from gdn.runtime import env, registry, select
 from gdn.testing import machine_code
 from tests.compile import fake_cuda
 
@@ -160,14 +159,11 @@ def test_refusals() -> None:
         assert word in dense.refusal(problem(**fields)), fields
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel would start, on addresses of the CPU")
+@fake_cuda.NO_GPU
 @every_form
 @pytest.mark.parametrize("has_gate", [False, True], ids=["plain", "gated"])
 def test_launch(has_gate: bool, splits: int, tmp_path: Path) -> None:
     """Five tokens of three sequences, K and V of a position next to each other: refused by the driver alone."""
-    import tvm_ffi
-
-    ctypes.CDLL(str(compiled.runtime_library("cute")), mode=ctypes.RTLD_GLOBAL)
     dtype, dim = torch.bfloat16, 256
     k_cache, v_cache = torch.zeros(7, 16, 2, 2 * dim, dtype=dtype).split(dim, dim=3)
     params = AttentionPrefillParams(
@@ -176,8 +172,7 @@ def test_launch(has_gate: bool, splits: int, tmp_path: Path) -> None:
         torch.zeros(5, 16, 2 * dim, dtype=dtype)[..., dim:] if has_gate else None,
         torch.zeros(5, 17, dim + 1, dtype=dtype)[:, :-1, :-1], torch.zeros(5, 16), 0.1,
     )  # fmt: skip
-    (tmp_path / "kernel.so").write_bytes(libraries(has_gate, splits)[dense.ENTRY])
-    function = tvm_ffi.load_module(str(tmp_path / "kernel.so"))[dense.ENTRY]
+    function = fake_cuda.load(libraries(has_gate, splits), "cute", tmp_path)[dense.ENTRY]
     with pytest.raises(RuntimeError, match="(?i)cuda"):
         function(*map(fake_cuda.on_device, params))
     with pytest.raises((TypeError, ValueError), match="seq_lens|int32"):

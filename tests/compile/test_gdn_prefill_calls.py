@@ -1,25 +1,21 @@
 """The compiled kernels of the fused prefill step take what its launch hands them, as far as they can be called without a GPU; and
 which form of it is chosen."""
 
-import ctypes
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import tvm_ffi
 
 from gdn.device import H100
 from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
-from gdn.runtime import compiled
 from tests.compile import fake_cuda
 from tests.compile.variants.base import example
 from tests.ops.test_prefill_launch import prefill_arguments
 
 module: Any = pytest.importorskip("kernels_cute.gdn_prefill", reason="needs the CuTe DSL")
 
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels would start, on addresses of the CPU")
 H, HV, ROWS = 2, 4, 70
 SMALL = {"num_k_heads": H, "num_v_heads": HV, "head_k_dim": 128, "head_v_dim": 128, "num_tokens": ROWS, "num_sequences": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -61,30 +57,7 @@ def params_of(problem: GdnPrefillProblem, num_bytes: int) -> GdnPrefillParams:
     return GdnPrefillParams(**{name: own.get(name) for name in GdnPrefillParams._fields})
 
 
-def reached(problem: GdnPrefillProblem, config: Any, folder: Path) -> list[str]:
-    """Entries whose arguments were taken: each asks the driver for a launch, and there is none."""
-    assert module.fits(problem, config, H100)
-    ctypes.CDLL(str(compiled.runtime_library("cute")), mode=ctypes.RTLD_GLOBAL)
-    functions, found = {}, []
-
-    def recorded(name: str, function: Any) -> Any:
-        def call(*values: Any) -> None:
-            with pytest.raises(RuntimeError, match="(?i)cuda"):
-                function(*map(fake_cuda.on_device, values))
-            found.append(name)
-
-        return call
-
-    for name, library in module.compile(problem, config).items():
-        (folder / f"{name}.so").write_bytes(library)
-        functions[name] = recorded(name, tvm_ffi.load_module(str(folder / f"{name}.so"))[name])
-    params = params_of(problem, module.workspace_bytes(problem, config))
-    module.launch(compiled.Compiled(functions, problem, config), params)
-    assert set(found) == set(functions)
-    return found
-
-
-@NO_GPU
+@fake_cuda.NO_GPU
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
@@ -107,7 +80,9 @@ def test_every_entry_takes_its_arguments(form: str, layout: str, tmp_path: Path)
     if form in ("normed", "short"):
         tiles = {"conv_rows": 16, "conv_threads": 64, "norm_in_chunk": 1, "max_short_tokens": 64 * (form == "short"), "stages": 4}
         config = dataclasses.replace(config, **tiles, prefetch=0, num_four_sm_clusters=0, max_l2_ring_groups=0)
-    entries = reached(problem, config, tmp_path)
+    assert module.fits(problem, config, H100)
+    kernel = fake_cuda.compile_and_load(module, "cute", problem, config, tmp_path)
+    entries = fake_cuda.refused(module, kernel, params_of(problem, module.workspace_bytes(problem, config)))
     assert entries[0].startswith("gdn_cute_prefill") and len(entries) == (5 if form == "apart" else 1)
 
 

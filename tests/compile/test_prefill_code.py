@@ -2,7 +2,6 @@
 they are on a GPU.
 """
 
-import ctypes
 import importlib
 import itertools
 import re
@@ -107,41 +106,21 @@ def params_of(one: Any, workspace_bytes: int) -> SparsePrefillParams:
 
 
 def launched(call: str, folder: Path, **changes: Any) -> set[str]:
-    """Entries that were called, all refused by the driver alone; TypeError, ValueError where an argument is not as declared."""
-    import tvm_ffi
-
+    """Entries that were called, all refused by the driver alone."""
     one = problem(**CALLS[call])
     config = prefill.default_config(one, H100)
-    ctypes.CDLL(str(compiled.runtime_library("cute")), mode=ctypes.RTLD_GLOBAL)
-    called = set()
-
-    def entry(name: str, function: Any) -> Any:
-        def run(*values: Any) -> None:
-            with pytest.raises(RuntimeError, match="(?i)cuda"):
-                function(*map(fake_cuda.on_device, values))
-            called.add(name)
-
-        return run
-
-    functions = {}
-    for name, library in libraries(call).items():
-        (folder / f"{name}.so").write_bytes(library)
-        functions[name] = entry(name, tvm_ffi.load_module(str(folder / f"{name}.so"))[name])
+    kernel = compiled.Compiled(fake_cuda.load(libraries(call), "cute", folder), one, config)
     params = params_of(one, prefill.workspace_bytes(one, config))._replace(**changes)
-    prefill.launch(compiled.Compiled(functions, one, config), params)
-    return called
+    return set(fake_cuda.refused(prefill, kernel, params))
 
 
-needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels would start, on addresses of the CPU")
-
-
-@needs_no_gpu
+@fake_cuda.NO_GPU
 @pytest.mark.parametrize("call", [name if name == "main" else pytest.param(name, marks=pytest.mark.cover) for name in CALLS])
 def test_launch(call: str, tmp_path: Path) -> None:
     assert launched(call, tmp_path) == {prefill.UNIONS, prefill.ATTEND}
 
 
-@needs_no_gpu
+@fake_cuda.NO_GPU
 def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     with pytest.raises((TypeError, ValueError)):
         launched("main", tmp_path, topk_length=torch.zeros(5, dtype=torch.int32))

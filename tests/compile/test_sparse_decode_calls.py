@@ -1,22 +1,18 @@
 """Launches of decode attention on tensors that say they are on a GPU: argument order, ranks, dtypes and strides."""
 
-import ctypes
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import tvm_ffi
 
 from gdn.device import H100
 from gdn.ops.attention.problem import SparseDecodeParams
-from gdn.runtime import compiled
 from tests.compile import fake_cuda
 from tests.compile.test_sparse_decode import problem_of
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels would start, on addresses of the CPU")
+pytestmark = fake_cuda.NO_GPU
 MODULES = {"cute": "kernels_cute.attention.decode", "tilelang": "kernels_tl.attention.decode"}
 CALLS: dict[str, dict[str, Any]] = {
     "one sequence": {"dense": False},
@@ -46,29 +42,11 @@ def params_of(problem: Any, workspace_bytes: int) -> SparseDecodeParams:
 
 
 def refused(backend: str, problem: Any, folder: Path, **changes: Any) -> set[str]:
-    """Launches on tensors that say they are on a GPU: the functions that were called, all refused by the driver alone.
-
-    A TypeError, ValueError or another RuntimeError where an argument is not as declared."""
+    """Functions that a launch of the default calls, all refused by the driver alone."""
     module = importlib.import_module(MODULES[backend])
     config = module.default_config(problem, H100)
-    ctypes.CDLL(str(compiled.runtime_library(backend)), mode=ctypes.RTLD_GLOBAL)
-    functions, called = {}, set()
-
-    def calling(name: str, function: Any) -> Callable[..., None]:
-        def call(*values: Any) -> None:
-            with pytest.raises(RuntimeError, match="(?i)cuda"):
-                function(*map(fake_cuda.on_device, values))
-            called.add(name)
-
-        return call
-
-    for name, library in module.compile(problem, config).items():
-        (folder / f"{name}.so").write_bytes(library)
-        functions[name] = calling(name, tvm_ffi.load_module(str(folder / f"{name}.so"))[name])
-    params = params_of(problem, module.workspace_bytes(problem, config))._replace(**changes)
-    module.launch(compiled.Compiled(functions, problem, config), params)
-    assert called == set(functions)
-    return called
+    kernel = fake_cuda.compile_and_load(module, backend, problem, config, folder)
+    return set(fake_cuda.refused(module, kernel, params_of(problem, module.workspace_bytes(problem, config))._replace(**changes)))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 As far as they can be called without a GPU; the recurrent kernel's are in test_recurrent_calls.py."""
 
-import ctypes
 import importlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,41 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-import tvm_ffi
 
 from gdn.device import H100
 from gdn.ops.attention.problem import SparseDecodeParams, SparseDecodeProblem
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, chunk_tensors
 from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem, PagedMqaLogitsParams, PagedMqaLogitsProblem
 from gdn.problem import Problem
-from gdn.runtime import compiled
 from tests.compile import fake_cuda
 
 pytest.importorskip("tilelang", reason="needs TileLang")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels would start, on addresses of the CPU")
+pytestmark = fake_cuda.NO_GPU
 
 
 def refused(module: Any, problem: Problem, config: Any, params: Any, folder: Path) -> set[str]:
-    """Launches on tensors that say they are on a GPU: the functions that were called, all of them refused by the driver alone.
-
-    A TypeError, ValueError or another RuntimeError where an argument is not as declared."""
-    ctypes.CDLL(str(compiled.runtime_library("tilelang")), mode=ctypes.RTLD_GLOBAL)
-    functions, called = {}, set()
-    for name, library in module.compile(problem, config).items():
-        (folder / f"{name}.so").write_bytes(library)
-        functions[name] = tvm_ffi.load_module(str(folder / f"{name}.so"))[name]
-
-    def calling(name: str) -> Callable[..., None]:
-        def function(*arguments: Any) -> None:
-            with pytest.raises(RuntimeError, match="(?i)cuda"):
-                functions[name](*map(fake_cuda.on_device, arguments))
-            called.add(name)
-
-        return function
-
-    module.launch(compiled.Compiled({name: calling(name) for name in functions}, problem, config), params)
-    assert called == set(functions)
-    return called
+    """Functions that a launch calls, all of them refused by the driver alone."""
+    kernel = fake_cuda.compile_and_load(module, "tilelang", problem, config, folder)
+    return set(fake_cuda.refused(module, kernel, params))
 
 
 CHUNK: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # fields of the problem, of the configuration, functions
