@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gdn.device import DeviceSpec
+from gdn.device import H100, DeviceSpec
 from gdn.problem import Problem
 from tests.compile import inspection, session
 from tests.compile.expectations import expectation
@@ -65,3 +65,9 @@ def failures(module_name: str, backend: str, variants: Sequence[tuple[Problem, A
         wrong = [outcome.failure] if outcome.failure is not None else violations(next(reports), problem, backend, device)
         found += [f"{problem.static_key()} {config or 'default config'}:\n    {what}" for what in wrong]
     return found
+
+
+def check(module_name: str, backend: str, variants: Sequence[tuple[Problem, Any]], device: DeviceSpec = H100) -> None:
+    """Fails with what is wrong with any of them."""
+    failed = failures(module_name, backend, variants, device)
+    assert not failed, f"{len(failed)} findings in {len(variants)} variants:\n" + "\n".join(failed)

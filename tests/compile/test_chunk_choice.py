@@ -89,5 +89,4 @@ VARIANTS = [
 @checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", VARIANTS))
 def test_both_ways_compile() -> None:
     assert all(config.num_four_sm_clusters and config.split_if_longest_exceeds for _, config in VARIANTS)
-    failed = checks.failures("kernels_cute.chunk", "cute", VARIANTS, H100)
-    assert not failed, "\n".join(failed)
+    checks.check("kernels_cute.chunk", "cute", VARIANTS)

@@ -133,5 +133,4 @@ def test_room(stages: int, parts: int) -> None:
 def test_variants_compile_as_they_should() -> None:
     cover = delta_rule.wide_cover(chunk)
     assert all(chunk.fits(problem, config, H100) and config.num_four_sm_clusters for problem, config in cover)
-    failed = checks.failures("kernels_cute.chunk", "cute", cover, H100)
-    assert not failed, "\n".join(failed)
+    checks.check("kernels_cute.chunk", "cute", cover)

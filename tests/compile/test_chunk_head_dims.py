@@ -207,5 +207,4 @@ COPIED = [(problem_of(dim, fields), None) for dim, fields in zip([60, 12, 100, 1
 
 @checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", COPIED))
 def test_machine_code() -> None:
-    failed = checks.failures("kernels_cute.chunk", "cute", COPIED, H100)
-    assert not failed, "\n".join(failed)
+    checks.check("kernels_cute.chunk", "cute", COPIED)

@@ -112,8 +112,7 @@ def test_matrices_have_no_bank_conflicts() -> None:
 def test_variants_compile_as_they_should() -> None:
     cover = delta_rule.key_head_cover(chunk)
     assert all(chunk.fits(problem, config, H100) and config.state_heads == 2 for problem, config in cover)
-    failed = checks.failures("kernels_cute.chunk", "cute", cover, H100)
-    assert not failed, "\n".join(failed)
+    checks.check("kernels_cute.chunk", "cute", cover)
 
 
 @checks.compiles(lambda: checks.tasks_of("kernels_cute.chunk", delta_rule.key_head_cover(chunk)))

@@ -140,5 +140,4 @@ VARIANTS = [(_CHECKPOINTS, chunk.default_config(_CHECKPOINTS, H100))]
 @checks.compiles(lambda: checks.tasks_of("kernels_tl.chunk", VARIANTS))
 def test_both_ways_compile() -> None:
     assert all(config.split_chunks and config.split_if_longest_exceeds for _, config in VARIANTS)
-    failed = checks.failures("kernels_tl.chunk", "tilelang", VARIANTS, H100)
-    assert not failed, "\n".join(failed)
+    checks.check("kernels_tl.chunk", "tilelang", VARIANTS)

@@ -50,7 +50,7 @@ def _changed() -> list[tuple[MqaLogitsProblem, Any]]:
 def test_changed_configurations_compile_without_spills() -> None:
     cases = _changed()
     assert all(mqa_logits.fits(problem, config, H100) for problem, config in cases)
-    assert checks.failures("kernels_cute.mqa_logits.ragged", "cute", cases, H100) == []
+    checks.check("kernels_cute.mqa_logits.ragged", "cute", cases)
 
 
 @pytest.mark.parametrize(

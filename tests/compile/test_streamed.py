@@ -1,15 +1,10 @@
 """The form of the fused step that streams the states of large batches with a ring: its variants compile without spills."""
 
-from gdn.device import H100
 from kernels_cute import gdn_decode
-from tests.compile import checks, session
+from tests.compile import checks
 from tests.compile.variants.decode import streamed_cover
 
 MODULE = "kernels_cute.gdn_decode"
-
-
-def _tasks() -> list[session.Task]:
-    return checks.tasks_of(MODULE, streamed_cover(gdn_decode))
 
 
 def test_the_cover_is_of_this_form() -> None:
@@ -21,7 +16,6 @@ def test_the_cover_is_of_this_form() -> None:
     }
 
 
-@checks.compiles(_tasks)
+@checks.compiles(lambda: checks.tasks_of(MODULE, streamed_cover(gdn_decode)))
 def test_streamed_cover() -> None:
-    failed = checks.failures(MODULE, "cute", streamed_cover(gdn_decode), H100)
-    assert not failed, f"{len(failed)} findings in {len(streamed_cover(gdn_decode))} variants:\n" + "\n".join(failed)
+    checks.check(MODULE, "cute", streamed_cover(gdn_decode))

@@ -61,8 +61,7 @@ def test_entries_compile(path: Path) -> None:
         assert config is not None, f"an entry for {problem} has other fields than {module_name}.Config"
         assert module.refusal(problem) is None
         assert module.fits(problem, config, device), f"{config} does not fit {problem}"
-    failed = checks.failures(module_name, header.backend, entries, device)
-    assert not failed, "\n".join(failed)
+    checks.check(module_name, header.backend, entries, device)
 
 
 @every_table
@@ -253,16 +252,14 @@ def _borrowed(path: Path, every: bool) -> list[tuple[Problem, Any]]:
 def test_tiles_serve_problems_that_they_were_not_measured_on(path: Path) -> None:
     """Configurations that `fits` takes compile without spills, whatever the fields that are not part of the tune key."""
     header = tuned.read(path).header
-    failed = checks.failures(_module_name(path), header.backend, _borrowed(path, every=False), DEVICES[header.device])
-    assert not failed, "\n".join(failed)
+    checks.check(_module_name(path), header.backend, _borrowed(path, every=False), DEVICES[header.device])
 
 
 @pytest.mark.full
 @every_table
 def test_tiles_serve_every_problem_that_they_were_not_measured_on(path: Path) -> None:
     header = tuned.read(path).header
-    failed = checks.failures(_module_name(path), header.backend, _borrowed(path, every=True), DEVICES[header.device])
-    assert not failed, "\n".join(failed)
+    checks.check(_module_name(path), header.backend, _borrowed(path, every=True), DEVICES[header.device])
 
 
 @pytest.mark.parametrize("path", [path for path in TABLES if path.stem == "gating.cute"], ids=lambda path: path.parent.name)
