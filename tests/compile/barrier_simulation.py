@@ -10,9 +10,10 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-Step = float | tuple["Mbarrier", str, int]
+Step = float | tuple["Mbarrier | Named", str, int]
 Role = Generator[Step, None, None]
 
 
@@ -45,6 +46,42 @@ class Mbarrier:
         return self.phase % 2 != parity
 
 
+def mbarriers(table: Any, rank: int | None = None) -> dict[str, list[Mbarrier]]:
+    """All barriers of a block. rank: of a block whose other barriers of a name another block of the cluster arrives at."""
+    return {
+        name: [Mbarrier(table, name, is_from_peer=rank not in (None, stage)) for stage in range(one.stages)]
+        for name, one in table.barriers.items()
+    }
+
+
+def with_arrivals(table: Any, name: str, *arrivals: Any, **changes: Any) -> Any:
+    """The table with other arrivals on one barrier."""
+    changed = replace(table.barriers[name], arrivals=arrivals, from_peer=(), **changes)
+    return type(table)(table.warps, list((table.barriers | {name: changed}).values()))
+
+
+class Named:
+    """A barrier of the hardware: over as soon as all warps have come, of which some may not wait."""
+
+    def __init__(self, name: str, warps: int, *waits: str) -> None:
+        self.name, self.waits, self.warps, self.come, self.phase = name, set(waits), warps, 0, 0
+
+    def arrive(self) -> int:
+        """Parity of the phase that this arrival belongs to."""
+        parity = self.phase % 2
+        self.come += 1
+        if self.come == self.warps:
+            self.come, self.phase = 0, self.phase + 1
+        return parity
+
+    def meet(self, role: str) -> Step:
+        """A warp's arrival, and its wait for the others."""
+        return self, role, self.arrive()
+
+    def is_over(self, parity: int) -> bool:
+        return self.phase % 2 != parity
+
+
 class Buffer:
     """Contents of one place in shared memory, and who reads it."""
 
@@ -54,6 +91,14 @@ class Buffer:
     def write(self, content: Any) -> None:
         assert self.readers == 0, f"{self.name}: {content} is written over {self.content}, which is still read"
         self.content = content
+
+    def begin(self, content: Any) -> None:
+        """Somebody starts to read it."""
+        assert self.content == content, f"{self.name}: expected {content}, holds {self.content}"
+        self.readers += 1
+
+    def end(self) -> None:
+        self.readers -= 1
 
 
 class Simulation:
@@ -76,20 +121,18 @@ class Simulation:
         return self.random.random() * most * (20 if self.random.random() < 0.05 else 1)
 
     def read(self, buffer: Buffer, content: Any, most: float) -> Role:
-        assert buffer.content == content, f"{buffer.name}: expected {content}, holds {buffer.content}"
-        buffer.readers += 1
+        buffer.begin(content)
         yield self.some_time(most)
-        buffer.readers -= 1
+        buffer.end()
 
     def copy(self, barrier: Mbarrier, buffer: Buffer, content: Any, source: Buffer | None = None) -> None:
         """An asynchronous copy into a buffer, which the barrier counts; it reads its source until it ends."""
         if source is not None:
-            assert source.content == content, f"{source.name}: expected {content}, holds {source.content}"
-            source.readers += 1
+            source.begin(content)
 
         def end() -> None:
             if source is not None:
-                source.readers -= 1
+                source.end()
             buffer.write(content)
             barrier.complete()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gdn.ops.delta_rule.inputs import chunk_problem
-from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
+from tests.compile.barrier_simulation import Buffer, Role, Simulation, mbarriers, with_arrivals
 
 barriers = pytest.importorskip("kernels_cute.chunk.barriers", reason="needs the CuTe DSL")
 split_barriers = pytest.importorskip("kernels_cute.chunk.split.barriers", reason="needs the CuTe DSL")
@@ -32,11 +32,7 @@ class Block:
         self.sim, self.spec, self.rank = simulation, spec, rank
         self.work_tiles = [*work_tiles, 0] if spec.is_persistent else work_tiles
         self.peers: list[Block] = []
-        table = barriers.block_barriers(spec)
-        self.bars = {
-            name: [Mbarrier(table, name, is_from_peer=stage != rank) for stage in range(one.stages)]
-            for name, one in table.barriers.items()
-        }
+        self.bars = mbarriers(barriers.block_barriers(spec), rank)
         self.keys = [Buffer(f"K {i}") for i in range(spec.key_stages)]
         self.queries = [Buffer(f"Q {i}") for i in range(spec.stages)]
         self.values = [[Buffer(f"V {i}, warp {warp}") for warp in range(4)] for i in range(spec.stages)]
@@ -95,18 +91,27 @@ class Block:
         self.sim.copy(self.bars["k_full"][stage], self.keys[stage], ("K", chunk))
 
     def load(self, chunks: range) -> Role:
+        """Keys one chunk ahead of the rest."""
         for chunk in chunks[:1]:
             yield from self.load_keys(chunk)
         for chunk in chunks:
             if chunk + 1 in chunks:
                 yield from self.load_keys(chunk + 1)
-            stage, turn = self.place(self.spec.stages, chunk)
-            yield from self.wait("load", "empty", stage, turn ^ 1)
-            full = self.bars["full"][stage]
-            full.arrive("load", copies=5)
-            self.sim.copy(full, self.queries[stage], ("Q", chunk))
-            for part in self.values[stage]:
-                self.sim.copy(full, part, ("V", chunk))
+            yield from self.load_rest(chunk)
+
+    def load_rest(self, chunk: int) -> Role:
+        yield from self.load_values(chunk, copies=5)
+        stage, _ = self.place(self.spec.stages, chunk)
+        self.sim.copy(self.bars["full"][stage], self.queries[stage], ("Q", chunk))
+
+    def load_values(self, chunk: int, copies: int) -> Role:
+        """copies: with those that a caller adds."""
+        stage, turn = self.place(self.spec.stages, chunk)
+        yield from self.wait("load", "empty", stage, turn ^ 1)
+        full = self.bars["full"][stage]
+        full.arrive("load", copies=copies)
+        for part in self.values[stage]:
+            self.sim.copy(full, part, ("V", chunk))
 
     def gates(self) -> Role:
         yield from self.deal(0)
@@ -215,22 +220,12 @@ class NormBlock(Block):
         self.sums = [Buffer(f"sums {i}") for i in range(shape.SUM_BUFFERS)]
         self.done = 0
 
-    def load(self, chunks: range) -> Role:
-        for chunk in chunks[:1]:
-            yield from self.load_keys(chunk)
-        for chunk in chunks:
-            if chunk + 1 in chunks:
-                yield from self.load_keys(chunk + 1)
-            stage, turn = self.place(self.spec.query_stages, chunk)
-            yield from self.wait("load", "q_empty", stage, turn ^ 1)
-            self.bars["q_full"][stage].arrive("load", copies=1)
-            self.sim.copy(self.bars["q_full"][stage], self.queries[stage], ("Q", chunk))
-            stage, turn = self.place(self.spec.stages, chunk)
-            yield from self.wait("load", "empty", stage, turn ^ 1)
-            full = self.bars["full"][stage]
-            full.arrive("load", copies=4)
-            for part in self.values[stage]:
-                self.sim.copy(full, part, ("V", chunk))
+    def load_rest(self, chunk: int) -> Role:
+        stage, turn = self.place(self.spec.query_stages, chunk)
+        yield from self.wait("load", "q_empty", stage, turn ^ 1)
+        self.bars["q_full"][stage].arrive("load", copies=1)
+        self.sim.copy(self.bars["q_full"][stage], self.queries[stage], ("Q", chunk))
+        yield from self.load_values(chunk, copies=4)
 
     def score(self, chunks: range) -> Role:
         for chunk in self.own(chunks):
@@ -350,20 +345,11 @@ def test_fewer_places_for_sums_are_too_few(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("name", "stages"), [("k_empty", 5), ("empty", 4), ("tile_released", 2)])
 def test_a_wrong_table_is_found(name: str, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One arrival too few or too many on a barrier."""
-    plain = barriers.block_barriers
-
-    def wrong(spec: Any) -> Any:
-        table = plain(spec)
-        barrier = table.barriers[name]
-        assert barrier.stages == stages
-        role = "store" if name == "empty" else "state"
-        per = "thread" if name == "empty" else "role"
-        arrivals = (common.Arrivals(role, per),)
-        changed = [*(one for one in table.barriers.values() if one is not barrier)]
-        changed.append(common.Barrier(name, barrier.stages, arrivals, barrier.waits))
-        return common.BarrierTable(table.warps, changed)
-
-    monkeypatch.setattr(barriers, "block_barriers", wrong)
+    table = barriers.block_barriers(spec_of(128))
+    assert table.barriers[name].stages == stages
+    arrivals = common.Arrivals("store", "thread") if name == "empty" else common.Arrivals("state", "role")
+    wrong = with_arrivals(table, name, arrivals)
+    monkeypatch.setattr(barriers, "block_barriers", lambda spec: wrong)
     with pytest.raises(AssertionError, match="arrivals of|still read|holds|deadlock"):
         simulate(Block, spec_of(128), [41], 0)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gdn.ops.delta_rule.inputs import chunk_problem
-from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
+from tests.compile.barrier_simulation import Buffer, Role, Simulation, mbarriers
 
 barriers = pytest.importorskip("kernels_cute.chunk.four_sm.barriers", reason="needs the CuTe DSL")
 cluster = pytest.importorskip("kernels_cute.chunk.four_sm.forms", reason="needs the CuTe DSL")
@@ -24,7 +24,7 @@ def spec_of(stages: int) -> Any:
 class Block:
     def __init__(self, simulation: Simulation, table: Any, rank: int, num_chunks: int) -> None:
         self.sim, self.rank, self.num_chunks = simulation, rank, num_chunks
-        self.bars = {name: [Mbarrier(table, name) for _ in range(one.stages)] for name, one in table.barriers.items()}
+        self.bars = mbarriers(table)
 
     def wait(self, role: str, name: str, stage: int, parity: int) -> Role:
         yield self.bars[name][stage], role, parity

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gdn.ops.delta_rule.inputs import chunk_problem
-from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
+from tests.compile.barrier_simulation import Buffer, Role, Simulation, mbarriers, with_arrivals
 
 barriers = pytest.importorskip("kernels_cute.chunk.key_head.barriers", reason="needs the CuTe DSL")
 common = pytest.importorskip("kernels_cute.common.barriers", reason="needs the CuTe DSL")
@@ -25,11 +25,7 @@ class Block:
     def __init__(self, simulation: Simulation, spec: Any, rank: int, num_chunks: int) -> None:
         self.sim, self.spec, self.rank, self.num_chunks = simulation, spec, rank, num_chunks
         self.peers: list[Block] = []
-        table = barriers.key_head_barriers(spec)
-        self.bars = {
-            name: [Mbarrier(table, name, is_from_peer=stage != rank) for stage in range(one.stages)]
-            for name, one in table.barriers.items()
-        }
+        self.bars = mbarriers(barriers.key_head_barriers(spec), rank)
         self.heads = range(spec.state_heads)
         self.keys = [Buffer(f"K {i}") for i in range(spec.key_stages)]
         self.queries = [Buffer(f"Q {i}") for i in range(spec.stages)]
@@ -196,17 +192,8 @@ def test_a_ring_of_v_that_is_too_short_is_found() -> None:
 @pytest.mark.parametrize("name", ["k_empty", "q_empty", "m_tile_released", "tile_released", "stored"])
 def test_a_wrong_table_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrivals of one head where both must have arrived, or of both where there is one."""
-    plain = barriers.key_head_barriers
-
-    def wrong(spec: Any) -> Any:
-        table = plain(spec)
-        barrier = table.barriers[name]
-        arrivals = (common.Arrivals("state", "role"),)
-        changed = [*(one for one in table.barriers.values() if one is not barrier)]
-        changed.append(common.Barrier(name, barrier.stages, arrivals, barrier.waits))
-        return common.BarrierTable(table.warps, changed)
-
-    monkeypatch.setattr(barriers, "key_head_barriers", wrong)
+    wrong = with_arrivals(barriers.key_head_barriers(spec_of()), name, common.Arrivals("state", "role"))
+    monkeypatch.setattr(barriers, "key_head_barriers", lambda spec: wrong)
     with pytest.raises(AssertionError, match="arrivals of|still read|holds|deadlock"):
         simulate(spec_of(), 41, 0)
 

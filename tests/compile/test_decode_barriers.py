@@ -9,12 +9,12 @@ import pytest
 from gdn.models import QWEN3_NEXT_80B
 from gdn.ops.delta_rule.tiles import Tiles
 from gdn.runtime import registry
-from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
+from tests.compile.barrier_simulation import Buffer, Mbarrier, Named, Role, Simulation, with_arrivals
 
 specs = pytest.importorskip("kernels_cute.gdn_decode.spec", reason="needs the CuTe DSL")
 common = pytest.importorskip("kernels_cute.common.barriers", reason="needs the CuTe DSL")
 
-Arrivals, Barrier, BarrierTable = common.Arrivals, common.Barrier, common.BarrierTable
+Arrivals = common.Arrivals
 ROLE = "token"
 
 
@@ -26,9 +26,9 @@ def spec_of(tiles: tuple[int, int, int], num_v_heads: int = 32, v_first: bool = 
     return specs.Spec(problem, Tiles(*tiles, 256))
 
 
-def hardware(warps: int, blocks: int = 1) -> Mbarrier:
-    """A barrier of the hardware at which these warps meet."""
-    return Mbarrier(BarrierTable({ROLE: warps}, [Barrier("meeting", 1, (Arrivals(ROLE, "warp", blocks),), (ROLE,))]), "meeting")
+def hardware(warps: int) -> Named:
+    """A barrier at which these warps meet."""
+    return Named("meeting", warps, ROLE)
 
 
 class Cluster:
@@ -36,7 +36,7 @@ class Cluster:
 
     def __init__(self, simulation: Simulation, spec: Any, tokens: int) -> None:
         self.sim, self.spec, self.tokens = simulation, spec, tokens
-        self.meeting = hardware(spec.warps, spec.cluster)
+        self.meeting = hardware(spec.warps * spec.cluster)
         self.windows = [Buffer(f"window of q and k, part {rank}") for rank in range(spec.cluster)]  # each block writes one
         self.blocks = [Block(self, rank) for rank in range(spec.cluster)]
 
@@ -61,7 +61,6 @@ class Block:
         self.inputs = [Buffer(f"inputs of warp {warp}") for warp in range(spec.warps)]
         self.sums = [[Buffer(f"sum {part} of stage {stage}") for part in range(spec.parts)] for stage in range(stages)]
         self.parts = [[Buffer(f"sums over K {warp}") for warp in range(spec.warps)] for _ in range(1 + spec.has_several_tokens)]
-        self.meetings = [0] * spec.warps
 
     def warp(self, warp: int) -> Role:
         spec, cluster = self.spec, self.cluster
@@ -75,9 +74,9 @@ class Block:
         for step in range(cluster.tokens):
             yield self.sim.some_time(0.3)
             self.inputs[warp].write(step)
-            yield from self.meet(warp)
+            yield self.all.meet(ROLE)
             if step == 0 and spec.cluster > 1:
-                cluster.meeting.arrive(ROLE)
+                cluster.meeting.arrive()
             for buffer in self.inputs:
                 yield from self.sim.read(buffer, step, 0.2)
             if spec.tile.k_warps > 1:
@@ -93,18 +92,11 @@ class Block:
         for buffer in [buffer for stage in self.sums for buffer in stage] if self.running == 0 else []:
             buffer.readers += 1  # nothing may arrive in a block that has left
 
-    def meet(self, warp: int) -> Role:
-        """The barrier of the block."""
-        self.all.arrive(ROLE)
-        self.meetings[warp] += 1
-        yield self.all, ROLE, (self.meetings[warp] - 1) % 2
-
     def add_up(self, warp: int, step: int) -> Role:
         """The exchange with the warps that share columns."""
         group, parts = warp // self.spec.tile.k_warps, self.parts[step % 2]
         parts[warp].write(step)
-        self.columns[group].arrive(ROLE)
-        yield self.columns[group], ROLE, step % 2
+        yield self.columns[group].meet(ROLE)
         for other in range(self.spec.tile.k_warps):
             yield from self.sim.read(parts[group * self.spec.tile.k_warps + other], step, 0.2)
 
@@ -122,7 +114,7 @@ class Block:
     def receive(self, warp: int, step: int) -> Role:
         stage, stages = step % len(self.sums), len(self.sums)
         if self.spec.splits == 1:
-            yield from self.meet(warp)
+            yield self.all.meet(ROLE)
             stage = 0
         else:
             yield self.sums_full[stage], ROLE, step // stages % 2
@@ -166,7 +158,7 @@ def test_one_token_a_sequence(tiles: tuple[int, int, int]) -> None:
 )
 def test_the_simulation_finds_a_wrong_table(arrivals: Any, stages: int, message: str) -> None:
     spec = spec_of((64, 8, 4))
-    spec.barriers = BarrierTable(spec.barriers.warps, [Barrier("sums_full", stages, (arrivals,), (ROLE,))])
+    spec.barriers = with_arrivals(spec.barriers, "sums_full", arrivals, stages=stages)
     with pytest.raises(AssertionError, match=message):
         for seed in range(8):
             Cluster(Simulation(seed), spec, 8).run()
@@ -177,7 +169,7 @@ def test_the_simulation_finds_a_missing_meeting_of_the_cluster() -> None:
         for seed in range(8):
             cluster = Cluster(Simulation(seed), spec_of((64, 8, 4)), 2)
             cluster.meeting.is_over = lambda parity: True  # type: ignore[method-assign]
-            cluster.meeting.arrive = lambda *_, **__: None  # type: ignore[method-assign]
+            cluster.meeting.arrive = lambda: 0  # type: ignore[method-assign]
             cluster.run()
 
 

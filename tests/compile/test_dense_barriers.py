@@ -12,43 +12,25 @@ from typing import Any
 
 import pytest
 
-from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation, faults_found
+from tests.compile.barrier_simulation import Buffer, Named, Role, Simulation, faults_found, mbarriers
 
 dense_tiles = pytest.importorskip("kernels_cute.attention.dense.tiles", reason="needs the CuTe DSL")
 
 MATH = dense_tiles.MATH_WARPS
 
 
-class Named:
-    """A named barrier: over as soon as all warps have come, of which some do not wait."""
-
-    def __init__(self, name: str, warps: int) -> None:
-        self.name, self.waits, self.warps, self.come, self.phase = name, {"math"}, warps, 0, 0
-
-    def arrive(self) -> int:
-        """Parity of the phase that this arrival belongs to."""
-        parity = self.phase % 2
-        self.come += 1
-        if self.come == self.warps:
-            self.come, self.phase = 0, self.phase + 1
-        return parity
-
-    def is_over(self, parity: int) -> bool:
-        return self.phase % 2 != parity
-
-
 class Block:
-    def __init__(
-        self, stages: tuple[int, int], steps: int, seed: int, *, table: Any = None, cluster: "Cluster | None" = None
-    ) -> None:
+    def __init__(self, stages: tuple[int, int], steps: int, seed: int, *, cluster: "Cluster | None" = None) -> None:
         self.cluster, self.steps = cluster, steps
         self.simulation = Simulation(seed) if cluster is None else cluster.simulation
         self.stages = dict(zip(("keys", "values"), stages, strict=True))
-        table = table or dense_tiles.barriers(*stages)
-        self.barriers = {name: [Mbarrier(table, name) for _ in range(one.stages)] for name, one in table.barriers.items()}
+        self.barriers = mbarriers(dense_tiles.barriers(*stages))
         self.parts = {(name, stage): Buffer(f"{name} {stage}") for name, count in self.stages.items() for stage in range(count)}
         self.parts["queries", 0] = Buffer("queries")
-        self.zeroed, self.stored = [Named(f"zeroed {n}", MATH // 2) for n in range(2)], Named("parts stored", MATH)
+        self.zeroed, self.stored = (
+            [Named(f"zeroed {n}", MATH // 2, "math") for n in range(2)],
+            Named("parts stored", MATH, "math"),
+        )
         self.rows = [Buffer(f"rows of warp {warp}") for warp in range(MATH)]  # of the block's part of a split tile
         self.finished: Counter[int] = Counter()
 
@@ -73,13 +55,11 @@ class Block:
     def begin(self, name: str, step: int) -> Role:
         stage, parity = self.place(name, step)
         yield self.barriers[f"{name}_full"][stage], "math", parity
-        part = self.parts[name, stage]
-        assert part.content == step, f"{part.name}: expected {step}, holds {part.content}"
-        part.readers += 1
+        self.parts[name, stage].begin(step)
 
     def end(self, name: str, step: int) -> None:
         stage, _ = self.place(name, step)
-        self.parts[name, stage].readers -= 1
+        self.parts[name, stage].end()
         self.barriers[f"{name}_free"][stage].arrive("math")
 
     def math_warp(self, warp: int) -> Role:
@@ -89,8 +69,7 @@ class Block:
             yield self.simulation.some_time(1.0)
             self.end("keys", 0)
             yield self.barriers["values_full"][0], "math", 0  # zeros after the last position
-            zeroed: Any = self.zeroed[warp // 4]
-            yield zeroed, "math", zeroed.arrive()
+            yield self.zeroed[warp // 4].meet("math")
             for step in range(1, self.steps):
                 yield from self.begin("keys", step)
                 yield from self.begin("values", step - 1)
@@ -100,9 +79,8 @@ class Block:
                 self.end("values", step - 1)
             yield from self.begin("values", self.steps - 1)
             yield self.simulation.some_time(1.0)
-            self.parts["values", self.place("values", self.steps - 1)[0]].readers -= 1
-        stored: Any = self.stored
-        yield stored, "math", stored.arrive()
+            self.parts["values", self.place("values", self.steps - 1)[0]].end()
+        yield self.stored.meet("math")
         for part in self.parts.values():  # where a split tile's parts are stored
             assert part.readers == 0 or part.name == "queries", part.name
         if self.cluster is not None:
@@ -131,11 +109,11 @@ class Cluster:
         self.simulation, self.meetings = Simulation(seed), meetings
         ends = [rank * steps // splits for rank in range(splits + 1)]
         self.blocks = [Block(stages, end - start, seed, cluster=self) for start, end in pairwise(ends)]
-        self.met = Named("cluster", MATH * splits)
+        self.met = Named("cluster", MATH * splits, "math")
 
     def meet(self, number: int) -> Role:
         if number in self.meetings:
-            yield self.met, "math", self.met.arrive()  # type: ignore[misc]
+            yield self.met.meet("math")
 
     def merge(self, rows: Buffer) -> Role:
         """A warp stores its rows, and reads some of every block."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation, faults_found
+from tests.compile.barrier_simulation import Buffer, Role, Simulation, faults_found, mbarriers
 
 prefill_tiles = pytest.importorskip("kernels_cute.attention.prefill.tiles", reason="needs the CuTe DSL")
 
@@ -17,12 +17,11 @@ COPY, MATH = prefill_tiles.COPY_WARPS, prefill_tiles.MATH_WARPS
 
 
 class Block:
-    def __init__(self, stages: tuple[int, int], items: list[int], seed: int, table: Any = None) -> None:
+    def __init__(self, stages: tuple[int, int], items: list[int], seed: int) -> None:
         """items: steps of each."""
         self.simulation, self.items = Simulation(seed), items
         self.stages = dict(zip(("keys", "values"), stages, strict=True))
-        table = table or prefill_tiles.barriers(*stages)
-        self.barriers = {name: [Mbarrier(table, name) for _ in range(barrier.stages)] for name, barrier in table.barriers.items()}
+        self.barriers = mbarriers(prefill_tiles.barriers(*stages))
         parts = [(name, stage, warp) for name, count in self.stages.items() for stage in range(count) for warp in range(COPY)]
         parts += [("queries", 0, warp) for warp in range(COPY)]
         self.parts = {part: Buffer(str(part)) for part in parts}
@@ -72,13 +71,11 @@ class Block:
 
     def begin(self, name: str, stage: int, content: Any) -> None:
         for warp in range(COPY):
-            part = self.parts[name, stage, warp]
-            assert part.content == content, f"{part.name}: expected {content}, holds {part.content}"
-            part.readers += 1
+            self.parts[name, stage, warp].begin(content)
 
     def end(self, name: str, stage: int) -> None:
         for warp in range(COPY):
-            self.parts[name, stage, warp].readers -= 1
+            self.parts[name, stage, warp].end()
         self.barriers[f"{name}_free"][stage].arrive("math")
 
     def math_warp(self, warp: int) -> Role:

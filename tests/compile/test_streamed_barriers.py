@@ -10,13 +10,13 @@ import pytest
 
 from gdn.models import QWEN3_NEXT_80B
 from gdn.runtime import registry
-from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
+from tests.compile.barrier_simulation import Buffer, Mbarrier, Named, Role, Simulation, with_arrivals
 
 specs = pytest.importorskip("kernels_cute.gdn_decode.streamed.spec", reason="needs the CuTe DSL")
 gdn_decode = pytest.importorskip("kernels_cute.gdn_decode", reason="needs the CuTe DSL")
 common = pytest.importorskip("kernels_cute.common.barriers", reason="needs the CuTe DSL")
 
-Arrivals, Barrier, BarrierTable = common.Arrivals, common.Barrier, common.BarrierTable
+Arrivals = common.Arrivals
 STATES, ENTRIES, PREPARE, MATH = "states", "entries", "prepare", "math"
 WARPS, PREPARE_WARPS, TILES_OF_HEAD = 8, 4, 4
 END = "no item"
@@ -27,11 +27,6 @@ def spec_of(num_v_heads: int, stages: int, state_dtype: str = "float32") -> Any:
     ring = {"cu_seqlens_dtype": "int32", "has_accepted": True, "ring_rows": 22, "fold_every": 15}
     problem = replace(example, num_v_heads=num_v_heads, state_dtype=state_dtype, **ring)  # type: ignore[type-var]
     return specs.Spec(problem, gdn_decode.Config(256, 8, 4, 256, stages, 132))
-
-
-def meeting(role: str, warps: int) -> Mbarrier:
-    """A named barrier of these warps."""
-    return Mbarrier(BarrierTable({role: warps}, [Barrier("meeting", 1, (Arrivals(role, "warp"),), (role,))]), "meeting")
 
 
 class Block:
@@ -58,11 +53,10 @@ class Block:
         )
         self.numbers = [Buffer(f"numbers {buffer}") for buffer in range(2)]
         self.squares = [[Buffer(f"squares {buffer} of warp {warp}") for warp in range(WARPS)] for buffer in range(2)]
-        self.all, self.heads = meeting(PREPARE, PREPARE_WARPS), [meeting(MATH, TILES_OF_HEAD) for _ in range(2)]
-        # A named barrier at which the entries' warp only arrives: once, when the first entries have been asked for.
-        table = BarrierTable({ENTRIES: 1, STATES: 1}, [Barrier("start", 1, (Arrivals(ENTRIES, "warp"),), (STATES,))])
-        self.start, self.has_asked = Mbarrier(table, "start"), False
-        self.meetings = {"all": [0] * PREPARE_WARPS, "head": [0] * WARPS}
+        self.all = Named("all", PREPARE_WARPS, PREPARE)
+        self.heads = [Named("head", TILES_OF_HEAD, MATH) for _ in range(2)]
+        # The entries' warp only arrives there: once, when the first entries have been asked for.
+        self.start, self.has_asked = Named("start", 1, STATES), False
 
     def run(self) -> None:
         self.sim.start("states", self.states_warp())
@@ -103,7 +97,7 @@ class Block:
                 self.entries_full[buffer].arrive(ENTRIES, copies=lane == 0)
             if item == 0:
                 self.has_asked = True
-                self.start.arrive(ENTRIES)
+                self.start.arrive()
 
     def prepare_warp(self, warp: int) -> Role:
         spec = self.spec
@@ -116,7 +110,7 @@ class Block:
             if warp == 0:
                 self.numbers[own].write(item)
             self.tokens_full[own].arrive(PREPARE)
-            yield from self.meet("all", PREPARE, warp)
+            yield self.all.meet(PREPARE)
             for read in (*self.tokens[own], self.entries[buffer], *self.decays[buffer]):
                 yield from self.sim.read(read, item, 0.02)
             self.weights[own][warp].write(item)
@@ -163,16 +157,10 @@ class Block:
             self.leave(item)
         squares = self.squares[specs.tile_number(spec, item, warp, turn) % 2]
         squares[warp].write((item, turn))
-        yield from self.meet("head", MATH, warp)
+        yield self.heads[warp // TILES_OF_HEAD].meet(MATH)
         first = warp // TILES_OF_HEAD * TILES_OF_HEAD
         for read in squares[first : first + TILES_OF_HEAD]:
             yield from self.sim.read(read, (item, turn), 0.1)
-
-    def meet(self, name: str, role: str, warp: int) -> Role:
-        barrier = self.all if name == "all" else self.heads[warp // TILES_OF_HEAD]
-        barrier.arrive(role)
-        self.meetings[name][warp] += 1
-        yield barrier, role, (self.meetings[name][warp] - 1) % 2
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
@@ -200,8 +188,7 @@ def test_warps_neither_stop_nor_overwrite(num_v_heads: int, stages: int, state_d
 )
 def test_the_simulation_finds_a_wrong_table(name: str, stages: int, arrivals: Any, message: str) -> None:
     spec = spec_of(32, 8)
-    table = spec.barriers.barriers | {name: Barrier(name, stages, (arrivals,), spec.barriers.barriers[name].waits)}
-    spec.barriers = BarrierTable(spec.barriers.warps, list(table.values()))
+    spec.barriers = with_arrivals(spec.barriers, name, arrivals, stages=stages)
     with pytest.raises(AssertionError, match=message):
         for seed in range(8):
             Block(Simulation(seed), spec, 6).run()
@@ -221,7 +208,7 @@ def test_the_simulation_finds_a_missing_meeting() -> None:
         for seed in range(8):
             block = Block(Simulation(seed), spec_of(32, 8), 4)
             block.all.is_over = lambda parity: True  # type: ignore[method-assign]
-            block.all.arrive = lambda *_, **__: None  # type: ignore[method-assign]
+            block.all.arrive = lambda: 0  # type: ignore[method-assign]
             block.run()
 
 
