@@ -1,205 +1,145 @@
 """The barrier tables of the logits kernels: both sides of each ring agree, roles are held to the table, and a simulation of all
 roles reads arrive counts from it.
-
-Every warp is a process that waits, works for a random time and arrives. The simulation ends in an error where a warp would write
-a stage that another still reads, where one reads what is not there, and where all wait.
 """
 
-import heapq
-import random
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.compile.barrier_simulation import Buffer, Named, Role, Simulation, faults_found, mbarriers
+
 barriers = pytest.importorskip("kernels_cute.mqa_logits.barriers", reason="needs the CuTe DSL")
 
 NAMED = {"turn": barriers.TURN, "scores": barriers.SCORES, "costs": barriers.COSTS}
-
-Process = Generator[Callable[[], bool] | float, None, None]
-
-
-class Phases:
-    """One mbarrier, or one named barrier: completed phases, and arrivals of the current one."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.arrived, self.completed = count, 0, 0
-
-    def arrive(self, arrivals: int = 1) -> None:
-        self.arrived += arrivals
-        assert self.arrived <= self.count, "more arrivals than a phase takes"
-        if self.arrived == self.count:
-            self.arrived, self.completed = 0, self.completed + 1
-
-    def passed(self, parity: int) -> bool:
-        """Whether a wait for the phase of this parity passes; fresh barriers let waits for parity 1 pass."""
-        return self.completed % 2 != parity
+NO_ITEM = -1
 
 
 class Block:
-    """The mbarriers, named barriers and stages of one block."""
+    """A block that takes items of so many tiles. named: those of the kernel's named barriers that the form uses."""
 
-    def __init__(self, table: Any, named: Collection[str], seed: int) -> None:
-        """named: those of the kernel's named barriers that the form uses."""
-        self.random, self.rows = random.Random(seed), table.barriers
-        self.phases = {name: [Phases(table.count(name)) for _ in range(row.stages)] for name, row in self.rows.items()}
-        self.named = {name: [Phases(32 * NAMED[name].warps) for _ in range(NAMED[name].count)] for name in named}
-        self.holds: dict[tuple[str, int], Any] = {}  # a ring's stage -> what was written there
-        self.readers: dict[tuple[str, int], int] = {}
-        self.written: list[Any] = []
+    def __init__(self, table: Any, named: Collection[str], seed: int, items: list[int] | None = None) -> None:
+        self.simulation = Simulation(seed)
+        random = self.simulation.random
+        self.items = [random.choice((1, 1, 2, 3, 9)) for _ in range(random.randrange(8))] if items is None else items
+        self.barriers = mbarriers(table)
+        self.named = {
+            name: [Named(name, NAMED[name].warps, "math", "copy", "publish") for _ in range(NAMED[name].count)] for name in named
+        }
+        self.queries, self.ranges = (
+            [Buffer(f"{name} {stage}") for stage in range(len(self.barriers["queries_full"]))] for name in ("queries", "ranges")
+        )
+        self.keys = [Buffer(f"keys {stage}") for stage in range(len(self.barriers["keys_full"]))]
+        self.scores = [[Buffer(f"scores of warp {warp} in half {half}") for warp in range(4)] for half in range(2)]
+        self.warps = [(number // 4, number % 4) for number in range(table.warps["math"])]
+        self.written: list[tuple[int, int, int, int]] = []
 
-    def arrive(self, name: str, stage: int, by: str) -> None:
-        """One warp's arrivals; bytes of the copy engine arrive before the phase completes, so they are part of the arrival."""
-        (arrival,) = [one for one in self.rows[name].arrivals if one.role == by]
-        self.phases[name][stage].arrive(arrival.count(warps=1))
+    def run(self) -> None:
+        roles = {"copy": self.copy(), "publish": self.publish(), "fill 0": self.fill(), "fill 1": self.fill()}
+        roles |= {f"math {half}.{warp}": self.math(half, warp) for half, warp in self.warps}
+        for name, role in roles.items():
+            self.simulation.start(name, role)
+        self.simulation.run()
+        wanted = [(*warp, item, tile) for warp in self.warps for item, tiles in enumerate(self.items) for tile in range(tiles)]
+        assert sorted(self.written) == sorted(wanted)
 
-    def wait(self, name: str, stage: int, parity: int, by: str) -> Callable[[], bool]:
-        assert by in self.rows[name].waits
-        return lambda: self.phases[name][stage].passed(parity)
+    def place(self, ring: str, turn: int) -> tuple[int, int]:
+        """Stage and parity of a fill."""
+        stages = len(self.barriers[f"{ring}_full"])
+        return turn % stages, turn // stages % 2
 
-    def meet(self, name: str, which: int) -> Callable[[], bool]:
-        """A warp's arrival at a named barrier, and the wait for its phase."""
-        barrier = self.named[name][which]
-        phase = barrier.completed
-        barrier.arrive(32)
-        return lambda: barrier.completed > phase
+    def wait(self, name: str, stage: int, parity: int, role: str) -> Role:
+        yield self.barriers[name][stage], role, parity
 
-    def write(self, ring: str, stage: int, value: Any) -> None:
-        assert not self.readers.get((ring, stage)), f"{ring}[{stage}] is overwritten while it is read"
-        self.holds[ring, stage] = value
+    def after_costs(self, role: str) -> Role:
+        if "costs" in self.named:
+            yield self.named["costs"][0].meet(role)
 
-    def read(self, ring: str, stage: int, value: Any) -> None:
-        assert self.holds.get((ring, stage)) == value, f"{ring}[{stage}] holds {self.holds.get((ring, stage))}, not {value}"
-        self.readers[ring, stage] = self.readers.get((ring, stage), 0) + 1
+    def bring(self, ring: str, turn: int, buffers: list[Buffer], content: Any) -> Role:
+        """One copy once the stage is free; without content, after the last item, the arrival alone."""
+        stage, parity = self.place(ring, turn)
+        yield from self.wait(f"{ring}_free", stage, parity ^ 1, "copy")
+        full = self.barriers[f"{ring}_full"][stage]
+        full.arrive("copy", copies=int(content is not None))
+        if content is not None:
+            self.simulation.copy(full, buffers[stage], content)
 
-    def release(self, ring: str, stage: int) -> None:
-        self.readers[ring, stage] -= 1
+    def copy(self) -> Role:
+        yield from self.after_costs("copy")
+        turn = 0
+        for item, tiles in enumerate(self.items):
+            yield from self.bring("queries", item, self.queries, item)
+            for tile in range(tiles):
+                yield from self.bring("keys", turn, self.keys, (item, tile))
+                turn += 1
+        yield from self.bring("queries", len(self.items), self.queries, None)
 
-    def run(self, processes: dict[str, Process]) -> None:
-        events = [(0.0, place, name) for place, name in enumerate(processes)]
-        waiting: dict[str, Callable[[], bool]] = {}
-        place = len(events)
-        now = 0.0
-        while events or waiting:
-            ready = [name for name, condition in waiting.items() if condition()]
-            for name in ready:
-                del waiting[name]
-                heapq.heappush(events, (now + self.random.random(), place := place + 1, name))
-            assert events, f"deadlock: {', '.join(waiting)} wait"
-            now, _, name = heapq.heappop(events)
-            step = next(processes[name], None)
-            if callable(step):
-                waiting[name] = step
-            elif step is not None:
-                heapq.heappush(events, (now + step * self.random.random() ** 3, place := place + 1, name))
+    def publish(self) -> Role:
+        yield from self.after_costs("publish")
+        for item, tiles in enumerate([*self.items, NO_ITEM]):
+            stage, parity = self.place("queries", item)
+            yield from self.wait("queries_free", stage, parity ^ 1, "publish")
+            self.ranges[stage].write(tiles)
+            yield self.simulation.some_time(0.3)
+            self.barriers["queries_full"][stage].arrive("publish", 32)
 
+    def fill(self) -> Role:
+        yield self.simulation.some_time(2.0)
+        if "costs" in self.named:
+            self.named["costs"][0].arrive()
 
-def places(stages: int) -> Iterator[tuple[int, int]]:
-    """(stage, parity) of a ring, without end."""
-    turn = 0
-    while True:
-        yield turn % stages, turn // stages & 1
-        turn += 1
+    def math(self, half: int, warp: int) -> Role:
+        """A math warp. Its warpgroup's turn and stores are warpgroup-wide through the named barriers."""
+        takes_turns, turn = "turn" in self.named, 0
+        if takes_turns and half == 1:
+            self.named["turn"][0].arrive()
+        for item, tiles in enumerate([*self.items, NO_ITEM]):
+            stage, parity = self.place("queries", item)
+            yield from self.wait("queries_full", stage, parity, "math")
+            self.ranges[stage].begin(tiles)
+            if tiles == NO_ITEM:
+                break
+            self.queries[stage].begin(item)
+            for tile in range(tiles):
+                yield from self.tile(half, turn, (item, tile))
+                yield from self.sums(half, warp, (item, tile))
+                self.written.append((half, warp, item, tile))
+                turn += 1
+            self.queries[stage].end()
+            self.ranges[stage].end()
+            self.barriers["queries_free"][stage].arrive("math")
+        if takes_turns and half == 0:
+            yield self.named["turn"][0].meet("math")
 
+    def tile(self, half: int, turn: int, content: tuple[int, int]) -> Role:
+        """Products with a tile of keys."""
+        stage, parity = self.place("keys", turn)
+        yield from self.wait("keys_full", stage, parity, "math")
+        if "turn" in self.named:
+            yield self.named["turn"][half].meet("math")
+        self.keys[stage].begin(content)
+        yield self.simulation.some_time(1.0)
+        if "turn" in self.named:
+            self.named["turn"][1 - half].arrive()
+        yield self.simulation.some_time(0.2)
+        self.keys[stage].end()
+        self.barriers["keys_free"][stage].arrive("math")
 
-def copy(block: Block, items: list[int]) -> Process:
-    queries, keys = places(block.rows["queries_full"].stages), places(block.rows["keys_full"].stages)
-    for item, tiles in enumerate([*items, 0]):
-        stage, parity = next(queries)
-        yield block.wait("queries_free", stage, parity ^ 1, "copy")
-        if item < len(items):
-            block.write("queries", stage, item)
-        yield 1.0  # on their way
-        block.arrive("queries_full", stage, "copy")
-        for tile in range(tiles):
-            key_stage, key_parity = next(keys)
-            yield block.wait("keys_free", key_stage, key_parity ^ 1, "copy")
-            block.write("keys", key_stage, (item, tile))
-            yield 1.0
-            block.arrive("keys_full", key_stage, "copy")
-
-
-def publish(block: Block, items: list[int]) -> Process:
-    if "costs" in block.named:
-        yield block.meet("costs", 0)
-    for (stage, parity), tiles in zip(places(block.rows["queries_full"].stages), [*items, -1], strict=False):
-        yield block.wait("queries_free", stage, parity ^ 1, "publish")
-        block.write("ranges", stage, tiles)
-        yield 0.3
-        block.arrive("queries_full", stage, "publish")
-
-
-def copy_after_costs(block: Block, items: list[int]) -> Process:
-    if "costs" in block.named:
-        yield block.meet("costs", 0)
-    yield from copy(block, items)
-
-
-def fill(block: Block) -> Process:
-    yield 2.0
-    if "costs" in block.named:
-        block.named["costs"][0].arrive(32)
-
-
-def math(block: Block, items: list[int], half: int, warp: int) -> Process:
-    """A math warp. Its warpgroup's turn and stores are warpgroup-wide through the named barriers."""
-    keys = places(block.rows["keys_full"].stages)
-    takes_turns, shares_scores = "turn" in block.named, "scores" in block.named
-    if takes_turns and half == 1:
-        block.named["turn"][0].arrive(32)
-    for item, (stage, parity) in enumerate(places(block.rows["queries_full"].stages)):
-        yield block.wait("queries_full", stage, parity, "math")
-        if item == len(items):
-            assert block.holds["ranges", stage] == -1
-            break
-        block.read("queries", stage, item)
-        block.read("ranges", stage, items[item])
-        for tile in range(items[item]):
-            key_stage, key_parity = next(keys)
-            yield block.wait("keys_full", key_stage, key_parity, "math")
-            if takes_turns:
-                yield block.meet("turn", half)
-            block.read("keys", key_stage, (item, tile))
-            yield 1.0  # products
-            if takes_turns:
-                block.named["turn"][1 - half].arrive(32)
-            yield 0.2
-            block.release("keys", key_stage)
-            block.arrive("keys_free", key_stage, "math")
-            if shares_scores:
-                yield block.meet("scores", half)
-                block.write(f"scores {half}", warp, (item, tile))
-            yield 0.7  # sums
-            if shares_scores:
-                yield block.meet("scores", half)
-                for other in range(4):
-                    block.read(f"scores {half}", other, (item, tile))
-                yield 0.4
-                for other in range(4):
-                    block.release(f"scores {half}", other)
-            block.written.append((half, warp, item, tile))
-        block.release("queries", stage)
-        block.release("ranges", stage)
-        block.arrive("queries_free", stage, "math")
-    if takes_turns and half == 0:
-        yield block.meet("turn", 0)
-
-
-def simulate(table: Any, named: Collection[str], seed: int) -> None:
-    block = Block(table, named, seed)
-    items = [block.random.choice((1, 1, 2, 3, 9)) for _ in range(block.random.randrange(8))]
-    warps = [(number // 4, number % 4) for number in range(table.warps["math"])]
-    processes = {
-        "copy": copy_after_costs(block, items),
-        "publish": publish(block, items),
-        "fill 0": fill(block),
-        "fill 1": fill(block),
-        **{f"math {half}.{warp}": math(block, items, half, warp) for half, warp in warps},
-    }
-    block.run(processes)
-    wanted = [(*warp, item, tile) for warp in warps for item, tiles in enumerate(items) for tile in range(tiles)]
-    assert sorted(block.written) == sorted(wanted)
+    def sums(self, half: int, warp: int, content: tuple[int, int]) -> Role:
+        """Sums over the heads, and where the scores go through shared memory the exchange of them."""
+        if "scores" not in self.named:
+            yield self.simulation.some_time(0.7)
+            return
+        yield self.named["scores"][half].meet("math")
+        self.scores[half][warp].write(content)
+        yield self.simulation.some_time(0.7)
+        yield self.named["scores"][half].meet("math")
+        for buffer in self.scores[half]:
+            buffer.begin(content)
+        yield self.simulation.some_time(0.4)
+        for buffer in self.scores[half]:
+            buffer.end()
 
 
 # Stages of queries and of keys, math warps, and the named barriers in use.
@@ -217,25 +157,14 @@ FORMS: dict[str, tuple[tuple[int, int, int], tuple[str, ...]]] = {
 def test_roles_neither_wait_for_ever_nor_overwrite_what_is_read(name: str) -> None:
     sizes, named = FORMS[name]
     for seed in range(40):
-        simulate(barriers.barriers(*sizes), named, seed)
+        Block(barriers.barriers(*sizes), named, seed).run()
 
 
 @pytest.mark.parametrize("name", ["queries_free", "keys_free"])
 def test_the_simulation_finds_a_count_that_is_too_small(name: str) -> None:
     """One math warp fewer: a stage is free while the last warp reads it."""
-    table = barriers.barriers(2, 8, 8)
-    found = []
-    for seed in range(40):
-        block = Block(table, ("turn",), seed)
-        block.phases[name] = [Phases(table.count(name) - 1) for _ in block.phases[name]]
-        items = [3, 1, 2, 9, 1, 1, 4]
-        processes = {"copy": copy(block, items), "publish": publish(block, items)}
-        processes |= {f"math {number}": math(block, items, number // 4, number % 4) for number in range(8)}
-        try:
-            block.run(processes)
-        except AssertionError as error:
-            found.append(str(error))
-    assert found
+    blocks = (Block(barriers.barriers(2, 8, 8), ("turn",), seed, [3, 1, 2, 9, 1, 1, 4]) for seed in range(40))
+    assert faults_found(blocks, name, {"math": 7})
 
 
 def test_both_sides_of_a_ring_agree() -> None:
