@@ -1,4 +1,4 @@
-"""Compiles one kernel variant and reads its machine code; runs in worker processes.
+"""Compiles one kernel variant and reads its machine code, in worker processes; and what else tests ask a DSL's compiler.
 
 Dynamic shared memory is an argument of the launch and is in no cubin. It is read from what the DSLs' compilers were
 given and made: TileLang's device module, and the host code of the CuTe DSL.
@@ -8,7 +8,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +66,42 @@ def inspect(module_name: str, problem: Problem, config: Any) -> Unread:
     # A dict keeps its order, and entries are compiled one after the other.
     dynamic = dict(zip(libraries, sizes, strict=True))
     return Unread({entry: machine_code.undecoded(library) for entry, library in libraries.items()}, dynamic)
+
+
+def traced(check: Callable[[Any, Any], None]) -> None:
+    """Calls check(cute, cutlass) while a function is traced: layouts exist only then."""
+    importlib.import_module("kernels_cute.common.build")  # sets the DSL's target before its first import
+    import cutlass
+    import cutlass.cute as cute
+
+    done = []
+
+    @cute.jit
+    def trace() -> None:
+        check(cute, cutlass)
+        done.append(True)
+
+    cute.compile(trace, options="--gpu-arch sm_90a")
+    assert done == [True]
+
+
+def listing(library: bytes) -> list[str]:
+    """Instructions of a library's one kernel, a line each, in the order of the code."""
+    (kernel,) = machine_code.undecoded(library)
+    lines = machine_code._disassemble(kernel.code, kernel.kernel.target).splitlines()
+    return [line for line in lines if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
+
+
+def registers_of_roles(lines: list[str]) -> tuple[int, int]:
+    """The highest register of the role that gives registers away, and then of the one that takes more."""
+    (fewer,) = [at for at, line in enumerate(lines) if "USETMAXREG.DEALLOC" in line]
+    (more,) = [at for at, line in enumerate(lines) if "USETMAXREG.TRY_ALLOC" in line]
+    assert fewer < more
+
+    def most(part: list[str]) -> int:
+        return max(int(number) for line in part for number in re.findall(r"\bR(\d+)\b", line))
+
+    return most(lines[fewer:more]), most(lines[more:])
 
 
 @contextmanager

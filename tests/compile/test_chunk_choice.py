@@ -1,25 +1,14 @@
 """Calls of the CuTe chunk kernel that launch both whole sequences and segments: when, their sizes, and their machine code."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from gdn.device import H100
-from gdn.ops.delta_rule.inputs import chunk_problem
-from gdn.ops.delta_rule.problem import ChunkProblem
-from gdn.runtime import compiled
 from tests.compile import checks
+from tests.compile.variants.delta_rule import chunk_of
 
 chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
-
-
-def problem_of(heads: int, num_tokens: int, num_sequences: int, **changes: Any) -> ChunkProblem:
-    sizes: dict[str, Any] = {"head_k_dim": 128, "head_v_dim": 128, "dtype": "bfloat16"}
-    return chunk_problem(
-        num_q_heads=heads, num_k_heads=heads, num_v_heads=heads, num_tokens=num_tokens, num_sequences=num_sequences,
-        **(sizes | changes),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -27,7 +16,7 @@ def problem_of(heads: int, num_tokens: int, num_sequences: int, **changes: Any) 
     [(8, 16384, 4, True), (8, 16100, 4, True), (4, 65536, 8, True), (16, 8192, 4, False), (8, 65536, 8, False)],
 )
 def test_lengths_that_nobody_knows_decide(heads: int, num_tokens: int, num_sequences: int, is_four_sm: bool) -> None:
-    problem = problem_of(heads, num_tokens, num_sequences)
+    problem = chunk_of(heads, num_tokens, num_sequences)
     config = chunk.default_config(problem, H100)
     assert config.split_chunks > 0 and bool(config.num_four_sm_clusters) == is_four_sm and chunk.fits(problem, config, H100)
     assert num_tokens / num_sequences <= config.split_if_longest_exceeds < num_tokens
@@ -45,12 +34,12 @@ def test_lengths_that_nobody_knows_decide(heads: int, num_tokens: int, num_seque
     ],
 )  # fmt: skip
 def test_nothing_to_decide(heads: int, num_tokens: int, num_sequences: int, is_cut: bool) -> None:
-    config = chunk.default_config(problem_of(heads, num_tokens, num_sequences), H100)
+    config = chunk.default_config(chunk_of(heads, num_tokens, num_sequences), H100)
     assert config.split_if_longest_exceeds == 0 and bool(config.split_chunks) == is_cut
 
 
 def test_what_does_not_fit() -> None:
-    problem = problem_of(8, 16384, 4)
+    problem = chunk_of(8, 16384, 4)
     config = chunk.default_config(problem, H100)
     narrow = replace(config, stages=4, num_four_sm_clusters=0, max_l2_ring_groups=0)
     assert chunk.fits(problem, config, H100) and chunk.fits(problem, narrow, H100)
@@ -61,7 +50,7 @@ def test_what_does_not_fit() -> None:
 
 
 def test_workspace_is_what_either_way_needs() -> None:
-    problem = problem_of(8, 16384, 4)
+    problem = chunk_of(8, 16384, 4)
     config = chunk.default_config(problem, H100)
     whole = replace(config, split_chunks=0, split_if_longest_exceeds=0)
     cut = replace(config, split_if_longest_exceeds=0, num_four_sm_clusters=0, max_l2_ring_groups=0, stages=4)
@@ -69,20 +58,10 @@ def test_workspace_is_what_either_way_needs() -> None:
     assert all(wanted) and chunk.workspace_bytes(problem, config) == max(wanted)
 
 
-def test_only_whether_lengths_decide_is_compiled_in() -> None:
-    problem = problem_of(8, 16384, 4)
-    config = chunk.default_config(problem, H100)
-    keys = [
-        compiled.entry_key("chunk", "cute", chunk, problem, replace(config, split_chunks=length, split_if_longest_exceeds=tokens))
-        for length, tokens in ((16, 5000), (32, 6000), (32, 0))
-    ]
-    assert keys[0] == keys[1] != keys[2]
-
-
 # Next to the wide form, which the cover of the others does not hold.
 VARIANTS = [
     (problem, chunk.default_config(problem, H100))
-    for problem in (problem_of(8, 16384, 4), problem_of(8, 16384, 4, dtype="float16", index_dtype="int32", has_checkpoints=True))
+    for problem in (chunk_of(8, 16384, 4), chunk_of(8, 16384, 4, dtype="float16", index_dtype="int32", has_checkpoints=True))
 ]
 
 

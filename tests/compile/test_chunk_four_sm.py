@@ -7,24 +7,17 @@ import pytest
 
 from gdn import runtime
 from gdn.device import H100
-from gdn.ops.delta_rule.inputs import chunk_problem
 from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import compiled, select
 from gdn.runtime.env import Switches
 from tests.compile import checks
 from tests.compile.variants import delta_rule
+from tests.compile.variants.delta_rule import chunk_of
 
 chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
 kernel = pytest.importorskip("kernels_cute.chunk.kernel", reason="needs the CuTe DSL")
 plan = pytest.importorskip("kernels_cute.chunk.plan", reason="needs the CuTe DSL")
 shape = pytest.importorskip("kernels_cute.chunk.four_sm.shape", reason="needs the CuTe DSL")
-
-
-def problem_of(heads: int, num_tokens: int, num_sequences: int, head_dim: int = 128) -> ChunkProblem:
-    return chunk_problem(
-        num_q_heads=heads, num_k_heads=heads, num_v_heads=heads, head_k_dim=head_dim, head_v_dim=head_dim, dtype="bfloat16",
-        num_tokens=num_tokens, num_sequences=num_sequences,
-    )  # fmt: skip
 
 
 def four_sm_config(problem: ChunkProblem) -> Any:
@@ -45,7 +38,7 @@ def four_sm_config(problem: ChunkProblem) -> Any:
     ],
 )  # fmt: skip
 def test_where_it_is_chosen(heads: int, num_tokens: int, num_sequences: int, is_four_sm: bool) -> None:
-    problem = problem_of(heads, num_tokens, num_sequences)
+    problem = chunk_of(heads, num_tokens, num_sequences)
     config = chunk.default_config(problem, H100)
     assert bool(config.num_four_sm_clusters) == is_four_sm and chunk.fits(problem, config, H100)
     found = chunk.configs(problem, H100)
@@ -58,7 +51,7 @@ def test_where_it_is_chosen(heads: int, num_tokens: int, num_sequences: int, is_
 )
 def test_what_goes_through_the_ring(heads: int, num_sequences: int, groups: int) -> None:
     """The rest next to the clusters of four, unless it is more than there is room for: then nothing."""
-    problem = problem_of(heads, 4096, num_sequences)
+    problem = chunk_of(heads, 4096, num_sequences)
     config = four_sm_config(problem)
     assert kernel.num_l2_ring_groups(heads * num_sequences, config) == groups
     assert kernel.num_l2_ring_groups(heads * num_sequences, replace(config, max_l2_ring_groups=0)) == 0
@@ -81,7 +74,7 @@ def test_the_ring() -> None:
 
 
 def test_what_does_not_fit() -> None:
-    problem = problem_of(32, 8192, 1)
+    problem = chunk_of(32, 8192, 1)
     config = four_sm_config(problem)
     assert chunk.fits(problem, config, H100)
     for changes in (
@@ -94,7 +87,7 @@ def test_what_does_not_fit() -> None:
         {"prefetch": 4},
     ):
         assert not chunk.fits(problem, replace(config, **changes), H100)
-    narrow = problem_of(32, 8192, 1, head_dim=64)
+    narrow = chunk_of(32, 8192, 1, dim=64)
     assert not chunk.fits(narrow, four_sm_config(narrow), H100)
     assert all(one.num_four_sm_clusters == 0 for one in chunk.configs(narrow, H100))
     assert not chunk.fits(problem, replace(config, num_four_sm_clusters=0, stages=4), H100)  # a ring of nobody
@@ -105,12 +98,12 @@ def test_batch_invariance_fixes_the_form() -> None:
     """The form is that of one sequence of 32768 tokens, whatever the batch."""
     switches = Switches(batch_invariant=True, tuned="off")
     for sizes in ((1, 1), (8192, 1), (8192, 64), (100000, 3)):
-        choice = select.choose(problem_of(32, *sizes), H100, runtime.candidates("chunk"), switches, "cute")
+        choice = select.choose(chunk_of(32, *sizes), H100, runtime.candidates("chunk"), switches, "cute")
         assert choice.config.num_four_sm_clusters > 0
 
 
 def test_numbers_of_clusters_compile_nothing_new() -> None:
-    problem = problem_of(32, 8192, 1)
+    problem = chunk_of(32, 8192, 1)
     config = four_sm_config(problem)
     keys = [
         compiled.entry_key("chunk", "cute", chunk, problem, replace(config, num_four_sm_clusters=clusters, max_l2_ring_groups=r))

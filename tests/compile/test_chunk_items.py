@@ -5,18 +5,15 @@ from dataclasses import replace
 import pytest
 
 from gdn.device import H100
-from gdn.ops.delta_rule.inputs import chunk_problem
 from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import compiled
+from tests.compile.variants.delta_rule import chunk_of
 
 chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
 
 
 def problem_of(num_sequences: int, head_dim: int = 128) -> ChunkProblem:
-    return chunk_problem(
-        num_q_heads=16, num_k_heads=16, num_v_heads=32, head_k_dim=head_dim, head_v_dim=head_dim, dtype="bfloat16",
-        num_tokens=8192, num_sequences=num_sequences,
-    )  # fmt: skip
+    return chunk_of((16, 32), 8192, num_sequences, head_dim)
 
 
 @pytest.mark.parametrize(("head_dim", "clusters"), [(128, 66), (64, 132)])

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from gdn.device import H100
-from gdn.ops.delta_rule.inputs import chunk_problem
 from gdn.ops.delta_rule.problem import ChunkProblem
 from tests.compile import checks, inspection, session
 from tests.compile.variants import delta_rule
@@ -17,9 +16,7 @@ tiles = pytest.importorskip("kernels_cute.chunk.key_head.tiles", reason="needs t
 
 
 def problem_of(heads: tuple[int, int, int] = (16, 16, 32), **changes: Any) -> ChunkProblem:
-    sizes = dict(zip(("num_q_heads", "num_k_heads", "num_v_heads"), heads, strict=True))
-    fields = {"head_k_dim": 128, "head_v_dim": 128, "dtype": "bfloat16", "num_tokens": 8192, "num_sequences": 8}
-    return chunk_problem(**{**fields, **sizes, **changes})
+    return delta_rule.chunk_of(heads, **{"num_tokens": 8192, "num_sequences": 8, **changes})
 
 
 def config_of(problem: ChunkProblem, **changes: int) -> Any:
@@ -54,7 +51,7 @@ def test_configurations_that_do_not_fit(changes: dict[str, int]) -> None:
 
 
 def test_head_dim_64_is_refused() -> None:
-    problem = problem_of(head_k_dim=64, head_v_dim=64)
+    problem = problem_of(dim=64)
     assert not chunk.fits(problem, config_of(problem), H100)
 
 

@@ -7,22 +7,15 @@ from typing import Any
 import pytest
 
 from gdn.device import H100
-from gdn.ops.delta_rule.inputs import chunk_problem
 from gdn.ops.delta_rule.problem import ChunkProblem
-from gdn.runtime import compiled
 from tests.compile import checks
+from tests.compile.variants.delta_rule import chunk_of
 
 chunk = pytest.importorskip("kernels_tl.chunk", reason="needs TileLang")
 
 
-def _problem(
-    num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences: int = 1, dim: int = 128, **changes: Any
-) -> ChunkProblem:
-    sizes: dict[str, Any] = {"head_k_dim": dim, "head_v_dim": dim, "dtype": "bfloat16"}
-    return chunk_problem(
-        num_q_heads=num_k_heads, num_k_heads=num_k_heads, num_v_heads=num_v_heads, num_tokens=num_tokens,
-        num_sequences=num_sequences, **(sizes | changes),
-    )  # fmt: skip
+def _problem(num_k_heads: int, num_v_heads: int, *sizes: int, **changes: Any) -> ChunkProblem:
+    return chunk_of((num_k_heads, num_v_heads), *sizes, **changes)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +23,8 @@ def _problem(
     [
         ((16, 32, 1024), 3, 0), ((16, 32, 8192), 3, 0), ((16, 32, 32768), 3, 0),  # SMs to spare for the tiles
         ((11, 33, 8192), 2, 0),  # a cluster of three might be one too many
+        ((4, 8, 512), 4, 0),  # few chunks are not worth two launches
+        ((4, 8, 8192, 64), 2, 0),
         ((16, 32, 8192, 8), 2, 0), ((16, 32, 16384, 8), 2, 0), ((16, 32, 8192, 64), 2, 0), ((16, 64, 8192), 2, 0),
         ((4, 8, 8192), None, 16), ((4, 8, 32768), None, 64), ((2, 4, 32768), None, 32),  # few heads: in segments
         ((16, 32, 8192, 8, 64), None, 0),  # not served
@@ -114,22 +109,6 @@ def test_workspace_of_both_is_what_segments_need() -> None:
     config = chunk.default_config(problem, H100)
     cut = dataclasses.replace(config, cluster_size=chunk.CHAINS, split_if_longest_exceeds=0)
     assert chunk.workspace_bytes(problem, config) == chunk.workspace_bytes(problem, cut) > 0
-
-
-def test_only_whether_lengths_decide_is_compiled_in() -> None:
-    problem = _problem(4, 8, 16384, 4)
-    config = chunk.default_config(problem, H100)
-    keys = [
-        compiled.entry_key(
-            "chunk",
-            "tilelang",
-            chunk,
-            problem,
-            dataclasses.replace(config, split_chunks=split_chunks, split_if_longest_exceeds=tokens),
-        )
-        for split_chunks, tokens in ((16, 5000), (32, 6000), (32, 0))
-    ]
-    assert keys[0] == keys[1] != keys[2]
 
 
 # More than the tables hold. Checkpoints take the most registers.

@@ -1,94 +1,180 @@
-"""Segments of the TileLang chunk kernel, as far as they need no GPU: compiled code, defaults, slots, workspace."""
+"""Segments of both chunk kernels, as far as they need no GPU: slots, workspace, compiled code, and the choice of a length."""
 
-import dataclasses
 import importlib
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gdn import runtime
 from gdn.device import H100
-from gdn.ops.delta_rule.inputs import chunk_problem
-from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.runtime import compiled, select
 from gdn.runtime.env import Switches
+from tests.compile.variants.delta_rule import chunk_of
 
-chunk = pytest.importorskip("kernels_tl.chunk", reason="needs TileLang")
+cute = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
+segments = pytest.importorskip("kernels_cute.chunk.split.shape", reason="needs the CuTe DSL")
+tilelang = pytest.importorskip("kernels_tl.chunk", reason="needs TileLang")
+
+MODULES: dict[str, Any] = {"cute": cute, "tilelang": tilelang}
+HEADS = {"cute": (8, 8), "tilelang": (4, 8)}  # 8 of states: segments are faster than whole sequences
+BACKENDS = pytest.mark.parametrize("backend", MODULES)
+
+# Backend, key and value heads, tokens -> us on an H100 by chunks of a segment.
+MEASURED = {
+    ("cute", (8, 8), 8192): {0: 204.0, 8: 120.7, 12: 124.7, 16: 82.0, 20: 88.9, 24: 98.7, 32: 118.8, 64: 208.6},
+    ("cute", (8, 8), 32768): {0: 777.0, 16: 383.0, 32: 266.0, 64: 238.5, 128: 427.0},
+    ("cute", (4, 4), 8192): {0: 200.0, 8: 66.9},
+    ("cute", (4, 4), 32768): {0: 796.0, 16: 215.0, 32: 145.7, 36: 153.0, 64: 227.0},
+    ("tilelang", (4, 8), 8192): {0: 174.6, 16: 105.0, 32: 121.5, 64: 188.6},
+    ("tilelang", (4, 8), 32768): {0: 678.0, 16: 420.0, 32: 349.0, 64: 306.7},
+    ("tilelang", (2, 4), 32768): {0: 633.0, 16: 250.8, 32: 192.9, 64: 224.7},
+}
 
 
-def _problem(num_k_heads: int, num_v_heads: int, num_tokens: int, num_sequences: int = 1) -> ChunkProblem:
-    return chunk_problem(
-        num_q_heads=num_k_heads, num_k_heads=num_k_heads, num_v_heads=num_v_heads, head_k_dim=128, head_v_dim=128,
-        dtype="bfloat16", num_tokens=num_tokens, num_sequences=num_sequences,
-    )  # fmt: skip
+@pytest.mark.parametrize("measured", MEASURED, ids=str)
+def test_the_default_is_about_the_fastest_measured(measured: tuple[str, tuple[int, int], int]) -> None:
+    (backend, heads, num_tokens), times = measured, MEASURED[measured]
+    assert times[MODULES[backend].default_config(chunk_of(heads, num_tokens), H100).split_chunks] <= 1.1 * min(times.values())
 
 
-def test_only_whether_there_are_segments_is_compiled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+@BACKENDS
+def test_what_is_tuned_for_unequal_lengths_has_segments(backend: str) -> None:
+    assert len({config.split_chunks for config in MODULES[backend].configs(chunk_of(HEADS[backend], 16100, 4), H100)}) > 3
+
+
+@BACKENDS
+def test_batch_invariance_fixes_the_length(backend: str) -> None:
+    """The length is that of one sequence of 32768 tokens, whatever the batch."""
+    switches = Switches(batch_invariant=True, tuned="off")
+    wanted = MODULES[backend].default_config(chunk_of(HEADS[backend], 32768), H100)
+    assert wanted.split_chunks > 0
+    for sizes in ((1, 1), (8192, 1), (8192, 64), (100000, 3)):
+        choice = select.choose(chunk_of(HEADS[backend], *sizes), H100, runtime.candidates("chunk"), switches, backend)
+        assert choice.config == wanted
+
+
+@BACKENDS
+@pytest.mark.parametrize("num_tokens", [0, 1, 64])
+def test_a_call_that_needs_no_segments_has_a_default(backend: str, num_tokens: int) -> None:
+    module, problem = MODULES[backend], chunk_of((4, 4) if backend == "cute" else (2, 4), num_tokens)
+    config = module.default_config(problem, H100)
+    assert config.split_chunks == 0 and config in module.configs(problem, H100)
+    assert module.workspace_bytes(problem, replace(config, split_chunks=2)) >= 0
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("sizes", "dim", "alike", "other"),
+    [
+        ((8192, 1), 128, ((8, 0), (16, 0)), (0, 0)),
+        ((8192, 1), 64, ((3, 0), (64, 0)), (0, 0)),
+        ((16384, 4), 128, ((16, 5000), (32, 6000)), (32, 0)),
+    ],
+    ids=["segments", "segments of head dim 64", "lengths decide"],
+)
+def test_a_length_compiles_nothing_new(
+    backend: str, sizes: tuple[int, int], dim: int, alike: tuple[tuple[int, int], ...], other: tuple[int, int]
+) -> None:
+    """Chunks of a segment, and tokens of the longest sequence that has segments: only whether there are any is compiled in."""
+    problem = chunk_of(HEADS[backend], *sizes, dim)
+    config = MODULES[backend].default_config(problem, H100)
+
+    def key(split_chunks: int, split_if_longest_exceeds: int) -> str:
+        changed = replace(config, split_chunks=split_chunks, split_if_longest_exceeds=split_if_longest_exceeds)
+        return compiled.entry_key("chunk", backend, MODULES[backend], problem, changed)
+
+    keys = [key(*lengths) for lengths in alike]
+    assert keys[0] == keys[1] != key(*other)
+
+
+# --- CuTe --------------------------------------------------------------------------------------------------------------------
+
+
+def test_slots_are_distinct_and_enough() -> None:
+    """The numbering that the device follows, for ragged batches with and without tokens beyond the last sequence."""
+    source = random.Random(0)
+    for _ in range(3000):
+        size = 64 * source.choice((1, 2, 5))
+        lengths = [source.choice((0, 1, size - 1, size, size + 1, 3 * size, source.randrange(5 * size))) for _ in range(6)]
+        lengths = lengths[: source.randrange(1, 7)]
+        padding = source.choice((0, 1, size))
+        used: list[int] = []
+        start = 0
+        for n, length in enumerate(lengths):
+            first = start // size + n
+            used += range(first, first + max(-(-length // size), 1))
+            start += length
+        assert len(set(used)) == len(used) and used == sorted(used)
+        if start + padding:
+            assert used[-1] < segments.num_slots(start + padding, len(lengths), size), (lengths, padding, size)
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_tokens", "num_sequences", "is_split"),
+    [
+        (2, 32768, 1, True), (8, 512, 1, False),
+        (32, 8192, 1, False), (66, 8192, 1, False), (8, 65536, 16, False),  # most SMs have a block
+        (8, 2048, 1, False), (8, 32768, 1, True),  # four SMs for a head and sequence, or a split
+        (8, 1000, 4, False),
+    ],
+)  # fmt: skip
+def test_the_default_splits_where_it_pays(heads: int, num_tokens: int, num_sequences: int, is_split: bool) -> None:
+    problem = chunk_of(heads, num_tokens, num_sequences)
+    config = cute.default_config(problem, H100)
+    assert bool(config.split_chunks) == is_split and cute.fits(problem, config, H100)
+    found = cute.configs(problem, H100)
+    assert config in found and len(found) == len(set(found)) and any(one.split_chunks == 0 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_tokens", "num_sequences", "prefetch"),
+    [
+        (32, 4096, 2, 2),
+        (32, 3968, 2, 0),
+        (32, 8192, 8, 0),
+        (32, 16384, 8, 0),
+        (32, 16384, 2, 2),
+        (8, 8192, 1, 0),
+        (8, 32768, 1, 2),
+        (32, 32768, 1, 0),
+    ],  # fmt: skip
+)
+def test_blocks_with_many_chunks_ask_the_cache_ahead(heads: int, num_tokens: int, num_sequences: int, prefetch: int) -> None:
+    assert cute.default_config(chunk_of(heads, num_tokens, num_sequences), H100).prefetch == prefetch
+
+
+def test_workspace() -> None:
+    problem = chunk_of(8, 8192, 3)
+    config = replace(
+        cute.default_config(problem, H100), stages=4, split_chunks=16, num_four_sm_clusters=0, split_if_longest_exceeds=0
+    )
+    assert cute.workspace_bytes(problem, replace(config, split_chunks=0)) == 0
+    assert cute.workspace_bytes(problem, config) == (8 + 3) * 8 * 2 * 128 * 128 * 4
+
+
+# --- TileLang ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_length_of_segments_is_in_no_function(monkeypatch: pytest.MonkeyPatch) -> None:
     def script(function: Any, **options: Any) -> bytes:
         return bytes(function.script(), "utf-8")
 
     monkeypatch.setattr(importlib.import_module("kernels_tl.common.build"), "library", script)
-    problem = dataclasses.replace(_problem(4, 8, 8192), head_k_dim=64, head_v_dim=64)  # without segments: two launches
-    config = chunk.default_config(problem, H100)
-    whole, short, long = (
-        chunk.compile(problem, dataclasses.replace(config, split_chunks=split_chunks)) for split_chunks in (0, 3, 64)
-    )
+    problem = chunk_of((4, 8), 8192, dim=64)  # without segments: two launches
+    config = tilelang.default_config(problem, H100)
+    whole, short, long = (tilelang.compile(problem, replace(config, split_chunks=split_chunks)) for split_chunks in (0, 3, 64))
     assert short == long
     assert set(whole) == {"chunk_prepare", "chunk_chain"} and set(short) == {*whole, "chunk_summaries", "chunk_starts"}
     assert whole["chunk_prepare"] == short["chunk_prepare"] and whole["chunk_chain"] != short["chunk_chain"]
-    keys = [
-        compiled.entry_key("chunk", "tilelang", chunk, problem, dataclasses.replace(config, split_chunks=split_chunks))
-        for split_chunks in (0, 3, 64)
-    ]
-    assert keys[0] != keys[1] == keys[2]
-
-
-@pytest.mark.parametrize(
-    ("heads", "tokens", "sequences", "split_chunks"),
-    [
-        ((4, 8), 8192, 1, 16), ((4, 8), 32768, 1, 64), ((2, 4), 32768, 1, 32),  # all SMs have a segment
-        ((16, 32), 8192, 1, 0), ((16, 32), 32768, 1, 0),  # the halves of a head are enough blocks
-        ((4, 8), 8192, 64, 0), ((4, 8), 512, 1, 0),  # so are many sequences, and few chunks are not worth two launches
-    ],
-)  # fmt: skip
-def test_default(heads: tuple[int, int], tokens: int, sequences: int, split_chunks: int) -> None:
-    assert chunk.default_config(_problem(*heads, tokens, sequences), H100).split_chunks == split_chunks
-
-
-# Key and value heads, tokens -> us on an H100 by chunks of a segment.
-MEASURED = {
-    (4, 8, 8192): {0: 174.6, 16: 105.0, 32: 121.5, 64: 188.6},
-    (4, 8, 32768): {0: 678.0, 16: 420.0, 32: 349.0, 64: 306.7},
-    (2, 4, 32768): {0: 633.0, 16: 250.8, 32: 192.9, 64: 224.7},
-}
-
-
-@pytest.mark.parametrize("sizes", MEASURED, ids=str)
-def test_the_default_is_about_the_fastest_measured(sizes: tuple[int, int, int]) -> None:
-    times, (num_k_heads, num_v_heads, num_tokens) = MEASURED[sizes], sizes
-    split_chunks = chunk.default_config(_problem(num_k_heads, num_v_heads, num_tokens), H100).split_chunks
-    assert times[split_chunks] <= 1.1 * min(times.values())
-
-
-def test_batch_invariance_fixes_the_length() -> None:
-    """The length is that of one sequence of 32768 tokens, whatever the batch."""
-    switches = Switches(batch_invariant=True, tuned="off")
-    wanted = chunk.default_config(_problem(4, 8, 32768), H100)
-    assert wanted.split_chunks > 0
-    for sizes in ((1, 1), (8192, 1), (8192, 64), (100000, 3)):
-        choice = select.choose(_problem(4, 8, *sizes), H100, runtime.candidates("chunk"), switches, "tilelang")
-        assert choice.config == wanted
-
-
-def test_what_is_tuned_for_unequal_lengths_has_segments() -> None:
-    assert len({config.split_chunks for config in chunk.configs(_problem(4, 8, 16100, 4), H100)}) > 3
 
 
 def test_configs_hold_the_default_and_whole_sequences() -> None:
-    for problem in (_problem(4, 8, 8192), _problem(16, 32, 8192), _problem(4, 8, 16100, 4)):
-        space = chunk.configs(problem, H100)
-        assert chunk.default_config(problem, H100) in space and len(space) == len(set(space))
-        assert all(chunk.fits(problem, config, H100) for config in space)
+    for problem in (chunk_of((4, 8), 8192), chunk_of((16, 32), 8192), chunk_of((4, 8), 16100, 4)):
+        space = tilelang.configs(problem, H100)
+        assert tilelang.default_config(problem, H100) in space and len(space) == len(set(space))
+        assert all(tilelang.fits(problem, config, H100) for config in space)
         assert any(config.split_chunks == 0 or config.split_if_longest_exceeds for config in space)
 
 
@@ -104,11 +190,3 @@ def test_slots_of_sequences_do_not_overlap(piece: int) -> None:
         assert first >= end
         begin, end = begin + length, first + max(-(-length // piece), 1)
     assert end <= num_slots(sum(lengths), len(lengths), piece // CHUNK)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, 64])
-def test_a_call_that_needs_no_segments_has_a_default(num_tokens: int) -> None:
-    problem = _problem(2, 4, num_tokens)
-    config = chunk.default_config(problem, H100)
-    assert config.split_chunks == 0 and config in chunk.configs(problem, H100)
-    assert chunk.workspace_bytes(problem, dataclasses.replace(config, split_chunks=2)) >= 0

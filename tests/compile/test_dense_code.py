@@ -5,7 +5,6 @@ say they are on a GPU.
 import dataclasses
 import importlib
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from gdn.device import H100, H200, DeviceSpec
 from gdn.models import QWEN3_NEXT_80B
 from gdn.ops.attention.problem import AttentionPrefillParams, AttentionPrefillProblem
 from gdn.runtime import env, registry, select
-from gdn.testing import machine_code
-from tests.compile import fake_cuda
+from tests.compile import fake_cuda, inspection
 
 dense = pytest.importorskip("kernels_cute.attention.dense", reason="needs the CuTe DSL")
 
@@ -43,9 +41,7 @@ def libraries(has_gate: bool = False, splits: int = 1) -> dict[str, bytes]:
 
 
 def instructions(splits: int) -> list[str]:
-    (kernel,) = machine_code.undecoded(libraries(splits=splits)[dense.ENTRY])
-    lines = machine_code._disassemble(kernel.code, kernel.kernel.target).splitlines()
-    return [line for line in lines if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
+    return inspection.listing(libraries(splits=splits)[dense.ENTRY])
 
 
 @every_form
@@ -65,14 +61,8 @@ def test_softmax_runs_under_the_product_of_values(splits: int) -> None:
 @every_form
 def test_roles_keep_to_their_registers(splits: int) -> None:
     tiles = importlib.import_module("kernels_cute.attention.dense.tiles")
-    lines = instructions(splits)
-    (fewer,) = [at for at, line in enumerate(lines) if "USETMAXREG.DEALLOC" in line]
-    (more,) = [at for at, line in enumerate(lines) if "USETMAXREG.TRY_ALLOC" in line]
-
-    def most(part: list[str]) -> int:
-        return max(int(number) for line in part for number in re.findall(r"\bR(\d+)\b", line))
-
-    assert fewer < more and most(lines[fewer:more]) < tiles.COPY_REGISTERS <= most(lines[more:]) < tiles.MATH_REGISTERS
+    copy, math = inspection.registers_of_roles(instructions(splits))
+    assert copy < tiles.COPY_REGISTERS <= math < tiles.MATH_REGISTERS
     assert 128 * tiles.COPY_REGISTERS + 256 * tiles.MATH_REGISTERS <= 168 * tiles.THREADS
 
 

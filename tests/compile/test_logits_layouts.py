@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.compile.inspection import traced
+
 # head count, head_dim, FP8, lanes of a quad a query takes, groups of queries
 QUERIES = [(64, 128, True, 1, 1), (64, 128, True, 4, 3), (16, 64, True, 2, 2), (6, 128, False, 1, 2), (40, 64, False, 4, 1)]
 # keys of a tile, keys of a piece, head_dim, FP8
@@ -12,27 +14,10 @@ KEYS = [(64, 64, 128, True), (128, 16, 128, True), (64, 4, 128, True), (128, 32,
 STAGES = 2
 
 
-def _traced(check: Any) -> None:
-    """Layouts exist only while a function is traced."""
-    importlib.import_module("kernels_cute.common.build")  # sets the DSL's target before its first import
-    import cutlass
-    import cutlass.cute as cute
-
-    layouts = importlib.import_module("kernels_cute.mqa_logits.layouts")
-    done = []
-
-    @cute.jit
-    def trace() -> None:
-        check(layouts, cute, cutlass)
-        done.append(True)
-
-    cute.compile(trace)
-    assert done == [True]
-
-
 @pytest.mark.parametrize(("heads", "dim", "fp8", "lanes", "groups"), QUERIES)
 def test_queries(heads: int, dim: int, fp8: bool, lanes: int, groups: int) -> None:
-    def check(layouts: Any, cute: Any, cutlass: Any) -> None:
+    def check(cute: Any, cutlass: Any) -> None:
+        layouts = importlib.import_module("kernels_cute.mqa_logits.layouts")
         dtype = cutlass.Float8E4M3FN if fp8 else cutlass.BFloat16
         drafts, run = 4 // lanes, 2 * lanes
         columns = groups * drafts * heads
@@ -52,7 +37,7 @@ def test_queries(heads: int, dim: int, fp8: bool, lanes: int, groups: int) -> No
                             assert place == cute.crd2idx((column, x, stage), read.outer), (head, draft, x)
         assert len(seen) == STAGES * columns
 
-    _traced(check)
+    traced(check)
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
@@ -93,7 +78,8 @@ def test_every_head_has_one_slot(lanes: int) -> None:
 
 @pytest.mark.parametrize(("rows", "piece", "dim", "fp8"), KEYS)
 def test_keys(rows: int, piece: int, dim: int, fp8: bool) -> None:
-    def check(layouts: Any, cute: Any, cutlass: Any) -> None:
+    def check(cute: Any, cutlass: Any) -> None:
+        layouts = importlib.import_module("kernels_cute.mqa_logits.layouts")
         dtype = cutlass.Float8E4M3FN if fp8 else cutlass.BFloat16
         written = layouts.piece_layout(dtype, rows, piece, dim, STAGES)
         read = layouts.operand_layout(dtype, rows, dim, STAGES)
@@ -104,4 +90,4 @@ def test_keys(rows: int, piece: int, dim: int, fp8: bool) -> None:
                     place = cute.crd2idx((row % piece, x, 0, row // piece, stage), written.outer)
                     assert place == cute.crd2idx((row, x, stage), read.outer), (row, x)
 
-    _traced(check)
+    traced(check)

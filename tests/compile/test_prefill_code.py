@@ -15,8 +15,7 @@ import torch
 from gdn.device import H100
 from gdn.ops.attention.problem import SparsePrefillParams
 from gdn.runtime import compiled
-from gdn.testing import machine_code
-from tests.compile import fake_cuda
+from tests.compile import fake_cuda, inspection
 from tests.compile.test_prefill_tiles import problem
 
 prefill = pytest.importorskip("kernels_cute.attention.prefill", reason="needs the CuTe DSL")
@@ -38,9 +37,7 @@ def libraries(call: str) -> dict[str, bytes]:
 
 
 def instructions(call: str = "main") -> list[str]:
-    (kernel,) = machine_code.undecoded(libraries(call)[prefill.ATTEND])
-    lines = machine_code._disassemble(kernel.code, kernel.kernel.target).splitlines()
-    return [line for line in lines if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
+    return inspection.listing(libraries(call)[prefill.ATTEND])
 
 
 def between(lines: list[str], name: str) -> Iterator[list[str]]:
@@ -78,14 +75,8 @@ def test_copy_warps_keep_to_their_registers(call: str) -> None:
     tiles = importlib.import_module("kernels_cute.attention.prefill.tiles").PrefillTiles(
         problem(), prefill.default_config(problem(), H100)
     )
-    lines = instructions(call)
-    (fewer,) = [at for at, line in enumerate(lines) if "USETMAXREG.DEALLOC" in line]
-    (more,) = [at for at, line in enumerate(lines) if "USETMAXREG.TRY_ALLOC" in line]
-
-    def most(part: list[str]) -> int:
-        return max(int(number) for line in part for number in re.findall(r"\bR(\d+)\b", line))
-
-    assert fewer < more and most(lines[fewer:more]) < tiles.copy_registers <= most(lines[more:]) < tiles.math_registers
+    copy, math = inspection.registers_of_roles(instructions(call))
+    assert copy < tiles.copy_registers <= math < tiles.math_registers
     threads = {"copy": 128, "math": 256}
     assert threads["copy"] * tiles.copy_registers + threads["math"] * tiles.math_registers <= 168 * sum(threads.values())
 

@@ -9,25 +9,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("cutlass", reason="needs the CuTe DSL")
+from tests.compile.inspection import traced
 
-
-def traced(check: Any) -> None:
-    """Layouts exist only while a function is traced."""
-    importlib.import_module("kernels_cute.common.build")  # sets the DSL's target before its first import
-    import cutlass
-    import cutlass.cute as cute
-
-    products = importlib.import_module("kernels_cute.attention.products")
-    done = []
-
-    @cute.jit
-    def trace() -> None:
-        check(products, cute, cutlass)
-        done.append(True)
-
-    cute.compile(trace, options="--gpu-arch sm_90a")
-    assert done == [True]
+products: Any = pytest.importorskip("kernels_cute.attention.products", reason="needs the CuTe DSL")
 
 
 def swizzled(byte: int) -> int:
@@ -39,7 +23,7 @@ def swizzled(byte: int) -> int:
 def test_written_where_read(dim: int) -> None:
     copy = importlib.import_module("kernels_cute.attention.prefill.copy")
 
-    def check(products: Any, cute: Any, cutlass: Any) -> None:
+    def check(cute: Any, cutlass: Any) -> None:
         tiles = SimpleNamespace(dtype=cutlass.BFloat16, dim=dim, step=64, stage_bytes=64 * 2 * dim)
         rows, columns = products.by_rows(tiles, 64, 2), products.by_columns(tiles, 2)
         assert "3,4,3" in str(rows.inner) and str(rows.inner) == str(columns.inner)
@@ -75,7 +59,7 @@ def test_registers_of_scores_outputs_and_shares(dim: int, step: int) -> None:
     """Value 4 n + 2 side + e of a lane's scores and outputs: row lane / 4 + 8 side of its warp, column 8 n + 2 (lane % 4) + e. In
     an operand the same order: scores are packed as they lie."""
 
-    def check(products: Any, cute: Any, cutlass: Any) -> None:
+    def check(cute: Any, cutlass: Any) -> None:
         tiles = SimpleNamespace(dtype=cutlass.BFloat16, dim=dim, step=step)
         scores, outputs = products.score_mma(tiles), products.output_mma(tiles)
         for thread in range(128):
@@ -98,7 +82,7 @@ def test_boxes_of_the_dense_kernel_are_written_where_read(dim: int, step: int, b
     """A piece of a step as the copy engine writes it: keys as an operand of rows, values as one of columns."""
     dense = importlib.import_module("kernels_cute.attention.dense.tiles")
 
-    def check(products: Any, cute: Any, cutlass: Any) -> None:
+    def check(cute: Any, cutlass: Any) -> None:
         problem = SimpleNamespace(
             num_heads=4, num_kv_heads=2, head_dim=dim, dtype="bfloat16", has_gate=False, block_size=block_size
         )
@@ -123,7 +107,7 @@ def test_queries_of_the_dense_kernel_are_written_where_read(heads: int, kv_heads
     """Row = query * group + head."""
     dense = importlib.import_module("kernels_cute.attention.dense.tiles")
 
-    def check(products: Any, cute: Any, cutlass: Any) -> None:
+    def check(cute: Any, cutlass: Any) -> None:
         problem = SimpleNamespace(
             num_heads=heads, num_kv_heads=kv_heads, head_dim=256, dtype="bfloat16", has_gate=False, block_size=16
         )

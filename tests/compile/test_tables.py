@@ -105,64 +105,19 @@ def test_an_entry_serves_no_sizes_far_from_its_own(path: Path) -> None:
                     assert tuned.distance(dict(found.sizes), problem.sizes()) <= within
 
 
-# Sizes that a table tuned at these would serve, and sizes that it would not, each in the kernel's own bound.
-REACH: list[tuple[str, str, dict[str, int], list[dict[str, int]], list[dict[str, int]]]] = [
-    (
-        "chunk",
-        "16/32 8192",
-        {"num_tokens": 8192, "num_sequences": 1},
-        [{"num_tokens": 8000, "num_sequences": 1}],
-        [{"num_tokens": n, "num_sequences": m} for n, m in ((8192, 2), (8192, 3), (4000, 1), (70000, 1))],
-    ),
-    (
-        "chunk",
-        "16/32 8 x 1024",
-        {"num_tokens": 8192, "num_sequences": 8},
-        [{"num_tokens": 8192, "num_sequences": 9}],
-        [{"num_tokens": 8192, "num_sequences": 1}],
-    ),
-    (
-        "gdn_decode",  # drafts
-        "16/32 batch 128 f32, 4 tokens each",
-        {"num_tokens": 512, "num_sequences": 128},
-        [{"num_tokens": 640, "num_sequences": 160}],
-        [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 32, "num_sequences": 8}],
-    ),
-    (
-        "conv1d",
-        "16/32 8192",
-        {"num_tokens": 8192, "num_sequences": 1},
-        [{"num_tokens": 8000, "num_sequences": 1}],
-        [{"num_tokens": 4096, "num_sequences": 1}, {"num_tokens": 64, "num_sequences": 1}],
-    ),
-    (
-        "conv1d_update",
-        "16/32 batch 128, 4 tokens each",
-        {"num_tokens": 512, "num_sequences": 128},
-        [{"num_tokens": 600, "num_sequences": 150}],
-        [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 64, "num_sequences": 16}],
-    ),
-    (
-        "recurrent",
-        "16/32 batch 128 f32, 4 tokens each",
-        {"num_tokens": 512, "num_sequences": 128},
-        [{"num_tokens": 600, "num_sequences": 150}],
-        [{"num_tokens": 4, "num_sequences": 1}, {"num_tokens": 8, "num_sequences": 2}],
-    ),
-    (
-        "topk",  # as many columns as the entry's bitmap has; more would be selected without one
-        "64 x 131072",
-        {"num_rows": 64, "num_columns": 131072, "k": 2048},
-        [{"num_rows": 64, "num_columns": 100000, "k": 2048}],
-        [{"num_rows": 64, "num_columns": 131073, "k": 2048}],
-    ),
-    (
-        "mqa_logits",  # tiles for many queries: few would leave most of them empty
-        "4096 x 32768, 16 heads, fp8",
-        {"num_queries": 4096, "num_keys": 32768, "num_columns": 32768},
-        [{"num_queries": 3000, "num_keys": 32768, "num_columns": 32768}],
-        [{"num_queries": 8, "num_keys": 32768, "num_columns": 32768}],
-    ),
+# Operator, shape, sizes at which its table is tuned, sizes that it would serve, and sizes that it would not, each in the kernel's
+# own bound. Sizes in the order of the problem's: num_tokens, num_sequences but for the last two.
+REACH: list[tuple[str, str, tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]]]] = [
+    ("chunk", "16/32 8192", (8192, 1), [(8000, 1)], [(8192, 2), (8192, 3), (4000, 1), (70000, 1)]),
+    ("chunk", "16/32 8 x 1024", (8192, 8), [(8192, 9)], [(8192, 1)]),
+    ("gdn_decode", "16/32 batch 128 f32, 4 tokens each", (512, 128), [(640, 160)], [(4, 1), (32, 8)]),
+    ("conv1d", "16/32 8192", (8192, 1), [(8000, 1)], [(4096, 1), (64, 1)]),
+    ("conv1d_update", "16/32 batch 128, 4 tokens each", (512, 128), [(600, 150)], [(4, 1), (64, 16)]),
+    ("recurrent", "16/32 batch 128 f32, 4 tokens each", (512, 128), [(600, 150)], [(4, 1), (8, 2)]),
+    # k, rows, columns: as many columns as the entry's bitmap has; more would be selected without one.
+    ("topk", "64 x 131072", (2048, 64, 131072), [(2048, 64, 100000)], [(2048, 64, 131073)]),
+    # Queries, keys, columns: tiles for many queries; few would leave most of them empty.
+    ("mqa_logits", "4096 x 32768, 16 heads, fp8", (4096, 32768, 32768), [(3000, 32768, 32768)], [(8, 32768, 32768)]),
 ]
 
 
@@ -170,9 +125,9 @@ REACH: list[tuple[str, str, dict[str, int], list[dict[str, int]], list[dict[str,
 def test_how_far_an_entry_reaches(
     op: str,
     shape: str,
-    tuned_at: dict[str, int],
-    near: list[dict[str, int]],
-    far: list[dict[str, int]],
+    tuned_at: tuple[int, ...],
+    near: list[tuple[int, ...]],
+    far: list[tuple[int, ...]],
     tmp_path: Path,
     switch: Callable[..., env.Switches],
     monkeypatch: pytest.MonkeyPatch,
@@ -181,9 +136,14 @@ def test_how_far_an_entry_reaches(
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "none")
     switch(GDN_TUNED_DIR=str(tmp_path))
     kernel = tuning.Kernel(op, "cute", registry.operator(op).modules["cute"])
-    problem = replace(shapes(op, shape, tuned=True)[0].problem, **tuned_at)  # type: ignore[type-var]
+    first = shapes(op, shape, tuned=True)[0].problem
+
+    def at(sizes: tuple[int, ...]) -> Problem:
+        return replace(first, **dict(zip(first.sizes(), sizes, strict=True)))  # type: ignore[type-var]
+
+    problem = at(tuned_at)
     entry = tuned.Entry(
-        sizes=tuned_at,
+        sizes=problem.sizes(),
         config=vars(kernel.module.default_config(problem, H100)),
         time_us=1.0,
         date="2026-11-20",
@@ -194,8 +154,8 @@ def test_how_far_an_entry_reaches(
     tuned.write(tuned.table_path(tmp_path, "h100", op, "cute"), tuned.Table(header=header, groups=[group]))
     candidate = runtime.KernelCandidate(op, "cute", kernel.module_name)
 
-    def serves(sizes: dict[str, int]) -> bool:
-        return bool(candidate.tuned(replace(problem, **sizes), H100))  # type: ignore[type-var]
+    def serves(sizes: tuple[int, ...]) -> bool:
+        return bool(candidate.tuned(at(sizes), H100))
 
     assert serves(tuned_at) and all(map(serves, near)) and not any(map(serves, far))
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from gdn.device import H100
+from gdn.ops.delta_rule.inputs import chunk_problem
 from gdn.ops.delta_rule.problem import ChunkProblem, ChunkSummaryProblem, RecurrentProblem
 from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
@@ -97,11 +98,14 @@ _RECURRENT_AXES: Axes = _DELTA_AXES | {
 _SUMMARY_AXES: Axes = {name: axis for name, axis in _DELTA_AXES.items() if name != "state_dtype"}
 
 
+_HEADS = ("num_q_heads", "num_k_heads", "num_v_heads")
+
+
 def _delta_fields(row: Row) -> Row:
     """Fields of the axes of both operators, but for the states'."""
     own = {name: row[name] for name in _DELTA_AXES if name not in ("head_dim", "state_dtype")}
-    heads, beta = ("num_q_heads", "num_k_heads", "num_v_heads"), ("beta_dtype", "use_beta_sigmoid")
-    return spread(own, heads=heads, gate=("gate_dtype", "use_gate"), beta=beta) | dict.fromkeys(HEAD_DIMS, row["head_dim"])
+    gate, beta = ("gate_dtype", "use_gate"), ("beta_dtype", "use_beta_sigmoid")
+    return spread(own, heads=_HEADS, gate=gate, beta=beta) | dict.fromkeys(HEAD_DIMS, row["head_dim"])
 
 
 def _with_states(row: Row) -> Row | None:
@@ -181,6 +185,15 @@ def _recurrent_code(problem: RecurrentProblem, backend: str, entries: Collection
     # K first, the warps that share columns pass their sums through shared memory; the entries of a ring lie there.
     none_of = NO_REUSE if problem.state_v_first and problem.ring_rows is None else TENSOR_CORES
     return Expectation({pattern: 1 for pattern, wanted in wide.items() if wanted}, none_of=none_of)
+
+
+def chunk_of(
+    heads: int | tuple[int, ...], num_tokens: int, num_sequences: int = 1, dim: int = 128, **changes: Any
+) -> ChunkProblem:
+    """A chunk call in bfloat16. heads: of q, k and v; of keys and of values; or one number for all."""
+    per_tensor = (heads,) * 3 if isinstance(heads, int) else (heads[0], *heads[-2:])
+    sizes: Row = {"num_tokens": num_tokens, "num_sequences": num_sequences, **dict.fromkeys(HEAD_DIMS, dim)}
+    return chunk_problem(**dict(zip(_HEADS, per_tensor, strict=True)), **{"dtype": "bfloat16", **sizes, **changes})
 
 
 @functools.cache
