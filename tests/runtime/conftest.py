@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gdn.runtime import env
+from gdn.runtime import compiled, env, toolchain
+from tests.runtime.fake_kernel import FakeProblem
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +18,16 @@ def own_cache(clean_switches: None, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     env.reload()
     yield
     os.umask(before)
+
+
+@pytest.fixture
+def plain_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For fake kernels, which are C: they need neither nvcc nor a DSL's runtime library."""
+    compiled.forget()
+    monkeypatch.setattr(toolchain, "missing", lambda backend: None)
+    monkeypatch.setattr(compiled, "_preload", lambda backend: None)
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> FakeProblem:
+    return FakeProblem("bfloat16", 128, str(tmp_path / "journal"), 0.0, 1)

@@ -11,41 +11,29 @@ from typing import Any
 
 import pytest
 
-from gdn.runtime import bundle, compiled, env, source, toolchain
+from gdn.runtime import bundle, compiled, env, source
 from tests.runtime import fake_kernel
-from tests.runtime.fake_kernel import Config, FakeProblem
+from tests.runtime.fake_kernel import CONFIG, Config, FakeProblem, compilations
 
-CONFIG = Config(tile=32, wide=False)
 OTHER = Config(tile=64, wide=False)
 COMMAND = "gdn compile --model tiny --tp 2"
+pytestmark = pytest.mark.usefixtures("plain_library")
 
 
-@pytest.fixture(autouse=True)
-def plain_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake kernels are C: they need neither nvcc nor a DSL's runtime library."""
-    compiled.forget()
-    monkeypatch.setattr(toolchain, "missing", lambda backend: None)
-    monkeypatch.setattr(compiled, "_preload", lambda backend: None)
+def entry(folder: Path, problem: FakeProblem, config: Config) -> dict[str, str]:
+    """Builds a kernel into a folder: its key, and where it lies."""
+    name = compiled.build(folder, "recurrent", "tilelang", fake_kernel, problem, config)
+    return {bundle.kernel_key("recurrent", "tilelang", problem.static_fields(), compiled.compiled_fields(config)): name}
 
 
-@pytest.fixture
-def problem(tmp_path: Path) -> FakeProblem:
-    return FakeProblem("bfloat16", 128, str(tmp_path / "journal"), 0.0, 1)
-
-
-def compilations(problem: FakeProblem) -> int:
-    path = Path(problem.journal)
-    return len(path.read_text().splitlines()) if path.exists() else 0
+SOURCES = {fake_kernel.__name__: fake_kernel.__file__}
 
 
 @pytest.fixture
 def folder(problem: FakeProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with one kernel, built elsewhere and moved; it is the process's cache."""
     built, moved = tmp_path / "built", tmp_path / "moved"
-    name = compiled.build(built, "recurrent", "tilelang", fake_kernel, problem, CONFIG)
-    key = bundle.kernel_key("recurrent", "tilelang", problem.static_fields(), compiled.compiled_fields(CONFIG))
-    sources = {fake_kernel.__name__: fake_kernel.__file__}
-    bundle.write(built, compiled.bundle_versions(), {key: name}, sources, COMMAND)
+    bundle.write(built, compiled.bundle_versions(), entry(built, problem, CONFIG), SOURCES, COMMAND)
     built.rename(moved)
     Path(problem.journal).unlink()
     monkeypatch.setenv("GDN_CACHE_DIR", str(moved))
@@ -97,20 +85,18 @@ def test_a_second_build_keeps_the_kernels_of_the_first_unless_sources_changed(fo
     first = bundle.find(folder, compiled.bundle_versions())
     assert first is not None
     (key,) = first.entries
-    name = compiled.build(folder, "recurrent", "tilelang", fake_kernel, problem, OTHER)
-    other = bundle.kernel_key("recurrent", "tilelang", problem.static_fields(), compiled.compiled_fields(OTHER))
-    sources = {fake_kernel.__name__: fake_kernel.__file__}
+    other = entry(folder, problem, OTHER)
 
     def entries() -> set[str]:
-        bundle.write(folder, compiled.bundle_versions(), {other: name}, sources, "second")
+        bundle.write(folder, compiled.bundle_versions(), other, SOURCES, "second")
         found = bundle.find(folder, compiled.bundle_versions())
         assert found is not None and found.command == "second"
         return set(found.entries)
 
-    assert entries() == {key, other}
+    assert entries() == {key, *other}
     damage(folder, "other sources")
     bundle.forget()
-    assert entries() == {other}
+    assert entries() == set(other)
 
 
 def test_builds_that_end_at_the_same_time_keep_each_other_s_kernels(folder: Path, problem: FakeProblem) -> None:
@@ -123,11 +109,10 @@ def test_builds_that_end_at_the_same_time_keep_each_other_s_kernels(folder: Path
     bundle.forget()
     assert bundle.find(folder, own) is None
     path.write_bytes(first)  # by the other one
-    name = compiled.build(folder, "recurrent", "tilelang", fake_kernel, problem, OTHER)
-    other = bundle.kernel_key("recurrent", "tilelang", problem.static_fields(), compiled.compiled_fields(OTHER))
-    bundle.write(folder, own, {other: name}, {fake_kernel.__name__: fake_kernel.__file__}, "second")
+    other = entry(folder, problem, OTHER)
+    bundle.write(folder, own, other, SOURCES, "second")
     found = bundle.find(folder, own)
-    assert found is not None and set(found.entries) == {*known.entries, other}
+    assert found is not None and set(found.entries) == {*known.entries, *other}
 
 
 def test_a_folder_that_cannot_be_searched(

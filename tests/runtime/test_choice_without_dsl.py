@@ -1,10 +1,6 @@
 """Choosing and launching kernels imports no DSL: a process that finds its kernels compiled never waits for one."""
 
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
+from tests.runtime.processes import python
 
 # Both DSLs and what they bring cannot be imported here.
 BLOCKED = """
@@ -78,7 +74,6 @@ assert not loaded, loaded
 
 def test_kernels_are_chosen_and_launched_without_a_dsl() -> None:
     code = BLOCKED + CHOICES + LOADED + "print()" + LAUNCHES + LOADED
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
+    ran = python(code, timeout_s=300)
     choices, launches = ran.stdout.split("\n\n")
     assert len(choices.splitlines()) >= 27 and len(launches.splitlines()) >= 25, ran.stdout

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import multiprocessing
 import shutil
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -14,27 +13,10 @@ import pytest
 
 from gdn.runtime import compiled, env, packages, source, toolchain
 from tests.runtime import fake_kernel
-from tests.runtime.fake_kernel import Config, FakeProblem
+from tests.runtime.fake_kernel import CONFIG, Config, FakeProblem, compilations
+from tests.runtime.processes import python
 
-CONFIG = Config(tile=32, wide=False)
-
-
-@pytest.fixture(autouse=True)
-def plain_library(monkeypatch: pytest.MonkeyPatch):
-    """The fake kernels are C: they need neither nvcc nor a DSL's runtime library."""
-    compiled.forget()
-    monkeypatch.setattr(toolchain, "missing", lambda backend: None)
-    monkeypatch.setattr(compiled, "_preload", lambda backend: None)
-
-
-@pytest.fixture
-def problem(tmp_path: Path) -> FakeProblem:
-    return FakeProblem("bfloat16", 128, str(tmp_path / "journal"), 0.0, 1)
-
-
-def journal(problem: FakeProblem) -> list[str]:
-    path = Path(problem.journal)
-    return path.read_text().splitlines() if path.exists() else []
+pytestmark = pytest.mark.usefixtures("plain_library")
 
 
 def get(problem: FakeProblem, config: Config = CONFIG) -> compiled.Compiled:
@@ -52,7 +34,7 @@ def test_a_kernel_is_compiled_once_and_runs(problem: FakeProblem):
     assert (kernel.problem, kernel.config) == (problem, CONFIG)
     assert get(problem) is kernel
     assert get(problem.sizes_only(1000)) is kernel  # sizes are no part of a kernel
-    assert compiled.compilations() - before == 1 == len(journal(problem))
+    assert compiled.compilations() - before == 1 == compilations(problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +46,10 @@ def test_a_scalar_of_the_launch_compiles_nothing_new(problem: FakeProblem):
     kernels = [get(problem, LaunchConfig(32, False, steps)) for steps in (0, 3, 4)]
     assert [kernel.config.steps for kernel in kernels] == [0, 3, 4]
     assert kernels[1].functions is kernels[2].functions and kernels[0].functions is not kernels[1].functions
-    assert len(journal(problem)) == 2
+    assert compilations(problem) == 2
     compiled.forget()
     get(problem, LaunchConfig(32, False, 5))
-    assert len(journal(problem)) == 2
+    assert compilations(problem) == 2
 
 
 def test_another_process_would_find_it_on_disk(problem: FakeProblem):
@@ -100,7 +82,7 @@ def test_of_processes_that_start_together_one_compiles(problem: FakeProblem):
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * 4
     assert sorted(got) == [(960, 0), (960, 0), (960, 0), (960, 1)]
-    assert len(journal(problem)) == 1
+    assert compilations(problem) == 1
 
 
 def test_a_new_process_compiles_nothing_and_imports_no_dsl(problem: FakeProblem, tmp_path: Path):
@@ -121,10 +103,7 @@ assert kernel.functions["second"](3) == 960
 assert not [name for name in sys.modules if name.split(".")[0] in ("tilelang", "cutlass")]
 print(compiled.compilations())
 """
-    root = Path(__file__).parents[2]
-    ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == "0\n" and len(journal(problem)) == 1
+    assert python(code).stdout == "0\n" and compilations(problem) == 1
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "no library", "no manifest", "half a manifest", "other format", "a file"])
@@ -151,7 +130,7 @@ def test_a_broken_entry_is_compiled_again(problem: FakeProblem, damage: str):
         place.write_text("not a folder")
     assert not compiled.is_whole(place)
     assert get(problem).functions["first"](2) == 64
-    assert compiled.is_whole(place) and len(journal(problem)) == 2
+    assert compiled.is_whole(place) and compilations(problem) == 2
     assert not [path for path in place.parent.iterdir() if path.name.startswith(".")]  # nothing is left over
 
 
@@ -194,7 +173,7 @@ def test_a_kernel_that_does_not_compile_leaves_no_entry(problem: FakeProblem):
     for attempt in (1, 2):
         with pytest.raises(compiled.CompileError, match="recurrent: the tilelang kernel did not compile.*the compiler gave up"):
             get(problem, config)
-        assert len(journal(problem)) == attempt
+        assert compilations(problem) == attempt
     assert not compiled.has_entries("recurrent", "tilelang")
 
 
@@ -206,7 +185,7 @@ def test_without_a_compiler(problem: FakeProblem, monkeypatch: pytest.MonkeyPatc
     assert compiled.has_entries("recurrent", "tilelang")
     with pytest.raises(compiled.CompileError, match="requires nvcc to compile, got none; `gdn doctor`"):
         get(problem, Config(tile=1, wide=False))
-    assert len(journal(problem)) == 1
+    assert compilations(problem) == 1
 
 
 def test_a_cache_that_cannot_be_written(problem: FakeProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
@@ -217,7 +196,7 @@ def test_a_cache_that_cannot_be_written(problem: FakeProblem, tmp_path: Path, mo
     place = place_of(problem)
     assert compiled.is_whole(place) and blocked not in place.parents
     assert sum("cannot be written" in record.message for record in caplog.records) == 1
-    assert place_of(problem) == place and len(journal(problem)) == 1
+    assert place_of(problem) == place and compilations(problem) == 1
 
 
 def test_the_default_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -258,6 +237,4 @@ assert compiled.runtime_library("tilelang").parent == alone / "lib"
 compiled._preload("tilelang")
 assert "tilelang" not in sys.modules and "z3" not in sys.modules
 """
-    root = Path(__file__).parents[2]
-    ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
+    python(code)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gdn.runtime import compiled, toolchain
+from gdn.runtime import compiled
 from tests.runtime import fake_kernel
 from tests.runtime.fake_kernel import Config, FakeProblem
 
@@ -28,10 +28,8 @@ def _work(problems: list[FakeProblem], seed: int) -> None:
 
 
 @pytest.mark.cover  # eight processes on all cores, for many seconds
-def test_processes_that_are_killed_lose_and_corrupt_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "missing", lambda backend: None)
-    monkeypatch.setattr(compiled, "_preload", lambda backend: None)
-    compiled.forget()
+@pytest.mark.usefixtures("plain_library")
+def test_processes_that_are_killed_lose_and_corrupt_nothing(tmp_path: Path) -> None:
     journal = str(tmp_path / "journal")
     problems = [FakeProblem(dtype, 128, journal, SECONDS, 1) for dtype in DTYPES]
     context, rng = multiprocessing.get_context("fork"), random.Random(0)

@@ -5,8 +5,6 @@ import json
 import logging
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,34 +12,21 @@ from typing import Any
 import filelock
 import pytest
 
-from gdn.runtime import cache_folder, compiled, env, toolchain
+from gdn.runtime import cache_folder, compiled, env
 from tests.runtime import fake_kernel
-from tests.runtime.fake_kernel import Config, FakeProblem
+from tests.runtime.fake_kernel import CONFIG, FakeProblem, compilations
+from tests.runtime.processes import python
 
-CONFIG = Config(tile=32, wide=False)
 ME, OTHER = 4321, 12345
 LEVELS = ("root", "operator", "entry", "manifest", "library")
 
 
 @pytest.fixture(autouse=True)
-def plain_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The fake kernels are C: they need neither nvcc nor a DSL's runtime library. Temporary folders can be listed."""
-    compiled.forget()
-    monkeypatch.setattr(toolchain, "missing", lambda backend: None)
-    monkeypatch.setattr(compiled, "_preload", lambda backend: None)
+def private_folder(plain_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of this process, in a place where it can be listed."""
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     monkeypatch.setattr(cache_folder, "_scratch", {os.getpid(): private})
-
-
-@pytest.fixture
-def problem(tmp_path: Path) -> FakeProblem:
-    return FakeProblem("bfloat16", 128, str(tmp_path / "journal"), 0.0, 1)
-
-
-def compilations(problem: FakeProblem) -> int:
-    path = Path(problem.journal)
-    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def place_of(problem: FakeProblem) -> Path:
@@ -104,15 +89,20 @@ def test_what_others_may_write_is_not_loaded(
 
 def owned_by(monkeypatch: pytest.MonkeyPatch, owner: int, *paths: Path) -> None:
     """Makes this process's user the owner of everything but these paths."""
+    monkeypatch.setattr(os, "geteuid", lambda: ME)
+    with_status(monkeypatch, stat.ST_UID, lambda path, follow, _: owner if path in paths else ME)
+
+
+def with_status(monkeypatch: pytest.MonkeyPatch, field: int, value: Callable[[Path, bool, int], int]) -> None:
+    """Files have another value of a field of their status: of the path, whether a link is followed, and the true value."""
     true_status = cache_folder._status
 
     def status(path: Path, follow: bool) -> os.stat_result:
         found = list(true_status(path, follow))
-        found[stat.ST_UID] = owner if path in paths else ME
+        found[field] = value(path, follow, found[field])
         return os.stat_result(found)
 
     monkeypatch.setattr(cache_folder, "_status", status)
-    monkeypatch.setattr(os, "geteuid", lambda: ME)
 
 
 @pytest.mark.parametrize("name", LEVELS)
@@ -156,15 +146,8 @@ def test_a_root_linked_by_another_user_is_not_used(
     link.symlink_to(compiled.cache_dir())
     monkeypatch.setenv("GDN_CACHE_DIR", str(link))
     env.reload()
-    true_status = cache_folder._status
     monkeypatch.setattr(os, "geteuid", lambda: ME)
-
-    def status(path: Path, follow: bool) -> os.stat_result:
-        found = list(true_status(path, follow))
-        found[stat.ST_UID] = OTHER if path == link and not follow else ME
-        return os.stat_result(found)
-
-    monkeypatch.setattr(cache_folder, "_status", status)
+    with_status(monkeypatch, stat.ST_UID, lambda path, follow, _: OTHER if path == link and not follow else ME)
     assert_private(problem, tmp_path, caplog, f"{link} belongs to user {OTHER}")
 
 
@@ -172,14 +155,11 @@ def test_a_file_system_that_gives_its_files_to_everybody(
     problem: FakeProblem, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """No folder is there yet, so nothing is distrusted before they are made."""
-    true_status = cache_folder._status
 
-    def status(path: Path, follow: bool) -> os.stat_result:
-        found = list(true_status(path, follow))
-        found[stat.ST_MODE] |= 0o777 if compiled.cache_dir() in (path, *path.parents) else 0
-        return os.stat_result(found)
+    def mode(path: Path, follow: bool, true: int) -> int:
+        return true | (0o777 if compiled.cache_dir() in (path, *path.parents) else 0)
 
-    monkeypatch.setattr(cache_folder, "_status", status)
+    with_status(monkeypatch, stat.ST_MODE, mode)
     assert runs(problem) and runs(problem) and compilations(problem) == 1
     (message,) = warnings_of(caplog)
     assert f"{compiled.cache_dir()} may be written by its group or others (mode 0777)" in message
@@ -301,8 +281,4 @@ process.join(60)
 assert own.is_dir() and str(own) != theirs and mode.endswith("700") and not os.path.exists(theirs), theirs
 print(own)
 """
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    assert Path(ran.stdout.strip()).parent == tmp_path and not list(tmp_path.glob("gdn-kernels-*"))
+    assert Path(python(code, TMPDIR=str(tmp_path)).stdout.strip()).parent == tmp_path and not list(tmp_path.glob("gdn-kernels-*"))

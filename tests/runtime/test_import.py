@@ -1,16 +1,6 @@
 """`import gdn` is light, and so is everything that is not yet needed."""
 
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(code: str) -> str:
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+from tests.runtime.processes import python
 
 
 def test_import_is_light():
@@ -33,7 +23,7 @@ print(ratio)
 """
     ratios = []
     while not ratios or (min(ratios) > 0.3 and len(ratios) < 5):
-        ratios.append(float(run(code)))
+        ratios.append(float(python(code).stdout))
     assert min(ratios) <= 0.3, ratios
 
 
@@ -49,4 +39,4 @@ assert gdn_prefill.refusal(problem) is None and gdn_prefill.default_config(probl
 others = ("kernels_cute.chunk.head_dims", "kernels_cute.recurrent", "kernels_cute.gdn_decode", "cutlass")
 print(*[name for name in others if name in sys.modules])
 """
-    assert run(code).strip() == ""
+    assert python(code).stdout.strip() == ""

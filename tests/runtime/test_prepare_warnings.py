@@ -2,9 +2,6 @@
 
 import dataclasses
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +9,7 @@ import pytest
 from gdn import runtime
 from gdn.runtime import devices, env, registry
 from tests.runtime.fake_kernel import FakeProblem
+from tests.runtime.processes import python
 from tests.runtime.test_prepare import CPU, a_hopper, problem
 
 __all__ = ["a_hopper", "problem"]  # fixtures
@@ -92,11 +90,5 @@ def test_warnings_reach_stderr_where_nobody_set_up_logging():
         "for _ in range(2):\n"
         "    runtime.prepare(problem, torch.device('cpu'))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "VLLM_QSA_PREFILL_ATTN_BACKEND": "tilelang", "GDN_LOG": "off"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = python(code, VLLM_QSA_PREFILL_ATTN_BACKEND="tilelang", GDN_LOG="off")
     assert done.stderr.count("prefers tilelang, which has no kernel of sparse_attention_prefill") == 1

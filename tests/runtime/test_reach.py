@@ -27,8 +27,7 @@ from gdn.ops.layer_step import examples
 from gdn.runtime import bundle, compiled, env, reach
 from tests.runtime import fake_kernel
 from tests.runtime.fake_kernel import Config, FakeProblem
-
-ROOT = Path(__file__).parents[2]
+from tests.runtime.processes import ROOT, python
 
 
 def of_model(name: str, tp: int = 1, **options: Any) -> list[Any]:
@@ -186,10 +185,7 @@ def test_a_folder_of_a_kernel_serves_another_process(tmp_path: Path, monkeypatch
     (tmp_path / "built").rename(tmp_path / "moved")
     content = json.loads((tmp_path / "moved" / bundle.NAME).read_text())
     assert str(tmp_path) not in json.dumps(content) and content["versions"] == compiled.bundle_versions()
-    environment = {**os.environ, "GDN_CACHE_DIR": str(tmp_path / "moved"), "GDN_COMPILE": "off"}
-    ran = subprocess.run([sys.executable, "-c", SERVE], cwd=ROOT, capture_output=True, text=True, env=environment, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == "0\n"
+    assert python(SERVE, GDN_CACHE_DIR=str(tmp_path / "moved"), GDN_COMPILE="off").stdout == "0\n"
     monkeypatch.setenv("GDN_COMPILE", "off")
     env.reload()
     compiled.forget()

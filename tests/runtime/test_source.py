@@ -1,8 +1,6 @@
 """The hash of a kernel's sources: what changes it and what does not."""
 
 import importlib
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gdn.runtime import registry, source
+from tests.runtime.processes import python
 
 KERNEL = '''
 """Adds."""
@@ -181,8 +180,7 @@ def test_hashing_every_kernel_imports_no_dsl_and_is_quick() -> None:
         found = [name for name in sys.modules if name.split(".")[0] in ("kernels_cute", "kernels_tl", "cutlass", "tilelang")]
         assert not found, found
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python(textwrap.dedent(code))
 
 
 @pytest.mark.parametrize("name", ["kernels_cute.topk", "kernels_tl.recurrent"])
