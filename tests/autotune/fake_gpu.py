@@ -4,11 +4,14 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from autotune import shapes
 from autotune.shapes import Shape
 from autotune.tuning import Kernel
 from autotune.workers import Outcome
 from tests.autotune import fake_kernel
 
+KERNEL = Kernel("chunk", "tilelang", fake_kernel.__name__)
+SHAPE, OTHER = shapes.shapes("chunk", "16/32 4096")[0], shapes.shapes("chunk", "4/8 8192")[0]
 NOISE = 0.003  # of a time, as its standard deviation
 
 US = {fake_kernel.DEFAULT: 90.0, fake_kernel.FAST: 50.0, fake_kernel.FASTEST: 49.0}  # by tile

@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autotune import shapes, tables, tuning
+from autotune import tables, tuning
 from autotune.shapes import Shape
 from gdn.device import H100
 from tests.autotune import fake_kernel
+from tests.autotune.fake_gpu import KERNEL, SHAPE
 
 
 def write_entries(folder: str, first: int, count: int) -> str:
@@ -16,9 +17,8 @@ def write_entries(folder: str, first: int, count: int) -> str:
     Path(folder, f"{first}.here").touch()
     while len(list(Path(folder).glob("*.here"))) < 2:
         time.sleep(0.001)
-    kernel, shape = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel"), shapes.shapes("chunk", "16/32 4096")[0]
     for tokens in range(first, first + count):
-        problem: Any = replace(shape.problem, num_tokens=tokens)  # type: ignore[call-arg]
+        problem: Any = replace(SHAPE.problem, num_tokens=tokens)  # type: ignore[call-arg]
         winner = tuning.Winner(Shape(f"{tokens}", problem), fake_kernel.Config(7, True), 49.0, 0.004, None)
-        tables.write_winners(Path(folder), H100, kernel, [winner], {"torch": "2"})
+        tables.write_winners(Path(folder), H100, KERNEL, [winner], {"torch": "2"})
     return folder

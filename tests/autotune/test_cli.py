@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from autotune import cli, shapes, tables, tune_command, tuning
 from benchmarks import cli as benchmarks_cli
 from gdn.device import H100
-from gdn.runtime import env, registry, tuned
+from gdn.runtime import registry, tuned
 from tests.autotune import fake_kernel
-from tests.autotune.fake_gpu import FakeGpu
+from tests.autotune.fake_gpu import KERNEL, OTHER, SHAPE, FakeGpu
 
 RUNNER = CliRunner()
 OLD_NAMES = ["bench", "layers", "ranks", "context", "accuracy", "selection"]  # of commands that are in benchmarks
@@ -50,6 +50,10 @@ def test_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
+        (["show", "chunky"], "op: expected one of chunk"),
+        (["show", "--folder", "/nowhere/tables"], "folder: expected a folder of tables, got /nowhere/tables"),
+        (["tune", "chunk", "--limit", "0"], "Invalid value for '--limit'"),
+        (["dance"], "No such command 'dance'"),
         (["tune", "chunks"], "expected one of chunk, recurrent"),
         (["tune", "chunk", "--shapes", "nowhere"], "expected part of one of"),
         (["tune", "chunk", "--backend", "cuda", "--compile-only"], "expected one of cute, tilelang"),
@@ -64,21 +68,27 @@ def test_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         (["tune", "--workload", "tiny", "--tp", "0"], "Invalid value for '--tp'"),
         (["tune", "--workload", "tiny", "--tp", "5"], "expected"),
         (["tune", "--workload", "tiny", "--backend", "cuda", "--compile-only"], "backend: expected one of tilelang, cute"),
-        (["tune", "--workload", "tiny", "--shapes", "nowhere", "--compile-only"], "shapes: expected part of"),
         (["tune", "chunk", "--search"], "search: expected with --stale"),
         (["tune", "--restamp", "--backend", "cuda"], "backend: expected one of tilelang, cute, got 'cuda'"),
     ],
 )
-def test_bad_arguments(command: list[str], expected: str) -> None:
+def test_an_error_is_one_line_on_stderr(command: list[str], expected: str) -> None:
     done = RUNNER.invoke(cli.app, command)
-    assert done.exit_code == 2
-    assert expected in " ".join(done.output.split())
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and expected in line
+
+
+def test_a_pattern_that_is_of_no_shape_of_a_model() -> None:
+    """By then the command has said what it leaves out."""
+    done = RUNNER.invoke(cli.app, ["tune", "--workload", "tiny", "--shapes", "nowhere", "--compile-only"])
+    (line,) = done.stderr.splitlines()
+    assert done.exit_code == 2 and line.startswith("error: shapes: expected part of")
 
 
 def test_compile_only_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _without_gpu(monkeypatch)
-    kernel = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
-    monkeypatch.setattr(tuning, "kernels", lambda op, backend: [kernel])
+    monkeypatch.setattr(tuning, "kernels", lambda op, backend: [KERNEL])
     configs = [fake_kernel.Config(tile, False) for tile in (fake_kernel.FAST, fake_kernel.RAISES)]
     monkeypatch.setattr(fake_kernel, "configs", lambda problem, device: configs)
     monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path))
@@ -90,13 +100,9 @@ def test_compile_only_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert len(list(tmp_path.glob("chunk.tilelang/*/manifest.json"))) == 2
 
 
-def test_show_prints_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_switches: None) -> None:
-    kernel = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
-    shape = shapes.shapes("chunk", "16/32 4096")[0]
-    winner = tuning.Winner(shape, fake_kernel.Config(7, True), 49.0, 0.004, None)
-    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path / "cache"))
-    env.reload()
-    tables.write_winners(tmp_path / "tables", H100, kernel, [winner], {"torch": "2"})
+def test_show_prints_a_table(tmp_path: Path, cache: Path) -> None:
+    winner = tuning.Winner(SHAPE, fake_kernel.Config(7, True), 49.0, 0.004, None)
+    tables.write_winners(tmp_path / "tables", H100, KERNEL, [winner], {"torch": "2"})
     done = RUNNER.invoke(cli.app, ["show", "--folder", str(tmp_path / "tables")], terminal_width=200)
     assert done.exit_code == 0
     assert "chunk.tilelang on h100" in done.output and "49.0" in done.output
@@ -127,15 +133,11 @@ def test_the_published_table_has_27_shapes() -> None:
 
 
 @pytest.fixture
-def stale_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_switches: None) -> Path:
+def stale_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Path:
     """Table of the fake kernel: two entries of another source."""
-    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path / "cache"))
-    env.reload()
-    kernel = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
-    monkeypatch.setattr(tuning, "kernels", lambda op, backend: [kernel])
-    near, far = shapes.shapes("chunk", "16/32 4096")[0], shapes.shapes("chunk", "4/8 8192")[0]
-    winners = [tuning.Winner(shape, fake_kernel.Config(7, True), 49.0, 0.004, None) for shape in (near, far)]
-    path = tables.write_winners(tmp_path / "tables", H100, kernel, winners, {"torch": "2"})
+    monkeypatch.setattr(tuning, "kernels", lambda op, backend: [KERNEL])
+    winners = [tuning.Winner(shape, fake_kernel.Config(7, True), 49.0, 0.004, None) for shape in (SHAPE, OTHER)]
+    path = tables.write_winners(tmp_path / "tables", H100, KERNEL, winners, {"torch": "2"})
     table = tuned.read(path)
     for group in table.groups:
         group.entries[0].kernel_source = "of another day"
@@ -169,16 +171,22 @@ def _us(shape: shapes.Shape, config: fake_kernel.Config) -> float:
     return {fake_kernel.DEFAULT: 50.0, fake_kernel.FASTEST: 49.0}.get(config.tile, 60.0)
 
 
-@pytest.mark.parametrize(("search", "left"), [([], []), (["--search"], [fake_kernel.FASTEST])])
-def test_stale_entries_are_timed_against_the_default(
-    search: list[str], left: list[int], stale_table: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The stored tiles lose against the default, and their entry goes; a search finds others that win."""
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that times the default and one other configuration."""
     monkeypatch.setattr(tune_command, "device_spec", lambda: H100)
     monkeypatch.setattr(tune_command, "_versions", lambda backend: {"torch": "3"})
     monkeypatch.setattr(tune_command, "Device", lambda spec: FakeGpu(_us))
     good = [fake_kernel.Config(tile, False) for tile in (fake_kernel.DEFAULT, fake_kernel.FASTEST)]
     monkeypatch.setattr(fake_kernel, "configs", lambda problem, device: good)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("search", "left"), [([], []), (["--search"], [fake_kernel.FASTEST])])
+def test_stale_entries_are_timed_against_the_default(
+    search: list[str], left: list[int], stale_table: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The stored tiles lose against the default, and their entry goes; a search finds others that win."""
     monkeypatch.setattr(tuned, "SHIPPED", stale_table.parent.parent)
     options = ["--stale", *search, "--shapes", "16/32", "--journals", str(tmp_path / "journals"), "--workers", "1"]
     done = RUNNER.invoke(cli.app, ["tune", "chunk", *options])
@@ -189,11 +197,8 @@ def test_stale_entries_are_timed_against_the_default(
     assert entries[4].kernel_source == "of another day"  # which --shapes left out
 
 
-def test_a_damaged_journal_is_named_in_one_line(stale_table: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tune_command, "device_spec", lambda: H100)
-    monkeypatch.setattr(tune_command, "Device", lambda spec: FakeGpu(_us))
-    good = [fake_kernel.Config(tile, False) for tile in (fake_kernel.DEFAULT, fake_kernel.FASTEST)]
-    monkeypatch.setattr(fake_kernel, "configs", lambda problem, device: good)
+@pytest.mark.usefixtures("device", "stale_table")
+def test_a_damaged_journal_is_named_in_one_line(tmp_path: Path) -> None:
     journal = tmp_path / "h100.chunk.tilelang.jsonl"
     journal.write_text('{"step": 3}\n')
     options = ["--shapes", "16/32 4096", "--journals", str(tmp_path), "--out", str(tmp_path), "--workers", "1"]

@@ -1,28 +1,19 @@
 """Candidates compile in processes, each bad one alone; meanwhile others go on."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autotune import compiling, shapes, tuning
+from autotune import compiling, tuning
 from autotune.compiling import Compiler
 from autotune.tuning import Candidate
 from gdn.device import H100
 from tests.autotune import fake_kernel
+from tests.autotune.fake_gpu import KERNEL, SHAPE
 from tests.autotune.fake_kernel import Config
-
-KERNEL = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
-SHAPE = shapes.shapes("chunk", "16/32 4096")[0]
-
-
-@pytest.fixture
-def cache(tmp_path: Path, switch: Callable[..., Any]) -> Path:
-    switch(GDN_CACHE_DIR=str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def _candidates(*configs: Any) -> list[Candidate]:

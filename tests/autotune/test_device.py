@@ -13,12 +13,9 @@ from gdn import runtime
 from gdn.device import H100
 from tests.autotune import fake_kernel
 from tests.autotune.fake_device import FakeDevice
-from tests.autotune.fake_gpu import compile_at_once
+from tests.autotune.fake_gpu import KERNEL, OTHER, SHAPE, compile_at_once
 from tests.autotune.fake_kernel import Config
 from tests.autotune.fake_timer import FakeTimer
-
-KERNEL = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
-SHAPE, OTHER = shapes.shapes("chunk", "16/32 4096")[0], shapes.shapes("chunk", "4/8 8192")[0]
 
 
 def test_a_crash_and_a_hang_cost_one_candidate_each(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

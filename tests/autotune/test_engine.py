@@ -16,11 +16,10 @@ from autotune.workers import Outcome
 from gdn.device import H100
 from gdn.runtime import tuned
 from tests.autotune import fake_kernel
-from tests.autotune.fake_gpu import FakeGpu, compile_at_once
+from tests.autotune.fake_gpu import KERNEL, OTHER, SHAPE, FakeGpu, compile_at_once
 from tests.autotune.fake_kernel import Config
 
-KERNEL = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
-SHAPE, LATER, OTHER = (shapes.shapes("chunk", name)[0] for name in ("16/32 4096", "16/32 1024", "4/8 8192"))
+LATER = shapes.shapes("chunk", "16/32 1024")[0]
 TILES = (1, 3, 7, 5, 4, 8, 6)  # in the order in which they are tried
 FAST, FASTEST, DEFAULT = (Config(tile, False) for tile in (fake_kernel.FAST, fake_kernel.FASTEST, fake_kernel.DEFAULT))
 

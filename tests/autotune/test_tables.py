@@ -16,10 +16,9 @@ from gdn.device import H100
 from gdn.runtime import KernelCandidate, env, tuned
 from gdn.testing import machine_code
 from tests.autotune import fake_kernel, fake_writer
+from tests.autotune.fake_gpu import KERNEL, OTHER, SHAPE
 from tests.autotune.fake_kernel import Config
 
-KERNEL = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
-SHAPE, OTHER = shapes.shapes("chunk", "16/32 4096")[0], shapes.shapes("chunk", "4/8 8192")[0]
 LONGER = shapes.shapes("chunk", "16/32 32768")[0]
 
 
@@ -157,6 +156,14 @@ def _stale(path: Path, *, machine_code: bool = True) -> None:
     tuned.write(path, table)
 
 
+def _edit(path: Path, **fields: Any) -> None:
+    """Other fields of the first entry."""
+    table = tuned.read(path)
+    for name, value in fields.items():
+        setattr(table.groups[0].entries[0], name, value)
+    tuned.write(path, table)
+
+
 def _restamp(path: Path) -> tables.Restamped:
     return tables.restamp(path, KERNEL, num_workers=1, timeout_s=60)
 
@@ -176,9 +183,7 @@ def test_machine_code_that_was_not_recorded_is_recorded(folder: Path, readable: 
     """The machine that timed an entry may have had no disassembler."""
     path = _write(folder, _winner(SHAPE, 7, 49.0))
     before = _entries(path)
-    table = tuned.read(path)
-    table.groups[0].entries[0].machine_code = None
-    tuned.write(path, table)
+    _edit(path, machine_code=None)
     found = _restamp(path)
     assert (found.stamped, found.recorded, found.left) == (0, 1, [])
     assert _entries(path) == before
@@ -203,16 +208,12 @@ def test_changed_machine_code_stays_stale(folder: Path, readable: None, monkeypa
 def test_a_field_that_the_kernel_has_no_more_goes_where_the_machine_code_is_the_same(folder: Path, readable: None) -> None:
     path = _write(folder, _winner(SHAPE, 7, 49.0))
     before = _entries(path)
-    table = tuned.read(path)
-    table.groups[0].entries[0].config["paired"] = True
-    tuned.write(path, table)
+    _edit(path, config={"tile": 7, "split": True, "paired": True})
     assert _lookup(SHAPE) == []  # until then it does not serve
     _stale(path)
     assert _restamp(path).stamped == 1
     assert _entries(path) == before
-    table = tuned.read(path)
-    del table.groups[0].entries[0].config["tile"]  # the kernel has a field that the entry lacks
-    tuned.write(path, table)
+    _edit(path, config={"split": True})  # the kernel has a field that the entry lacks
     _stale(path)
     assert "the kernel no longer takes {'split': True}" in _restamp(path).left[0]
 
@@ -227,9 +228,7 @@ def test_what_cannot_be_compared_stays_stale_and_says_why(folder: Path, readable
     (why,) = _restamp(path).left
     assert "the kernel no longer takes {'tile': 7, 'split': True}" in why
     monkeypatch.setattr(fake_kernel, "fits", lambda problem, config, device: True)
-    table = tuned.read(path)
-    table.groups[0].entries[0].config = {"tile": fake_kernel.RAISES, "split": True}
-    tuned.write(path, table)
+    _edit(path, config={"tile": fake_kernel.RAISES, "split": True})
     (why,) = _restamp(path).left
     assert "did not compile" in why and "tile does not divide" in why
     assert tuned.read(path).num_stale(KERNEL.source) == 1
@@ -353,7 +352,3 @@ def test_pruning_changes_no_choice_of_tiles(folder: Path) -> None:
     before = choices()
     assert tables.prune(path, KERNEL) == 7  # of 8: 6 tokens lie near 3, which has other tiles
     assert choices() == before
-
-
-def test_every_operator_with_tables_has_a_problem() -> None:
-    assert {path.name.split(".")[0] for path in tuned.SHIPPED.glob("*/*.json")} <= set(shapes.operators())

@@ -1,8 +1,6 @@
 """The plan of a search, with a kernel that compiles nothing."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,16 +8,8 @@ from autotune import shapes, tables, tuning
 from gdn.device import H100
 from gdn.runtime import tuned
 from tests.autotune import fake_kernel
+from tests.autotune.fake_gpu import KERNEL, OTHER, SHAPE
 from tests.autotune.fake_kernel import Config
-
-KERNEL = tuning.Kernel("chunk", "tilelang", "tests.autotune.fake_kernel")
-SHAPE, OTHER = shapes.shapes("chunk", "16/32 4096")[0], shapes.shapes("chunk", "4/8 8192")[0]
-
-
-@pytest.fixture
-def cache(tmp_path: Path, switch: Callable[..., Any]) -> Path:
-    switch(GDN_CACHE_DIR=str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture

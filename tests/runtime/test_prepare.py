@@ -252,16 +252,6 @@ def test_a_machine_that_cannot_compile_runs_what_is_cached(problem: FakeProblem,
     assert runtime.prepare(problem, CPU, None).backend == "cute"
 
 
-def test_decisions_are_told_once(problem: FakeProblem, switch: Callable[..., env.Switches], capsys: pytest.CaptureFixture[str]):
-    switch(GDN_LOG="info", VLLM_GDN_USE_BLADNN="1", GDN_BACKEND="tilelang")
-    for num_tokens in (64, 65, 66):
-        runtime.prepare(problem.sizes_only(num_tokens), CPU, None)
-        runtime.prepare(dataclasses.replace(problem, dtype="float16"), CPU, None)  # another decision, the same conflict
-    told = capsys.readouterr().err
-    assert told.count("VLLM_GDN_USE_BLADNN=1 (cute) overrides GDN_BACKEND=tilelang (tilelang)") == 1
-    assert told.count("recurrent: cute, decided by: VLLM_GDN_USE_BLADNN=1") == 2
-
-
 def test_explaining_notes_choices_and_compiles_nothing(problem: FakeProblem):
     before = compiled.compilations()
     with runtime.explaining() as asked:

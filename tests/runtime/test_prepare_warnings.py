@@ -70,13 +70,19 @@ def test_without_a_hopper_the_reference_warns_of_nothing(
     assert _warnings(caplog) == []
 
 
-def test_a_conflict_is_logged_once_for_all_decisions(problem: FakeProblem, switch: Switch, caplog: pytest.LogCaptureFixture):
+def test_a_decision_is_logged_once_and_a_conflict_once_for_all(
+    problem: FakeProblem, switch: Switch, caplog: pytest.LogCaptureFixture
+):
     caplog.set_level(logging.INFO, "gdn")
     switch(GDN_LOG="info", VLLM_GDN_USE_BLADNN="1", GDN_BACKEND="tilelang")
     for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
-        runtime.prepare(dataclasses.replace(problem, dtype=dtype), CPU, None)
-    assert sum("overrides" in record.message for record in caplog.records) == 1
-    assert sum(record.message.startswith("recurrent: cute") for record in caplog.records) == 3
+        for num_tokens in (64, 65, 66):  # the same decision
+            runtime.prepare(dataclasses.replace(problem, dtype=dtype, num_tokens=num_tokens), CPU, None)
+    told = [record.message for record in caplog.records]
+    assert [message for message in told if "overrides" in message] == [
+        "VLLM_GDN_USE_BLADNN=1 (cute) overrides GDN_BACKEND=tilelang (tilelang)"
+    ]
+    assert sum(message.startswith("recurrent: cute, decided by: VLLM_GDN_USE_BLADNN=1") for message in told) == 3
     assert _warnings(caplog) == []
 
 

@@ -292,24 +292,21 @@ def test_an_entry_that_the_other_kernel_lacks_decides_nothing(slower: str):
     assert choice.config == ("tuned" if slower == "cute" else "cute default")
 
 
-def test_entries_of_far_sizes_decide_nothing():
-    def entries(time_us: float, distance: float) -> dict[str, Any]:
-        return {"entries": [dataclasses.replace(entry("tuned", time_us, 64), distance=distance)]}
+@pytest.mark.parametrize(
+    ("measured", "decides"),
+    [
+        ({}, True), ({"distance": select.DECIDES_WITHIN}, True), ({"distance": select.DECIDES_WITHIN + 0.01}, False),
+        # Measured where states are written, asked for where they are only read: the order may be the other way round.
+        ({"others": ("has_final_state",)}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_times_of_far_sizes_or_other_flags_choose_tiles_but_no_kernel(measured: dict[str, Any], decides: bool):
+    def entries(time_us: float) -> dict[str, Any]:
+        return {"entries": [dataclasses.replace(entry("tuned", time_us, 64), **measured)]}
 
-    for distance, backend in ((0.0, "tilelang"), (select.DECIDES_WITHIN, "tilelang"), (select.DECIDES_WITHIN + 0.01, "cute")):
-        choice = pick(available=both(tilelang=entries(1.0, distance), cute=entries(2.0, distance)))
-        assert (choice.backend, choice.config) == (backend, "tuned")
-
-
-def test_times_of_other_flags_choose_tiles_but_no_kernel():
-    """Measured where states are written, asked for where they are only read: the order may be the other way round."""
-
-    def entries(time_us: float, others: tuple[str, ...]) -> dict[str, Any]:
-        return {"entries": [dataclasses.replace(entry("tuned", time_us, 64), others=others)]}
-
-    for others, backend in (((), "tilelang"), (("has_final_state",), "cute")):
-        choice = pick(available=both(tilelang=entries(1.0, others), cute=entries(2.0, others)))
-        assert (choice.backend, choice.config) == (backend, "tuned")
+    choice = pick(available=both(tilelang=entries(1.0), cute=entries(2.0)))
+    assert (choice.backend, choice.config) == ("tilelang" if decides else "cute", "tuned")
 
 
 def test_the_time_of_another_version_of_the_kernel_decides_nothing():
