@@ -59,17 +59,6 @@ def _chunk(tensors: tuple[Any, ...], problem: Any) -> None:
     )  # fmt: skip
 
 
-def _chunk_summary(tensors: tuple[Any, ...], problem: Any) -> None:
-    k, v, g, beta, a_log, dt_bias, cu_seqlens, h, P = tensors
-    q = k.new_zeros(*k.shape[:2], problem.num_k_heads, problem.head_k_dim)
-    found = reference.chunk_summary(
-        q, k, v, g, beta, True, cu_seqlens, state_v_first=True, use_gate_in_kernel=True, A_log=a_log, dt_bias=dt_bias,
-        use_beta_sigmoid_in_kernel=True,
-    )  # fmt: skip
-    for out, part in zip((h, P), found, strict=True):
-        out.copy_(part)
-
-
 def _recurrent(tensors: tuple[Any, ...], problem: Any) -> None:
     (q, k, v, g, beta, a_log, dt_bias, state, slots, accepted, _, _, cu_seqlens, *_, out, scale, null_slot, _) = tensors
     reference.fused_recurrent_gated_delta_rule(
@@ -90,45 +79,31 @@ def _paged_mqa_logits(tensors: tuple[Any, ...], problem: Any) -> None:
     reference.paged_mqa_logits(q, pages, weights, context_lens, block_tables, problem.max_context_len, scale=scale, out=out)
 
 
-def _layout(problem: Any) -> str:
-    return "interleaved" if problem.interleaved else "merged" if problem.merged else "flat"
+def _gdn_decode(params: Any, problem: Any) -> None:
+    ring = {}
+    if problem.ring_rows is not None:
+        ring = {name: getattr(params, name) for name in ("ring", "state_tokens", "num_computed_tokens", "fold_phase")}
+        ring["fold_every"] = problem.fold_every
+    _fused_step(reference.fused_gdn_decode, params, problem, num_accepted_tokens=params.num_accepted_tokens, **ring)
 
 
-def _gdn_decode(tensors: tuple[Any, ...], problem: Any) -> None:
-    given, (slots, accepted, offsets, *_, out, scale, eps, null_slot, _) = tensors[:11], tensors[11:]
-    # As the kernel: nothing between the steps is rounded.
-    qkv, z, b, a, windows, weight, bias, *rest = [
-        given[i] if i in (4, 10) or given[i] is None else given[i].double() for i in range(len(given))
-    ]
-    o = reference.fused_gdn_decode(
-        qkv, z, b, a, windows, weight, *rest, slots, conv_bias=bias, query_start_loc=offsets, num_accepted_tokens=accepted,
-        num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=scale, eps=eps,
-        state_v_first=problem.state_v_first, null_slot=null_slot,
-        projection_layout="concatenated" if problem.concatenated else _layout(problem), **_replay(tensors, problem),
+def _gdn_prefill(params: Any, problem: Any) -> None:
+    _fused_step(reference.fused_gdn_prefill, params, problem, has_initial_state=params.has_initial_state)
+
+
+def _fused_step(step: Callable[..., torch.Tensor], params: Any, problem: Any, **own: Any) -> None:
+    """As the kernels, but for the rows between those of prefill: nothing between the steps is rounded."""
+    pools = (4, 10)
+    given = [x if i in pools or x is None else x.double() for i, x in enumerate(params[:11])]
+    qkv, z, b, a, windows, weight, bias, *rest = given
+    layouts = [name for name in ("interleaved", "merged", "concatenated") if getattr(problem, name, False)]
+    o = step(
+        qkv, z, b, a, windows, weight, *rest, params.state_indices, conv_bias=bias, query_start_loc=params.cu_seqlens,
+        num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=params.scale,
+        eps=params.eps, state_v_first=problem.state_v_first, null_slot=params.null_slot,
+        projection_layout=layouts[0] if layouts else "flat", **own,
     )  # fmt: skip
-    out.copy_(o.view(out.shape))
-
-
-def _replay(params: Any, problem: Any) -> dict[str, Any]:
-    """What a decode call has besides with a ring."""
-    if problem.ring_rows is None:
-        return {}
-    own = {name: getattr(params, name) for name in ("ring", "state_tokens", "num_computed_tokens", "fold_phase")}
-    return {**own, "fold_every": problem.fold_every}
-
-
-def _gdn_prefill(tensors: tuple[Any, ...], problem: Any) -> None:
-    *given, slots, mask, offsets, _, _, _, _, out, _, scale, eps, null_slot = tensors
-    # As the kernels, but for the rows between them: nothing between the steps is rounded.
-    qkv, z, b, a, windows, weight, bias, *rest = [
-        given[i] if i in (4, 10) or given[i] is None else given[i].double() for i in range(len(given))
-    ]
-    o = reference.fused_gdn_prefill(
-        qkv, z, b, a, windows, weight, *rest, slots, conv_bias=bias, query_start_loc=offsets, has_initial_state=mask,
-        num_k_heads=problem.num_k_heads, head_k_dim=problem.head_k_dim, head_v_dim=problem.head_v_dim, scale=scale, eps=eps,
-        state_v_first=problem.state_v_first, null_slot=null_slot, projection_layout=_layout(problem),
-    )  # fmt: skip
-    out.copy_(o.view(out.shape))
+    params.out.copy_(o.view(params.out.shape))
 
 
 def _by_name(params: Any, shape: shapes.Shape) -> None:
