@@ -15,8 +15,8 @@ FP8 = torch.float8_e4m3fn
 TOKENS = 3
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def _fp8(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -74,6 +74,14 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "attention": lambda: {**_plain("attention"), "return_lse": True},
     "sparse_attention": lambda: {**_plain("sparse_attention"), "return_lse": True},
 }
+
+
+def copied(arguments: Arguments) -> Arguments:
+    """The arguments with tensors of their own, strides kept."""
+    return {
+        key: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x) if isinstance(x, torch.Tensor) else x
+        for key, x in arguments.items()
+    }
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:

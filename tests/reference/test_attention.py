@@ -8,16 +8,9 @@ import torch
 
 from tests.references import reference
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 reference_attention = importlib.import_module("gdn.ops.attention.reference")  # the package has a function of this name
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny products: on a busy machine a pool of threads costs far more than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def case(heads=4, kv_heads=2, dim=16, k=12, block_size=4, seed=0):

@@ -1,5 +1,6 @@
 """The convolution against torch's, and every rule of its slots."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,13 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdn.testing.compare import error, same_bits
+from tests.reference import calls
 from tests.references import reference
 
 DIM = 6
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+randn = partial(calls.randn, dtype=torch.float64)
 
 
 def torch_conv(line: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:

@@ -10,21 +10,13 @@ from hypothesis import strategies as st
 from gdn.ops.delta_rule.inputs import CASES, chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from gdn.ops.delta_rule.oracle import DeltaRuleResult, oracle_of
 from gdn.testing.compare import error, same_bits, token_error
+from tests.reference.calls import copied
 from tests.references import reference
 
 F64 = {"dtype": "float64", "state_dtype": "float64", "gate_dtype": "float64", "beta_dtype": "float64"}
 LENGTHS = [0, 1, 63, 64, 65, 130]
 EXACT = 1e-11  # float64 against float64
 SINGLE = 2e-5  # float32 against float64, on inputs without cancellation
-
-
-def copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with pools of their own (strides kept)."""
-    result = dict(arguments)
-    state = arguments.get("initial_state")
-    if state is not None:
-        result["initial_state"] = torch.empty_strided(state.shape, state.stride(), dtype=state.dtype).copy_(state)
-    return result
 
 
 def check(o: torch.Tensor, state: torch.Tensor | None, expected: DeltaRuleResult, tolerance: float) -> None:

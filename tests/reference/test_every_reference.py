@@ -8,7 +8,7 @@ import torch
 
 import gdn
 from gdn.testing.compare import same_bits
-from tests.reference.calls import CALLS, Arguments, randn, tensors_of
+from tests.reference.calls import CALLS, Arguments, copied, randn, tensors_of
 from tests.references import reference
 
 NAMES = sorted(CALLS)
@@ -16,14 +16,6 @@ NAMES = sorted(CALLS)
 
 def run(name: str, arguments: Arguments) -> Any:
     return getattr(reference, name)(**arguments)
-
-
-def copied(arguments: Arguments) -> Arguments:
-    """The arguments with tensors of their own, strides kept."""
-    return {
-        key: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x) if isinstance(x, torch.Tensor) else x
-        for key, x in arguments.items()
-    }
 
 
 def bits(name: str, arguments: Arguments) -> list[torch.Tensor]:

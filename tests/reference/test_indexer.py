@@ -6,22 +6,12 @@ import pytest
 import torch
 
 from gdn.ops.indexer.reference import page_views
+from tests.reference.calls import randn
 from tests.references import reference
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FP8 = torch.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny products: on a busy machine a pool of threads costs far more than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cos_sin_table(positions, rotary_dim):

@@ -12,17 +12,10 @@ from gdn.ops.indexer.oracle import calc_diff, exact_mqa_logits, exact_paged_mqa_
 from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 from tests.references import reference
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FORMS = [("float8_e4m3fn", True), ("float8_e4m3fn", False), ("bfloat16", False)]
 RANGES = ["causal", "full", "random", "hard", "sequences"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny products: on a busy machine a pool of threads costs far more than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def ragged(dtype="bfloat16", scaled=False, *, heads=4, kv_heads=1, dim=64, weights="float32", packed=None, m=37, n=91, **fields):

@@ -7,14 +7,16 @@ import torch
 
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from gdn.ops.delta_rule.oracle import oracle_delta_rule, oracle_of
-from gdn.testing.compare import error, token_error
+from gdn.testing.compare import error
+from tests.reference.calls import copied
+from tests.reference.test_delta_rule import EXACT, F64, SINGLE, check, check_pool
 from tests.references import reference
 
 STRENGTHS = [-1e3, -1e4, -1e6, -torch.inf]
 PATTERNS = ["every token", "one token", "first token", "last token", "every third", "one head", "growing"]
-FORMS = {
-    "float64": ({"dtype": "float64", "state_dtype": "float64", "gate_dtype": "float64", "beta_dtype": "float64"}, 1e-11),
-    "float32": ({}, 2e-5),
+FORMS: dict[str, tuple[dict[str, str], float]] = {
+    "float64": (F64, EXACT),
+    "float32": ({}, SINGLE),
 }
 LENGTHS = [1, 64, 65, 130]
 
@@ -53,11 +55,8 @@ def test_chunk_and_recurrent(strength: float, pattern: str, dtype: str) -> None:
     expected = oracle_of(arguments)
     recurrent = {name: value for name, value in arguments.items() if name != "output_final_state"}
     for o, state in (reference.chunk_gated_delta_rule(**arguments), reference.fused_recurrent_gated_delta_rule(**recurrent)):
-        found = token_error(o, expected.o, expected.offsets)
-        assert found.within(tolerance), found
         assert state is not None and expected.state is not None
-        found = error(state, expected.state, groups=2)
-        assert found.within(tolerance), found
+        check(o, state, expected, tolerance)
 
 
 @pytest.mark.parametrize("pattern", ["every token", "one token", "growing"])
@@ -66,13 +65,10 @@ def test_pool_and_checkpoints(strength: float, pattern: str) -> None:
     problem = chunk_problem(index_dtype="int32", has_checkpoints=True, state_v_first=True)
     arguments = chunk_inputs(problem, lengths=[150, 64, 200])
     arguments["g"] = with_decays(arguments["g"], strength, pattern)
-    expected = oracle_of(arguments)
+    before, expected = copied(arguments)["initial_state"], oracle_of(arguments)
     _, pool = reference.chunk_gated_delta_rule(**arguments)
-    assert pool is not None and expected.state is not None
-    written = sorted(expected.written_slots)
-    assert len(written) == 8  # three states, and the checkpoints after 64 and 128, 64, 64 and 192 tokens
-    found = error(pool[written], expected.state[written], groups=2)
-    assert found.within(2e-5), found
+    assert len(expected.written_slots) == 8  # three states, and the checkpoints after 64 and 128, 64, 64 and 192 tokens
+    check_pool(pool, before, expected, SINGLE)
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)
@@ -80,12 +76,10 @@ def test_speculative_recurrent(strength: float) -> None:
     problem = recurrent_problem(index_dtype="int32", write_every_token=True, has_accepted=True)
     arguments = recurrent_inputs(problem, lengths=[4, 1, 3])
     arguments["g"] = with_decays(arguments["g"], strength, "every third")
-    expected = oracle_of(arguments)
+    before, expected = copied(arguments)["initial_state"], oracle_of(arguments)
     o, pool = reference.fused_recurrent_gated_delta_rule(**arguments)
-    assert token_error(o, expected.o, expected.offsets).within(2e-5)
-    assert pool is not None and expected.state is not None
-    written = sorted(expected.written_slots)
-    assert error(pool[written], expected.state[written], groups=2).within(2e-5)
+    check(o, None, expected, SINGLE)
+    check_pool(pool, before, expected, SINGLE)
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)
@@ -97,8 +91,8 @@ def test_raw_gates(strength: float) -> None:
     raw[:, 20::50] = -strength
     expected = oracle_of(arguments)
     o, state = reference.chunk_gated_delta_rule(**arguments)
-    assert token_error(o, expected.o, expected.offsets).within(2e-5)
-    assert error(state, expected.state, groups=2).within(2e-5)  # type: ignore[arg-type]
+    assert state is not None and expected.state is not None
+    check(o, state, expected, SINGLE)
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)

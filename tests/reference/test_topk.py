@@ -10,14 +10,7 @@ from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
 from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 from tests.references import reference
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny products: on a busy machine a pool of threads costs far more than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def stated(row, k, start, end, sorted_by):
