@@ -6,26 +6,15 @@ import pytest
 import torch
 
 from gdn.testing.compare import error, same_bits
-from tests.reference.calls import randn
+from tests.reference.calls import Arguments
+from tests.reference.step_calls import F64, HV, V, W, flat_call, in_layout
 from tests.references import reference
-
-H, HV, K, V, W = 2, 4, 6, 8, 4
-CHANNELS, SLOTS = 2 * H * K + HV * V, 8
-F64 = torch.float64
-Arguments = dict[str, Any]
 
 
 def arguments(lengths: tuple[int, ...], slots: tuple[int, ...], padding: int = 0) -> Arguments:
+    starts = torch.tensor([0, *lengths]).cumsum(0)
     rows = sum(lengths) + padding
-    starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
-    given = {
-        "mixed_qkv": randn(rows, CHANNELS), "z": randn(rows, HV, V, seed=1), "b": randn(rows, HV, seed=2),
-        "a": randn(rows, HV, seed=3), "conv_states": randn(SLOTS, CHANNELS, W, seed=4),
-        "conv_weight": randn(CHANNELS, W, seed=5), "A_log": randn(HV, seed=6), "dt_bias": randn(HV, seed=7),
-        "norm_weight": randn(V, seed=8), "ssm_state": randn(SLOTS, HV, K, V, seed=9),
-    }  # fmt: skip
-    indices = {"state_indices": torch.tensor(slots), "query_start_loc": torch.tensor(starts)}
-    return {name: x.to(F64) for name, x in given.items()} | indices | {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V}
+    return flat_call(rows, "conv_states", W, state_indices=torch.tensor(slots), query_start_loc=starts)
 
 
 def by_tokens(given: Arguments, n: int, pools: Arguments, is_continued: bool, checkpoint: int = 0) -> tuple[Any, Any]:
@@ -71,23 +60,16 @@ def test_prefill_is_decode_token_by_token() -> None:
 
 
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
-def test_layouts_agree(gate: str) -> None:
-    flat, ratio = arguments((9, 3), (1, 4)), HV // H
-    q, k, v = flat["mixed_qkv"].split([H * K, H * K, HV * V], dim=1)
-    parts = [part.reshape(12, H, -1) for part in (q, k, v, flat["z"])]
-    ba = torch.cat([flat[name].view(12, H, ratio) for name in ("b", "a")], dim=2).flatten(1)
-    mixed = {**flat, "mixed_qkv": torch.cat(parts, dim=2).flatten(1), "z": None, "b": ba, "a": None}
-    mixed |= {"projection_layout": "interleaved"} | {name: flat[name].clone() for name in ("conv_states", "ssm_state")}
-    merged = {**flat, "mixed_qkv": torch.cat([flat["mixed_qkv"], flat["z"].flatten(1)], 1), "z": None, "a": None}
-    merged |= {"b": torch.cat([flat["b"], flat["a"]], 1), "projection_layout": "merged"}
-    merged |= {name: flat[name].clone() for name in ("conv_states", "ssm_state")}
+@pytest.mark.parametrize(
+    ("layout", "tolerance"), [("interleaved", 0.0), ("merged", 1e-14)]
+)  # on views torch sums in another order
+def test_layouts_agree(layout: str, tolerance: float, gate: str) -> None:
+    flat = arguments((9, 3), (1, 4))
+    other = in_layout(flat, layout)
     expected = reference.fused_gdn_prefill(**flat, gate_activation=gate)
-    assert torch.equal(reference.fused_gdn_prefill(**mixed, gate_activation=gate), expected)
-    assert all(torch.equal(flat[name], mixed[name]) for name in ("conv_states", "ssm_state"))
-    # On views torch sums in another order.
-    torch.testing.assert_close(reference.fused_gdn_prefill(**merged, gate_activation=gate), expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(reference.fused_gdn_prefill(**other, gate_activation=gate), expected, rtol=0, atol=tolerance)
     for name in ("conv_states", "ssm_state"):
-        torch.testing.assert_close(merged[name], flat[name], rtol=0, atol=1e-14)
+        torch.testing.assert_close(other[name], flat[name], rtol=0, atol=tolerance)
 
 
 def test_out() -> None:

@@ -1,21 +1,18 @@
 """Split, gates and gated norm against direct statements, and the decode step against its parts."""
 
 import math
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 
 from gdn.testing.compare import error, same_bits
+from tests.reference import calls
+from tests.reference.calls import Arguments
+from tests.reference.step_calls import F64, HV, H, K, V, W, flat_call, in_layout
 from tests.references import reference
 
-F64 = torch.float64
-H, HV, K, V, W = 2, 4, 6, 8, 4
-CHANNELS = 2 * H * K + HV * V
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
+randn = partial(calls.randn, dtype=F64)
 
 
 def test_gating_by_its_formula() -> None:
@@ -89,22 +86,14 @@ def test_norm_of_the_residual_sum_by_its_formula(zero_centred: bool) -> None:
     assert torch.equal(once, exact.bfloat16())  # rounded once
 
 
-def decode_arguments(tokens: int, columns: int = 0, dtype: torch.dtype = F64) -> dict[str, Any]:
-    slots = 9
+def decode_arguments(tokens: int, columns: int = 0) -> Arguments:
     indices = torch.tensor([5, 3, 7, 1], dtype=torch.int32)
     if columns:
         indices = torch.tensor([[5, 6, 8], [3, 4, 2], [7, 0, 1]], dtype=torch.int32)
-    return {
-        "mixed_qkv": randn(tokens, CHANNELS, dtype=dtype), "z": randn(tokens, HV, V, seed=1, dtype=dtype),
-        "b": randn(tokens, HV, seed=2, dtype=dtype), "a": randn(tokens, HV, seed=3, dtype=dtype),
-        "conv_state": randn(slots, CHANNELS, W - 1 + max(columns - 1, 0), seed=4, dtype=dtype),
-        "conv_weight": randn(CHANNELS, W, seed=5, dtype=dtype), "A_log": randn(HV, seed=6), "dt_bias": randn(HV, seed=7),
-        "norm_weight": randn(V, seed=8, dtype=dtype), "ssm_state": randn(slots, HV, K, V, seed=9), "state_indices": indices,
-        "num_k_heads": H, "head_k_dim": K, "head_v_dim": V,
-    }  # fmt: skip
+    return flat_call(tokens, "conv_state", W - 1 + max(columns - 1, 0), state_indices=indices)
 
 
-def by_hand(arguments: dict[str, Any], n: int, row: int) -> torch.Tensor:
+def by_hand(arguments: Arguments, n: int, row: int) -> torch.Tensor:
     """The output of one token of sequence n in row `row`, and the effect on its first slot, on copies; [HV, V]."""
     slot = int(arguments["state_indices"][n])
     window = torch.cat([arguments["conv_state"][slot, :, : W - 1], arguments["mixed_qkv"][row, :, None]], dim=1)
@@ -142,31 +131,12 @@ def test_decode_by_hand() -> None:
     assert torch.equal(arguments["conv_state"][7, :, 2], arguments["mixed_qkv"][2])
 
 
-def test_decode_layouts_agree() -> None:
+@pytest.mark.parametrize("layout", ["interleaved", "merged", "concatenated"])
+def test_decode_layouts_agree(layout: str) -> None:
     flat = decode_arguments(4)
-    groups, ratio = torch.zeros(4, H, 2 * K + 2 * (HV // H) * V, dtype=F64), HV // H
-    q, k, v = flat["mixed_qkv"].split([H * K, H * K, HV * V], dim=1)
-    groups[:, :, :K], groups[:, :, K : 2 * K] = q.view(4, H, K), k.view(4, H, K)
-    groups[:, :, 2 * K : 2 * K + ratio * V] = v.view(4, H, -1)
-    groups[:, :, 2 * K + ratio * V :] = flat["z"].view(4, H, -1)
-    ba = torch.cat([flat["b"].view(4, H, ratio), flat["a"].view(4, H, ratio)], dim=2).view(4, -1)
-    mixed = {**flat, "mixed_qkv": groups.view(4, -1), "z": None, "b": ba, "a": None, "projection_layout": "interleaved"}
-    mixed["conv_state"], mixed["ssm_state"] = flat["conv_state"].clone(), flat["ssm_state"].clone()
-    assert torch.equal(reference.fused_gdn_decode(**flat), reference.fused_gdn_decode(**mixed))
-    assert torch.equal(flat["ssm_state"], mixed["ssm_state"]) and torch.equal(flat["conv_state"], mixed["conv_state"])
-
-
-@pytest.mark.parametrize("layout", ["merged", "concatenated"])
-def test_projections_in_flat_order_equal_flat_ones(layout: str) -> None:
-    flat = decode_arguments(4)
-    pair = [flat["mixed_qkv"], flat["z"].flatten(1)], [flat["b"], flat["a"]]
-    row = {**flat, "mixed_qkv": torch.cat(pair[0], 1), "b": torch.cat(pair[1], 1), "z": None, "a": None}
-    if layout == "concatenated":
-        row |= {"mixed_qkv": torch.cat([*pair[0], *pair[1], torch.full((4, 3), torch.nan, dtype=F64)], 1), "b": None}
-    row["projection_layout"] = layout
-    row["conv_state"], row["ssm_state"] = flat["conv_state"].clone(), flat["ssm_state"].clone()
-    assert torch.equal(reference.fused_gdn_decode(**flat), reference.fused_gdn_decode(**row))
-    assert torch.equal(flat["ssm_state"], row["ssm_state"]) and torch.equal(flat["conv_state"], row["conv_state"])
+    other = in_layout(flat, layout)
+    assert torch.equal(reference.fused_gdn_decode(**flat), reference.fused_gdn_decode(**other))
+    assert torch.equal(flat["ssm_state"], other["ssm_state"]) and torch.equal(flat["conv_state"], other["conv_state"])
 
 
 def test_speculative_decode_equals_one_token_at_a_time() -> None:
