@@ -4,10 +4,10 @@ import torch
 
 from gdn.ops.delta_rule.problem import entry_width
 from tests.described import Described
-from tests.described.delta_rule import checkpoint_states, intermediate, replayed, slots_of, state_of
+from tests.described.delta_rule import checkpoint_states, give_some_seed, intermediate, replayed, slots_of, some_null, state_of
+from tests.ops.spoiling import kinds
 from tests.ops.spoiling import kinds_sequences as sequences
 from tests.ops.spoiling.call import Call, Draw
-from tests.ops.spoiling.kinds import FILTER, FLOAT_OUT, INPUT, MASK, MATRIX, OFFSETS, PARAMETER, ROWS, SLOTS, STATE_POOL, WINDOWS
 from tests.ops.spoiling.live import live_sequences, rows_of, slots_mask, written_slots
 from tests.ops.spoiling.rings import give_ring, has_ring
 from tests.ops.spoiling.verdict import ERROR, SAME, VALUE
@@ -59,9 +59,8 @@ def decode(draw: Draw) -> Call:
     if kind == "2-D accepted":
         accepted = [draw.random.randint(1, columns) for _ in range(count)]
         call.give("num_accepted_tokens", draw.indices(accepted), "N+" if is_packed else "N")
-    if state.dtype == torch.bfloat16 and kind != "kept" and draw.maybe():
-        call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
-        call.ties["one"] = ("rounding_seed",)
+    if kind != "kept":
+        give_some_seed(draw, call, state)
     _options(draw, call, tokens, inner, dtype)
     return call
 
@@ -81,9 +80,8 @@ def prefill(draw: Draw) -> Call:
     call.ties |= _TIES | {"N": ("query_start_loc",)}
     _projections(draw, call, tokens, inner, dtype, ("interleaved", "merged"))
     slots, size = slots_of(draw, call, count, columns=3)
-    null_slot = call.arguments.get("null_slot", -1)
     _parameters(draw, call, "conv_states", inner, size, draw.pick(4, 2), 0)
-    reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
+    reads = some_null(draw, call, slots[:count])
     call.give("state_indices", draw.indices(reads + [1] * draw.pick(0, 1)), "N+")
     if has_checkpoints:
         wanted = [[draw.pick(0, 64, 128), 0] for _ in range(count)]
@@ -192,46 +190,38 @@ def _options(draw: Draw, call: Call, tokens: int, inner: tuple[int, int, int], d
         call.ties["HV"] = ("out",)
 
 
+_BOTH: dict[str, kinds.Kind] = {
+    "mixed_qkv": kinds.ROWS | kinds.MATRIX,
+    "z": kinds.ROWS | {
+        "left out where it must be": ERROR, "given with projections in pairs": VALUE, "given without the norm": VALUE,
+    },
+    "a": kinds.INPUT | kinds.MATRIX | {"left out where it must be": ERROR, "given with projections in pairs": VALUE},
+    "ssm_state": kinds.STATE_POOL | {"one page buffer for both pools": SAME},
+    "conv_weight": kinds.FILTER,
+    "conv_bias": kinds.PARAMETER,
+    "A_log, dt_bias": kinds.PARAMETER,
+    "norm_weight": kinds.PARAMETER,
+    "query_start_loc": kinds.OFFSETS,
+    "out": kinds.FLOAT_OUT,
+}  # fmt: skip
+_WINDOWS: kinds.Kind = kinds.WINDOWS | {"one page buffer for both pools": SAME}
+
 CALLS = {
-    "fused_gdn_decode": Described(decode, (("T ~", 0.0),), sequences.INTERMEDIATE | sequences.REPLAYED | {
-        "mixed_qkv": ROWS | MATRIX,
-        "z": ROWS | {
-            "left out where it must be": ERROR, "given with projections in pairs": VALUE, "given without the norm": VALUE,
-        },
-        "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with projections in pairs": VALUE},
-        "b": INPUT | MATRIX | {"left out where it must be": ERROR, "given with concatenated projections": VALUE},
-        "conv_state": WINDOWS | {"one page buffer for both pools": SAME},
-        "ssm_state": STATE_POOL | {"one page buffer for both pools": SAME},
-        "conv_weight": FILTER,
-        "conv_bias": PARAMETER,
-        "A_log, dt_bias": PARAMETER,
-        "norm_weight": PARAMETER,
-        "state_indices": SLOTS | sequences.SHARED_SLOTS | {"a slot without a ring": VALUE},
-        "query_start_loc": OFFSETS,
+    "fused_gdn_decode": Described(decode, (("T ~", 0.0),), _BOTH | sequences.INTERMEDIATE | sequences.REPLAYED | {
+        "b": kinds.INPUT | kinds.MATRIX | {"left out where it must be": ERROR, "given with concatenated projections": VALUE},
+        "conv_state": _WINDOWS,
+        "state_indices": kinds.SLOTS | sequences.SHARED_SLOTS | {"a slot without a ring": VALUE},
         "num_accepted_tokens of columns": sequences.ACCEPTED | {"the indices 1-D": VALUE},
         "rounding_seed": sequences.SEED | {"given with intermediate states": VALUE},
-        "out": FLOAT_OUT,
     }, _changed_by_decode),
-    "fused_gdn_prefill": Described(prefill, (("T ~", 0.0),), {
-        "mixed_qkv": ROWS | MATRIX,
-        "z": ROWS | {
-            "left out where it must be": ERROR, "given with projections in pairs": VALUE, "given without the norm": VALUE,
-        },
-        "a": INPUT | MATRIX | {"left out where it must be": ERROR, "given with projections in pairs": VALUE},
-        "b": INPUT | MATRIX,
-        "conv_states": WINDOWS | {"one page buffer for both pools": SAME},
-        "ssm_state": STATE_POOL | {"one page buffer for both pools": SAME},
-        "conv_weight": FILTER,
-        "conv_bias": PARAMETER,
-        "A_log, dt_bias": PARAMETER,
-        "norm_weight": PARAMETER,
-        "state_indices": sequences.with_offsets(SLOTS) | sequences.SHARED_SLOTS,
-        "query_start_loc": OFFSETS,
-        "has_initial_state": sequences.with_offsets(MASK),
+    "fused_gdn_prefill": Described(prefill, (("T ~", 0.0),), _BOTH | {
+        "b": kinds.INPUT | kinds.MATRIX,
+        "conv_states": _WINDOWS,
+        "state_indices": sequences.with_offsets(kinds.SLOTS) | sequences.SHARED_SLOTS,
+        "has_initial_state": sequences.with_offsets(kinds.MASK),
         "checkpoint_offsets": sequences.with_offsets(sequences.CHECKPOINT_OFFSETS) | {"no multiple of 64": VALUE},
         "checkpoint_slots": sequences.with_offsets(sequences.CHECKPOINT_SLOTS),
         "checkpoint_states": sequences.KEPT,
         "checkpoint_windows": sequences.KEPT_WINDOWS,
-        "out": FLOAT_OUT,
     }, _changed_by_prefill),
 }  # fmt: skip

@@ -96,8 +96,7 @@ def intermediate(draw: Draw, call: Call, inner: tuple[int, ...], count: int, mos
     shape = (rows, draw.pick(1, most), heads, *((v_dim, k_dim) if v_first else (k_dim, v_dim)))
     states = draw.floats(*shape, dtype=draw.pick(torch.float32, torch.bfloat16))
     call.give("intermediate_states", draw.pool(states), "~ ~ H V K" if v_first else "~ ~ H K V")
-    chosen = draw.distinct(count, rows, start=null_slot + 1)
-    chosen = [null_slot if draw.maybe(0.15) else row for row in chosen]
+    chosen = some_null(draw, call, draw.distinct(count, rows, start=null_slot + 1))
     call.give("intermediate_indices", draw.indices(chosen), dims)
 
 
@@ -109,6 +108,23 @@ def slots_of(draw: Draw, call: Call, count: int, columns: int = 1) -> tuple[list
     size = 4 * count * columns + 3
     slots = draw.distinct(count * columns, size, start=null_slot + 1)
     return slots, size
+
+
+def some_null(draw: Draw, call: Call, slots: list[int], probability: float = 0.15) -> list[int]:
+    """The slots, but null ones for some sequences."""
+    null_slot = call.arguments.get("null_slot", -1)
+    return [null_slot if draw.maybe(probability) else slot for slot in slots]
+
+
+def give_seed(draw: Draw, call: Call) -> None:
+    call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
+    call.ties["one"] = ("rounding_seed",)
+
+
+def give_some_seed(draw: Draw, call: Call, state: torch.Tensor) -> None:
+    """Half of the states that are rounded, with noise."""
+    if state.dtype == torch.bfloat16 and draw.maybe():
+        give_seed(draw, call)
 
 
 def chunk(draw: Draw) -> Call:
@@ -161,9 +177,7 @@ def recurrent(draw: Draw) -> Call:
         state = state_of(draw, call, "initial_state", count, inner, is_pool=True)
         call.dims["initial_state"] = ("N", *call.dims["initial_state"][1:])
         call.arguments["inplace_final_state"] = True
-        if state.dtype == torch.bfloat16 and draw.maybe():
-            call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
-            call.ties["one"] = ("rounding_seed",)
+        give_some_seed(draw, call, state)
     if kind in ("1-D", "2-D", "tree"):
         _pooled(draw, call, kind, inner, batch * length, count, length)
     if kind.startswith("kept"):
@@ -210,8 +224,7 @@ def step(draw: Draw) -> Call:
     if kind in ("states", "in place", "pool") and draw.maybe(0.4):
         call.give("has_initial_state", torch.tensor([draw.maybe(0.7) for _ in range(count)]), rows_name(call))
     if kind in ("in place", "pool") and draw.maybe(0.3):
-        call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
-        call.ties["one"] = ("rounding_seed",)
+        give_seed(draw, call)
     if not has_checkpoints and draw.maybe(0.15):
         call.arguments["disable_state_update"] = True
     return call
@@ -222,16 +235,14 @@ def _prefill_pool(
 ) -> None:
     """A pool with the slots of prefill."""
     slots, size = slots_of(draw, call, count, columns=4)
-    null_slot = call.arguments.get("null_slot", -1)
     state_of(draw, call, "initial_state", size, inner, is_pool=True)
     rows = rows_name(call)
     extra = draw.pick(0, 2) if rows == "N+" else 0
     dtype = draw.pick(torch.int32, torch.int64)
-    reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
+    reads = some_null(draw, call, slots[:count])
     call.give(name, draw.indices(reads + [1] * extra, dtype), rows)
     if draw.maybe(0.3):
-        final = [null_slot if draw.maybe(0.2) else slot for slot in slots[count : 2 * count]]
-        call.give("final_state_indices", draw.indices(final), rows)
+        call.give("final_state_indices", draw.indices(some_null(draw, call, slots[count : 2 * count], 0.2)), rows)
     if has_checkpoints:
         _checkpoints(draw, call, count, [list(slots[2 * count + 2 * n :][:2]) for n in range(count)])
 
@@ -267,34 +278,28 @@ def _pooled(draw: Draw, call: Call, kind: str, inner: tuple[int, ...], num_token
         call.give("num_accepted_tokens", draw.indices(accepted), rows_name(call))
     if kind == "tree":
         _give_parents(draw, call, num_tokens, length)
-    if state.dtype == torch.bfloat16 and draw.maybe():
-        call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
-        call.ties["one"] = ("rounding_seed",)
+    give_some_seed(draw, call, state)
 
 
 def _kept(draw: Draw, call: Call, inner: tuple[int, ...], count: int) -> None:
     """1-D slots to start from, and tensors that take the state after every token."""
     slots, size = slots_of(draw, call, count)
-    null_slot = call.arguments.get("null_slot", -1)
     state_of(draw, call, "initial_state", size, inner, is_pool=True)
-    reads = [null_slot if draw.maybe(0.15) else slot for slot in slots]
-    call.give("ssm_state_indices", draw.indices(reads), rows_name(call))
+    call.give("ssm_state_indices", draw.indices(some_null(draw, call, slots)), rows_name(call))
     intermediate(draw, call, inner, count, 4, rows_name(call))
 
 
 def _ringed(draw: Draw, call: Call, inner: tuple[int, int, int], lengths: list[int]) -> None:
     """1-D slots, each with a ring."""
     slots, size = slots_of(draw, call, len(lengths))
-    null_slot, dims = call.arguments.get("null_slot", -1), rows_name(call)
+    dims = rows_name(call)
     state = state_of(draw, call, "initial_state", size, inner, is_pool=True)
     call.dims["initial_state"] = ("slots", *call.dims["initial_state"][1:])
-    reads = [null_slot if draw.maybe(0.15) else slot for slot in slots]
+    reads = some_null(draw, call, slots)
     extra = [reads[0]] * draw.pick(0, 1) if dims == "N+" else []
     call.give("ssm_state_indices", draw.indices(reads + extra), dims)
     give_ring(draw, call, entry_width(call.get("k").shape[2], *inner), (reads, size), lengths, dims)
-    if state.dtype == torch.bfloat16 and draw.maybe():
-        call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
-        call.ties["one"] = ("rounding_seed",)
+    give_some_seed(draw, call, state)
 
 
 def _give_parents(draw: Draw, call: Call, num_tokens: int, length: int) -> None:

@@ -29,7 +29,7 @@ _SLOT_MAPPING: kinds.Kind = kinds.INDEX | {
     "null as -2**33 + 1": SAME,
     "one row twice": VALUE,
 }
-_HEAD_WEIGHTS: kinds.Kind = kinds.INPUT | kinds.MATRIX
+HEAD_WEIGHTS: kinds.Kind = kinds.INPUT | kinds.MATRIX
 
 
 def pages_of(draw: Draw, pages: int, page_size: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, str]:
@@ -231,7 +231,7 @@ CALLS = {
     "prepare_indexer": Described(prepare, (("T ~ ~", None), ("T ~", None)), _ROPE | {
         "q": kinds.ROWS | {"dtype float64": TYPE},
         "k": kinds.ROWS | {"dtype float64": TYPE, "left out where it must be": ERROR},
-        "weights": _HEAD_WEIGHTS,
+        "weights": HEAD_WEIGHTS,
         "q_norm": kinds.PARAMETER | {"dtype float64": TYPE},
         "k_norm": _ROPE["k_norm"] | {"left out where it must be": ERROR},
         "cache": kinds.WRITTEN_CACHE | {"left out where it must be": ERROR},

@@ -3,12 +3,11 @@
 import torch
 
 from tests.described import Described
-from tests.described.indexer import CACHE_DTYPES, FP8, pages_of
+from tests.described.indexer import CACHE_DTYPES, FP8, HEAD_WEIGHTS, pages_of
 from tests.ops.spoiling import kinds
 from tests.ops.spoiling.call import Call, Draw
 from tests.ops.spoiling.verdict import ERROR, SAME, TYPE, VALUE
 
-_HEAD_WEIGHTS: kinds.Kind = kinds.INPUT | kinds.MATRIX
 _RANGES: dict[str, kinds.Kind] = {
     "cu_seqlen_ks": kinds.INDEX | {"a negative start": SAME} | kinds.SHARED_INPUTS,
     "cu_seqlen_ke": kinds.INDEX | {"ends of 2**33 + 1": SAME, "empty as -2**33 + 1": SAME},
@@ -22,12 +21,12 @@ RAGGED: dict[str, kinds.Kind] = _RANGES | {
     "q": kinds.QUERY | {"float16, the keys too": SAME, "float32, the keys too": SAME},
     "k": kinds.QUERY | {"another 16-bit dtype": TYPE, "no multiple of the heads": VALUE, "overlaps a read-only argument": SAME},
     "k_scale": kinds.INPUT | {"dtype float64": TYPE, "another 16-bit dtype": TYPE},
-    "weights": _HEAD_WEIGHTS,
+    "weights": HEAD_WEIGHTS,
 }  # fmt: skip
 PAGED: dict[str, kinds.Kind] = {
     "q": kinds.QUERY | {"float16, the keys too": SAME, "float32, the keys too": SAME},
     "cache": kinds.READ_CACHE,
-    "weights": _HEAD_WEIGHTS,
+    "weights": HEAD_WEIGHTS,
     "context_lens": _LENGTHS,
     "block_tables": kinds.TABLES,
 }
@@ -162,7 +161,7 @@ CALLS = {
         },
         "kv[0]": kinds.REQUIRED | kinds.QUERY,
         "kv[1]": kinds.PARAMETER | {"dtype float64": TYPE},
-        "weights": _HEAD_WEIGHTS,
+        "weights": HEAD_WEIGHTS,
         "max_seqlen_k": kinds.OPTIONAL_COUNT,
     }),
     "paged_mqa_logits": Described(paged_mqa_logits, (("rows columns", None),), PAGED | {

@@ -4,7 +4,7 @@ import torch
 
 from gdn.ops.delta_rule.problem import entry_width, state_position
 from tests.described import Described
-from tests.described.delta_rule import parents_of, slots_of
+from tests.described.delta_rule import give_some_seed, parents_of, slots_of, some_null
 from tests.ops.spoiling import kinds_sequences as sequences
 from tests.ops.spoiling.call import Call, Draw
 from tests.ops.spoiling.kinds import COUNT, INT32, OFFSETS, PER_SEQUENCE, SLOTS, STATE_POOL, WHOLE, WINDOWS, Kind, but
@@ -30,8 +30,7 @@ def fold(draw: Draw) -> Call:
     ring = ring.unflatten(0, (layers, size)) if layers else ring
     call.give("ring", ring, f"{named}~ ~ ~")
     written = [draw.random.randint(0, 40) for _ in range(size)]
-    null_slot = call.arguments.get("null_slot", -1)
-    reads = [null_slot if draw.maybe(0.15) else slot for slot in slots[:count]]
+    reads = some_null(draw, call, slots[:count])
     call.give("state_tokens", torch.tensor(written, dtype=torch.int32), "slots")
     call.give("state_indices", draw.indices(reads), "N")
     call.sizes["accepted"] = (rows + 1 - fold_every) // 2
@@ -40,11 +39,8 @@ def fold(draw: Draw) -> Call:
         call.give("num_accepted_tokens", draw.indices(accepted), "N")
     call.give("num_computed_tokens", draw.indices([written[slot] + draw.pick(0, 1, 3, 20) for slot in reads]), "N")
     if draw.maybe(0.4):
-        final = [null_slot if draw.maybe(0.2) else slot for slot in slots[count:]]
-        call.give("final_state_indices", draw.indices(final), "N")
-    if state.dtype == torch.bfloat16 and draw.maybe():
-        call.give("rounding_seed", torch.tensor([draw.random.randint(0, 2**40)]), "one")
-        call.ties["one"] = ("rounding_seed",)
+        call.give("final_state_indices", draw.indices(some_null(draw, call, slots[count:], 0.2)), "N")
+    give_some_seed(draw, call, state)
     call.arguments |= {"num_k_heads": key_heads, "fold_every": fold_every}
     if draw.maybe():
         call.arguments["fold_phase"] = draw.random.randrange(fold_every)
@@ -78,9 +74,7 @@ def accept(draw: Draw) -> Call:
     call.sizes["tokens"] = offsets[-1]
     call.give("parent_token", torch.tensor(parents_of(draw, offsets, tokens), dtype=torch.int32), "tokens+")
     slots, size = slots_of(draw, call, count)
-    null_slot = call.arguments.get("null_slot", -1)
-    reads = [null_slot if draw.maybe(0.15) else slot for slot in slots]
-    call.give("state_indices", draw.indices(reads), "N+")
+    call.give("state_indices", draw.indices(some_null(draw, call, slots)), "N+")
     rows = draw.pick(16, 4, 7)
     ring = ring_of(draw, max(layers, 1) * size, rows, draw.pick(8, 20))
     call.give("ring", ring.unflatten(0, (layers, size)) if layers else ring, "L ~ ~ ~" if layers else "~ ~ ~")
