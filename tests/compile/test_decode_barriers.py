@@ -1,15 +1,13 @@
 """The barriers of the fused decode step: all warps of a cluster, simulated with random times from the kernel's own table."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gdn.models import QWEN3_NEXT_80B
 from gdn.ops.delta_rule.tiles import Tiles
-from gdn.runtime import registry
-from tests.compile.barrier_simulation import Buffer, Mbarrier, Named, Role, Simulation, with_arrivals
+from tests.compile.barrier_simulation import Buffer, Named, Role, Simulation, mbarriers, with_arrivals
+from tests.compile.variants.base import example
 
 specs = pytest.importorskip("kernels_cute.gdn_decode.spec", reason="needs the CuTe DSL")
 common = pytest.importorskip("kernels_cute.common.barriers", reason="needs the CuTe DSL")
@@ -20,9 +18,8 @@ ROLE = "token"
 
 def spec_of(tiles: tuple[int, int, int], num_v_heads: int = 32, v_first: bool = True, has_drafts: bool = True) -> Any:
     """A cluster of num_v_heads / 16 value heads of 128 columns."""
-    example = registry.operator("gdn_decode").example(QWEN3_NEXT_80B, fp8=False)
     drafts = {"cu_seqlens_dtype": "int32", "has_columns": True, "has_accepted": True} if has_drafts else {}
-    problem = replace(example, num_v_heads=num_v_heads, state_v_first=v_first, **drafts)  # type: ignore[type-var]
+    problem = example("gdn_decode", num_v_heads=num_v_heads, state_v_first=v_first, **drafts)
     return specs.Spec(problem, Tiles(*tiles, 256))
 
 
@@ -53,13 +50,15 @@ class Cluster:
 class Block:
     def __init__(self, cluster: Cluster, rank: int) -> None:
         self.cluster, self.sim, self.spec, self.rank = cluster, cluster.sim, cluster.spec, rank
-        spec, stages = self.spec, self.spec.barriers.barriers["sums_full"].stages
-        self.sums_full = [Mbarrier(spec.barriers, "sums_full") for _ in range(stages)]
+        spec = self.spec
+        self.sums_full = mbarriers(spec.barriers)["sums_full"]
         self.is_set_up, self.running = False, spec.warps
         self.all = hardware(spec.warps)
         self.columns = [hardware(spec.tile.k_warps) for _ in range(spec.warps // spec.tile.k_warps)]
         self.inputs = [Buffer(f"inputs of warp {warp}") for warp in range(spec.warps)]
-        self.sums = [[Buffer(f"sum {part} of stage {stage}") for part in range(spec.parts)] for stage in range(stages)]
+        self.sums = [
+            [Buffer(f"sum {part} of stage {stage}") for part in range(spec.parts)] for stage in range(len(self.sums_full))
+        ]
         self.parts = [[Buffer(f"sums over K {warp}") for warp in range(spec.warps)] for _ in range(1 + spec.has_several_tokens)]
 
     def warp(self, warp: int) -> Role:

@@ -9,14 +9,9 @@ from gdn.device import H100
 from gdn.ops.layer_step.problem import GdnDecodeProblem
 from gdn.testing import machine_code
 from kernels_cute import gdn_decode
+from tests.compile.variants.base import example
 
-MAIN = GdnDecodeProblem(
-    num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, width=4, dtype="bfloat16", z_dtype="bfloat16",
-    a_dtype="bfloat16", b_dtype="bfloat16", weight_dtype="bfloat16", bias_dtype=None, A_log_dtype="float32",
-    dt_bias_dtype="float32", norm_dtype="bfloat16", conv_dtype="bfloat16", conv_channels_contiguous=True, state_dtype="float32",
-    state_v_first=True, index_dtype="int32", cu_seqlens_dtype=None, interleaved=False, concatenated=False, silu=True,
-    gate_sigmoid=False, has_columns=False, has_accepted=False, has_rounding=False, num_tokens=1, num_sequences=1,
-)  # fmt: skip
+MAIN: GdnDecodeProblem = example("gdn_decode", num_tokens=1, num_sequences=1)
 QUARTER = replace(MAIN, num_k_heads=4, num_v_heads=8)
 BF16 = replace(MAIN, state_dtype="bfloat16")
 DRAFTS = replace(MAIN, cu_seqlens_dtype="int32", has_columns=True, has_accepted=True)

@@ -13,10 +13,10 @@ import torch
 
 from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
-from gdn.models import QWEN3_NEXT_80B
 from gdn.ops.attention.problem import AttentionPrefillParams, AttentionPrefillProblem
-from gdn.runtime import env, registry, select
+from gdn.runtime import env, select
 from tests.compile import fake_cuda, inspection
+from tests.compile.variants.base import example
 
 dense = pytest.importorskip("kernels_cute.attention.dense", reason="needs the CuTe DSL")
 
@@ -25,8 +25,8 @@ every_form = pytest.mark.parametrize("splits", [1, 8], ids=["a block a tile", "8
 
 
 def problem(**fields: Any) -> AttentionPrefillProblem:
-    example: Any = registry.operator("attention_prefill").example(QWEN3_NEXT_80B, fp8=False)
-    return dataclasses.replace(example, **fields)
+    one: AttentionPrefillProblem = example("attention_prefill", **fields)
+    return one
 
 
 def libraries(has_gate: bool = False, splits: int = 1) -> dict[str, bytes]:

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from gdn.device import H100
-from gdn.models import QWEN3_NEXT_80B
-from gdn.ops.delta_rule import examples
 from kernels_cute.replay import fold_states
+from tests.compile.variants.base import example
 
-FOLD = examples.fold_states(QWEN3_NEXT_80B)
+FOLD = example("fold_states")
 
 
 @pytest.mark.parametrize(("k", "v"), [(128, 128), (64, 64), (256, 256), (100, 60)])

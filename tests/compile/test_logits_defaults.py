@@ -1,12 +1,12 @@
 """The analytic choices of the logits kernels: what was measured on the H100, and what follows from it elsewhere."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gdn.device import H100, H200, DeviceSpec
 from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
+from tests.compile.variants.base import example
 
 mqa_logits = pytest.importorskip("kernels_cute.mqa_logits.ragged", reason="needs the CuTe DSL")
 paged_mqa_logits = pytest.importorskip("kernels_cute.mqa_logits.paged", reason="needs the CuTe DSL")
@@ -16,17 +16,15 @@ BARE = {"has_k_scale": False, "weights_dtype": None}
 
 
 def ragged(num_heads: int, num_queries: int, num_keys: int, **changed: Any) -> MqaLogitsProblem:
-    problem = MqaLogitsProblem(
-        num_heads, 1, 128, "float8_e4m3fn", True, "float32", True, True, "float32", False, num_queries, num_keys, num_keys
-    )  # fmt: skip
-    return replace(problem, **changed)
+    sizes = {"num_queries": num_queries, "num_keys": num_keys, "num_columns": num_keys}
+    problem: MqaLogitsProblem = example("mqa_logits", num_heads=num_heads, **sizes, **changed)
+    return problem
 
 
 def paged(num_heads: int, batch: int, context: int, next_n: int = 1, **changed: Any) -> PagedMqaLogitsProblem:
-    problem = PagedMqaLogitsProblem(
-        num_heads, 1, 128, "float8_e4m3fn", True, "float32", True, True, "float32", 64, next_n, False, batch, context
-    )  # fmt: skip
-    return replace(problem, **changed)
+    sizes = {"next_n": next_n, "batch": batch, "max_context_len": context}
+    problem: PagedMqaLogitsProblem = example("paged_mqa_logits", num_heads=num_heads, **sizes, **changed)
+    return problem
 
 
 # (accumulator_sets, steps in flight when the turn is passed, balanced_fraction, tiles_per_item, columns): the fastest, or within

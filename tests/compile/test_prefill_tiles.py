@@ -1,6 +1,5 @@
 """Tiles of the sparse prefill: the function that finds a tile's tokens, run on the host, and the sizes of the workspace."""
 
-import dataclasses
 import importlib
 import random
 from types import SimpleNamespace
@@ -10,9 +9,8 @@ import pytest
 import torch
 
 from gdn.device import H100
-from gdn.models import QWEN3_NEXT_80B
 from gdn.ops.attention.problem import SparsePrefillProblem
-from gdn.runtime import registry
+from tests.compile.variants.base import example
 
 pytest.importorskip("cutlass", reason="needs the CuTe DSL")
 
@@ -69,8 +67,8 @@ def test_every_token_is_in_one_tile_of_its_own_sequence(seed: int) -> None:
 
 
 def problem(**fields: Any) -> SparsePrefillProblem:
-    example: Any = registry.operator("sparse_attention_prefill").example(QWEN3_NEXT_80B, fp8=False)
-    return dataclasses.replace(example, **fields)
+    one: SparsePrefillProblem = example("sparse_attention_prefill", **fields)
+    return one
 
 
 def test_workspace() -> None:

@@ -13,14 +13,9 @@ from gdn.ops.delta_rule.problem import RecurrentProblem
 from gdn.ops.delta_rule.tiles import Config
 from gdn.runtime import tuned
 from tests.compile import checks
+from tests.compile.variants.base import example
 
-MAIN = RecurrentProblem(
-    num_q_heads=16, num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, dtype="bfloat16", state_dtype="float32",
-    gate_dtype="bfloat16", beta_dtype="bfloat16", cu_seqlens_dtype="int32", index_dtype="int32", state_v_first=True,
-    use_qk_l2norm=True, use_gate=True, use_beta_sigmoid=True, has_initial_state=True, has_final_state=True,
-    has_final_indices=False, write_every_token=False, has_accepted=False, has_parent=False, has_rounding=False, num_tokens=8,
-    num_sequences=8,
-)  # fmt: skip
+MAIN: RecurrentProblem = example("recurrent", num_tokens=8, num_sequences=8)
 QUARTER = replace(MAIN, num_q_heads=4, num_k_heads=4, num_v_heads=8)
 DRAFTS = replace(MAIN, state_dtype="bfloat16", write_every_token=True, has_accepted=True)
 WAVE = Config(threads=128, threads_per_column=8, v_per_thread=4, min_threads_per_sm=512, prefetch_next_token=False)

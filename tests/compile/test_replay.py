@@ -14,10 +14,7 @@ from tests.compile import checks, session
 from tests.compile.test_recurrent_prefetch import MAIN
 
 MODULES = {"tilelang": "kernels_tl.recurrent", "cute": "kernels_cute.recurrent"}
-ONE = replace(
-    MAIN, index_dtype="int32", write_every_token=False, has_accepted=False, has_parent=False, has_final_indices=False,
-    state_v_first=True, ring_rows=16, fold_every=15, num_tokens=128, num_sequences=128,
-)  # fmt: skip
+ONE = replace(MAIN, ring_rows=16, fold_every=15, num_tokens=128, num_sequences=128)
 DRAFTS = replace(ONE, has_accepted=True, ring_rows=22, num_tokens=512)
 BF16: dict[str, Any] = {"state_dtype": "bfloat16"}
 FORMS: dict[str, RecurrentProblem] = {

@@ -15,9 +15,10 @@ from gdn.ops.indexer.problem import ExpandTopkGroupsProblem
 from tests import conftest as whole
 from tests.compile import checks, conftest, inspection, session
 from tests.compile.session import Session, Task, key_of
+from tests.compile.variants.base import example
 from tests.gpu import conftest as gpu
 
-PROBLEM = ExpandTopkGroupsProblem(ratio=4, group_dtype="int32", position_dtype="int64", num_tokens=64, k=512)
+PROBLEM: ExpandTopkGroupsProblem = example("expand_topk_groups")
 EXPAND = "kernels_cute.indexer.expand_topk_groups"
 
 

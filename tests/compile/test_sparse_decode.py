@@ -6,25 +6,23 @@ from typing import Any
 import pytest
 
 from gdn.device import H100
-from gdn.models import QWEN3_NEXT_80B
-from gdn.runtime import registry
-from tests.compile.barrier_simulation import Buffer, Mbarrier, Role, Simulation
+from tests.compile.barrier_simulation import Buffer, Role, Simulation, mbarriers
+from tests.compile.variants.base import example
 
 decode = pytest.importorskip("kernels_cute.attention.decode", reason="needs the CuTe DSL")
 specs = pytest.importorskip("kernels_cute.attention.decode.spec", reason="needs the CuTe DSL")
 
 
 def problem_of(sequences: int, heads: tuple[int, int] = (16, 2), **fields: Any) -> Any:
-    example = registry.operator("sparse_attention_decode").example(QWEN3_NEXT_80B, fp8=False)
     sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "num_tokens": sequences, "num_sequences": sequences}
-    return dataclasses.replace(example, **sizes, **fields)  # type: ignore[type-var]
+    return example("sparse_attention_decode", **sizes, **fields)
 
 
 class Block:
     def __init__(self, simulation: Simulation, spec: Any, tiles: int) -> None:
         self.sim, self.spec, self.tiles = simulation, spec, tiles
-        table = spec.barriers
-        self.full, self.free = ([Mbarrier(table, name) for _ in range(spec.stages)] for name in ("full", "free"))
+        bars = mbarriers(spec.barriers)
+        self.full, self.free = bars["full"], bars["free"]
         self.ring = [Buffer(f"stage {stage}") for stage in range(spec.stages)]
 
     def copy(self, number: int) -> Role:

@@ -2,15 +2,13 @@
 simulated with random times from the kernel's own table.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gdn.models import QWEN3_NEXT_80B
-from gdn.runtime import registry
-from tests.compile.barrier_simulation import Buffer, Mbarrier, Named, Role, Simulation, with_arrivals
+from tests.compile.barrier_simulation import Buffer, Named, Role, Simulation, mbarriers, with_arrivals
+from tests.compile.variants.base import example
 
 specs = pytest.importorskip("kernels_cute.gdn_decode.streamed.spec", reason="needs the CuTe DSL")
 gdn_decode = pytest.importorskip("kernels_cute.gdn_decode", reason="needs the CuTe DSL")
@@ -23,9 +21,8 @@ END = "no item"
 
 
 def spec_of(num_v_heads: int, stages: int, state_dtype: str = "float32") -> Any:
-    example = registry.operator("gdn_decode").example(QWEN3_NEXT_80B, fp8=False)
     ring = {"cu_seqlens_dtype": "int32", "has_accepted": True, "ring_rows": 22, "fold_every": 15}
-    problem = replace(example, num_v_heads=num_v_heads, state_dtype=state_dtype, **ring)  # type: ignore[type-var]
+    problem = example("gdn_decode", num_v_heads=num_v_heads, state_dtype=state_dtype, **ring)
     return specs.Spec(problem, gdn_decode.Config(256, 8, 4, 256, stages, 132))
 
 
@@ -34,18 +31,13 @@ class Block:
 
     def __init__(self, simulation: Simulation, spec: Any, items: int) -> None:
         self.sim, self.spec, self.items = simulation, spec, items
-        self.full, self.free = (
-            [Mbarrier(spec.barriers, f"state_{name}") for _ in range(spec.stages)] for name in ("full", "free")
-        )
-        self.entries_full, self.entries_free = (
-            [Mbarrier(spec.barriers, f"entries_{name}") for _ in range(spec.buffers)] for name in ("full", "free")
-        )
+        bars = mbarriers(spec.barriers)
+        self.full, self.free = bars["state_full"], bars["state_free"]
+        self.entries_full, self.entries_free = bars["entries_full"], bars["entries_free"]
+        self.tokens_full, self.weights_full, self.done = bars["tokens_full"], bars["weights_full"], bars["done"]
         self.stages = [Buffer(f"stage {stage}") for stage in range(spec.stages)]
         self.entries = [Buffer(f"entries {buffer}") for buffer in range(spec.buffers)]
         self.decays = [[Buffer(f"log decays {buffer} of lane {lane}") for lane in range(32)] for buffer in range(spec.buffers)]
-        self.tokens_full, self.weights_full, self.done = (
-            [Mbarrier(spec.barriers, name) for _ in range(2)] for name in ("tokens_full", "weights_full", "done")
-        )
         # What each warp that prepares writes of an item: after the convolution, and after the barrier behind it.
         self.tokens, self.weights = (
             [[Buffer(f"{name} {buffer} of warp {warp}") for warp in range(PREPARE_WARPS)] for buffer in range(2)]
