@@ -86,18 +86,14 @@ def test_a_pattern_that_is_of_no_shape_of_a_model() -> None:
     assert done.exit_code == 2 and line.startswith("error: shapes: expected part of")
 
 
-def test_compile_only_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compile_only_needs_no_gpu(two_candidates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _without_gpu(monkeypatch)
-    monkeypatch.setattr(tuning, "kernels", lambda op, backend: [KERNEL])
-    configs = [fake_kernel.Config(tile, False) for tile in (fake_kernel.FAST, fake_kernel.RAISES)]
-    monkeypatch.setattr(fake_kernel, "configs", lambda problem, device: configs)
-    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path))
     done = RUNNER.invoke(cli.app, ["tune", "chunk", "--shapes", "16/32 4096", "--compile-only", "--workers", "1"])
     assert done.exit_code == 1, done.output  # a candidate was dropped
     output = " ".join(done.output.split())
     assert "2 of 3 compiled" in output
     assert "tile does not divide" in output
-    assert len(list(tmp_path.glob("chunk.tilelang/*/manifest.json"))) == 2
+    assert len(list(two_candidates.glob("chunk.tilelang/*/manifest.json"))) == 2
 
 
 def test_show_prints_a_table(tmp_path: Path, cache: Path) -> None:

@@ -35,11 +35,8 @@ def test_show(tmp_path: Path) -> None:
     assert {table["header"]["op"] for table in run("show", "chunk_gated_delta_rule")} == {"chunk"}  # the shipped ones
 
 
-def test_tune_compiling_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tuning, "kernels", lambda op, backend: [KERNEL])
-    configs = [fake_kernel.Config(tile, False) for tile in (fake_kernel.FAST, fake_kernel.RAISES)]
-    monkeypatch.setattr(fake_kernel, "configs", lambda problem, device: configs)
-    monkeypatch.setenv("GDN_CACHE_DIR", str(tmp_path))
+@pytest.mark.usefixtures("two_candidates")
+def test_tune_compiling_only() -> None:
     data = run("tune", "chunk", "--shapes", "16/32 4096", "--compile-only", "--workers", "1", status=1)
     assert (data["op"], data["device"], data["complete"]) == ("chunk", "h100", False)
     (kernel,) = data["kernels"]

@@ -1,9 +1,11 @@
 """Tables as the tuner keeps them: nothing is lost, what is stale is stamped anew or left, repeats of the default go."""
 
+import datetime
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.autotune import fake_kernel, fake_writer
 from tests.autotune.fake_gpu import KERNEL, OTHER, SHAPE
 from tests.autotune.fake_kernel import Config
 
+DAY = datetime.date(2030, 1, 1)  # of a later run
 LONGER = shapes.shapes("chunk", "16/32 32768")[0]
 
 
@@ -94,7 +97,7 @@ def test_entries_of_another_source_stay_and_say_so(folder: Path, monkeypatch: py
     }  # fmt: skip
     assert tuned.read(path).num_stale("changed") == 2
     assert _lookup(SHAPE) == [(Config(7, True), 49.0)]  # its tiles serve on
-    monkeypatch.setattr(tables.datetime, "date", type("date", (), {"today": staticmethod(lambda: _Day())}))
+    monkeypatch.setattr(tables.datetime, "date", SimpleNamespace(today=lambda: DAY))
     _write(folder, _winner(SHAPE, 6, 45.0), versions={"torch": "3"})
     table = tuned.read(path)
     assert table.header.runs["2030-01-01"] == {"torch": "3"} and len(table.header.runs) == 2
@@ -105,17 +108,11 @@ def test_a_winner_that_is_in_the_table_keeps_its_day(folder: Path, monkeypatch: 
     """The same command writes what an earlier one measured."""
     path = _write(folder, _winner(SHAPE, 7, 49.0))
     before = path.read_bytes()
-    monkeypatch.setattr(tables.datetime, "date", type("date", (), {"today": staticmethod(lambda: _Day())}))
+    monkeypatch.setattr(tables.datetime, "date", SimpleNamespace(today=lambda: DAY))
     _write(folder, _winner(SHAPE, 7, 49.0), versions={"torch": "3"})
     assert path.read_bytes() == before
     _write(folder, _winner(SHAPE, 7, 48.0), versions={"torch": "3"})
     assert {entry.date for entry in _entries(path).values()} == {"2030-01-01"}
-
-
-class _Day:
-    @staticmethod
-    def isoformat() -> str:
-        return "2030-01-01"
 
 
 def test_a_winner_that_is_the_default_is_no_entry(folder: Path) -> None:

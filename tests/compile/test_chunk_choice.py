@@ -12,20 +12,6 @@ chunk = pytest.importorskip("kernels_cute.chunk", reason="needs the CuTe DSL")
 
 
 @pytest.mark.parametrize(
-    ("heads", "num_tokens", "num_sequences", "is_four_sm"),
-    [(8, 16384, 4, True), (8, 16100, 4, True), (4, 65536, 8, True), (16, 8192, 4, False), (8, 65536, 8, False)],
-)
-def test_lengths_that_nobody_knows_decide(heads: int, num_tokens: int, num_sequences: int, is_four_sm: bool) -> None:
-    problem = chunk_of(heads, num_tokens, num_sequences)
-    config = chunk.default_config(problem, H100)
-    assert config.split_chunks > 0 and bool(config.num_four_sm_clusters) == is_four_sm and chunk.fits(problem, config, H100)
-    assert num_tokens / num_sequences <= config.split_if_longest_exceeds < num_tokens
-    found = chunk.configs(problem, H100)
-    # No table may decide for lengths that it was not tuned on.
-    assert config in found and len(found) == len(set(found)) and all(one.split_if_longest_exceeds for one in found)
-
-
-@pytest.mark.parametrize(
     ("heads", "num_tokens", "num_sequences", "is_cut"),
     [
         (8, 8192, 1, True), (32, 8192, 1, False),  # the length of a sequence alone is known

@@ -74,17 +74,6 @@ def test_configs_hold_every_cluster_of_the_one_launch() -> None:
         assert {config.cluster_size for config in chunk.configs(problem, H100) if config.split_chunks == 0} == clusters
 
 
-@pytest.mark.parametrize("sizes", [(4, 8, 16384, 4), (4, 8, 16100, 4), (2, 4, 65536, 8), (8, 16, 8192, 2)])
-def test_lengths_that_nobody_knows_decide(sizes: tuple[int, ...]) -> None:
-    problem = _problem(*sizes)
-    config = chunk.default_config(problem, H100)
-    assert config.split_if_longest_exceeds > 0 and config.split_chunks > 0 and chunk.fits(problem, config, H100)
-    assert problem.num_tokens / problem.num_sequences <= config.split_if_longest_exceeds < problem.num_tokens
-    found = chunk.configs(problem, H100)
-    # No table may decide for lengths that it was not tuned on.
-    assert config in found and len(found) == len(set(found)) and all(one.split_if_longest_exceeds for one in found)
-
-
 @pytest.mark.parametrize(
     "sizes",
     [

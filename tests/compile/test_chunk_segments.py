@@ -89,6 +89,27 @@ def test_a_length_compiles_nothing_new(
     assert keys[0] == keys[1] != key(*other)
 
 
+@pytest.mark.parametrize(
+    ("backend", "heads", "num_tokens", "num_sequences", "is_four_sm"),
+    [
+        ("cute", 8, 16384, 4, True), ("cute", 8, 16100, 4, True), ("cute", 4, 65536, 8, True), ("cute", 16, 8192, 4, False),
+        ("cute", 8, 65536, 8, False),
+        ("tilelang", (4, 8), 16384, 4, False), ("tilelang", (4, 8), 16100, 4, False), ("tilelang", (2, 4), 65536, 8, False),
+        ("tilelang", (8, 16), 8192, 2, False),
+    ],
+)  # fmt: skip
+def test_lengths_that_nobody_knows_decide(
+    backend: str, heads: int | tuple[int, int], num_tokens: int, num_sequences: int, is_four_sm: bool
+) -> None:
+    module, problem = MODULES[backend], chunk_of(heads, num_tokens, num_sequences)
+    config = module.default_config(problem, H100)
+    assert config.split_chunks > 0 and bool(getattr(config, "num_four_sm_clusters", 0)) == is_four_sm
+    assert module.fits(problem, config, H100) and num_tokens / num_sequences <= config.split_if_longest_exceeds < num_tokens
+    found = module.configs(problem, H100)
+    # No table may decide for lengths that it was not tuned on.
+    assert config in found and len(found) == len(set(found)) and all(one.split_if_longest_exceeds for one in found)
+
+
 # --- CuTe --------------------------------------------------------------------------------------------------------------------
 
 

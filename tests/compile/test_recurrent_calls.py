@@ -27,6 +27,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "new state": {"cu_seqlens_dtype": "int64"},
     "tree": {"index_dtype": "int64", "write_every_token": True, "has_accepted": True, "has_parent": True},
     "noise": {"index_dtype": "int32", "state_dtype": "bfloat16", "has_rounding": True, "has_final_indices": True},
+    "intermediate states": {"index_dtype": "int64", "has_final_state": False, "intermediate_dtype": "bfloat16"},
 }
 
 
@@ -36,7 +37,13 @@ def launch(module: Any, backend: str, problem: Problem, params: Any, folder: Pat
     fake_cuda.refused(module, kernel, params)
 
 
-SLOW = ("no state", "new state", "noise", "tree")  # with TileLang, whose compiler takes several times as long
+SLOW = (
+    "no state",
+    "new state",
+    "noise",
+    "tree",
+    "intermediate states",
+)  # with TileLang, whose compiler takes several times as long
 FORMS = [(call, "cute") for call in RECURRENT] + [
     pytest.param(call, "tilelang", marks=[pytest.mark.cover] if call in SLOW else []) for call in RECURRENT
 ]
@@ -47,17 +54,9 @@ def test_recurrent(call: str, backend: str, tmp_path: Path) -> None:
     module = pytest.importorskip({"cute": "kernels_cute.recurrent", "tilelang": "kernels_tl.recurrent"}[backend])
     problem = recurrent_problem(**HEADS | {"dtype": "bfloat16"} | RECURRENT[call])
     params = recurrent_tensors(problem, recurrent_inputs(problem, lengths=[1, 2, 3], strided=True))
-    launch(module, backend, problem, params, tmp_path)
-
-
-@pytest.mark.parametrize("backend", ["cute", pytest.param("tilelang", marks=pytest.mark.cover)])
-def test_recurrent_with_intermediate_states(backend: str, tmp_path: Path) -> None:
-    module = pytest.importorskip({"cute": "kernels_cute.recurrent", "tilelang": "kernels_tl.recurrent"}[backend])
-    fields = {"dtype": "bfloat16", "index_dtype": "int64", "has_final_state": False, "intermediate_dtype": "bfloat16"}
-    problem = recurrent_problem(**HEADS | fields)
-    params = recurrent_tensors(problem, recurrent_inputs(problem, lengths=[1, 2, 3], strided=True))
-    kept = torch.zeros(5, 4 * 64 * 64 * 3 + 8, dtype=torch.bfloat16)[:, :-8].unflatten(1, (3, 4, 64, 64))  # a gap after each row
-    params = params._replace(intermediate_states=kept, intermediate_indices=torch.arange(6)[::2])
+    if problem.intermediate_dtype is not None:  # a gap after each row
+        kept = torch.zeros(5, 4 * 64 * 64 * 3 + 8, dtype=torch.bfloat16)[:, :-8].unflatten(1, (3, 4, 64, 64))
+        params = params._replace(intermediate_states=kept, intermediate_indices=torch.arange(6)[::2])
     launch(module, backend, problem, params, tmp_path)
 
 
@@ -70,19 +69,13 @@ def test_a_missing_tensor_is_refused(name: str, tmp_path: Path) -> None:
         launch(module, "cute", problem, params._replace(**{name: None}), tmp_path)
 
 
-@pytest.mark.parametrize("form", ["single", "drafts"])
+@pytest.mark.parametrize("form", ["single", "drafts", "intermediate states"])
 def test_decode(form: str, tmp_path: Path) -> None:
     pytest.importorskip("cutlass", reason="needs the CuTe DSL")
-    problem, lengths = (MAIN, (1, 1)) if form == "single" else (DRAFTS, (3, 3))
+    problem, lengths = (DRAFTS, (3, 3)) if form == "drafts" else (MAIN, (1, 1))
     params = decode.gdn_decode.case(Shape(form, problem, lengths), torch.device("cpu"), 1)._work(seed=0).params
-    launch(importlib.import_module("kernels_cute.gdn_decode"), "cute", problem, params, tmp_path)
-
-
-def test_decode_with_intermediate_states(tmp_path: Path) -> None:
-    pytest.importorskip("cutlass", reason="needs the CuTe DSL")
-    params = decode.gdn_decode.case(Shape("single", MAIN, (1, 1)), torch.device("cpu"), 1)._work(seed=0).params
-    kept = torch.zeros(3, 2, *params.ssm_state.shape[1:])
-    rows = torch.arange(2, dtype=params.state_indices.dtype)
-    params = params._replace(intermediate_states=kept, intermediate_indices=rows)
-    problem = replace(MAIN, intermediate_dtype="float32")
+    if form == "intermediate states":
+        kept, rows = torch.zeros(3, 2, *params.ssm_state.shape[1:]), torch.arange(2, dtype=params.state_indices.dtype)
+        params = params._replace(intermediate_states=kept, intermediate_indices=rows)
+        problem = replace(MAIN, intermediate_dtype="float32")
     launch(importlib.import_module("kernels_cute.gdn_decode"), "cute", problem, params, tmp_path)

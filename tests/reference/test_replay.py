@@ -78,7 +78,7 @@ def test_far_positions(first: int) -> None:
 
 
 def long_run(
-    kind: str, tokens: int, cases: tuple[str, ...] = CASES, pool_dtype: torch.dtype | None = None
+    kind: str, tokens: int, cases: tuple[str, ...], pool_dtype: torch.dtype | None = None
 ) -> dict[str, tuple[float, float]]:
     """Case -> errors of o and of the state after the last token, in float32. Explicit folds and forks now and then."""
     most = {"token": 1, "line": 4, "tree": 6}[kind]
@@ -105,21 +105,12 @@ def long_run(
 BOUNDS = {"slow": (4e-6, 1.2e-5)}
 
 
-def check_bounds(found: dict[str, tuple[float, float]]) -> None:
-    for case, (of_o, of_state) in found.items():
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tokens", "cases"), [(300, ("slow", "cut")), pytest.param(5000, CASES, marks=pytest.mark.cover)])
+def test_many_tokens_in_float32(tokens: int, cases: tuple[str, ...], kind: str) -> None:
+    for case, (of_o, of_state) in long_run(kind, tokens, cases).items():
         most_o, most_state = BOUNDS.get(case, (2e-6, 2e-6))
         assert of_o < most_o and of_state < most_state, (case, of_o, of_state)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_300_tokens_in_float32(kind: str) -> None:
-    check_bounds(long_run(kind, 300, ("slow", "cut")))
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("kind", KINDS)
-def test_5000_tokens_in_float32(kind: str) -> None:
-    check_bounds(long_run(kind, 5000))
 
 
 def test_errors_of_a_bfloat16_pool() -> None:

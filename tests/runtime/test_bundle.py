@@ -176,8 +176,13 @@ def index(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**content, "sha256": digest}))
 
 
-def versions(**changes: str) -> dict[str, str]:
-    return {**compiled.bundle_versions(), **{name.replace("_", "-"): value for name, value in changes.items()}}
+OTHER_VERSIONS = {
+    "other gdn": {"gdn": "0.0.1"},
+    "other DSL": {"tilelang": "0.0.1"},
+    "another's other DSL": {"nvidia-cutlass-dsl": "not installed"},
+    "another's other CUDA": {"CUDA": "11"},
+    "other tvm-ffi": {"apache-tvm-ffi": "0.0.1"},
+}
 
 
 def damage(folder: Path, kind: str) -> None:
@@ -204,16 +209,8 @@ def damage(folder: Path, kind: str) -> None:
         path.write_text("[1]")
     elif kind == "other format":
         index(folder, format=0)
-    elif kind == "other gdn":
-        index(folder, versions=versions(gdn="0.0.1"))
-    elif kind == "other DSL":
-        index(folder, versions=versions(tilelang="0.0.1"))
-    elif kind == "another's other DSL":
-        index(folder, versions=versions(nvidia_cutlass_dsl="not installed"))
-    elif kind == "another's other CUDA":
-        index(folder, versions=versions(CUDA="11"))
-    elif kind == "other tvm-ffi":
-        index(folder, versions=versions(apache_tvm_ffi="0.0.1"))
+    elif kind in OTHER_VERSIONS:
+        index(folder, versions=compiled.bundle_versions() | OTHER_VERSIONS[kind])
     elif kind == "other sources":
         known = json.loads(path.read_text())["sources"][fake_kernel.__name__]
         index(folder, sources={fake_kernel.__name__: {**known, "content": "0" * 64}})
