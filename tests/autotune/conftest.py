@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from autotune import tuning
+from autotune import compiling, tables, tune_command, tuning
+from gdn.device import H100
 from tests.autotune import fake_kernel
-from tests.autotune.fake_gpu import KERNEL
+from tests.autotune.fake_gpu import KERNEL, FakeGpu, compile_at_once
 
 
 @pytest.fixture
@@ -25,3 +26,13 @@ def two_candidates(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     configs = [fake_kernel.Config(tile, False) for tile in (fake_kernel.FAST, fake_kernel.RAISES)]
     monkeypatch.setattr(fake_kernel, "configs", lambda problem, device: configs)
     return cache
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeGpu], None]:
+    """gpu(fake) makes it the device of `tune`. Everything compiles, and no machine code is read."""
+    monkeypatch.setattr(tune_command, "device_spec", lambda: H100)
+    monkeypatch.setattr(tune_command, "_versions", lambda backend: {"torch": "3"})
+    monkeypatch.setattr(compiling.workers, "run", compile_at_once)
+    monkeypatch.setattr(tables, "code_of", lambda *_: None)
+    return lambda fake: monkeypatch.setattr(tune_command, "Device", lambda spec: fake)

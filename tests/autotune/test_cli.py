@@ -169,7 +169,7 @@ def _us(shape: shapes.Shape, config: fake_kernel.Config) -> float:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that times the default and one other configuration."""
+    """A device that times the default and one other configuration, which compile as ever."""
     monkeypatch.setattr(tune_command, "device_spec", lambda: H100)
     monkeypatch.setattr(tune_command, "_versions", lambda backend: {"torch": "3"})
     monkeypatch.setattr(tune_command, "Device", lambda spec: FakeGpu(_us))

@@ -1,16 +1,17 @@
 """`python -m autotune ... --json`: one JSON document on stdout."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from autotune import cli, compiling, tables, tune_command, tuning
+from autotune import cli, tables, tuning
 from gdn.device import H100
 from tests.autotune import fake_kernel
-from tests.autotune.fake_gpu import KERNEL, SHAPE, FakeGpu, compile_at_once
+from tests.autotune.fake_gpu import KERNEL, SHAPE, FakeGpu
 
 RUNNER = CliRunner()
 
@@ -45,13 +46,8 @@ def test_tune_compiling_only() -> None:
     assert dropped["config"]["tile"] == fake_kernel.RAISES and "tile does not divide" in dropped["why"]
 
 
-def test_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gpu = FakeGpu()
-    monkeypatch.setattr(tune_command, "device_spec", lambda: H100)
-    monkeypatch.setattr(tune_command, "Device", lambda spec: gpu)
-    monkeypatch.setattr(tune_command, "_versions", lambda backend: {"torch": "2"})
-    monkeypatch.setattr(compiling.workers, "run", compile_at_once)
-    monkeypatch.setattr(tables, "code_of", lambda *_: None)
+def test_tune(gpu: Callable[[FakeGpu], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu(fake := FakeGpu())
     monkeypatch.setattr(tuning, "kernels", lambda op, backend: [KERNEL])
     out = tmp_path / "tables"
     data = run("tune", "chunk", "--shapes", "16/", "--out", str(out), "--journals", str(tmp_path / "journals"))
@@ -61,7 +57,7 @@ def test_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = {one["shape"]: one for one in kernel["winners"]}["16/32 4096"]
     assert found["config"] == {"tile": fake_kernel.FASTEST, "split": False} and found["error"] == 0.004
     assert found["gain"] == pytest.approx(1 - 49 / 90, abs=0.01) and found["default_us"] == pytest.approx(90, rel=0.01)
-    assert (kernel["dropped"], kernel["left"], gpu.is_closed) == ([], 0, True)
+    assert (kernel["dropped"], kernel["left"], fake.is_closed) == ([], 0, True)
     assert Path(kernel["table"]).is_file() and out in Path(kernel["table"]).parents
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autotune import cli, compiling, tables, tune_command
+from autotune import cli, compiling
 from autotune.shapes import Shape
 from autotune.workers import Outcome
-from gdn.device import H100
 from gdn.runtime import tuned
-from tests.autotune.fake_gpu import FakeGpu, compile_at_once
+from tests.autotune.fake_gpu import FakeGpu
 
 MODEL = ("--workload", "tiny", "--num-spec", "1", "--limit", "3")
 
@@ -30,15 +29,11 @@ def _us(shape: Shape, config: Any) -> float:
 
 
 @pytest.fixture
-def tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+def tune(gpu: Callable[[FakeGpu], None], tmp_path: Path) -> Callable[..., Any]:
     """Runs the command on a device, with the journals and tables of the commands before."""
-    monkeypatch.setattr(tune_command, "device_spec", lambda: H100)
-    monkeypatch.setattr(tune_command, "_versions", lambda backend: {"torch": "2"})
-    monkeypatch.setattr(compiling.workers, "run", compile_at_once)
-    monkeypatch.setattr(tables, "code_of", lambda *_: None)
 
-    def run(gpu: FakeGpu, *options: str, journals: str = "journals") -> Any:
-        monkeypatch.setattr(tune_command, "Device", lambda spec: gpu)
+    def run(fake: FakeGpu, *options: str, journals: str = "journals") -> Any:
+        gpu(fake)
         places = ("--journals", str(tmp_path / journals), "--out", str(tmp_path / "tables"))
         return CliRunner().invoke(cli.app, ["tune", *MODEL, *places, *options], terminal_width=200)
 

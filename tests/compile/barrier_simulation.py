@@ -167,6 +167,14 @@ class Simulation:
         assert self._alive == 0
 
 
+def run_cluster(blocks: list[Any]) -> None:
+    """Runs blocks of one simulation that know each other."""
+    for block in blocks:
+        block.peers = blocks
+        block.start()
+    blocks[0].sim.run()
+
+
 def faults_found(blocks: Iterable[Any], name: str, expected: Mapping[str, int]) -> int:
     """How many of the blocks' runs fail where the barriers of this name expect other arrivals."""
     found = 0

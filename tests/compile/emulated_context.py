@@ -9,7 +9,7 @@ import itertools
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -274,23 +274,31 @@ def launch(problem: Any, params: Any) -> None:
 
 def _run_block(device: Device, kernel: Any, params: Any, block: int, numbers: Iterator[int]) -> None:
     device.begin_block(kernel.threads)
+    own = [next(numbers) for _ in range(kernel.threads)]
+
+    def run(thread: int) -> None:
+        device.local.thread, device.local.block, device.local.number = thread, block, own[thread]
+        kernel.kernel(params)
+
+    run_threads(run, kernel.threads, [device.barrier, *device.warps])
+
+
+def run_threads(body: Callable[[int], None], count: int, barriers: Sequence[threading.Barrier]) -> None:
+    """Runs body(0), body(1), ... at the same time; raises the first error of one, for which no other waits at a barrier."""
     failed: list[BaseException] = []
 
-    def run(thread: int, number: int) -> None:
-        device.local.thread, device.local.block, device.local.number = thread, block, number
+    def run(thread: int) -> None:
         try:
-            kernel.kernel(params)
-        except threading.BrokenBarrierError:
-            pass
+            body(thread)
         except BaseException as error:
             failed.append(error)
-            for barrier in (device.barrier, *device.warps):
+            for barrier in barriers:
                 barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(thread, next(numbers))) for thread in range(kernel.threads)]
+    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(count)]
     for one in threads:
         one.start()
     for one in threads:
         one.join()
     if failed:
-        raise failed[0]
+        raise next((error for error in failed if not isinstance(error, threading.BrokenBarrierError)), failed[0])

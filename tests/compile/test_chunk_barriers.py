@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gdn.ops.delta_rule.inputs import chunk_problem
-from tests.compile.barrier_simulation import Buffer, Role, Simulation, mbarriers, with_arrivals
+from tests.compile.barrier_simulation import Buffer, Role, Simulation, mbarriers, run_cluster, with_arrivals
 
 barriers = pytest.importorskip("kernels_cute.chunk.barriers", reason="needs the CuTe DSL")
 split_barriers = pytest.importorskip("kernels_cute.chunk.split.barriers", reason="needs the CuTe DSL")
@@ -292,11 +292,7 @@ def norm_spec() -> Any:
 
 def simulate(kind: type[Block], spec: Any, work_tiles: list[int], seed: int) -> None:
     simulation = Simulation(seed)
-    blocks = [kind(simulation, spec, rank, work_tiles) for rank in range(spec.sharers)]
-    for block in blocks:
-        block.peers = blocks
-        block.start()
-    simulation.run()
+    run_cluster([kind(simulation, spec, rank, work_tiles) for rank in range(spec.sharers)])
 
 
 @pytest.mark.parametrize("head_dim", [128, 64])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gdn.ops.delta_rule.inputs import chunk_problem
-from tests.compile.barrier_simulation import Buffer, Role, Simulation, mbarriers, with_arrivals
+from tests.compile.barrier_simulation import Buffer, Role, Simulation, mbarriers, run_cluster, with_arrivals
 
 barriers = pytest.importorskip("kernels_cute.chunk.key_head.barriers", reason="needs the CuTe DSL")
 common = pytest.importorskip("kernels_cute.common.barriers", reason="needs the CuTe DSL")
@@ -168,11 +168,7 @@ class Block:
 
 def simulate(spec: Any, num_chunks: int, seed: int) -> None:
     simulation = Simulation(seed)
-    blocks = [Block(simulation, spec, rank, num_chunks) for rank in range(spec.sharers)]
-    for block in blocks:
-        block.peers = blocks
-        block.start()
-    simulation.run()
+    run_cluster([Block(simulation, spec, rank, num_chunks) for rank in range(spec.sharers)])
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 5, 41])

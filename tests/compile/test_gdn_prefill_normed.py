@@ -16,9 +16,7 @@ _CHUNK_REGISTERS = 65536 // 512
 
 
 def _problem(tokens: int, sequences: int, **changes: Any) -> Any:
-    return example(
-        "gdn_prefill", **{"num_k_heads": 16, "num_v_heads": 32, "num_tokens": tokens, "num_sequences": sequences} | changes
-    )
+    return example("gdn_prefill", num_tokens=tokens, num_sequences=sequences, **changes)
 
 
 def _normed(problem: Any) -> Any:

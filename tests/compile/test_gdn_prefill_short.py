@@ -14,8 +14,7 @@ module: Any = pytest.importorskip("kernels_cute.gdn_prefill", reason="needs the 
 
 
 def _problem(**changes: Any) -> Any:
-    sizes = {"num_k_heads": 16, "num_v_heads": 32, "num_tokens": 8192, "num_sequences": 256}
-    return example("gdn_prefill", **sizes | changes)
+    return example("gdn_prefill", **{"num_tokens": 8192, "num_sequences": 256} | changes)
 
 
 def _config(problem: Any, form: str = "short") -> Any:

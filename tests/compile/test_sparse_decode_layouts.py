@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.compile.emulated_context import run_threads
 from tests.compile.test_sparse_decode import problem_of
 
 decode = pytest.importorskip("kernels_cute.attention.decode", reason="needs the CuTe DSL")
@@ -57,23 +58,11 @@ class Warp:
         self.thread = threading.local()
 
     def run(self, function: Callable[[], None]) -> None:
-        failed: list[BaseException] = []
-
         def body(lane: int) -> None:
             self.thread.lane = lane
-            try:
-                function()
-            except BaseException as error:  # noqa: BLE001 - shown by the test
-                failed.append(error)
-                self.barrier.abort()
+            function()
 
-        threads = [threading.Thread(target=body, args=(lane,)) for lane in range(32)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failed:
-            raise next((error for error in failed if not isinstance(error, threading.BrokenBarrierError)), failed[0])
+        run_threads(body, 32, [self.barrier])
 
     def together(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         self.given[self.thread.lane] = value

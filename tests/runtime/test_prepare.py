@@ -21,15 +21,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def a_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def a_hopper(plain_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Makes the CPU an H100, the fake kernel both backends of the recurrent operator, and the folder of shipped tables empty."""
     fakes = {"tilelang": fake_kernel.__name__, "cute": fake_kernel.__name__}
     monkeypatch.setitem(registry.OPERATORS, "recurrent", dataclasses.replace(registry.OPERATORS["recurrent"], modules=fakes))
     monkeypatch.setattr(devices, "describe", lambda device: (H100, "NVIDIA H100 (SM90)"))
-    monkeypatch.setattr(toolchain, "missing", lambda backend: None)
-    monkeypatch.setattr(compiled, "_preload", lambda backend: None)
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
-    compiled.forget()
     runtime.candidates.cache_clear()
     yield
     runtime.candidates.cache_clear()
