@@ -48,13 +48,6 @@ def fold(draw: Draw) -> Call:
     return call
 
 
-def folded_slots(call: Call) -> set[int]:
-    """Slots whose state or count may change."""
-    null_slot, reads = call.arguments.get("null_slot", -1), call.index("state_indices")
-    final = call.index("final_state_indices") if call.get("final_state_indices") is not None else reads
-    return {target for slot, target in zip(reads, final, strict=True) if slot > null_slot and target > null_slot}
-
-
 def has_entries(call: Call, n: int) -> bool:
     """Whether a sequence has live entries."""
     slot, p = call.index("state_indices")[n], call.index("num_computed_tokens")[n]

@@ -51,6 +51,11 @@ def problem_of(op: str, fields: Row) -> Problem:
     return problem
 
 
+def always(expectation: Expectation) -> Callable[[Any, str, Collection[str]], Expectation]:
+    """What all problems of an operator are expected to compile to."""
+    return lambda problem, backend, entries: expectation
+
+
 def spread(row: Row, **parts: Sequence[str]) -> Row:
     """Fields of a problem: an axis of whole combinations gives those that `parts` names for it, any other the one of its name."""
     fields: Row = {}

@@ -3,10 +3,10 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gdn.ops.context.problem import ContextPartsProblem, ContextStartProblem, ContextTotalProblem
+from gdn.ops.context.problem import ContextStartProblem, ContextTotalProblem
 from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
-from tests.compile.variants.base import HEAD_DIMS, Row, Variants, example, problem_of, spread
+from tests.compile.variants.base import HEAD_DIMS, Row, Variants, always, example, problem_of, spread
 
 _COMPOSING_AXES: dict[str, Sequence[Any]] = {
     "num_state_heads": [32, 6],
@@ -46,10 +46,6 @@ def _start_code(problem: ContextStartProblem, backend: str, entries: Collection[
     return Expectation({"LDG": 1}, none_of=(*NO_REUSE, "FFMA")) if problem.ends_here else _products(problem)
 
 
-def _parts_code(problem: ContextPartsProblem, backend: str, entries: Collection[str]) -> Expectation:
-    return Expectation({"STG": 2}, none_of=NO_REUSE)
-
-
 context_parts = Variants(
     {
         "cu_seqlens_dtype": _INDICES,
@@ -57,7 +53,7 @@ context_parts = Variants(
         "has_segments": [False, True],
     },
     lambda row: example("context_parts", **row),
-    _parts_code,
+    always(Expectation({"STG": 2}, none_of=NO_REUSE)),
 )
 context_total = Variants(
     {

@@ -7,11 +7,11 @@ from typing import Any
 
 from gdn.device import H100
 from gdn.ops.delta_rule.inputs import chunk_problem
-from gdn.ops.delta_rule.problem import ChunkProblem, ChunkSummaryProblem, RecurrentProblem
+from gdn.ops.delta_rule.problem import ChunkProblem, RecurrentProblem
 from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants import least
-from tests.compile.variants.base import HEAD_DIMS, Axes, Row, Variant, Variants, problem_of, spread
+from tests.compile.variants.base import HEAD_DIMS, Axes, Row, Variant, Variants, always, problem_of, spread
 
 
 def _ring(index: str, rows: int, fold_every: int, has_drafts: bool, has_parent: bool = False, final: bool = True) -> Row:
@@ -127,11 +127,6 @@ def _summary_problem(row: Row) -> Problem | None:
     return problem_of("chunk_summary", fields)
 
 
-def _summary_code(problem: ChunkSummaryProblem, backend: str, entries: Collection[str]) -> Expectation:
-    # 20 products of mma.sync on purpose: those of 16 x 16 blocks in the inverse.
-    return Expectation({"HGMMA": 4, "UTMALDG|UBLKCP": 2}, none_of=("QGMMA",), at_most={"HMMA": 20})
-
-
 def _recurrent_problem(row: Row) -> Problem | None:
     fields = _with_states(row)
     if fields is None:
@@ -224,5 +219,10 @@ def _form_cover(module: Any, axes: Axes, **form: int) -> list[Variant]:
 
 
 chunk = Variants(_CHUNK_AXES, _chunk_problem, _chunk_code, _CONFIG_AXES, _is_chunk_config, _chunk_config, _chunk_cost)
-chunk_summary = Variants(_SUMMARY_AXES, _summary_problem, _summary_code)
+chunk_summary = Variants(
+    _SUMMARY_AXES,
+    _summary_problem,
+    # 20 products of mma.sync on purpose: those of 16 x 16 blocks in the inverse.
+    always(Expectation({"HGMMA": 4, "UTMALDG|UBLKCP": 2}, none_of=("QGMMA",), at_most={"HMMA": 20})),
+)
 recurrent = Variants(_RECURRENT_AXES, _recurrent_problem, _recurrent_code)

@@ -5,15 +5,12 @@ from typing import Any
 
 from gdn.ops.indexer.problem import (
     CompressIndexerKeysProblem,
-    ExpandTopkGroupsProblem,
-    GatherIndexerCacheProblem,
     PrepareIndexerProblem,
-    QuantizeFp8Problem,
     WriteIndexerCacheProblem,
 )
 from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
-from tests.compile.variants.base import Row, Variants, example, problem_of, spread, without
+from tests.compile.variants.base import Row, Variants, always, example, problem_of, spread, without
 
 _CACHE_DTYPES = ["uint8", "float8_e4m3fn", "bfloat16"]
 _ROTATED_AXES: dict[str, Sequence[Any]] = {
@@ -54,10 +51,6 @@ def _prepare(row: Row) -> Problem | None:
 _CODES = {"STG.64": 2, "F2FP.E4M3": 8}
 
 
-def _quantize_code(problem: QuantizeFp8Problem, backend: str, entries: Collection[str]) -> Expectation:
-    return Expectation({"LDG.128": 2} | _CODES, none_of=NO_REUSE)
-
-
 def _write_code(problem: WriteIndexerCacheProblem, backend: str, entries: Collection[str]) -> Expectation:
     return Expectation({"LDG.128": 2} | (_CODES if problem.cache_dtype != "bfloat16" else {"STG.128": 2}), none_of=NO_REUSE)
 
@@ -72,15 +65,6 @@ def _compress_code(problem: CompressIndexerKeysProblem, backend: str, entries: C
     return Expectation({"LDG.128": 2 * problem.ratio + 2, "STG.128": 2} | keys, none_of=NO_REUSE)
 
 
-def _gather_code(problem: GatherIndexerCacheProblem, backend: str, entries: Collection[str]) -> Expectation:
-    return Expectation({"LDG.128": 1, "STG.128": 1}, none_of=NO_REUSE)
-
-
-def _expand_code(problem: ExpandTopkGroupsProblem, backend: str, entries: Collection[str]) -> Expectation:
-    # A row of out starts at any multiple of four bytes: neighbouring lanes write neighbouring words.
-    return Expectation({"LDG": 2, "STG": 2, "LDS": 1, "STS": 1}, none_of=TENSOR_CORES)
-
-
 quantize_fp8 = Variants(
     {
         "num_groups": [1, 6],
@@ -89,7 +73,7 @@ quantize_fp8 = Variants(
         "num_tokens": [8, 131072],
     },
     lambda row: example("quantize_fp8", **row),
-    _quantize_code,
+    always(Expectation({"LDG.128": 2} | _CODES, none_of=NO_REUSE)),
 )
 write_indexer_cache = Variants(
     {
@@ -136,7 +120,7 @@ gather_indexer_cache = Variants(
         "num_rows": [8, 8192, 131072],
     },
     lambda row: example("gather_indexer_cache", **row),
-    _gather_code,
+    always(Expectation({"LDG.128": 1, "STG.128": 1}, none_of=NO_REUSE)),
 )
 expand_topk_groups = Variants(
     {
@@ -147,5 +131,6 @@ expand_topk_groups = Variants(
         "k": [512, 64, 5000],
     },
     lambda row: example("expand_topk_groups", **row),
-    _expand_code,
+    # A row of out starts at any multiple of four bytes: neighbouring lanes write neighbouring words.
+    always(Expectation({"LDG": 2, "STG": 2, "LDS": 1, "STS": 1}, none_of=TENSOR_CORES)),
 )

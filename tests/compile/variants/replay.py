@@ -2,10 +2,10 @@
 
 from collections.abc import Collection
 
-from gdn.ops.delta_rule.problem import AcceptDraftTreeProblem, FoldStatesProblem
+from gdn.ops.delta_rule.problem import FoldStatesProblem
 from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
-from tests.compile.variants.base import CONVOLUTION_POOLS, HEAD_DIMS, Axes, Row, Variants, problem_of, spread
+from tests.compile.variants.base import CONVOLUTION_POOLS, HEAD_DIMS, Axes, Row, Variants, always, problem_of, spread
 
 RINGS = [(16, 15), (22, 15), (12, 11), (39, 24), (8, 7)]  # rows, tokens from one fold to the next
 
@@ -50,9 +50,5 @@ def _accept_problem(row: Row) -> Problem:
     return problem_of("accept_draft_tree", spread(row | {"windows": windows}, windows=parts))
 
 
-def _accept_code(problem: AcceptDraftTreeProblem, backend: str, entries: Collection[str]) -> Expectation:
-    return Expectation({"LDG.128": 1, "STG.128": 1}, none_of=NO_REUSE)
-
-
 fold_states = Variants(_FOLD_AXES, _fold_problem, _fold_code)
-accept_draft_tree = Variants(_ACCEPT_AXES, _accept_problem, _accept_code)
+accept_draft_tree = Variants(_ACCEPT_AXES, _accept_problem, always(Expectation({"LDG.128": 1, "STG.128": 1}, none_of=NO_REUSE)))

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gdn.ops.layer_step.problem import AddRmsNormProblem, ConvolutionProblem, GatingProblem, RmsNormGatedProblem, SplitProblem
+from gdn.ops.layer_step.problem import AddRmsNormProblem, RmsNormGatedProblem, SplitProblem
 from gdn.problem import Problem
 from tests.compile.expectations import NO_REUSE, TENSOR_CORES, Expectation
 from tests.compile.variants.base import (
@@ -12,6 +12,7 @@ from tests.compile.variants.base import (
     LAYER_HEADS,
     Row,
     Variants,
+    always,
     example,
     problem_of,
     spread,
@@ -55,11 +56,7 @@ def _split(row: Row) -> Problem:
 
 def _convolution_code(rows: int) -> Any:
     """rows: in 16-byte accesses at a time; the filter is another load."""
-
-    def code(problem: ConvolutionProblem, backend: str, entries: Collection[str]) -> Expectation:
-        return Expectation({"LDG.128": rows + 1, "STG.128": rows}, none_of=NO_REUSE)
-
-    return code
+    return always(Expectation({"LDG.128": rows + 1, "STG.128": rows}, none_of=NO_REUSE))
 
 
 def _split_code(problem: SplitProblem, backend: str, entries: Collection[str]) -> Expectation:
@@ -80,10 +77,6 @@ def _add_norm_code(problem: AddRmsNormProblem, backend: str, entries: Collection
 
 def _add_norm(row: Row) -> Problem:
     return problem_of("add_rms_norm", spread(row, added=("has_residual", "layer_scale_dtype")))
-
-
-def _gating_code(problem: GatingProblem, backend: str, entries: Collection[str]) -> Expectation:
-    return Expectation({"LDG": 4, "STG": 2}, none_of=NO_REUSE)
 
 
 conv1d = Variants(
@@ -137,7 +130,7 @@ gating = Variants(
         "num_tokens": [8, 8192],
     },
     lambda row: example("gating", **row),
-    _gating_code,
+    always(Expectation({"LDG": 4, "STG": 2}, none_of=NO_REUSE)),
 )
 rms_norm_gated = Variants(
     {
