@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -142,13 +143,14 @@ def stale_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) ->
 
 
 @pytest.mark.parametrize("is_named", [True, False], ids=["--out", "GDN_TUNED_DIR"])
-def test_restamp_and_prune_need_no_gpu(is_named: bool, stale_table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restamp_and_prune_need_no_gpu(
+    is_named: bool, stale_table: Path, monkeypatch: pytest.MonkeyPatch, switch: Callable[..., object]
+) -> None:
     _without_gpu(monkeypatch)
     folder = str(stale_table.parent.parent)
     where = ["--out", folder] if is_named else []
     if not is_named:
-        monkeypatch.setenv("GDN_TUNED_DIR", folder)
-        env.reload()
+        switch(GDN_TUNED_DIR=folder)
     table = tuned.read(stale_table)
     table.groups[1].entries[0].config = {"tile": fake_kernel.DEFAULT, "split": False}
     tuned.write(stale_table, table)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks import mixed_step
+from gdn.device import H100
 from gdn.layers import GatedDeltaNet, HybridConfig
 from gdn.layers.named import NAMED
 from gdn.testing import timing
@@ -50,7 +51,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         assert str(device) == "cuda:0" and config == NAMED["qwen3-next-80b"].per_rank(2)
         return make(decodes, prompt, CPU, NAMED["tiny"], torch.float32)
 
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(mixed_step, "device_spec", lambda: H100)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "some device")
     monkeypatch.setattr(mixed_step, "make_step", small)
