@@ -104,11 +104,11 @@ def tune(
     if config is not None:
         found = workloads.of_config(config, num_spec, spec, backend)
         left_out = [{"op": name, "why": why, "tune_keys": count} for (name, why), count in found.left_out.items()]
-        for one in left_out:
-            console.print(f"{one['op']}: not tuned ({one['tune_keys']} tune keys): {one['why']}", markup=False)
         chosen = {kernel: _matching(every, shapes) for kernel, every in found.shapes.items()}
         if not any(chosen.values()):
             raise ValueError(f"shapes: expected part of the name of one of this model's shapes, got {shapes!r}")
+        for one in left_out:
+            console.print(f"{one['op']}: not tuned ({one['tune_keys']} tune keys): {one['why']}", markup=False)
         plans = _plans(chosen, spec, limit)
     elif stale:
         paths = {kernel: tuned.table_path(folder, spec.key, kernel.op, kernel.backend) for kernel in _kernels(op, backend)}

@@ -173,7 +173,7 @@ def _collect(worker: _Worker, timeout_s: float) -> Outcome | None:
             worker.process.join()
             code = worker.process.exitcode
             cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-            return Outcome(index, None, f"worker process died ({cause})", seconds)
+            return Outcome(index, None, f"worker process died ({cause})", seconds, started=worker.ready)
         if not worker.ready:
             worker.ready, worker.started = True, time.monotonic()
             return None

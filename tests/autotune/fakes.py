@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from collections.abc import Callable
+from typing import Any
 
 from autotune import workers
 
@@ -19,3 +21,8 @@ def task(kind: str) -> str:
     if kind == "broken":
         raise workers.Broken("unfit")
     return f"done {os.getpid() if kind == 'pid' else kind}"
+
+
+def die_at_start(function: Callable[..., Any], connection: Any) -> None:
+    """In the place of a worker's loop."""
+    os._exit(4)

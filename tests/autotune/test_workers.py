@@ -5,6 +5,8 @@ import signal
 import threading
 import time
 
+import pytest
+
 from autotune import workers
 from tests.autotune import fakes
 
@@ -60,3 +62,10 @@ def test_a_process_that_died_between_two_tasks_is_named() -> None:
     assert alone.call(fakes.task, "a").failure == "worker process died (SIGKILL)"
     assert alone.call(fakes.task, "a").value == "done a"
     alone.close()
+
+
+def test_a_process_that_dies_as_it_starts_is_not_the_tasks_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_serve", fakes.die_at_start)
+    alone = workers.Alone(timeout_s=8)
+    for outcome in (*workers.run(fakes.task, [("a",), ("b",)], workers=1, timeout_s=8), alone.call(fakes.task, "a")):
+        assert (outcome.started, outcome.failure) == (False, "worker process died (exit code 4)")
