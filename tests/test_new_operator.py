@@ -32,8 +32,6 @@ BY_NAME = (
 OF_ALL = {
     "tests/fuzz/test_fuzz.py": ("test_every_operator_with_kernels_is_drawn",),
     "tests/ops/spoiling/test_spoiling.py": ("test_every_public_operator_has_calls_and_rows", "test_every_spoiling_is_used"),
-    "tests/ops/test_empty.py": ("test_every_operator_has_a_row",),
-    "tests/ops/test_library_names.py": ("test_every_operator_is_known",),
     "tests/reference/test_every_reference.py": ("test_the_table_holds_every_reference",),
     "tests/runtime/test_explain.py": ("test_every_operator_is_called_here",),
     "tests/runtime/test_registry.py": ("test_every_record_is_one_entry_of_the_registry",),
