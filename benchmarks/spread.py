@@ -17,7 +17,7 @@ import torch.distributed as dist
 import typer
 from torch.multiprocessing.spawn import start_processes
 
-from autotune.console import keep
+from autotune.console import device_spec, keep
 from gdn.cli.demo.ranks import join
 
 SIZES = (1, 2, 4)
@@ -27,9 +27,8 @@ Work = Callable[[Any, Any, torch.device, torch.dtype], Any]  # of one rank: job,
 
 
 def sizes() -> list[int]:
-    """Numbers of ranks that are timed here; ValueError without a GPU."""
-    if not torch.cuda.is_available():
-        raise ValueError("This needs Hopper (SM90) GPUs, and torch sees none.")
+    """Numbers of ranks that are timed here; ValueError without a Hopper GPU."""
+    device_spec()
     return [size for size in SIZES if size <= torch.cuda.device_count()]
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import cli, ranks
+from benchmarks import cli, ranks, spread
+from gdn.device import H100
 from gdn.layers import StepMetadata
 from gdn.layers.named import NAMED, first_layers
 
@@ -35,7 +36,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, last_us: float, status: in
         asked.append(size)
         return times[size]
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(spread, "device_spec", lambda: H100)
     monkeypatch.setattr(ranks, "measure", measure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
