@@ -96,7 +96,7 @@ _RING_ONE = ((128, 8, 4, 512), (64, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 5
 _RING_WIDE_ONE = ((128, 16, 4, 384), (256, 16, 4, 256))
 _RING_ONE_K_FIRST = ((128, 8, 4, 512), (64, 8, 4, 512), (128, 16, 4, 512), (256, 8, 4, 256))
 _RING_MORE_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 512), (128, 16, 4, 384), (256, 8, 4, 256))
-_RING_DRAFTS = ((128, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512), (64, 16, 4, 256))
+_RING_DRAFTS = ((128, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 384), (64, 16, 4, 256))
 _RING_WIDE_DRAFTS = ((128, 16, 4, 384), (128, 8, 4, 256), (256, 8, 4, 256))
 _RING_DRAFTS_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 384), (128, 16, 4, 256))
 _RING_NOISY_K_FIRST = ((128, 8, 4, 256), (64, 8, 4, 256), (128, 16, 4, 256))
@@ -215,8 +215,9 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     # can be.
     k_first = not problem.state_v_first
 
-    if has_one_token and not k_first:  # for any number of heads
-        return min(space, key=lambda c: _ring_tiles(problem).index(_tiles(c)))
+    if has_one_token and not k_first:  # in the order of the list; of few heads narrow blocks first, which have the state sooner
+        lanes = 16 if heads <= device.num_sms // 8 else 8
+        return min(space, key=lambda c: (c.threads_per_column != lanes, _ring_tiles(problem).index(_tiles(c))))
     if heads < device.num_sms:  # as many blocks as there can be
         return min(space, key=lambda c: (-blocks(c), -state(c), c.threads_per_column))
     if problem.cu_seqlens_dtype is not None:  # the state stays for several tokens: the most of it on an SM

@@ -36,10 +36,10 @@ def refusal(problem: FoldStatesProblem) -> str | None:
     return None
 
 
-def _entries(problem: FoldStatesProblem, lanes: int) -> int:
-    """K entries of a thread, some of which may lie beyond the last."""
+def _values(problem: FoldStatesProblem, config: Config) -> int:
+    """Values of a state that a thread holds, some of which may lie beyond the last."""
     vector = k_vector(problem.state_v_first, problem.state_dtype, problem.head_k_dim)
-    return -(-problem.head_k_dim // (lanes * vector)) * vector
+    return -(-problem.head_k_dim // (config.threads_per_column * vector)) * vector * config.v_per_thread
 
 
 def fits(problem: FoldStatesProblem, config: Config, device: DeviceSpec) -> bool:
@@ -49,7 +49,7 @@ def fits(problem: FoldStatesProblem, config: Config, device: DeviceSpec) -> bool
         return False
     if _shared_bytes(problem, config) > device.shared_bytes_per_block:
         return False
-    return _entries(problem, config.threads_per_column) * config.v_per_thread <= _MAX_STATE_REGISTERS
+    return _values(problem, config) <= _MAX_STATE_REGISTERS
 
 
 def _shared_bytes(problem: FoldStatesProblem, config: Config) -> int:
@@ -64,8 +64,10 @@ def configs(problem: FoldStatesProblem, device: DeviceSpec) -> list[Config]:
 
 
 def default_config(problem: FoldStatesProblem, device: DeviceSpec) -> Config:
-    """The most of a state a thread."""
-    return configs(problem, device)[0]
+    """At most 32 values of a state a thread, if any tiles have so few: more blocks of an SM then have loads under way."""
+    space = configs(problem, device)
+    few = [config for config in space if _values(problem, config) <= _MAX_STATE_REGISTERS // 2]
+    return (few or space)[0]
 
 
 def compile(problem: FoldStatesProblem, config: Config) -> dict[str, bytes]:
