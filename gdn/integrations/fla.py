@@ -12,7 +12,7 @@ from torch import Tensor
 
 import gdn
 from gdn.integrations import _handle, _hosts, _points
-from gdn.integrations._calls import Calls, refused_by, unserved, unserved_state
+from gdn.integrations._calls import Calls, asking, refused_by, unserved, unserved_state
 
 _RULE = "fla.ops.gated_delta_rule"
 _CHUNK = f"{_RULE}.chunk.chunk_gated_delta_rule"
@@ -67,26 +67,9 @@ def _write_strength(beta: Tensor | None, sigmoid: bool, allow_neg_eigval: bool) 
 
 
 def _refuse_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: object = None,
-    *,
-    allow_reference: bool = False,
-    **kwargs: Any,
-) -> str | None:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool, state_v_first: bool, cp_context: object, kwargs: Mapping[str, Any], allow_reference: bool,
+) -> str | None:  # fmt: skip
     A_log, dt_bias = kwargs.get("A_log"), kwargs.get("dt_bias")
     if reason := unserved(q, (k, v, g, beta, initial_state, A_log, dt_bias), allow_reference):
         return reason
@@ -183,28 +166,11 @@ def chunk_gated_delta_rule(
 
 
 def _refuse_recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    allow_reference: bool = False,
-    **kwargs: Any,
-) -> str | None:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gk: Tensor | None, gv: Tensor | None, beta: Tensor | None,
+    initial_state: Tensor | None, use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None,
+    use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, state_v_first: bool, kwargs: Mapping[str, Any],
+    allow_reference: bool,
+) -> str | None:  # fmt: skip
     if reason := unserved(q, (k, v, g, beta, initial_state, A_log, dt_bias), allow_reference):
         return reason
     if gk is not None or gv is not None:
@@ -299,22 +265,9 @@ def fused_recurrent_gated_delta_rule(
 
 
 def _refuse_conv(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool | None = False,
-    activation: str | None = None,
-    backend: str | None = "triton",
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: object = None,
-    *,
-    allow_reference: bool = False,
-    **kwargs: Any,
-) -> str | None:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, initial_state: Tensor | None,
+    cp_context: object, kwargs: Mapping[str, Any], allow_reference: bool,
+) -> str | None:  # fmt: skip
     if reason := unserved(x, (weight, bias, initial_state), allow_reference):
         return reason
     if weight is None:
@@ -408,18 +361,9 @@ def _oldest(rows: Tensor, before: Tensor, offsets: Tensor, width: int) -> Tensor
 
 
 def _refuse_norm(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    activation: str = "swish",
-    residual: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    eps: float = 1e-6,
-    *,
-    allow_reference: bool = False,
-) -> str | None:
+    x: Tensor, g: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, prenorm: bool,
+    allow_reference: bool,
+) -> str | None:  # fmt: skip
     if reason := unserved(x, (g, weight, bias, residual), allow_reference):
         return reason
     if weight is None:
@@ -484,6 +428,7 @@ def _register(calls: Calls) -> _points.Undo:
         raise _points.Unreplaced("FLA_DISABLE_BACKEND_DISPATCH=1: FLA dispatches to no backend")
 
     serve: Callable[..., tuple[Tensor, Tensor | None]] = inspect.unwrap(chunk_gated_delta_rule)
+    ask = asking(_refuse_chunk, serve)
 
     class GdnBackend(backends.BaseBackend):  # type: ignore[misc, unused-ignore]
         backend_type = "gdn"
@@ -495,7 +440,7 @@ def _register(calls: Calls) -> _points.Undo:
             return calls.active
 
         def chunk_gated_delta_rule_verifier(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-            reason = _refuse_chunk(*args, **kwargs, allow_reference=calls.allow_reference)
+            reason = ask(*args, **kwargs, allow_reference=calls.allow_reference)
             return calls.serves(reason), reason
 
         def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
