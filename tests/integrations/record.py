@@ -16,6 +16,9 @@ from typing import Any
 from gdn.integrations import _records, _signatures, installed
 from gdn.integrations._hosts import HOSTS, Host
 
+# C++ file, relative to the folder of the package's sources, that binds functions which no Python file defines.
+BINDINGS = {"deepgemm": "csrc/apis/attention.hpp"}
+
 
 def of_pybind(text: str, name: str) -> _signatures.Parameters | None:
     """Parameters of a function in the C++ text that binds it with pybind11; None where the text does not bind it.
@@ -40,7 +43,7 @@ def entry(host: Host, folder: Path, name: str) -> dict[str, Any]:
     """What is recorded of one name; ValueError where the files have no such definition."""
     located = installed.locate(folder, name)
     node = _signatures.find(*located) if located is not None else None
-    if node is None and host.bindings is not None and (file := folder.parent / host.bindings).is_file():
+    if node is None and host.name in BINDINGS and (file := folder.parent / BINDINGS[host.name]).is_file():
         parameters = of_pybind(file.read_text(encoding="utf-8"), name.rpartition(".")[2])
         if parameters is not None:
             return {"parameters": parameters, "source": None}
