@@ -9,7 +9,7 @@ import torch
 import gdn
 from gdn.runtime import registry
 from tests.gpu.attention import Inputs, Variant, exact, head_errors, make_inputs, of_torch
-from tests.gpu.test_gated_delta_rule import no_sync
+from tests.gpu.waits import no_waits
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def test_exact(backend: str, variant: str, name: str, with_host: bool) -> None:
     arguments = dense(inputs, with_host)
     gdn.attention(**arguments, return_lse=True, backend=backend)  # compiles
     torch.cuda.synchronize()
-    with no_sync():
+    with no_waits():
         o, lse = gdn.attention(**arguments, return_lse=True, backend=backend)
     exact_o, exact_lse = exact(Inputs(inputs.arguments | {"topk_length": None}, inputs.positions))
     allowed = 2 * head_errors(of_torch(inputs), exact_o)

@@ -22,7 +22,7 @@ from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
 from tests.gpu.attention import Inputs, Variant, exact, head_errors, make_inputs, of_torch
 from tests.gpu.test_attention import dense
-from tests.gpu.test_gated_delta_rule import no_sync
+from tests.gpu.waits import no_waits
 from tests.references import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
@@ -316,7 +316,7 @@ def test_the_public_call(splits: int, variant: str, with_host: bool) -> None:
     arguments = public(inputs, with_host)
     attend(arguments)  # compiles
     torch.cuda.synchronize()
-    with no_sync():
+    with no_waits():
         found = attend(arguments)
     check(inputs, found)
     assert same(attend(arguments), found)

@@ -1,7 +1,5 @@
 """gdn.gated_delta_rule on a Hopper GPU: the rows of each form have the bits of that form alone, without a sync, in graphs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,22 +9,13 @@ import gdn
 from gdn.ops.delta_rule.crossing import RECURRENT_TOKENS
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem
 from gdn.runtime import registry
+from tests.gpu.waits import no_waits
 
 pytestmark = pytest.mark.gpu
 
 BACKENDS = tuple(registry.operator("chunk").modules)
 SIZES = {"num_q_heads": 4, "num_k_heads": 4, "num_v_heads": 8, "head_k_dim": 128, "head_v_dim": 128, "index_dtype": "int32"}
 STEPS = [[1, 3, 1, 200, 70], [1, 1, 1], [130, 1, 2], [RECURRENT_TOKENS, 0, RECURRENT_TOKENS + 1]]
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """Makes a wait for the device an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def step(lengths: list[int], **fields: Any) -> dict[str, Any]:
@@ -83,7 +72,7 @@ def test_no_call_waits_for_the_device(has_mask: bool, with_host: bool) -> None:
         del arguments["lengths_host"]
     gdn.gated_delta_rule(**arguments)  # compiles
     torch.cuda.synchronize()
-    with no_sync():
+    with no_waits():
         gdn.gated_delta_rule(**arguments)
 
 

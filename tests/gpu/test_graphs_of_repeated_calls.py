@@ -5,8 +5,7 @@ over between the capture and a replay. Lengths change between replays.
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,21 +18,12 @@ from gdn.testing.compare import same_bits
 from tests.gpu import cases, chunk, test_gdn_decode, test_mqa_logits, test_paged_mqa_logits
 from tests.gpu.delta_rule import Arguments, backends
 from tests.gpu.twins import copy_of, twin
+from tests.gpu.waits import no_waits
 
 pytestmark = pytest.mark.gpu
 
 Tensor = torch.Tensor
 Changes = list[dict[str, list[int]]]
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def write_over_free_memory(device: torch.device) -> None:
@@ -60,7 +50,7 @@ def check(
     for _ in range(2):  # compiles, then learns the call
         function(**live, **options)
     torch.cuda.synchronize()
-    with waiting_is_an_error():
+    with no_waits():
         function(**live, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -75,7 +65,7 @@ def check(
         expected = twin(live)
         eager = function(**expected, **options)
         allocated = torch.cuda.memory_stats(device)["allocation.all.allocated"]
-        with waiting_is_an_error():
+        with no_waits():
             graph.replay()
         assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == allocated
         assert same_bits(result, eager[0] if isinstance(eager, tuple) else eager), change

@@ -17,6 +17,7 @@ from gdn.layers.named import NAMED
 from gdn.layers.random_weights import fill_randomly
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
+from tests.gpu.waits import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -167,14 +168,11 @@ def test_captured_steps(kind: str, device: torch.device) -> None:
             prepared = prepare(step)
             eager_caches = [one.clone() for one in live]
             torch.cuda.synchronize(device)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_waits():
                 eager = layer(hidden, prepared, *eager_caches)
                 allocated = torch.cuda.memory_stats(device)["allocation.all.allocated"]
                 graph.replay()
                 assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == allocated
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             assert same_bits(result, eager), step
             assert not bool(result[prepared.num_actual_tokens :].any())
             assert all(same_bits(one, other) for one, other in zip(live, eager_caches, strict=True)), step
@@ -189,12 +187,9 @@ def test_experts(tokens: int, device: torch.device) -> None:
         moe(hidden)
         weights, experts = moe.route(hidden)
         torch.cuda.synchronize(device)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             found = moe._grouped(hidden, weights, experts)
             assert moe(hidden).shape == hidden.shape
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         of_torch = moe._every_expert(hidden, weights, experts)
         exact = copy.deepcopy(moe).double()._every_expert(hidden.double(), weights.double(), experts)
     assert row_error(found.double(), exact) <= 2 * row_error(of_torch.double(), exact)
