@@ -121,8 +121,9 @@ def test_paged_logits(variant: str, backend: str, device: torch.device) -> None:
     check(logits, {"context_lens": inputs.context_lens}, (), [{"context_lens": given} for given in LENGTHS], device)
 
 
+@pytest.mark.parametrize("has_out", [True, False])
 @pytest.mark.parametrize("backend", test_paged_mqa_logits.BACKENDS)
-def test_paged_indexer_topk(backend: str, device: torch.device) -> None:
+def test_paged_indexer_topk(backend: str, has_out: bool, device: torch.device) -> None:
     """The call runs in steps through a workspace, which is of the graph's pool too."""
     problem = test_paged_mqa_logits.problem_of("h8-fp8-linear-p128-d64", 6, 900)
     inputs = make_paged_inputs(problem, device)
@@ -130,9 +131,15 @@ def test_paged_indexer_topk(backend: str, device: torch.device) -> None:
         "q": inputs.q, "cache": inputs.cache, "weights": inputs.weights, "context_lens": inputs.context_lens,
         "block_tables": inputs.block_tables,
     }  # fmt: skip
+    if has_out:
+        arguments["out"] = torch.empty(6, 256, dtype=torch.int32, device=device)
     options = {"topk": 256, "relu": False, "workspace_bytes": 4 * 900 * 4, "max_context_len": 900, "backend": backend}
     changes: Changes = [{"context_lens": given} for given in LENGTHS]
     check(gdn.paged_indexer_topk, arguments, (), changes, device, **options)
+    for given in LENGTHS:
+        arguments["context_lens"].copy_(torch.tensor(given))
+        found = gdn.paged_indexer_topk(**arguments, **options)
+        assert (found >= 0).sum(dim=1).tolist() == [min(256, length) for length in given]
 
 
 @pytest.mark.parametrize("backend", test_mqa_logits.BACKENDS)

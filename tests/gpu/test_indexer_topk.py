@@ -74,30 +74,34 @@ def test_ragged_short_rows_need_no_scores(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("next_n", "per_draft"), [(1, False), (2, False), (3, False), (2, True)])
-def test_paged(next_n: int, per_draft: bool, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("next_n", "per_draft", "relu"), [(1, False, True), (2, False, True), (3, False, True), (2, True, True), (1, False, False)]
+)
+def test_paged(next_n: int, per_draft: bool, relu: bool, backend: str) -> None:
     lengths = [2000, 0, 5, K, K + 1, 1999, K + 2, 1300]
     given = [[max(0, n - 1), n] for n in lengths] if per_draft else lengths
+    heads, dim, page = (16, 128, 64) if relu else (8, 64, 128)  # kernels that tests of the logits compile too
     problem = PagedMqaLogitsProblem(
-        16, 1, 128, "float8_e4m3fn", True, "float32", True, False, "float32", 64, next_n, per_draft, 8, 2000
+        heads, 1, dim, "float8_e4m3fn", True, "float32", relu, False, "float32", page, next_n, per_draft, 8, 2000
     )
     inputs = make_paged_inputs(problem, "cuda", lengths=given)
     assert inputs.weights is not None
     arguments = (inputs.q, inputs.cache, inputs.weights, inputs.context_lens, inputs.block_tables)
-    logits = gdn.paged_mqa_logits(*arguments, 2000, clean_logits=False, backend=backend)
+    fixed = {"relu": relu, "backend": backend}
+    logits = gdn.paged_mqa_logits(*arguments, 2000, clean_logits=False, **fixed)
     counts = torch.tensor(lengths, device="cuda")[:, None] - next_n + 1 + torch.arange(next_n, device="cuda")
     counts = counts.reshape(-1).clamp(min=0)
     want = list_short_rows(gdn.topk_indices(logits, K, None, counts), counts)
     for options in ({}, {"max_context_len": 2000, "workspace_bytes": 3 * next_n * 2000 * 4}):
-        got = gdn.paged_indexer_topk(*arguments, K, backend=backend, **options)
+        got = gdn.paged_indexer_topk(*arguments, K, **fixed, **options)
         assert torch.equal(got, want)
         wide = (*arguments[:3], inputs.context_lens.long(), inputs.block_tables)
-        assert torch.equal(gdn.paged_indexer_topk(*wide, K, backend=backend, **options), want)
+        assert torch.equal(gdn.paged_indexer_topk(*wide, K, **fixed, **options), want)
     weights = inputs.weights.clone()
     weights[counts <= K] = torch.nan
-    got = gdn.paged_indexer_topk(*arguments[:2], weights, *arguments[3:], K, backend=backend)
+    got = gdn.paged_indexer_topk(*arguments[:2], weights, *arguments[3:], K, **fixed)
     assert torch.equal(got, want)
-    few = gdn.paged_indexer_topk(*arguments, K, max_context_len=400, backend=backend)
+    few = gdn.paged_indexer_topk(*arguments, K, max_context_len=400, **fixed)
     columns = torch.arange(K, device="cuda", dtype=torch.int32)
     assert torch.equal(few, torch.where(columns < counts.clamp(max=400)[:, None], columns, -1))
 

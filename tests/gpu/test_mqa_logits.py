@@ -295,32 +295,3 @@ def test_strided_and_converted_arguments(backend):
     for dtype in (torch.float16, torch.float64):
         converted = dataclasses.replace(strided, weights=inputs.weights.to(dtype))
         assert error_of(problem, converted, run(problem, converted, backend)) is None
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_on_a_side_stream(backend):
-    """Launches go to torch's current stream: the input is written on that stream just before."""
-    problem = problem_of("h64-fp8", 257, 2049)
-    inputs = make_mqa_inputs(problem, "cuda")
-    late = dataclasses.replace(inputs, q=torch.zeros_like(inputs.q.view(torch.uint8)).view(inputs.q.dtype))
-    run(problem, inputs, backend)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.q.copy_(inputs.q)
-        got = run(problem, late, backend)
-    stream.synchronize()
-    assert error_of(problem, inputs, got) is None
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_indexer_topk_over_the_kernel(backend):
-    """Steps through a small workspace give the sets that one large score matrix gives."""
-    problem = problem_of("h16-fp8-unclean", 300, 2049)
-    inputs = make_mqa_inputs(problem, "cuda", ranges="hard")
-    arguments = (inputs.q, inputs.k, inputs.weights, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)
-    got = gdn.indexer_topk(*arguments, 512, k_scale=inputs.k_scale, workspace_bytes=128 * 2049 * 4, backend=backend)
-    logits = gdn.mqa_logits(*arguments, k_scale=inputs.k_scale, clean_logits=False, backend=backend)
-    want = gdn.topk_indices(logits, 512, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)
-    assert torch.equal(got, want)
