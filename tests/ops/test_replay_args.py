@@ -8,12 +8,13 @@ import torch
 
 import gdn
 from gdn.testing.compare import same_bits
-from tests.ops.test_decode_launch import HV, H, K, V, arguments_of
+from tests.described.plain import call as plain_call
 from tests.ops.test_decode_launch import Kernel as DecodeKernel
 
 Tensor = torch.Tensor
 Arguments = dict[str, Any]
 ROWS, FOLD_EVERY, SLOTS = 8, 3, 6  # three tokens a call
+H, HV, K, V = 2, 4, 8, 4  # as plain calls have them
 WIDTH = -(-(H * K + HV * (V + 1)) // 4) * 4
 
 
@@ -40,7 +41,7 @@ def recurrent() -> Arguments:
 
 
 def fused() -> Arguments:
-    given, generator = arguments_of(4), torch.Generator().manual_seed(2)
+    given, generator = plain_call("fused_gdn_decode", 4, torch.bfloat16), torch.Generator().manual_seed(2)
     pool = torch.randn(SLOTS, *given["ssm_state"].shape[1:], generator=generator)
     windows = torch.randn(SLOTS, given["conv_state"].shape[1], 5, generator=generator)
     given |= {"ssm_state": pool, "conv_state": windows.bfloat16(), "state_indices": torch.tensor([3, 1]), **replay(2)}
