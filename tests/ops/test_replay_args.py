@@ -89,14 +89,8 @@ def test_a_ring_and_its_integers_come_together(name: str, argument: str) -> None
 @pytest.mark.parametrize("name", CALLS)
 def test_bad_rings(name: str) -> None:
     given = CALLS[name]()
-    bad: list[tuple[type[Exception], Tensor]] = [
-        (TypeError, ring_of().double()), (TypeError, ring_of().bfloat16()), (ValueError, ring_of()[0]),
-        (ValueError, ring_of(width=2 * WIDTH)[:, :, ::2]), (ValueError, ring_of(width=WIDTH + 1)[:, :, :WIDTH]),
-        (ValueError, ring_of(slots=1, width=WIDTH + 4).flatten()[1:][: ROWS * WIDTH].view(1, ROWS, WIDTH)),
-        (ValueError, ring_of(width=WIDTH - 8)), (ValueError, ring_of(rows=FOLD_EVERY)), (ValueError, ring_of(slots=SLOTS + 1)),
-        (ValueError, ring_of().to("meta")),
-    ]  # fmt: skip
-    for error, ring in bad:
+    columns_apart = ring_of(width=2 * WIDTH)[:, :, ::2]  # whose rows start at multiples of 16 bytes
+    for error, ring in ((TypeError, ring_of().bfloat16()), (ValueError, ring_of(slots=SLOTS + 1)), (ValueError, columns_apart)):
         refused(name, given | {"ring": ring}, error, "ring")
 
 
@@ -136,13 +130,7 @@ def test_lengths_that_the_host_knows() -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_values_on_the_cpu(name: str) -> None:
     """What is padding for a kernel is an error on the CPU."""
-    given, indices = CALLS[name](), INDICES[name]
-    int32 = torch.int32
-    for accepted in ([0, 1], [1, 4], [-3, 1], [1, 2**31 - 1]):
-        refused(name, given | {"num_accepted_tokens": torch.tensor(accepted, dtype=int32)}, ValueError, "num_accepted_tokens")
-    refused(name, given | {"num_computed_tokens": torch.tensor([1, 4])}, ValueError, "num_computed_tokens")
-    null = {indices: torch.tensor([-1, 1]), "num_computed_tokens": torch.tensor([-5, 4])}
-    getattr(gdn, name)(**given | null | {"num_accepted_tokens": torch.tensor([99, 1], dtype=int32)})  # is not looked at
+    indices = INDICES[name]
     given = CALLS[name]() | {"ring": ring_of(slots=3)}
     if name == "fold_states":
         refused(name, given, ValueError, "num_computed_tokens")  # more tokens than in a state without a ring

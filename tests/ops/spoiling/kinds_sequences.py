@@ -74,7 +74,7 @@ REPLAYED: dict[str, Kind] = {
     "num_computed_tokens": PER_SEQUENCE | COMMITTED | {
         "left out where it must be": ERROR, "fewer tokens than its state": VALUE,
     },
-    "num_accepted_tokens with a ring": PER_SEQUENCE | ACCEPTED_OF_RING,
+    "num_accepted_tokens with a ring": PER_SEQUENCE | ACCEPTED_OF_RING | {"anything where no sequence is live": SAME},
     "fold_every": OPTIONAL_COUNT | {"0": VALUE},
     "fold_phase": COUNT | {"as long as a period": VALUE},
 }  # fmt: skip
