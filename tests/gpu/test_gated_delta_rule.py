@@ -9,6 +9,7 @@ import gdn
 from gdn.ops.delta_rule.crossing import RECURRENT_TOKENS
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem
 from gdn.runtime import registry
+from tests.gpu import graphs
 from tests.gpu.waits import no_waits
 
 pytestmark = pytest.mark.gpu
@@ -76,16 +77,5 @@ def test_no_call_waits_for_the_device(has_mask: bool, with_host: bool) -> None:
         gdn.gated_delta_rule(**arguments)
 
 
-def test_a_graph_repeats_the_step() -> None:
-    arguments = step(STEPS[0])
-    pool = arguments["initial_state"]
-    start = pool.clone()
-    want, _ = gdn.gated_delta_rule(**arguments)
-    after = pool.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o, _ = gdn.gated_delta_rule(**arguments)
-    for _ in range(2):
-        pool.copy_(start)
-        graph.replay()
-        assert torch.equal(o, want) and torch.equal(pool.nan_to_num(7.0), after.nan_to_num(7.0))
+def test_a_graph_repeats_the_step(device: torch.device) -> None:
+    graphs.check(gdn.gated_delta_rule, step(STEPS[0]), ("initial_state",), [{}, {}], device)

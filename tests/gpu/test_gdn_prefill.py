@@ -23,9 +23,10 @@ from gdn.device import H100
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
+from tests.gpu import graphs
 from tests.gpu.delta_rule import Arguments
 from tests.gpu.framed import check_states, check_windows, frame_is_untouched, framed, on_cpu, projections, states, windows
-from tests.gpu.twins import twin, whole
+from tests.gpu.twins import twin
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -349,26 +350,11 @@ def test_a_sequence_alone(form: str, configure: Configure, device: torch.device)
 def test_graphs(form: str, configure: Configure, device: torch.device) -> None:
     """A captured step, replayed with other inputs and lengths, back to back with itself."""
     configure(form)
-    case = Case(lengths=(300, 64, 1, 0, 500), heads=(4, 8))
-    static = make(case, device)
-    kept = twin(static)
-    gdn.fused_gdn_prefill(**static, backend="cute")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        gdn.fused_gdn_prefill(**static, backend="cute")
+    case, changes = Case(lengths=(300, 64, 1, 0, 500), heads=(4, 8)), []
     for seed, lengths in enumerate(((300, 64, 1, 0, 500), (1, 1, 700, 0, 163), (865, 0, 0, 0, 0))):
-        other = make(replace(case, lengths=lengths), device, seed=seed)
-        before = twin(other)
-        for name_of, x in static.items():
-            if isinstance(x, Tensor):
-                whole(x).copy_(whole(other[name_of]))
-        for _ in range(5):
-            for pool in POOLS:
-                whole(static[pool]).copy_(whole(before[pool]))
-            graph.replay()
-        torch.cuda.synchronize()
-        judge(replace(case, lengths=lengths), before, static)
-    assert kept.keys() == static.keys()
+        run(replace(case, lengths=lengths), device, seed)
+        changes.append(graphs.tensors(make(replace(case, lengths=lengths), device, seed)))
+    graphs.check(gdn.fused_gdn_prefill, make(case, device), POOLS, changes, device, times=5, backend="cute")
 
 
 @FORMS

@@ -15,6 +15,7 @@ import gdn
 from gdn.ops.indexer.reference import cast_fp8
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
+from tests.gpu import graphs
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -558,40 +559,24 @@ def test_expand(tokens: int, k: int, ratio: int, index: torch.dtype, device: tor
 # --- graphs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_graph_replays_with_changed_contents(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_replays_with_changed_contents(device: torch.device) -> None:
     """Captured once, one step after the other; positions, slots, lengths, tables and values change between replays."""
-    first, second = call_of(Case(tokens=64)), call_of(Case(tokens=64))
-    for name in ("q", "k", "weights"):
-        second[name].copy_(second[name].flip(0))
-    second["positions"].copy_(second["positions"].flip(0))
-    second["slot_mapping"].copy_(second["slot_mapping"].flip(0))
-    lengths = {True: [40, 3, 0, 21], False: [1, 0, 50, 9]}
-    tables = {key: gather_call(of, None, 128, torch.uint8, 16) for key, of in lengths.items()}
-    live = {name: value.clone() if isinstance(value, Tensor) else value for name, value in first.items()}
-    live["cache"] = copy_of(first["cache"])
-    table = torch.zeros(4, 6, dtype=torch.int32, device=device)
-    bounds = torch.zeros(5, dtype=torch.int32, device=device)
+    first = call_of(Case(tokens=64))
+    names = ("q", "k", "weights", "positions", "slot_mapping")
 
-    def run() -> tuple[Any, Any]:
-        prepared = gdn.prepare_indexer(**live, backend="cute")
-        return prepared, gdn.gather_indexer_cache(live["cache"], table, bounds, num_rows=64, backend="cute")
+    def contents(lengths: list[int], is_flipped: bool) -> dict[str, Tensor]:
+        given = gather_call(lengths, None, 128, torch.uint8, 16)
+        table = given["block_tables"][:, :1].expand(4, 6) % first["cache"].shape[0]
+        values = {name: first[name].flip(0) if is_flipped else first[name] for name in names}
+        return values | {"table": table, "bounds": given["cu_seqlens"]}
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for given, key in ((second, True), (first, False), (second, False)):
-        for name, value in given.items():
-            if isinstance(value, Tensor) and name != "cache":
-                live[name].copy_(value)
-        pages = live["cache"].shape[0]
-        table.copy_(tables[key]["block_tables"][:, :1].expand(4, 6) % pages)
-        bounds.copy_(tables[key]["cu_seqlens"])
-        graph.replay()
-        want = gdn.prepare_indexer(**live, backend="cute")
-        assert all(same_bits(a, b) for a, b in zip(captured[0], want, strict=True))
-        gathered = reference.gather_indexer_cache(live["cache"], table, bounds, num_rows=64)
-        assert all(same_bits(a, b) for a, b in zip(captured[1], gathered, strict=True))
+    def run(table: Tensor, bounds: Tensor, **given: Any) -> tuple[Tensor, ...]:
+        prepared = gdn.prepare_indexer(**given, backend="cute")
+        gathered = gdn.gather_indexer_cache(given["cache"], table, bounds, num_rows=64, backend="cute")
+        return *prepared, *gathered  # type: ignore[return-value]
+
+    changes = [contents([40, 3, 0, 21], True), contents([1, 0, 50, 9], False), contents([1, 0, 50, 9], True)]
+    graphs.check(run, first | contents([0] * 4, False), ("cache",), changes, device)
 
 
 def test_other_dtypes_run_on_the_reference(device: torch.device) -> None:

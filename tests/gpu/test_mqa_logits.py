@@ -18,6 +18,7 @@ from gdn.ops.indexer.inputs import MqaInputs, make_mqa_inputs
 from gdn.ops.indexer.oracle import exact_mqa_logits, logits_error
 from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem
 from gdn.runtime import registry
+from tests.gpu import graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -265,21 +266,19 @@ def test_the_same_bits_every_time(backend, variant):
 
 @pytest.mark.parametrize("sizes", [(130, 1000), (1500, 4000)])  # the larger one has rounds before the even end of the deal
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_graph_follows_changed_ranges_and_contents(backend, sizes):
+def test_a_graph_follows_changed_ranges_and_contents(backend, sizes, device):
     problem = problem_of("h64-fp8", *sizes)
-    inputs = make_mqa_inputs(problem, "cuda", ranges="causal", poison=False)
-    out, _ = poisoned(problem)
-    run(problem, inputs, backend, out)  # compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(problem, inputs, backend, out)
-    for seed, ranges in enumerate(("hard", "random", "full", "sequences")):
-        other = make_mqa_inputs(problem, "cuda", seed=seed + 1, ranges=ranges)
-        for f in dataclasses.fields(inputs):
-            getattr(inputs, f.name).copy_(getattr(other, f.name))
-        out.fill_(torch.nan)
-        graph.replay()
-        assert error_of(problem, other, out) is None, ranges
+    first, *others = (
+        make_mqa_inputs(problem, device, seed=seed, ranges=ranges, poison=seed > 0)
+        for seed, ranges in enumerate(("causal", "hard", "random", "full", "sequences"))
+    )
+    for other in others:
+        assert error_of(problem, other, run(problem, other, backend)) is None
+
+    def logits(out, **contents):
+        return run(problem, MqaInputs(**contents), backend, out)
+
+    graphs.check(logits, vars(first) | {"out": poisoned(problem)[0]}, (), [vars(other) for other in others], device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

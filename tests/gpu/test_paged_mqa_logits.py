@@ -15,6 +15,7 @@ from gdn.ops.indexer.inputs import PagedInputs, make_paged_inputs
 from gdn.ops.indexer.oracle import exact_paged_mqa_logits, logits_error
 from gdn.ops.indexer.problem import PagedMqaLogitsProblem
 from gdn.runtime import registry
+from tests.gpu import graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -202,28 +203,29 @@ def test_a_cache_beyond_4_gib(backend):
     check(problem, inputs, backend)
 
 
+@pytest.mark.parametrize("has_out", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("variant", ["h64-fp8-p64", "h16-fp8-p16-n4", "h4-cast-p272-n2", "h64-fp8-p64-n2"])
-def test_a_graph_follows_changed_lengths(backend, variant):
+def test_a_graph_follows_changed_lengths(backend, variant, has_out, device):
     """Captured once, replayed with other lengths, zero included, as a serving engine does."""
     batch, longest = 40, 900
     problem = problem_of(variant, batch, longest)
-    inputs = make_paged_inputs(problem, "cuda")
-    out, _ = poisoned(problem)
-    run(problem, inputs, backend, out)  # compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(problem, inputs, backend, out)
+    inputs = make_paged_inputs(problem, device)
     generator = torch.Generator().manual_seed(0)
-    for step in range(4):
+    changes = []
+    for step in range(5):
         lengths = torch.randint(0, longest + 1, tuple(inputs.context_lens.shape), generator=generator, dtype=torch.int32)
         lengths[torch.rand(batch, generator=generator) < 0.3] = 0
-        if step == 3:
-            lengths.zero_()
-        inputs.context_lens.copy_(lengths)
-        out.fill_(torch.nan)
-        graph.replay()
-        assert error_of(problem, inputs, out) is None, step
+        if step >= 3:
+            lengths.fill_(0 if step == 3 else longest)
+        changes.append({"context_lens": lengths.to(device)})
+        check(problem, dataclasses.replace(inputs, **changes[-1]), backend)
+
+    def logits(context_lens, out=None):
+        return run(problem, dataclasses.replace(inputs, context_lens=context_lens), backend, out)
+
+    out = {"out": poisoned(problem)[0]} if has_out else {}
+    graphs.check(logits, {"context_lens": inputs.context_lens, **out}, (), changes, device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -15,7 +15,7 @@ from gdn.ops.delta_rule.oracle import DeltaRuleResult
 from gdn.ops.delta_rule.problem import RecurrentProblem
 from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
-from tests.gpu import cases
+from tests.gpu import cases, graphs
 from tests.gpu.delta_rule import Arguments, backends, copied, judge, run
 from tests.gpu.twins import are_same
 
@@ -141,27 +141,18 @@ def test_graph_replay_with_other_lengths(
 ) -> None:
     """Lengths, slots and accepted counts change between replays, as in a serving loop."""
     arguments = arguments_of(replace(cases.MAIN_SPECULATIVE, state_v_first=v_first), device)
-    arguments["initial_state"].nan_to_num_(0.1)
-    start = copied(arguments)
-    run(FUNCTION, copied(arguments), backend)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = gdn.fused_recurrent_gated_delta_rule(**arguments, backend=backend)
+    for name in ("initial_state", "q", "k", "v", "g", "beta"):  # rows that are padding now may be tokens later
+        arguments[name].nan_to_num_(nan=0.1 if name == "initial_state" else -0.01)
+    changes = []
     for shift, lengths in enumerate(([1, 0, 4, 3, 2, 1], [3, 3, 3, 3, 3, 3], [0, 0, 1, 0, 0, 0], [0] * 6)):
-        arguments["cu_seqlens"].copy_(torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]))
-        arguments["num_accepted_tokens"].copy_((torch.arange(6) + shift) % 3 + 1)
-        arguments["ssm_state_indices"].copy_(arguments["ssm_state_indices"].roll(1, 0))
-        for name in ("q", "k", "v", "g", "beta"):
-            arguments[name].copy_(torch.nan_to_num(arguments[name], nan=-0.01))
-        arguments["initial_state"].copy_(start["initial_state"])
-        arguments["out"].fill_(torch.nan)
-        before = copied(arguments)
-        for name in ("cu_seqlens", "num_accepted_tokens", "ssm_state_indices"):
-            before[name] = arguments[name].clone()
-        graph.replay()
-        torch.cuda.synchronize()
-        judge(FUNCTION, arguments, results, before, monkeypatch)
+        change = {
+            "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(arguments["cu_seqlens"]),
+            "num_accepted_tokens": ((torch.arange(6) + shift) % 3 + 1).to(arguments["num_accepted_tokens"]),
+            "ssm_state_indices": arguments["ssm_state_indices"].roll(1 + shift, 0),
+        }
+        check(copied(arguments) | change | {"out": torch.full_like(arguments["out"], torch.nan)}, backend, monkeypatch)
+        changes.append(change)
+    graphs.check(getattr(gdn, FUNCTION), arguments, ("initial_state",), changes, device, backend=backend)
 
 
 @LAYOUTS

@@ -11,6 +11,7 @@ import torch
 import gdn
 from gdn.testing.compare import error, same_bits
 from tests.compile.pairwise import pairwise
+from tests.gpu import graphs
 from tests.gpu.delta_rule import backends, poisoned_memory
 from tests.gpu.replay import Member, Scene, in_float64
 
@@ -189,19 +190,10 @@ def test_a_sequence_has_the_same_bits_in_any_batch(
 @BACKENDS
 def test_a_graph_is_replayed_with_other_positions(backend: str, device: torch.device) -> None:
     scene = Scene([replace(member, p=member.p + 1, a=1) for member in DRAFTS[:4]], **OF_DRAFTS)
-    arguments, other = scene.arguments(device), Scene(DRAFTS[:4], **OF_DRAFTS).arguments(device)
-    o = torch.empty_like(gdn.fused_recurrent_gated_delta_rule(**scene.arguments(device), backend=backend)[0])
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        gdn.fused_recurrent_gated_delta_rule(**arguments, out=o, backend=backend)
-    for name, value in other.items():
-        if isinstance(value, torch.Tensor):
-            arguments[name].copy_(value)
-    graph.replay()
-    expected, _ = gdn.fused_recurrent_gated_delta_rule(**other, backend=backend)
-    assert same_bits(o, expected)
-    assert same_bits(arguments["ring"], other["ring"]) and same_bits(arguments["initial_state"], other["initial_state"])
+    other = Scene(DRAFTS[:4], **OF_DRAFTS)
+    check(other, backend, device)
+    changes, pools = [graphs.tensors(other.arguments(device))], ("initial_state", "ring")
+    graphs.check(gdn.fused_recurrent_gated_delta_rule, scene.arguments(device), pools, changes, device, backend=backend)
 
 
 @BACKENDS

@@ -12,6 +12,7 @@ import torch
 import gdn
 from gdn.ops.attention.sparse_attention import attend
 from gdn.runtime import registry
+from tests.gpu import graphs
 from tests.gpu.attention import Inputs, Variant, exact, head_errors, make_inputs, of_torch
 
 pytestmark = pytest.mark.gpu
@@ -124,21 +125,14 @@ def test_gate_is_torchs_glu(backend: str, sequences: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_graph_reads_new_lengths_and_positions(backend: str) -> None:
+def test_a_graph_reads_new_lengths_and_positions(backend: str, device: torch.device) -> None:
     first = make_inputs(VARIANTS["16/2"], [300, 260, 33], [1, 1, 1], 256)
     second = make_inputs(VARIANTS["16/2"], [290, 41, 304], [1, 0, 2], 256, seed=2)
-    static = {name: value.clone() for name, value in first.arguments.items() if isinstance(value, torch.Tensor)}
-    held = Inputs(first.arguments | static, first.positions)
-    run(held, backend)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o, lse = gdn.sparse_attention(**held.arguments, return_lse=True, max_query_len=8, backend=backend)
-    for inputs in (second, first):
-        for name, tensor in static.items():
-            tensor.copy_(inputs.arguments[name])
-        graph.replay()
-        for found, wanted in zip((o, lse), run(inputs, backend), strict=True):
-            assert torch.equal(found, wanted)
+    for inputs in (first, second):
+        check(inputs, backend)
+    changes = [graphs.tensors(inputs.arguments) for inputs in (second, first)]
+    options = {"return_lse": True, "max_query_len": 8, "backend": backend}
+    graphs.check(gdn.sparse_attention, first.arguments, (), changes, device, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

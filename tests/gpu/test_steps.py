@@ -14,6 +14,7 @@ import torch
 import gdn
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
+from tests.gpu import graphs
 from tests.gpu.delta_rule import Arguments
 from tests.gpu.framed import check_windows, frame_is_untouched, framed, on_cpu, windows
 from tests.gpu.twins import copy_of, twin, whole
@@ -491,34 +492,18 @@ def test_decode_continues_prefill(device: torch.device) -> None:
 
 def test_graph_with_changing_contents(device: torch.device) -> None:
     """Captured once; offsets, slots, masks and counts change between replays."""
-    long = Case(lengths=(40, 2, 22, 0), padding=6, dim=256)
-    other = Case(lengths=(3, 50, 0, 9), padding=8, dim=256)
-    short = Case(lengths=(4, 1, 3, 0, 2, 3), padding=2, dim=256)
-    for function, state, first, second in (
-        ("causal_conv1d_fn", "conv_states", prefill(long, device, dead=(1,)), prefill(other, device, dead=(0,))),
-        (
-            "causal_conv1d_update",
-            "conv_state",
-            decode(short, device, spec=4),
-            decode(replace(short, lengths=(1, 0, 5, 2, 1, 3), padding=3), device, spec=4),
-        ),
-    ):
-        live = twin(first)
-        call = getattr(gdn, function)
-        call(**live, backend="cute")  # compiles
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call(**live, backend="cute")
-        for given in (second, first):
-            for name, value in given.items():
-                if isinstance(value, Tensor):
-                    live[name].copy_(value)
-            graph.replay()
-            expected = on_cpu(given, wide=False)
-            exact = getattr(reference, function)(**on_cpu(given, wide=True))
-            getattr(reference, function)(**expected)
-            check(live["out"], exact)
-            assert same_bits(live[state].cpu().contiguous(), expected[state].contiguous())
+    prompts = {(40, 2, 22, 0): (1,), (3, 50, 0, 9): (0,)}  # and the sequences that are padding, in 70 rows
+    drafts = {(4, 1, 3, 0, 2, 3): (3, 5), (1, 0, 5, 2, 1, 3): (3, 5)}  # in 15 rows
+    for function, state, rows, steps in (
+        ("causal_conv1d_fn", "conv_states", 70, prompts), ("causal_conv1d_update", "conv_state", 15, drafts)
+    ):  # fmt: skip
+        made = []
+        for lengths, dead in steps.items():
+            case = Case(lengths=lengths, padding=rows - sum(lengths), dim=256)
+            made.append(prefill(case, device, dead=dead) if steps is prompts else decode(case, device, spec=4))
+            run(function, state, twin(made[-1]), rows_of(case, dead))
+        changes = [graphs.tensors(given) for given in (made[1], made[0])]
+        graphs.check(getattr(gdn, function), made[0], (state,), changes, device, backend="cute")
 
 
 # --- split, gates, norm ------------------------------------------------------------------------------------------------
