@@ -23,7 +23,7 @@ from tests.compile.pairwise import pairwise
 from tests.gpu import graphs
 from tests.gpu.delta_rule import Arguments
 from tests.gpu.framed import check_states, check_windows, frame_is_untouched, framed, on_cpu, projections, states, windows
-from tests.gpu.twins import copy_of, twin, whole
+from tests.gpu.twins import check_repeats, copy_of, twin, whole
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -288,18 +288,11 @@ def test_configurations_k_first(case: Case, number: int, sequences: int, configu
 
 @LAYOUTS
 def test_repeats(v_first: bool, device: torch.device) -> None:
-    """No block reads what another has written: the same bits on every run."""
     for case in (
         Case(v_first=v_first), Case(spec=7, v_first=v_first), Case(spec=7, v_first=v_first, state_dtype=BF16),
         Case(lengths=(1,) * 60, offsets_dtype=None, heads=(8, 16), v_first=v_first),
     ):  # fmt: skip
-        first: list[Tensor] | None = None
-        for _ in range(20):
-            arguments, _ = make(case, device)
-            gdn.fused_gdn_decode(**arguments, backend="cute")
-            found = [whole(arguments[key]) for key in ("out", *POOLS)]
-            first = first or found
-            assert all(same_bits(one, other) for one, other in zip(first, found, strict=True))
+        check_repeats(gdn.fused_gdn_decode, make(case, device)[0], backend="cute")
 
 
 @LAYOUTS

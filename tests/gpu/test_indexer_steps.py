@@ -16,6 +16,7 @@ from gdn.ops.indexer.reference import cast_fp8
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
 from tests.gpu import graphs
+from tests.gpu.twins import check_repeats
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -333,13 +334,7 @@ def test_prepare_copies_what_is_not_aligned(device: torch.device) -> None:
 
 
 def test_prepare_repeats(device: torch.device) -> None:
-    arguments = call_of(Case(tokens=700))
-    q_out, weights_out = gdn.prepare_indexer(**arguments, backend="cute")
-    cache = memory_of(arguments["cache"]).clone()
-    for _ in range(20):
-        again = gdn.prepare_indexer(**arguments, backend="cute")
-        assert same_bits(q_out, again[0]) and same_bits(weights_out, again[1])  # type: ignore[arg-type]
-        assert torch.equal(memory_of(arguments["cache"]), cache)
+    check_repeats(gdn.prepare_indexer, call_of(Case(tokens=700)), backend="cute")
 
 
 def test_prepare_cache_beyond_32_bits(device: torch.device) -> None:
@@ -503,14 +498,9 @@ def test_compress_null_slot_and_nothing(device: torch.device) -> None:
 
 
 def test_compress_repeats(device: torch.device) -> None:
-    """No block reads a ring row that another one writes: the same bits on every run."""
-    first: tuple[Tensor, Tensor] | None = None
-    for _ in range(20):
-        arguments = compress_call([Run(0, 2, 4000), *(Run(n, n, 20) for n in range(1, 60))], 4, 8, None, 128, FP8, torch.bfloat16)
-        gdn.compress_indexer_keys(**arguments, backend="cute")
-        found = memory_of(arguments["ring"]), memory_of(arguments["cache"])
-        first = first or found
-        assert same_bits(first[0], found[0]) and same_bits(first[1], found[1])
+    runs = [Run(0, 2, 4000), *(Run(n, n, 20) for n in range(1, 60))]
+    arguments = compress_call(runs, 4, 8, None, 128, FP8, torch.bfloat16)
+    check_repeats(gdn.compress_indexer_keys, arguments, backend="cute")
 
 
 def test_compress_in_pieces_equals_the_whole(device: torch.device) -> None:

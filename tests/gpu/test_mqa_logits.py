@@ -19,6 +19,7 @@ from gdn.ops.indexer.oracle import exact_mqa_logits, logits_error
 from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem
 from gdn.runtime import registry
 from tests.gpu import graphs
+from tests.gpu.twins import check_repeats
 
 pytestmark = pytest.mark.gpu
 
@@ -259,9 +260,7 @@ def test_more_tiles_than_costs_can_count(balanced_fraction):
 def test_the_same_bits_every_time(backend, variant):
     problem = problem_of(variant, 257, 2049)
     inputs = make_mqa_inputs(problem, "cuda", ranges="hard")
-    first = run(problem, inputs, backend)
-    for _ in range(19):
-        assert torch.equal(run(problem, inputs, backend), first)
+    check_repeats(run, {"problem": problem, "inputs": inputs}, backend=backend)
 
 
 @pytest.mark.parametrize("sizes", [(130, 1000), (1500, 4000)])  # the larger one has rounds before the even end of the deal

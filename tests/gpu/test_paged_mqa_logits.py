@@ -16,6 +16,7 @@ from gdn.ops.indexer.oracle import exact_paged_mqa_logits, logits_error
 from gdn.ops.indexer.problem import PagedMqaLogitsProblem
 from gdn.runtime import registry
 from tests.gpu import graphs
+from tests.gpu.twins import check_repeats
 
 pytestmark = pytest.mark.gpu
 
@@ -234,9 +235,7 @@ def test_the_same_bits_every_time(backend, variant):
     lengths = [900, 0, 17, 544, 545, 899, 1]
     problem = problem_of(variant, len(lengths), 900)
     inputs = make_paged_inputs(problem, "cuda", lengths=lengths_of(problem, lengths))
-    first = run(problem, inputs, backend)
-    for _ in range(19):
-        assert torch.equal(run(problem, inputs, backend), first)
+    check_repeats(run, {"problem": problem, "inputs": inputs}, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

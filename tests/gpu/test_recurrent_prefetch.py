@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import gdn
 from gdn import runtime
 from gdn.device import H100
 from gdn.ops.delta_rule.problem import RecurrentProblem
@@ -15,7 +16,8 @@ from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.gpu import cases
 from tests.gpu.delta_rule import copied, run
-from tests.gpu.test_recurrent import FUNCTION, arguments_of, check, check_repeats
+from tests.gpu.test_recurrent import FUNCTION, arguments_of, check
+from tests.gpu.twins import check_repeats
 
 pytestmark = pytest.mark.gpu
 
@@ -113,4 +115,4 @@ def test_rounding_does_not_depend_on_the_form(every_token: bool, device: torch.d
 def test_repeats_give_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, 0)
     arguments = arguments_of(DRAFTS, device)
-    check_repeats(arguments, "cute")
+    check_repeats(gdn.fused_recurrent_gated_delta_rule, arguments, backend="cute")

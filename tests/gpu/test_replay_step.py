@@ -15,7 +15,7 @@ from tests.gpu.replay import Member
 from tests.gpu.replay_step import Step
 from tests.gpu.test_gdn_decode import AXES as STEP_AXES
 from tests.gpu.test_gdn_decode import BF16, F32, LAYOUTS, NULL, ROUNDING, Case
-from tests.gpu.twins import copy_of, twin, whole
+from tests.gpu.twins import check_repeats, copy_of, twin, whole
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -227,14 +227,8 @@ def test_a_nan_stays_in_its_sequence(v_first: bool, device: torch.device) -> Non
 @LAYOUTS
 @pytest.mark.parametrize("form", ["one", "drafts", "eight"])
 def test_repeats(form: str, v_first: bool, device: torch.device) -> None:
-    """No block reads what another has written: the same bits on every run."""
-    step, first = Step(case=Case(heads=(8, 16), v_first=v_first), **FORMS[form]), None
-    for _ in range(5):
-        arguments, _ = step.arguments(device)
-        gdn.fused_gdn_decode(**arguments, backend="cute")
-        found = [whole(arguments[name]) for name in ("out", "ring", "conv_state", "ssm_state")]
-        first = first or found
-        assert all(same_bits(one, other) for one, other in zip(first, found, strict=True))
+    step = Step(case=Case(heads=(8, 16), v_first=v_first), **FORMS[form])
+    check_repeats(gdn.fused_gdn_decode, step.arguments(device)[0], backend="cute")
 
 
 def test_longer_than_a_batch_of_tokens(device: torch.device) -> None:

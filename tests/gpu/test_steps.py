@@ -17,7 +17,7 @@ from tests.compile.pairwise import pairwise
 from tests.gpu import graphs
 from tests.gpu.delta_rule import Arguments
 from tests.gpu.framed import check_windows, frame_is_untouched, framed, on_cpu, windows
-from tests.gpu.twins import copy_of, twin, whole
+from tests.gpu.twins import check_repeats, copy_of, twin
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -305,15 +305,8 @@ def test_prefill_feeds_strided_views_of_many_tiles(device: torch.device) -> None
 
 
 def test_prefill_repeats(device: torch.device) -> None:
-    """The slot is read by no block but the one that writes it: the same bits on every run."""
     case = Case(lengths=(3, 2, 500, 1, 900, 40, 33, 64), dim=2048)
-    first: tuple[Tensor, Tensor] | None = None
-    for _ in range(20):
-        arguments = prefill(case, device, checkpoints=2)
-        gdn.causal_conv1d_fn(**arguments, backend="cute")
-        found = arguments["out"].clone(), whole(arguments["conv_states"])
-        first = first or found
-        assert same_bits(first[0], found[0]) and same_bits(first[1], found[1])
+    check_repeats(gdn.causal_conv1d_fn, prefill(case, device, checkpoints=2), backend="cute")
 
 
 def test_prefill_pool_beyond_32_bits(device: torch.device) -> None:
