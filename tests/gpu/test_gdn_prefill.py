@@ -26,6 +26,7 @@ from tests.compile.pairwise import pairwise
 from tests.gpu import graphs
 from tests.gpu.delta_rule import Arguments
 from tests.gpu.framed import check_states, check_windows, frame_is_untouched, framed, on_cpu, projections, states, windows
+from tests.gpu.test_batch_invariance import Batch
 from tests.gpu.twins import twin
 from tests.references import reference
 
@@ -330,20 +331,11 @@ def test_a_sequence_alone(form: str, configure: Configure, device: torch.device)
     """The same bits as in a batch, where both take the same form."""
     configure(form, **(PLAIN if form.startswith("apart") else {}))
     case = Case(lengths=(200, 65, 700, 20, 1), padding=0, has_mask=False)
-    arguments = make(case, device)
-    before = twin(arguments)
-    gdn.fused_gdn_prefill(**arguments, backend="cute")
-    starts = case.starts()
-    for n in range(5):
-        rows, alone = slice(starts[n], starts[n + 1]), twin(before)
-        for name_of in ("mixed_qkv", "z", "b", "a"):
-            alone[name_of] = alone[name_of][rows]
-        alone |= {"state_indices": before["state_indices"][n : n + 1], "out": None}
-        alone["query_start_loc"] = torch.tensor([0, case.lengths[n]], dtype=torch.int32, device=device)
-        o = gdn.fused_gdn_prefill(**alone, backend="cute")
-        slot = int(before["state_indices"][n])
-        assert same_bits(o, arguments["out"][rows])
-        assert all(same_bits(alone[pool][slot], arguments[pool][slot]) for pool in POOLS)
+    batch = Batch(
+        "fused_gdn_prefill", make(case, device) | {"out": None}, case.lengths, "query_start_loc",
+        tokens=("mixed_qkv", "z", "b", "a"), sequences=("state_indices",), pools=POOLS, slots="state_indices",
+    )  # fmt: skip
+    batch.check_alone(range(5), "cute")
 
 
 @FORMS
