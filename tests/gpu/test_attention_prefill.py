@@ -383,7 +383,7 @@ def test_a_captured_public_call_serves_other_lengths(splits: int, with_host: boo
         assert float(head_errors(found[0], want).max()) < 1e-2
         torch.testing.assert_close(found[1].double(), want_lse.double(), atol=2e-4, rtol=1e-5)
         changes.append(change)
-    graphs.check(attend, arguments, (), changes, torch.device("cuda"))
+    graphs.check(gdn.attention, arguments, (), changes, torch.device("cuda"), return_lse=True)
 
 
 @every_number_of_blocks
