@@ -75,6 +75,12 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("name", STEPS)
+def test_o_has_the_same_bits_without_the_log_sum_exp(name: str) -> None:
+    arguments = step(*STEPS[name])
+    assert same_bits(gdn.attention(**arguments), gdn.attention(**arguments, return_lse=True)[0])
+
+
 @pytest.mark.parametrize(
     ("name", "decode_tokens", "groups"),
     [("decode", 5, []), ("drafts", 10, []), ("prefill", None, [1, 1]), ("equal lengths", 1, [3, 2]),
