@@ -43,6 +43,7 @@ CHECKPOINT_SLOTS: Kind = but(PER_SEQUENCE, "extra rows of anything") | {
     "a slot beyond the pool": VALUE,
     "a slot of 2**33 + 1": VALUE,
     "a null slot to save to": SAME,
+    "null as -2**33 + 1": SAME,
     "without checkpoint_offsets": VALUE,
 }
 KEPT: Kind = but(STATE_POOL, "one longer", "interleaved with another argument") | {
