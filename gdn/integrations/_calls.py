@@ -102,9 +102,11 @@ def refused_by(refusal: Callable[..., str | None]) -> Callable[[Callable[P, R]],
 def asking(refusal: Callable[..., str | None], serve: Callable[..., Any]) -> Callable[..., str | None]:
     """A function that takes the arguments of `serve`, and `allow_reference`, and returns what `refusal` says of them.
 
-    `refusal` gets the arguments that it names, what `serve` takes by `**` as one mapping; parameters of others have defaults.
-    The function is generated from the signature, as that of an operator is: binding the arguments would cost more than the
-    refusal, and by keyword a call with many costs 1 us more.
+    `refusal` gets only the arguments that it names. Keywords that `serve` collects by `**` come to it as one mapping. A parameter
+    that `serve` lacks must have a default.
+
+    The function is generated from the signature, as an operator's public function is. To bind the arguments in each call would
+    cost more than the refusal itself. They are passed by position, since a call with many of them is 1 us slower by keyword.
     """
     empty = inspect.Parameter.empty
     taken = [one.replace(default=empty, annotation=empty) for one in inspect.signature(serve).parameters.values()]
