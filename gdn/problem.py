@@ -7,8 +7,8 @@ Every field says of which keys it is a part:
 - `field(metadata=COMPILES)`: static, and the best tiles do not depend on it: dtypes of indices, gates and weights, masks, flags.
   Part of the compile key alone; whether tiles are legal with it is for the kernel's `fits` to say.
 - `size()`: a count that varies from call to call. It chooses a configuration and never appears in compiled code.
-- `hint()`: what the host happens to know of the values of a call's tensors, as a number; 0: nothing. It may choose a configuration, and
-  is part of no key.
+- `hint()`: what the host happens to know of the values of a call's tensors, as a number; 0: nothing. It may choose a
+  configuration, and is part of no key.
 
 Everything is plain Python, so problems pickle, hash, compare and print; dtypes are torch's names without the `torch.` prefix
 ("bfloat16", "float8_e4m3fn").

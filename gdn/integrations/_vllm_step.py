@@ -27,6 +27,8 @@ Tensor = torch.Tensor
 
 # A step's metadata is that of many layers.
 first_slots = StepView(lambda slots, count: slots[:count])
+# The host counts blocks of a few tokens of each row, for its own convolution.
+_longest = StepView(lambda blocks, tokens: tokens * int(blocks.max()) if blocks.is_cpu and blocks.numel() else None)
 _offsets_behind, _slots_behind = (StepView(lambda values, count: values[count:, None]) for _ in range(2))
 
 
@@ -44,6 +46,16 @@ def _are_same(views: Any, others: Any) -> bool:
     return all(
         (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride()) for x, y in zip(views, others, strict=True)
     )
+
+
+def _longest_row(metadata: Any) -> int | None:
+    """Tokens of the longest row without drafts, rounded up, where the host has counted them."""
+    known = getattr(metadata, "nums_dict", None)
+    if not known:
+        return None
+    tokens, counted = next(iter(known.items()))
+    found: Any = _longest(metadata, counted["nums"], tokens)
+    return found  # type: ignore[no-any-return]
 
 
 class Step:
@@ -167,7 +179,7 @@ class Step:
         return self._prefill(
             qkvz, None, ba, None, windows, weight, A_log, dt_bias, gain, states, metadata.prefill_state_indices, conv_bias=bias,
             out=out, query_start_loc=metadata.prefill_query_start_loc, has_initial_state=metadata.prefill_has_initial_state,
-            checkpoint_offsets=offsets, checkpoint_slots=slots,
+            checkpoint_offsets=offsets, checkpoint_slots=slots, max_seqlen=_longest_row(metadata),
         )  # fmt: skip
 
     def _tokens_and_prompts(self, qkvz: Tensor, ba: Tensor, out: Tensor, fixed: Any, metadata: Any) -> None:

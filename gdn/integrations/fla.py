@@ -101,6 +101,11 @@ def _refuse_chunk(
     return _unserved_rule(q, k, v, g, beta, initial_state, allow_neg_eigval and not use_beta_sigmoid_in_kernel)
 
 
+def _longest(offsets: Tensor | None) -> int | None:
+    """Tokens of the longest sequence, by offsets on the host."""
+    return None if offsets is None or offsets.numel() < 2 or not offsets.is_cpu else int(offsets.diff().max())
+
+
 @refused_by(_refuse_chunk)
 def chunk_gated_delta_rule(
     q: Tensor,
@@ -139,7 +144,9 @@ def chunk_gated_delta_rule(
         The write strength is 2 sigmoid(beta), computed before the kernel; needs `use_beta_sigmoid_in_kernel`.
     cu_seqlens : Tensor [N + 1], optional
         Offsets of packed sequences, with B = 1.
-    cu_seqlens_cpu, chunk_indices
+    cu_seqlens_cpu : Tensor [N + 1], optional
+        The offsets on the host: with them one long sequence among short ones is faster.
+    chunk_indices
         Accepted and not needed.
     cp_context : None
         Only None is served.
@@ -174,6 +181,7 @@ def chunk_gated_delta_rule(
         output_final_state=bool(output_final_state),
         use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
         cu_seqlens=cu_seqlens,
+        max_seqlen=_longest(cu_seqlens_cpu),
         state_v_first=bool(kwargs.get("transpose_state_layout", state_v_first)),
         use_gate_in_kernel=gate,
         A_log=kwargs.get("A_log") if gate else None,

@@ -2,8 +2,8 @@
 
 The lengths of the sequences are on the device and nobody reads them: the model takes them to be equal. For segments, of which
 there are about as many however the tokens are dealt out, that is near enough. Whole sequences take as long as the longest one, so
-where there are several, the model says how long that may be, and the device compares. Where the host knows that one is much longer
-than the others (`ChunkProblem.longest`), the choice is made here.
+where there are several, the model says how long that may be, and the device compares. Where the host knows that one is much
+longer than the others (`ChunkProblem.longest`), the choice is made here.
 """
 
 from collections.abc import Iterator

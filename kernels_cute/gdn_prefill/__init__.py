@@ -6,8 +6,9 @@
 
 Forms: launches of the kernels of the three operators one after the other, in one entry (in_turn.py), or an entry each where the
 chunk operator has launches of its own (parts.py); the convolution, then the chunk kernel with the norm in it (normed.py); or side
-by side, each some chunks later than the one before (side_by_side.py). The last two, and segments one after the other, may leave
-sequences of one token to the decode step's kernel (one_token.py), and normed.py those of up to 64 tokens to small blocks (short/).
+by side, each some chunks later than the one before (side_by_side.py). The last two, and the first with sequences in segments, may
+leave sequences of one token to the decode step's kernel (one_token.py), and normed.py those of up to 64 tokens to small blocks
+(short/).
 DESIGN.md says when which one runs. `GdnPrefillParams` has the contract of each tensor.
 """
 
@@ -102,8 +103,9 @@ def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool
 
 
 def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
-    """In segments where one sequence is known to be long; side by side where that is faster by the model; with the norm in the chunk kernel where work tiles take turns on all SMs,
-    and a launch for short sequences where they are many; else the default of each kernel."""
+    """In segments where one sequence is known to be long; side by side where that is faster by the model; with the norm in the
+    chunk kernel where work tiles take turns on all SMs, and a launch for short sequences where they are many; else the default of
+    each kernel."""
     apart = _with_steps(problem, chunk.default_config(parts.chunk_problem(problem), device), device)
     if (segments := plan.in_segments(problem, device)) is not None:
         return replace(apart, **segments)

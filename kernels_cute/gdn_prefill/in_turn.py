@@ -1,6 +1,6 @@
 """A prefill step as the launches of its three operators, one after the other in one entry: the convolution, the chunk kernel in
-any of its forms, and the gated norm. With `max_short_tokens` the first two pass over the sequences of one token, and a last launch
-has them (one_token.py).
+any of its forms, and the gated norm. With `max_short_tokens` the first two pass over the sequences of one token, and a last
+launch has them (one_token.py).
 
 Views of the call's tensors and of the workspace are made in the launch, where they cost nothing.
 

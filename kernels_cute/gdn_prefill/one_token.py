@@ -1,8 +1,8 @@
 """A prefill step's sequences of one token: the decode step's kernel (kernels_cute.gdn_decode), in the last launch.
 
-It reads nothing that the launches before it write. So it begins once all blocks of the one before have begun, unless that one is the
-norm, which writes all rows. Its first block waits for that one's end, so what follows in the stream, which waits for this launch
-alone, waits for all of them.
+It reads nothing that the launches before it write. So it begins once all blocks of the one before have begun, unless that one is
+the norm, which writes all rows. Its first block waits for that one's end, so what follows in the stream, which waits for this
+launch alone, waits for all of them.
 
 Blocks of other sequences return at once. The rows that nobody has are zeroed here: those of padding sequences of any length, and
 those after the last sequence.

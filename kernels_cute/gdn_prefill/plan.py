@@ -116,8 +116,8 @@ def with_short(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str,
 
 
 def in_segments(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | None:
-    """Fields of the configuration for one long sequence among sequences of one token, where few heads would leave SMs idle: the long
-    one in segments, the others by the decode step's kernel. None where the host does not know of such lengths, or whole
+    """Fields of the configuration for one long sequence among sequences of one token, where few heads would leave SMs idle: the
+    long one in segments, the others by the decode step's kernel. None where the host does not know of such lengths, or whole
     sequences are faster."""
     others = problem.num_sequences - 1
     if not is_uneven(parts.chunk_problem(problem)) or problem.num_tokens - problem.longest > _MOST_OTHER_TOKENS * others:

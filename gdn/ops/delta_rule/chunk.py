@@ -30,6 +30,7 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     returns=_returns,
     varies=("q", "cu_seqlens"),
     contiguous=("q", "k", "v"),
+    hints=("max_seqlen",),
 )
 def chunk_gated_delta_rule(
     q: Tensor,
@@ -126,9 +127,9 @@ def chunk_gated_delta_rule(
         Where checkpoints go instead of the pool: `checkpoint_slots` are then its rows, and no `state_indices` are needed.
         float32 or bfloat16, whatever the pool is; [rows, HS, V, K] with `state_v_first`; strides and address as those of a pool.
     max_seqlen : int, optional
-        Tokens of the longest sequence as the host knows them, or an upper bound. It chooses how the work is dealt out, and so the last
-        bits of a result: one long sequence among short ones is faster if it is given. None = lengths are taken to be about equal.
-        Less than the longest has is an error where values are checked, and elsewhere costs time alone.
+        Tokens of the longest sequence as the host knows them, or an upper bound. It chooses how the work is dealt out, and so the
+        last bits of a result: one long sequence among short ones is faster if it is given. None = lengths are taken to be about
+        equal. Less than the longest has is an error where values are checked, and elsewhere costs time alone.
     null_slot, out : int, Tensor [B, T, HS, V] or None
         Largest slot index that means padding, >= -1 (vLLM's convention is 0); tensor to write o into, dtype of `v`, last
         dimension contiguous, which shares no element with any other argument, `v` included.
@@ -224,7 +225,7 @@ def chunk_gated_delta_rule(
 
 
 def problem_of(
-    sizes: checks.Sizes, given: checks.Tokens, states: checks.States, use_qk_l2norm: bool, has_final_state: bool, longest: int
+    sizes: checks.Sizes, given: checks.Tokens, states: checks.States, use_qk_l2norm: bool, has_final_state: bool, longest: int = 0
 ) -> ChunkProblem:
     """The problem of a call."""
     index_dtype = common_dtype(states.state_indices, states.final_state_indices, states.checkpoint_slots)

@@ -295,8 +295,8 @@ class _Step:
             q, k, v, g, beta, initial_state=states.initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
             state_indices=states.state_indices, has_initial_state=states.has_initial_state,
             final_state_indices=states.final_state_indices, checkpoint_offsets=states.checkpoint_offsets,
-            checkpoint_slots=states.checkpoint_slots, max_seqlen=self.longest, null_slot=states.null_slot, out=self.o[:, token:] if token else self.o,
-            **self.options,
+            checkpoint_slots=states.checkpoint_slots, max_seqlen=self.longest, null_slot=states.null_slot,
+            out=self.o[:, token:] if token else self.o, **self.options,
         )[1]  # fmt: skip
 
     def recurrent(self, states: States, out: Tensor | None, rows: int | None = None, end: int | None = None) -> Tensor:

@@ -27,6 +27,7 @@ from gdn.runtime.registry import Backend
     },
     varies=("mixed_qkv", "query_start_loc"),
     contiguous=("mixed_qkv", "z"),
+    hints=("max_seqlen",),
 )
 def fused_gdn_prefill(
     mixed_qkv: Tensor,
