@@ -218,7 +218,7 @@ class Operator:
         Returns
         -------
         callable
-            Takes the tensors, by position in the signature's order (those after its `*` too) or by name, and hints by name. A call
+            Takes the tensors, by position in the signature's order (those after its `*` too) or by name; hints by name. A call
             does all that one of the public function does, and costs the host less: as long as tensors are like those of an
             earlier call, most of its time goes into the reading of keywords.
 

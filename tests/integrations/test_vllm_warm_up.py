@@ -110,7 +110,11 @@ class Engine:
             most = LIMITS.tokens if not drafting else 1024  # their rows are gathered
             total = max(begin + new, self.count(most))
             lengths = [(total - begin) // new] * new
-            lengths[-1] += (total - begin) % new
+            if self.random.random() < 0.3:  # one is long, as the host may know
+                lengths = [self.random.choice([1, 1, 1, min(9, lengths[0])]) for _ in lengths]
+            lengths[-1] += total - begin - sum(lengths)
+            if self.random.random() < 0.7:
+                known["nums_dict"] = {8: {"nums": -(-torch.tensor(lengths) // 8)}}
             own = table.numel() + 1 + torch.arange(new, dtype=torch.int32)
             known |= {
                 "num_prefills": new, "prefill_query_start_loc": offsets(lengths), "prefill_state_indices": own,
