@@ -93,9 +93,10 @@ def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool
         return False
     if config.norm_in_chunk:
         return plan.normed_fits(problem, config, device)
-    if config.max_short_tokens and not plan.in_segments_fits(problem, config, device):
-        return False
-    if not shape.conv_batch_fits(problem, config.conv_batch):
+    if config.max_short_tokens:  # rows of the staged convolution go through shared memory
+        if not plan.in_segments_fits(problem, config, device):
+            return False
+    elif not shape.conv_batch_fits(problem, config.conv_batch):
         return False
     if problem.has_norm and not norm.fits(parts.norm_problem(problem), config.norm, device):
         return False
