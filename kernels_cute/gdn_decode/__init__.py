@@ -215,7 +215,7 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     # can be.
     k_first = not problem.state_v_first
 
-    if has_one_token and not k_first:  # in the order of the list; of few heads narrow blocks first, which have the state sooner
+    if has_one_token and not k_first:  # in the order of the list; of few heads narrow blocks first (DESIGN.md)
         lanes = 16 if heads <= device.num_sms // 8 else 8
         return min(space, key=lambda c: (c.threads_per_column != lanes, _ring_tiles(problem).index(_tiles(c))))
     if heads < device.num_sms:  # as many blocks as there can be
