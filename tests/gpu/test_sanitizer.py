@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 180  # of a process: a kernel may wait for ever
 # Kernels of these take so long to compile that every call has a process of its own.
 SLOW = [group for group in GROUPS if group.startswith(("chunk-", "context"))]
+# The oracle runs on the CPU. With all cores for each of several processes a group took 285 s; with one it takes 10 to 35.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # So that every tensor ends where its memory does. racecheck looks at shared memory alone.
 EXACT_ENDS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
@@ -39,7 +41,7 @@ def tools_of(group: str) -> tuple[str, ...]:
 def start(command: list[str], **environment: str) -> "subprocess.Popen[str]":
     """Starts a session of its own: a kill has to reach what the tool starts."""
     return subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | environment, text=True, start_new_session=True,
+        command, cwd=ROOT, env=os.environ | ONE_THREAD | environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
