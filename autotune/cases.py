@@ -10,14 +10,13 @@ import functools
 
 import torch
 
-from gdn.core.tunable import Call, Case, Shape, Tunable, WrongResult, launch_of
+from gdn.core.tunable import Case, Shape, Tunable
+from gdn.core.tunable import WrongResult as WrongResult
 from gdn.device import DeviceSpec
 from gdn.ops.delta_rule import inputs
 from gdn.problem import Problem
 from gdn.runtime import explaining, registry
 from gdn.testing import timing
-
-__all__ = ["Call", "Case", "Shape", "Tunable", "WrongResult", "launch_of", "lengths_of", "make", "refusal", "tunable"]
 
 
 def tunable(op: str) -> Tunable:

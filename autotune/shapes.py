@@ -5,10 +5,8 @@ flags than the shape's (`Problem.tune_fields`).
 """
 
 from autotune import cases
-from autotune.cases import Shape
+from gdn.core.tunable import Shape as Shape
 from gdn.runtime import registry
-
-__all__ = ["Shape", "operators", "shapes"]
 
 
 def operators() -> list[str]:

@@ -5,7 +5,7 @@ signatures are the recorded ones. A call that this project does not serve runs t
 Importing an adapter imports neither its host nor a DSL.
 
 - `_hosts`: what each adapter touches of its host; `recorded/<host>.json`: its signatures, written by
-  `python -m gdn.integrations.record HOST`
+  `python -m tests.integrations.record HOST`
 - `_signatures`, `_records`: read signatures of objects and of sources; compare them with the recorded ones
 - `_calls`: refusals that all adapters share, and the counters of a replaced point
 - `_points`, `_handle`: replace attributes and put them back; `Handle` and its report

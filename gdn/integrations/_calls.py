@@ -1,6 +1,7 @@
 """What every replaced point shares: refusals of any call, and counters."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
@@ -80,20 +81,43 @@ def unserved_state(state: torch.Tensor | None) -> str | None:
 def refused_by(refusal: Callable[..., str | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of a function that an adapter offers for import: a call that is not served raises Refused.
 
-    `refusal` takes the function's arguments and `allow_reference`. Called directly, the function serves the CPU too. What it
-    wraps (`inspect.unwrap`) is the function without the check, for a replaced point, which has asked already.
+    refusal: see `asking`. Called directly, the function serves the CPU too. What it wraps (`inspect.unwrap`) is the function
+    without the check, for a replaced point, which has asked already.
     """
 
     def decorate(serve: Callable[P, R]) -> Callable[P, R]:
+        ask = asking(refusal, serve)
+
         @functools.wraps(serve)
         def direct(*args: P.args, **kwargs: P.kwargs) -> R:
-            if reason := refusal(*args, **kwargs, allow_reference=True):
+            if reason := ask(*args, **kwargs, allow_reference=True):
                 raise Refused(f"{serve.__name__}: {reason}")
             return serve(*args, **kwargs)
 
         return direct
 
     return decorate
+
+
+def asking(refusal: Callable[..., str | None], serve: Callable[..., Any]) -> Callable[..., str | None]:
+    """A function that takes the arguments of `serve`, and `allow_reference`, and returns what `refusal` says of them.
+
+    `refusal` gets the arguments that it names, what `serve` takes by `**` as one mapping; parameters of others have defaults.
+    The function is generated from the signature, as that of an operator is: binding the arguments would cost more than the
+    refusal, and by keyword a call with many costs 1 us more.
+    """
+    empty = inspect.Parameter.empty
+    taken = [one.replace(default=empty, annotation=empty) for one in inspect.signature(serve).parameters.values()]
+    taken.append(inspect.Parameter("allow_reference", inspect.Parameter.KEYWORD_ONLY))
+    parameters = str(inspect.Signature(sorted(taken, key=lambda one: one.kind)))[1:-1]
+    read = inspect.signature(refusal).parameters
+    passed = ", ".join(f"{name}={name}" if one.kind is one.KEYWORD_ONLY else name for name, one in read.items())
+    space = {name: one.default for name, one in read.items() if one.default is not empty}
+    space["_refusal"] = refusal.func if isinstance(refusal, functools.partial) else refusal  # its arguments are defaults here
+    ask: Any = eval(f"lambda {parameters}: _refusal({passed})", space)
+    ask.__name__ = ask.__qualname__ = serve.__name__  # for a TypeError
+    ask.__defaults__, ask.__kwdefaults__ = serve.__defaults__, {**(serve.__kwdefaults__ or {}), "allow_reference": False}
+    return ask  # type: ignore[no-any-return]
 
 
 def serve_or_leave(

@@ -12,7 +12,6 @@ class Host:
     functions are dotted names of the functions and methods that an adapter replaces or calls, by the module that defines them;
     replaced are those that `enable` replaces without further options (empty: all of them);
     classes maps a class to the attributes that the adapter reads. tested is the version range in words, for messages only.
-    bindings: C++ file, relative to the folder of the package's sources, that binds functions which no Python file defines.
     """
 
     name: str
@@ -22,7 +21,6 @@ class Host:
     functions: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    bindings: str | None = None
 
 
 def _under(prefix: str, *names: str) -> tuple[str, ...]:
@@ -69,7 +67,6 @@ DEEPGEMM = Host(
     tested="2.6.1",
     functions=(*_MQA_LOGITS, "deep_gemm.get_paged_mqa_logits_metadata"),
     replaced=_MQA_LOGITS,
-    bindings="csrc/apis/attention.hpp",
 )
 
 _VLLM_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention"

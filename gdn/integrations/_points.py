@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gdn.integrations._calls import Calls, serve_or_leave
+from gdn.integrations._calls import Calls, asking, serve_or_leave
 
 Undo = Callable[[], str | None]
 
@@ -67,7 +67,8 @@ def attribute(
     path : str
         Dotted name of the function.
     refusal : callable
-        Takes the host's arguments and `allow_reference`; returns why the call is left to the host, or None. Pure.
+        Takes what it reads of the arguments of `serve` and `allow_reference`; returns why the call is left to the host, or None.
+        Pure.
     serve : callable
         Takes the host's arguments; returns what the host's function would.
     also : tuple of str
@@ -79,7 +80,7 @@ def attribute(
 
     def install(calls: Calls) -> Undo:
         original = resolve(path)[2]
-        replacement = serve_or_leave(calls, original, refusal, serve)
+        replacement = serve_or_leave(calls, original, asking(refusal, serve), serve)
         return replace(original, replacement, (path, *also))
 
     return Point(path, (guard or path,), install)

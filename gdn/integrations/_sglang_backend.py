@@ -15,7 +15,7 @@ import torch
 from gdn.integrations import _sglang_step as step
 from gdn.integrations import _sglang_warm_up as warm
 from gdn.integrations import sglang_convolution as convolution
-from gdn.integrations._calls import Calls
+from gdn.integrations._calls import Calls, asking
 from gdn.integrations._hosts import SGLANG_BACKEND, SGLANG_CONVOLUTIONS, SGLANG_RUNNER
 from gdn.integrations._kept import ServedOf
 from gdn.integrations._points import Point, Undo, Unreplaced, replace, resolve
@@ -50,7 +50,7 @@ def _convolution(
 
     taken gets the path while the function is replaced.
     """
-    name, definition = path.rpartition(".")[2], SGLANG_CONVOLUTIONS[path]
+    name, definition, ask = path.rpartition(".")[2], SGLANG_CONVOLUTIONS[path], asking(refusal, serve)
 
     def install(calls: Calls) -> Undo:
         original = resolve(path)[2]
@@ -61,7 +61,7 @@ def _convolution(
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             if calls.active and not phases.isdisjoint(where):
-                reason = refusal(*args, **kwargs, allow_reference=calls.allow_reference)
+                reason = ask(*args, **kwargs, allow_reference=calls.allow_reference)
                 # Trees are the host's by design, and no reason to stop an engine.
                 if calls.serves(reason) if reason == convolution.TREE else serving.serves(name, reason):
                     return serve(*args, **kwargs)

@@ -8,7 +8,6 @@ import ast
 import functools
 import hashlib
 import inspect
-import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,23 +71,6 @@ def of_docstring(text: str) -> Parameters | None:
         return of_node(_function(f"def {text.partition(chr(10))[0]}: ..."))
     except SyntaxError:
         return None
-
-
-def of_pybind(text: str, name: str) -> Parameters | None:
-    """Parameters of a function in the C++ text that binds it with pybind11; None where the text does not bind it.
-
-    Defaults that Python writes otherwise (names, `std::nullopt` but for None) are "?".
-    """
-    bound = re.search(rf'm\.def\("{re.escape(name)}",(.*?)\);', text, re.DOTALL)
-    if bound is None:
-        return None
-    found = []
-    for parameter, default in re.findall(r'py::arg\("(\w+)"\)(?:\s*=\s*([^,]+?))?\s*(?=,|$)', bound[1].strip()):
-        words = {"true": "True", "false": "False", "std::nullopt": "None"}
-        value = words.get(default, default)
-        literal = UNKNOWN if "::" in value else _default(ast.parse(value, mode="eval").body) if value else ""
-        found.append([parameter, "any", *([literal] if value else [])])
-    return found
 
 
 def _function(text: str) -> _Function:

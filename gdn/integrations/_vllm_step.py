@@ -27,8 +27,6 @@ Tensor = torch.Tensor
 
 # A step's metadata is that of many layers.
 first_slots = StepView(lambda slots, count: slots[:count])
-# The host counts blocks of a few tokens of each row, for its own convolution.
-_longest = StepView(lambda blocks, tokens: tokens * int(blocks.max()) if blocks.is_cpu and blocks.numel() else None)
 _offsets_behind, _slots_behind = (StepView(lambda values, count: values[count:, None]) for _ in range(2))
 
 
@@ -48,14 +46,15 @@ def _are_same(views: Any, others: Any) -> bool:
     )
 
 
-def _longest_row(metadata: Any) -> int | None:
-    """Tokens of the longest row without drafts, rounded up, where the host has counted them."""
-    known = getattr(metadata, "nums_dict", None)
-    if not known:
-        return None
-    tokens, counted = next(iter(known.items()))
-    found: Any = _longest(metadata, counted["nums"], tokens)
-    return found  # type: ignore[no-any-return]
+def _most_tokens(counted: dict[int, Any], _: int) -> int | None:
+    """Of the rows without drafts, rounded up: the host counts blocks of a few tokens of each, for its own convolution."""
+    for tokens, of_rows in counted.items():
+        blocks = of_rows["nums"]
+        return tokens * int(blocks.max()) if blocks.is_cpu and blocks.numel() else None
+    return None
+
+
+_longest = StepView(_most_tokens)
 
 
 class Step:
@@ -176,10 +175,12 @@ class Step:
             decoding = metadata.num_decodes
             offsets = _offsets_behind(metadata, checkpoint.checkpoint_offsets, decoding)
             slots = _slots_behind(metadata, checkpoint.state_indices, decoding)
+        counted = getattr(metadata, "nums_dict", None)
+        longest = _longest(metadata, counted, 0) if counted else None
         return self._prefill(
             qkvz, None, ba, None, windows, weight, A_log, dt_bias, gain, states, metadata.prefill_state_indices, conv_bias=bias,
             out=out, query_start_loc=metadata.prefill_query_start_loc, has_initial_state=metadata.prefill_has_initial_state,
-            checkpoint_offsets=offsets, checkpoint_slots=slots, max_seqlen=_longest_row(metadata),
+            checkpoint_offsets=offsets, checkpoint_slots=slots, max_seqlen=longest,
         )  # fmt: skip
 
     def _tokens_and_prompts(self, qkvz: Tensor, ba: Tensor, out: Tensor, fixed: Any, metadata: Any) -> None:

@@ -47,16 +47,7 @@ def _unserved_dtype(logits_dtype: torch.dtype) -> str | None:
 
 
 def _refuse_mqa(
-    q: Query,
-    kv: tuple[Tensor, Tensor],
-    weights: Tensor,
-    cu_seq_len_k_start: Tensor,
-    cu_seq_len_k_end: Tensor,
-    clean_logits: bool = True,
-    max_seqlen_k: int = 0,
-    logits_dtype: torch.dtype = torch.float32,
-    *,
-    allow_reference: bool = False,
+    q: Query, kv: tuple[Tensor, Tensor], allow_reference: bool, logits_dtype: torch.dtype = torch.float32
 ) -> str | None:
     if reason := _unserved_query(q, allow_reference) or _unserved_dtype(logits_dtype):
         return reason
@@ -67,18 +58,7 @@ def _refuse_mqa(
 
 
 def _refuse_paged(
-    q: Query,
-    kv_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    schedule_meta: Tensor,
-    max_context_len: int,
-    clean_logits: bool = False,
-    indices: Tensor | None = None,
-    *,
-    logits_dtype: torch.dtype = torch.float32,
-    allow_reference: bool = False,
+    q: Query, kv_cache: Tensor, indices: Tensor | None, allow_reference: bool, logits_dtype: torch.dtype = torch.float32
 ) -> str | None:
     if reason := _unserved_query(q, allow_reference) or _unserved_dtype(logits_dtype):
         return reason
@@ -89,24 +69,6 @@ def _refuse_paged(
     if kv_cache.shape[1] % _PAGE_MULTIPLE:
         return f"a page holds {kv_cache.shape[1]} keys, which is no multiple of {_PAGE_MULTIPLE}"
     return None
-
-
-def _refuse_fp4_paged(
-    q: Query,
-    kv_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    schedule_meta: Tensor,
-    max_context_len: int,
-    clean_logits: bool = False,
-    logits_dtype: torch.dtype = torch.float32,
-    indices: Tensor | None = None,
-    *,
-    allow_reference: bool = False,
-) -> str | None:
-    paged = (q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits, indices)
-    return _refuse_paged(*paged, logits_dtype=logits_dtype, allow_reference=allow_reference)
 
 
 @refused_by(_refuse_mqa)
@@ -255,7 +217,7 @@ def fp8_paged_mqa_logits(
     return gdn.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, max_context_len, clean_logits=clean_logits)
 
 
-@refused_by(_refuse_fp4_paged)
+@refused_by(_refuse_paged)
 def fp8_fp4_paged_mqa_logits(
     q: Query,
     kv_cache: Tensor,
@@ -347,7 +309,7 @@ def enable(*, strict: bool = False, allow_reference: bool = False) -> _handle.Ha
         (_refuse_mqa, fp8_mqa_logits),
         (_refuse_paged, fp8_paged_mqa_logits),
         (_refuse_mqa, fp8_fp4_mqa_logits),
-        (_refuse_fp4_paged, fp8_fp4_paged_mqa_logits),
+        (_refuse_paged, fp8_fp4_paged_mqa_logits),
     )
     points = [_points.attribute(f"deep_gemm.{one.__name__}", refusal, inspect.unwrap(one)) for refusal, one in replaced]
     notes = ["deep_gemm.get_paged_mqa_logits_metadata stays: its schedule is ignored here, and right for the calls that are left"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import gdn
 from gdn.integrations import _handle, _hosts, _points
-from gdn.integrations._calls import Calls, refused_by, unserved, unserved_state
+from gdn.integrations._calls import Calls, asking, refused_by, unserved, unserved_state
 
 _RULE = "fla.ops.gated_delta_rule"
 _CHUNK = f"{_RULE}.chunk.chunk_gated_delta_rule"
@@ -67,26 +67,9 @@ def _write_strength(beta: Tensor | None, sigmoid: bool, allow_neg_eigval: bool) 
 
 
 def _refuse_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: object = None,
-    *,
-    allow_reference: bool = False,
-    **kwargs: Any,
-) -> str | None:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool, state_v_first: bool, cp_context: object, kwargs: Mapping[str, Any], allow_reference: bool,
+) -> str | None:  # fmt: skip
     A_log, dt_bias = kwargs.get("A_log"), kwargs.get("dt_bias")
     if reason := unserved(q, (k, v, g, beta, initial_state, A_log, dt_bias), allow_reference):
         return reason
@@ -99,11 +82,6 @@ def _refuse_chunk(
     if q.shape[-1] != v.shape[-1]:
         return "key and value head dims differ"
     return _unserved_rule(q, k, v, g, beta, initial_state, allow_neg_eigval and not use_beta_sigmoid_in_kernel)
-
-
-def _longest(offsets: Tensor | None) -> int | None:
-    """Tokens of the longest sequence, by offsets on the host."""
-    return None if offsets is None or offsets.numel() < 2 or not offsets.is_cpu else int(offsets.diff().max())
 
 
 @refused_by(_refuse_chunk)
@@ -170,6 +148,9 @@ def chunk_gated_delta_rule(
     beta_or_raw, raw = _write_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     # Callers hand on flags of theirs that are None, such as `use_cache`.
     gate = bool(kwargs.get("use_gate_in_kernel", False))
+    longest = None
+    if cu_seqlens_cpu is not None and cu_seqlens_cpu.is_cpu and cu_seqlens_cpu.numel() > 1:
+        longest = int(cu_seqlens_cpu.diff().max())
     return gdn.chunk_gated_delta_rule(
         q,
         k,
@@ -181,7 +162,7 @@ def chunk_gated_delta_rule(
         output_final_state=bool(output_final_state),
         use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
         cu_seqlens=cu_seqlens,
-        max_seqlen=_longest(cu_seqlens_cpu),
+        max_seqlen=longest,
         state_v_first=bool(kwargs.get("transpose_state_layout", state_v_first)),
         use_gate_in_kernel=gate,
         A_log=kwargs.get("A_log") if gate else None,
@@ -191,28 +172,11 @@ def chunk_gated_delta_rule(
 
 
 def _refuse_recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    allow_reference: bool = False,
-    **kwargs: Any,
-) -> str | None:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, gk: Tensor | None, gv: Tensor | None, beta: Tensor | None,
+    initial_state: Tensor | None, use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None,
+    use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, state_v_first: bool, kwargs: Mapping[str, Any],
+    allow_reference: bool,
+) -> str | None:  # fmt: skip
     if reason := unserved(q, (k, v, g, beta, initial_state, A_log, dt_bias), allow_reference):
         return reason
     if gk is not None or gv is not None:
@@ -307,22 +271,9 @@ def fused_recurrent_gated_delta_rule(
 
 
 def _refuse_conv(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool | None = False,
-    activation: str | None = None,
-    backend: str | None = "triton",
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: object = None,
-    *,
-    allow_reference: bool = False,
-    **kwargs: Any,
-) -> str | None:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, initial_state: Tensor | None,
+    cp_context: object, kwargs: Mapping[str, Any], allow_reference: bool,
+) -> str | None:  # fmt: skip
     if reason := unserved(x, (weight, bias, initial_state), allow_reference):
         return reason
     if weight is None:
@@ -416,18 +367,9 @@ def _oldest(rows: Tensor, before: Tensor, offsets: Tensor, width: int) -> Tensor
 
 
 def _refuse_norm(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    activation: str = "swish",
-    residual: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    eps: float = 1e-6,
-    *,
-    allow_reference: bool = False,
-) -> str | None:
+    x: Tensor, g: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, prenorm: bool,
+    allow_reference: bool,
+) -> str | None:  # fmt: skip
     if reason := unserved(x, (g, weight, bias, residual), allow_reference):
         return reason
     if weight is None:
@@ -492,6 +434,7 @@ def _register(calls: Calls) -> _points.Undo:
         raise _points.Unreplaced("FLA_DISABLE_BACKEND_DISPATCH=1: FLA dispatches to no backend")
 
     serve: Callable[..., tuple[Tensor, Tensor | None]] = inspect.unwrap(chunk_gated_delta_rule)
+    ask = asking(_refuse_chunk, serve)
 
     class GdnBackend(backends.BaseBackend):  # type: ignore[misc, unused-ignore]
         backend_type = "gdn"
@@ -503,7 +446,7 @@ def _register(calls: Calls) -> _points.Undo:
             return calls.active
 
         def chunk_gated_delta_rule_verifier(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-            reason = _refuse_chunk(*args, **kwargs, allow_reference=calls.allow_reference)
+            reason = ask(*args, **kwargs, allow_reference=calls.allow_reference)
             return calls.serves(reason), reason
 
         def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

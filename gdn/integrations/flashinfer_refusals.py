@@ -1,9 +1,7 @@
-"""What the FlashInfer adapter leaves to FlashInfer: one function for each of its functions, with the same arguments.
+"""What the FlashInfer adapter leaves to FlashInfer: one function for each of its functions, of the arguments that it reads.
 
 Each takes `allow_reference` besides, and `take_named_backend`: whether a call that names FlashInfer's own kernels is served.
 """
-
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -93,30 +91,11 @@ def _unserved_checkpoints(rows: Tensor | None, starts: Tensor | None, every: int
 
 
 def chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    output: Tensor | None = None,
-    output_state: Tensor | None = None,
-    state_checkpoints: Tensor | None = None,
-    checkpoint_cu_starts: Tensor | None = None,
-    checkpoint_every_n_tokens: int = 0,
-    use_cp: bool | Literal["auto"] = "auto",
-    state_indices: Tensor | None = None,
-    _cp_chunk_len: int | None = None,
-    backend: str = "auto",
-    max_seqlen: int | None = None,
-    *,
-    take_named_backend: bool = True,
-    allow_reference: bool = False,
-) -> str | None:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, initial_state: Tensor | None,
+    output_final_state: bool, cu_seqlens: Tensor | None, output: Tensor | None, output_state: Tensor | None,
+    state_checkpoints: Tensor | None, checkpoint_cu_starts: Tensor | None, checkpoint_every_n_tokens: int,
+    state_indices: Tensor | None, backend: str, allow_reference: bool, take_named_backend: bool = True,
+) -> str | None:  # fmt: skip
     if reason := _unserved_backend(backend, take_named_backend):
         return reason
     if reason := unserved(q, (k, v, g, beta, initial_state), allow_reference) or _unserved_rows(q, k, v, output):
@@ -155,27 +134,11 @@ def _is_same(state: Tensor, other: Tensor | None) -> bool:
 
 
 def pretranspose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    b: Tensor,
-    scale: float | None = None,
-    output: Tensor | None = None,
-    use_qk_l2norm: bool = True,
-    initial_state: Tensor | None = None,
-    initial_state_indices: Tensor | None = None,
-    output_state_indices: Tensor | None = None,
-    intermediate_states_buffer: Tensor | None = None,
-    disable_state_update: bool = False,
-    backend: str = "auto",
-    *,
-    take_named_backend: bool = True,
-    allow_reference: bool = False,
-) -> str | None:
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, A_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor,
+    output: Tensor | None, initial_state: Tensor | None, initial_state_indices: Tensor | None,
+    output_state_indices: Tensor | None, intermediate_states_buffer: Tensor | None, disable_state_update: bool, backend: str,
+    allow_reference: bool, take_named_backend: bool = True,
+) -> str | None:  # fmt: skip
     if reason := _unserved_backend(backend, take_named_backend):
         return reason
     if reason := unserved(q, (k, v, state, A_log, a, dt_bias, b, initial_state), allow_reference):
@@ -195,22 +158,9 @@ def pretranspose(
 
 
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    b: Tensor,
-    scale: float | None = None,
-    output: Tensor | None = None,
-    use_qk_l2norm: bool = True,
-    backend: str = "auto",
-    *,
-    take_named_backend: bool = True,
-    allow_reference: bool = False,
-) -> str | None:
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, A_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor,
+    output: Tensor | None, backend: str, allow_reference: bool, take_named_backend: bool = True,
+) -> str | None:  # fmt: skip
     if reason := _unserved_backend(backend, take_named_backend):
         return reason
     if reason := unserved(q, (k, v, state, A_log, a, dt_bias, b), allow_reference) or _unserved_rows(q, k, v, output):
@@ -221,30 +171,12 @@ def decode(
 
 
 def mtp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    initial_state: Tensor,
-    initial_state_indices: Tensor,
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    b: Tensor,
-    scale: float | None = None,
-    output: Tensor | None = None,
-    intermediate_states_buffer: Tensor | None = None,
-    ssm_state_indices: Tensor | None = None,
-    disable_state_update: bool | None = None,
-    use_qk_l2norm: bool = True,
-    output_state_indices: Tensor | None = None,
-    cache_replayssm: bool = False,
-    replayssm_rawv: Tensor | None = None,
-    replayssm_rawk: Tensor | None = None,
-    replayssm_g: Tensor | None = None,
-    replayssm_beta: Tensor | None = None,
-    *,
-    allow_reference: bool = False,
-) -> str | None:
+    q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor, A_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor,
+    output: Tensor | None, intermediate_states_buffer: Tensor | None, ssm_state_indices: Tensor | None,
+    disable_state_update: bool | None, output_state_indices: Tensor | None, cache_replayssm: bool,
+    replayssm_rawv: Tensor | None, replayssm_rawk: Tensor | None, replayssm_g: Tensor | None, replayssm_beta: Tensor | None,
+    allow_reference: bool,
+) -> str | None:  # fmt: skip
     if reason := unserved(q, (k, v, initial_state, A_log, a, dt_bias, b), allow_reference):
         return reason
     updates_pool = disable_state_update is False

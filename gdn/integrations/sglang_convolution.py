@@ -9,6 +9,7 @@ the pool for the last accepted draft. Its layouts:
 Trees of drafts stay the host's: its convolution also finds the parents of their tokens, which the host reads afterwards.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,20 +42,10 @@ def _name(activation: Any) -> str | None:
 
 
 def prompts_refusal(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-    cache_indices: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-    conv_states: Tensor | None = None,
-    activation: Any = "silu",
-    pad_slot_id: int = NULL_SLOT,
-    *,
-    allow_reference: bool = False,
-    **others: Any,
-) -> str | None:
-    """Why a convolution of prompts is left to the host; None where it is served. Takes the host's arguments."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, query_start_loc: Tensor | None, activation: Any, pad_slot_id: int,
+    others: Mapping[str, Any], allow_reference: bool,
+) -> str | None:  # fmt: skip
+    """Why a convolution of prompts is left to the host; None where it is served."""
     unknown = [name for name, value in others.items() if name not in _HINTS and value is not None]
     if unknown:
         return f"the keyword {unknown[0]}"
@@ -89,26 +80,11 @@ def rows_of_prompts(
 
 
 def update_refusal(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: Any = None,
-    cache_seqlens: Tensor | None = None,
-    conv_state_indices: Tensor | None = None,
-    num_accept_tokens: Tensor | None = None,
-    intermediate_conv_window: Tensor | None = None,
-    intermediate_state_indices: Tensor | None = None,
-    retrieve_next_token: Tensor | None = None,
-    retrieve_next_sibling: Tensor | None = None,
-    retrieve_parent_token: Tensor | None = None,
-    pad_slot_id: int = NULL_SLOT,
-    metadata: Any = None,
-    validate_data: bool = False,
-    *,
-    allow_reference: bool = False,
-) -> str | None:
-    """Why a convolution of a decode step, or of drafts, is left to the host; None where it is served. Takes its arguments."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any, cache_seqlens: Tensor | None,
+    conv_state_indices: Tensor | None, num_accept_tokens: Tensor | None, intermediate_conv_window: Tensor | None,
+    intermediate_state_indices: Tensor | None, retrieve_next_token: Tensor | None, pad_slot_id: int, allow_reference: bool,
+) -> str | None:  # fmt: skip
+    """Why a convolution of a decode step, or of drafts, is left to the host; None where it is served."""
     if cache_seqlens is not None or num_accept_tokens is not None:
         return "the windows are rings" if cache_seqlens is not None else "accepted tokens are given"
     if retrieve_next_token is not None:

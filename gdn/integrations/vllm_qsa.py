@@ -67,9 +67,8 @@ def select(
 
 
 def attend_refusal(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, logical_indices: Tensor, block_table: Tensor, token_to_req: Tensor,
-    use_prefill_config: bool, out: Tensor | None = None, k_scale: float | None = None, v_scale: float | None = None, *,
-    output_gate: Tensor, allow_reference: bool = False,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, use_prefill_config: bool, out: Tensor | None,
+    output_gate: Tensor, allow_reference: bool,
 ) -> str | None:  # fmt: skip
     """Why attention is left to the host."""
     if reason := unserved(q, (q,), allow_reference):
@@ -178,6 +177,5 @@ def _warm_attend(
             q = q.to(keys.dtype)
         picked = torch.zeros(rows, selection_width + 1, dtype=torch.int32, device=q.device)
         table, owner = block_table[:1].clone().zero_(), picked[:, 0].contiguous()
-        given = (q, keys, values, picked, table, owner, False)
-        if attend_refusal(*given, output_gate=q, allow_reference=allow_reference) is None:
-            attend(*given, output_gate=q)
+        if attend_refusal(q, keys, values, table, False, None, q, allow_reference) is None:
+            attend(q, keys, values, picked, table, owner, False, output_gate=q)

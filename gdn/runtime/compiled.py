@@ -76,11 +76,6 @@ def compilations() -> int:
     return _compilations
 
 
-def in_memory() -> int:
-    """Number of kernels that this process holds, whether it compiled them or loaded them from disk."""
-    return len(_functions)
-
-
 def forget() -> None:
     """Empties the memory cache; the disk cache stays."""
     with _lock:

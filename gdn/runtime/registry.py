@@ -70,6 +70,10 @@ class Operator:
         """Environment variable that orders a backend for this operator alone."""
         return f"GDN_BACKEND_{self.name.upper()}"
 
+    def statement(self, problem: Problem) -> Statement | None:
+        """Statement that holds for the problem; None where only one kernel exists."""
+        return next((one for one in self.measured if one.holds(problem)), None)
+
     def described(self, part: Literal["cases", "variants", "examples"]) -> Any:
         """The operator's attribute of a module of its family; LookupError where it has no family or the module lacks it."""
         if self.family is None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from gdn.device import DeviceSpec
 from gdn.problem import Problem
-from gdn.runtime import order, registry
+from gdn.runtime import registry
 from gdn.runtime.env import Switches
 from gdn.runtime.registry import Statement
 
@@ -165,10 +165,11 @@ def _ranking(entries: Mapping[str, Sequence[Tuned]]) -> _Ranking | None:
     return None
 
 
-def _lost(chosen: str, others: Sequence[str], decided_by: str, ranking: _Ranking | None, problem: Problem) -> dict[str, str]:
-    """Reason why each kernel that did not refuse does not run. ranking: where the tuned tables decided."""
+def _lost(
+    chosen: str, others: Sequence[str], decided_by: str, ranking: _Ranking | None, stated: Statement | None
+) -> dict[str, str]:
+    """Reason why each kernel that did not refuse does not run. ranking, stated: where the tuned tables or the order decided."""
     if decided_by == _BUILT_IN_ORDER:
-        stated = order.statement(problem)
         measured = "not measured" if stated is None else stated.measured
         where = "" if stated is None or stated.where == Statement.where else f" for {stated.where}"
         return dict.fromkeys(others, f"it comes after {chosen} in the built-in order{where} ({measured})")
@@ -242,7 +243,7 @@ def choose(
     def entries(name: str) -> Sequence[Tuned]:
         return () if switches.tuned == "off" or spec is None else available[name].tuned(tune_problem, spec)
 
-    chosen, decided_by, ranking = "", "", None
+    chosen, decided_by, ranking, stated = "", "", None, None
     for request in requests:
         source = request.text or request.source
         if candidates.accepts(request.backend, every_reason=request.required):
@@ -255,7 +256,9 @@ def choose(
         unmet.append(f"{request.text} prefers {request.backend}, which {reason}")
     if not chosen:
         # With GDN_BATCH_INVARIANT the choice is made for the fixed sizes.
-        able = [name for name in order.fastest_first(tune_problem, available) if candidates.accepts(name)]
+        stated = op.statement(tune_problem)
+        ordered = dict.fromkeys((*(stated.order if stated is not None else ()), *available))  # unmeasured ones last
+        able = [name for name in ordered if name in available and candidates.accepts(name)]
         if not able:
             chosen, decided_by = "reference", NO_KERNEL if spec is not None else _NO_GPU
         elif len(able) == 1:
@@ -274,7 +277,7 @@ def choose(
             config, config_source, note = _configure(chosen, entries(chosen), available[chosen], tune_problem, spec, switches)
         notes += [found for found in (note, available[chosen].note(problem)) if found]
     others = [name for name in available if name != chosen and name not in candidates.refusals]
-    lost = _lost(chosen, others, decided_by, ranking, tune_problem)
+    lost = _lost(chosen, others, decided_by, ranking, stated)
     return Choice(
         op=op.name, backend=chosen, config=config, config_source=config_source, decided_by=decided_by,
         refusals=tuple(candidates.refusals.items()), notes=tuple(notes),

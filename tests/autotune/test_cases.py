@@ -40,7 +40,44 @@ def _one_per_static_key() -> list[Any]:
     return [pytest.param(shape, id=f"{shape.op}-{shape.name}") for shape in found.values()]
 
 
-@pytest.mark.parametrize("shape", _one_per_static_key())
+_FORMS: dict[str, dict[str, Any]] = {
+    "two projections, interleaved": {"interleaved": True, "z_dtype": None, "a_dtype": None},
+    "two projections, merged": {"merged": True, "z_dtype": None, "a_dtype": None},
+    "columns of windows together": {"conv_channels_contiguous": False},
+    "neither norm nor gate": {"norm_dtype": None, "z_dtype": None},
+    "states K first": {"state_v_first": False, "state_dtype": "bfloat16"},
+}
+_CONVOLUTIONS: dict[str, dict[str, Any]] = {"conv1d": {"has_mask": False}, "conv1d_update": {}}
+_NO_WEIGHTS: dict[str, Any] = {"q_out_dtype": "bfloat16", "weights_dtype": None, "folds_weights": False}
+_DRAFTS: dict[str, Any] = {"lengths": (4, 4, 4), "has_accepted": True, "cu_seqlens_dtype": "int32"}
+_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a ring": ("gdn_decode", {"ring_rows": 16, "fold_every": 15}),
+    "a ring, bfloat16": ("gdn_decode", {"ring_rows": 12, "fold_every": 11, "state_dtype": "bfloat16"}),
+    "a ring, drafts": ("gdn_decode", {"ring_rows": 22, "fold_every": 15, **_DRAFTS}),
+    "no pool": ("conv1d", {"state_dtype": None, "index_dtype": None, "has_mask": False, "state_channels_contiguous": False}),
+    "all positions": ("sparse_attention_decode", {"dense": True, "index_dtype": None, "k": 32}),
+    "values": ("prepare_indexer", {"has_values": True, "num_kv_heads": 2, "cache_dtype": "bfloat16", **_NO_WEIGHTS}),
+}  # fmt: skip
+
+
+def _of_hosts() -> list[Any]:
+    """As vLLM, SGLang and Transformers call these operators."""
+    forms = [
+        *((op, form, fields) for op in ("gdn_decode", "gdn_prefill") for form, fields in _FORMS.items()),
+        *((op, "channels together", {"state_channels_contiguous": False, **fields}) for op, fields in _CONVOLUTIONS.items()),
+        *((op, form, fields) for form, (op, fields) in _OTHERS.items()),
+    ]
+    small = {op: _small(shapes.shapes(op)[0]) for op, *_ in forms}
+    return [
+        pytest.param(resized(small[op], **{"lengths": small[op].lengths, **fields}), id=f"{op}-{form}")
+        for op, form, fields in forms
+    ]
+
+
+EVERY = pytest.mark.parametrize("shape", [*_one_per_static_key(), *_of_hosts()])
+
+
+@EVERY
 def test_the_public_call_is_the_problem_of_the_shape(shape: shapes.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     if shape.op == "attention_prefill":  # where its kernel cannot run, all rows go to that of decode
         monkeypatch.setattr(devices, "describe", lambda device: (H100, "H100"))
@@ -48,29 +85,7 @@ def test_the_public_call_is_the_problem_of_the_shape(shape: shapes.Shape, monkey
     with explaining() as asked:
         call()
     assert [problem for _, problem in asked.answers] == [shape.problem]
-
-
-def _chunk(tensors: tuple[Any, ...], problem: Any) -> None:
-    (q, k, v, g, beta, a_log, dt_bias, state, slots, mask, _, _, cu_seqlens, _, _, _, out, _, scale, null_slot) = tensors
-    reference.chunk_gated_delta_rule(
-        q, k, v, g, beta, scale, state, True, True, cu_seqlens, state_v_first=True, use_gate_in_kernel=True, A_log=a_log,
-        dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True, state_indices=slots, has_initial_state=mask, null_slot=null_slot,
-        out=out,
-    )  # fmt: skip
-
-
-def _recurrent(tensors: tuple[Any, ...], problem: Any) -> None:
-    (q, k, v, g, beta, a_log, dt_bias, state, slots, accepted, _, _, cu_seqlens, *_, out, scale, null_slot, _) = tensors
-    reference.fused_recurrent_gated_delta_rule(
-        q, k, v, g, beta, scale, state, True, cu_seqlens, slots, accepted, True,
-        state_v_first=True, use_gate_in_kernel=True, A_log=a_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True,
-        null_slot=null_slot, out=out,
-    )  # fmt: skip
-
-
-def _mqa_logits(tensors: tuple[Any, ...], problem: Any) -> None:
-    q, k, k_scale, weights, starts, ends, out, scale, _ = tensors
-    reference.mqa_logits(q, k, weights, starts, ends, k_scale=k_scale, scale=scale, out=out)
+    assert cases.refusal(shape) is None
 
 
 def _paged_mqa_logits(tensors: tuple[Any, ...], problem: Any) -> None:
@@ -111,7 +126,10 @@ def _by_name(params: Any, shape: shapes.Shape) -> None:
     case: Any = cases.tunable(shape.op).case(shape, CPU, 1)
     work = case._work(0)
     given = {name: getattr(params, name, value) for name, value in work.arguments.items()}
-    found = operator_named(work.function).reference(**given)
+    compute = operator_named(work.function).reference
+    if "out" in inspect.signature(compute).parameters:
+        given["out"] = params.out
+    found = compute(**given)
     names = [name for one in work.outputs for name in params._fields if one is not None and getattr(work.params, name) is one]
     for name, result in zip(names, found if isinstance(found, tuple) else (found,), strict=False):
         getattr(params, name).copy_(result.view(getattr(params, name).shape))
@@ -148,7 +166,7 @@ def _prepared(shape: shapes.Shape, spoil: Callable[[tuple[Any, ...]], None] = la
     return Prepared("tilelang", None, 64, launch, choice)
 
 
-@pytest.mark.parametrize("shape", _one_per_static_key())
+@EVERY
 def test_the_reference_passes(shape: shapes.Shape) -> None:
     case = cases.make(shape, CPU, H100)
     assert 0 <= case.check(_prepared(shape)) < 1e-2
@@ -157,7 +175,7 @@ def test_the_reference_passes(shape: shapes.Shape) -> None:
     launch()
 
 
-@pytest.mark.parametrize("shape", _one_per_static_key())
+@EVERY
 def test_a_wrong_element_and_a_forgotten_one_fail(shape: shapes.Shape) -> None:
     case = cases.make(shape, CPU, H100)
     for wrong in (True, False):
@@ -229,56 +247,6 @@ def test_states_without_a_pool_are_checked_too(op: str) -> None:
     assert 0 <= case.check(Prepared("tilelang", None, 64, launch, None)) < 1e-2  # type: ignore[arg-type]
     with pytest.raises(cases.WrongResult, match="state error"):
         case.check(Prepared("tilelang", None, 64, partial(launch, spoiled=1.05), None))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("shape", _one_per_static_key())
-def test_a_case_can_be_made_of_the_tuners_own_shapes(shape: shapes.Shape) -> None:
-    assert cases.refusal(shape) is None
-
-
-_FORMS: dict[str, dict[str, Any]] = {
-    "two projections, interleaved": {"interleaved": True, "z_dtype": None, "a_dtype": None},
-    "two projections, merged": {"merged": True, "z_dtype": None, "a_dtype": None},
-    "columns of windows together": {"conv_channels_contiguous": False},
-    "neither norm nor gate": {"norm_dtype": None, "z_dtype": None},
-    "states K first": {"state_v_first": False, "state_dtype": "bfloat16"},
-}
-
-
-_CONVOLUTIONS: dict[str, dict[str, Any]] = {"conv1d": {"has_mask": False}, "conv1d_update": {}}
-_NO_WEIGHTS: dict[str, Any] = {"q_out_dtype": "bfloat16", "weights_dtype": None, "folds_weights": False}
-_DRAFTS: dict[str, Any] = {"lengths": (4, 4, 4), "has_accepted": True, "cu_seqlens_dtype": "int32"}
-_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "a ring": ("gdn_decode", {"ring_rows": 16, "fold_every": 15}),
-    "a ring, bfloat16": ("gdn_decode", {"ring_rows": 12, "fold_every": 11, "state_dtype": "bfloat16"}),
-    "a ring, drafts": ("gdn_decode", {"ring_rows": 22, "fold_every": 15, **_DRAFTS}),
-    "no pool": ("conv1d", {"state_dtype": None, "index_dtype": None, "has_mask": False, "state_channels_contiguous": False}),
-    "all positions": ("sparse_attention_decode", {"dense": True, "index_dtype": None, "k": 32}),
-    "values": ("prepare_indexer", {"has_values": True, "num_kv_heads": 2, "cache_dtype": "bfloat16", **_NO_WEIGHTS}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("op", "fields"),
-    [
-        *(pytest.param(op, fields, id=f"{op}-{form}") for op in ("gdn_decode", "gdn_prefill") for form, fields in _FORMS.items()),
-        *((op, {"state_channels_contiguous": False, **fields}) for op, fields in _CONVOLUTIONS.items()),
-        *(pytest.param(*one, id=f"{one[0]}-{form}") for form, one in _OTHERS.items()),
-    ],
-)
-def test_the_forms_of_hosts_are_checked(op: str, fields: dict[str, Any]) -> None:
-    """As vLLM, SGLang and Transformers call these operators."""
-    small = _small(shapes.shapes(op)[0])
-    shape = resized(small, **{"lengths": small.lengths, **fields})
-    assert cases.refusal(shape) is None
-    case = cases.make(shape, CPU, H100)
-    assert 0 <= case.check(_prepared(shape)) < 1e-2
-
-    def spoil(tensors: Any) -> None:
-        _out_of(op, tensors).flatten()[:1] = 1e4
-
-    with pytest.raises(cases.WrongResult, match="output 0"):
-        case.check(_prepared(shape, spoil))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from autotune.workers import Outcome
 from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
 from gdn.ops.indexer.problem import MqaLogitsProblem
-from gdn.runtime import Choice, Prepared, explaining, order, registry, select, tuned
+from gdn.runtime import Choice, Prepared, explaining, registry, select, tuned
 
 CPU = torch.device("cpu")
 CALLS = calls.calls(300)
@@ -55,7 +55,7 @@ def test_the_chosen_kernel_is_the_one_that_was_measured_the_faster(op: str, spec
     for shape in mine:
         chosen = runtime.explain_problem(shape.problem, spec)
         assert not chosen.refusals, shape.name  # both could run
-        statement = order.statement(shape.problem)
+        statement = registry.operator(op).statement(shape.problem)
         assert statement is not None
         if chosen.decided_by == "tuned table":
             assert spec is H100 and chosen.backend in _faster_by_table(shape), shape.name

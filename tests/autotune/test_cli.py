@@ -187,14 +187,3 @@ def test_stale_entries_are_timed_against_the_default(
     assert [entries[16].config["tile"]] == left if left else 16 not in entries
     assert all(entries[16].kernel_source != "of another day" for _ in left)
     assert entries[4].kernel_source == "of another day"  # which --shapes left out
-
-
-@pytest.mark.usefixtures("device", "stale_table")
-def test_a_damaged_journal_is_named_in_one_line(tmp_path: Path) -> None:
-    journal = tmp_path / "h100.chunk.tilelang.jsonl"
-    journal.write_text('{"step": 3}\n')
-    options = ["--shapes", "16/32 4096", "--journals", str(tmp_path), "--out", str(tmp_path), "--workers", "1"]
-    done = RUNNER.invoke(cli.app, ["tune", "chunk", *options])
-    assert done.exit_code == 2, done.output
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {journal}:1: expected a line of a journal of the tuner: state: Field required")

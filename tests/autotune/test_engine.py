@@ -105,17 +105,11 @@ def test_without_a_default_that_runs_the_fastest_is_kept(search: Search) -> None
     assert (winner.config, winner.default_us, winner.gain) == (FASTEST, None, None)
 
 
-def test_failures_cost_their_candidate_alone(search: Search, tmp_path: Path) -> None:
-    crash = _at("measure", FASTEST, "worker process died (SIGSEGV)")
-    (job,) = search(FakeGpu(happens=crash))
+@pytest.mark.parametrize("what", ["measure", "compare"])
+def test_failures_alone_and_beside_the_default_cost_their_candidate_alone(search: Search, what: str) -> None:
+    (job,) = search(FakeGpu(happens=_at(what, FASTEST, "worker process died (SIGSEGV)")))
     assert job.record(FASTEST) == Record(DROPPED, why="worker process died (SIGSEGV)")
-    assert _winner([job]).config == FAST and not job.left()
-
-
-def test_a_crash_beside_the_default_costs_its_candidate_alone(search: Search) -> None:
-    (job,) = search(FakeGpu(happens=_at("compare", FASTEST, "took longer than 300 s")))
-    assert job.record(FASTEST) == Record(DROPPED, why="took longer than 300 s")
-    assert _winner([job]).config == FAST and not job.is_due()
+    assert _winner([job]).config == FAST and not job.left() and not job.is_due()
 
 
 # --- when ------------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_a_candidate_during_which_the_tuner_ended_is_tried_again_once(path: Path
 def test_starts_that_ended_do_not_count(path: Path) -> None:
     for state in (STARTED, INTERRUPTED, STARTED, INTERRUPTED, STARTED):
         Journal(path, "s").add(*FIRST, Record(state))
-    assert Journal(path, "s").find(*FIRST) is None
+        assert Journal(path, "s").find(*FIRST) is None
 
 
 def test_a_verdict_is_remembered(path: Path) -> None:
@@ -70,13 +70,6 @@ def test_a_journal_has_one_tuner_at_a_time(path: Path) -> None:
         assert str(raised.value) == f"journals: another tuner is at work on {path}; wait for it, or name another folder"
     with claimed(path):  # which has ended
         pass
-
-
-def test_an_interrupted_candidate_is_tried_again(path: Path) -> None:
-    journal = Journal(path, "s")
-    for state in (STARTED, INTERRUPTED):
-        journal.add(*FIRST, Record(state))
-    assert Journal(path, "s").find(*FIRST) is None
 
 
 @pytest.mark.parametrize("torn", ['{"source": "s", "stat', '{"source": "s\udcff', "{"])

@@ -181,7 +181,7 @@ def test_a_damaged_journal_is_named_before_anything_runs(tune: Callable[..., Any
     path.write_text('{"step": 3}\n')
     gpu = FakeGpu(_us)
     done = tune(gpu)
-    assert done.exit_code == 2 and gpu.asked == []
+    assert done.exit_code == 2 and gpu.asked == [] and done.stderr.count("error") == 1
     assert done.stderr.splitlines()[-1].startswith(f"error: {path}:1: expected a line of a journal of the tuner: state: Field")
 
 

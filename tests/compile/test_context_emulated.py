@@ -50,9 +50,9 @@ def test_total_of_a_start_alone() -> None:
     run(replace(call, problem=problem, params=call.params._replace(h=None, P=None)))
 
 
-@pytest.mark.parametrize("dims", [(64, 128), (128, 64)])
+@pytest.mark.parametrize("dims", [(64, 128), (128, 64), (128, 128)])
 @pytest.mark.parametrize("v_first", [False, True])
-def test_total_where_the_head_dims_differ(dims: tuple[int, int], v_first: bool) -> None:
+def test_total_of_all_head_dims(dims: tuple[int, int], v_first: bool) -> None:
     run(total_call(1, 1, 2, v_first, heads=1, dims=dims))
 
 

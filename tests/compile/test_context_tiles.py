@@ -1,17 +1,14 @@
-"""Index arithmetic of the composing kernels, emulated thread by thread with the kernels' own tiles: what is copied, shared,
-multiplied and stored is X <- P X + h, and every part of the chain lands where it belongs."""
+"""The tiles of the composing kernels: banks of shared memory, lanes of a warp, stages. Which element goes where is held by
+tests/compile/test_context_emulated.py, which runs the kernels."""
 
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from gdn.models import QWEN3_NEXT_80B
 from gdn.ops.context import examples
-from kernels_cute.context.tiles import BLOCK_COLUMNS, FLOAT_BYTES, PIECE, ROWS, STAGES, UNIT_BYTES, Tiles, place_of
-
-Array = Any
+from kernels_cute.context.tiles import BLOCK_COLUMNS, FLOAT_BYTES, ROWS, STAGES, Tiles, place_of
 
 
 def tiles_of(K: int, V: int, v_first: bool) -> Tiles:
@@ -25,90 +22,6 @@ def places(tiles: Tiles) -> list[Any]:
         place = place_of(tiles, thread)
         found.append(place._replace(thread=thread))
     return found
-
-
-def take(tiles: Tiles, matrix: Array, block: int, width: int) -> Array:
-    """Registers of every thread, as `chain.take` fills them. matrix: a head's, flat."""
-    registers = np.full((tiles.threads, tiles.values), np.nan)
-    for place in places(tiles):
-        first = tiles.first_element(place, block, width)
-        for step, register in tiles.accesses(width):
-            assert (first + step) % 4 == 0, "16 bytes are aligned"
-            registers[place.thread, register : register + 4] = matrix[first + step : first + step + 4]
-    assert not np.isnan(registers).any()
-    return registers
-
-
-def put(tiles: Tiles, matrix: Array, block: int, width: int, registers: Array) -> None:
-    for place in places(tiles):
-        first = tiles.first_element(place, block, width)
-        for step, register in tiles.accesses(width):
-            assert np.isnan(matrix[first + step : first + step + 4]).all(), "no element twice"
-            matrix[first + step : first + step + 4] = registers[place.thread, register : register + 4]
-
-
-def copy_piece(tiles: Tiles, P: Array, piece: int) -> Array:
-    """A stage after `chain.ask`."""
-    stage = np.full(tiles.stage_bytes // FLOAT_BYTES, np.nan)
-    for thread in range(tiles.threads):
-        for u in range(tiles.units):
-            unit = thread + u * tiles.threads
-            if tiles.v_first:
-                source, target = piece * tiles.stage_bytes + unit * UNIT_BYTES, unit * UNIT_BYTES
-            else:
-                row, part = unit // (PIECE // 4), unit % (PIECE // 4)
-                source = row * tiles.K * FLOAT_BYTES + piece * PIECE * FLOAT_BYTES + part * UNIT_BYTES
-                target = row * tiles.P_pitch + part * UNIT_BYTES
-            assert source % 16 == target % 16 == 0
-            stage[target // 4 : target // 4 + 4] = P[source // 4 : source // 4 + 4]
-    return stage
-
-
-def share(tiles: Tiles, registers: Array) -> Array:
-    """Shared columns after `chain.share`."""
-    shared = np.full(BLOCK_COLUMNS * tiles.x_pitch // FLOAT_BYTES, np.nan)
-    for place in places(tiles):
-        for c in range(tiles.columns):
-            column = (place.column + c) * tiles.x_pitch
-            for r in range(ROWS):
-                row = place.row_lane * ROWS + r if tiles.v_first else place.row_lane + r * tiles.row_lanes
-                shared[column // 4 + row] = registers[place.thread, tiles.register(r, c)]
-    return shared
-
-
-def multiply(tiles: Tiles, stage: Array, shared: Array, piece: int, sums: Array) -> None:
-    for place in places(tiles):
-        at_P = place.row_lane * (ROWS * FLOAT_BYTES if tiles.v_first else tiles.P_pitch)
-        at_x = place.column * tiles.x_pitch + piece * PIECE * FLOAT_BYTES
-        for j in range(0, PIECE, 4):
-            x_at = [(at_x + c * tiles.x_pitch + j * FLOAT_BYTES) // 4 for c in range(tiles.columns)]
-            steps = [(j + e) * tiles.P_pitch for e in range(4)] if tiles.v_first else [
-                r * tiles.row_lanes * tiles.P_pitch + j * FLOAT_BYTES for r in range(ROWS)
-            ]  # fmt: skip
-            p_of = [stage[(at_P + step) // 4 :][:4] for step in steps]
-            for e in range(4):
-                for r in range(ROWS):
-                    for c in range(tiles.columns):
-                        factor = p_of[e][r] if tiles.v_first else p_of[r][e]
-                        sums[place.thread, tiles.register(r, c)] += factor * shared[x_at[c] + e]
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (64, 128), (128, 64)])
-def test_a_link(K: int, V: int, v_first: bool) -> None:
-    tiles, random = tiles_of(K, V, v_first), np.random.default_rng(1)
-    P, X, h = (random.standard_normal(shape) for shape in ((K, K), (K, V), (K, V)))
-    flat = [matrix.T.ravel() if v_first else matrix.ravel() for matrix in (P, X, h)]
-    found = np.full(K * V, np.nan)
-    for block in range(V // BLOCK_COLUMNS):
-        registers = take(tiles, flat[1], block, V)
-        shared, sums = share(tiles, registers), np.zeros_like(registers)
-        for piece in range(tiles.pieces):
-            multiply(tiles, copy_piece(tiles, flat[0], piece), shared, piece, sums)
-        put(tiles, found, block, V, sums + take(tiles, flat[2], block, V))
-    wanted = P @ X + h
-    np.testing.assert_allclose(found, (wanted.T if v_first else wanted).ravel(), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("v_first", [False, True])

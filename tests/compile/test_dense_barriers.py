@@ -158,10 +158,3 @@ def test_the_simulation_finds_a_count_that_is_too_small(name: str) -> None:
     """One math warp fewer: a stage is free while the last warp reads it."""
     blocks = (Block((2, 2), 8, seed) for seed in range(20))
     assert faults_found(blocks, name, {"math": MATH - 1})
-
-
-def test_counts() -> None:
-    table = dense_tiles.barriers(3, 2)
-    assert {name: table.count(name) for name in table.barriers} == {
-        "queries_full": 1, "keys_full": 1, "keys_free": 8, "values_full": 1, "values_free": 8,
-    }  # fmt: skip

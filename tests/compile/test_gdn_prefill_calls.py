@@ -12,7 +12,6 @@ from gdn.device import H100
 from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
 from tests.compile import fake_cuda
 from tests.compile.variants.base import example
-from tests.ops.test_prefill_launch import prefill_arguments
 
 module: Any = pytest.importorskip("kernels_cute.gdn_prefill", reason="needs the CuTe DSL")
 
@@ -38,7 +37,7 @@ def params_of(problem: GdnPrefillProblem, num_bytes: int) -> GdnPrefillParams:
     dim, V = problem.dim, problem.head_v_dim
     wide = torch.randn(ROWS, dim + HV * V).bfloat16()
     ba, indices = torch.randn(ROWS, 2 * HV).bfloat16(), getattr(torch, problem.index_dtype)
-    own: dict[str, Any] = prefill_arguments(ROWS) | {
+    own: dict[str, Any] = {"A_log": torch.randn(HV),
         "mixed_qkv": wide[:, :dim], "z": wide[:, dim:].unflatten(1, (HV, V)), "b": ba[:, :HV], "a": ba[:, HV:],
         "conv_states": torch.randn(9, 3, dim).bfloat16().mT, "conv_weight": torch.randn(dim, 4).bfloat16(),
         "dt_bias": torch.randn(HV), "norm_weight": torch.randn(V).bfloat16(), "ssm_state": torch.randn(9, HV, V, V),

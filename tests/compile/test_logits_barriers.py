@@ -31,12 +31,13 @@ class Block:
             [Buffer(f"{name} {stage}") for stage in range(len(self.barriers["queries_full"]))] for name in ("queries", "ranges")
         )
         self.keys = [Buffer(f"keys {stage}") for stage in range(len(self.barriers["keys_full"]))]
+        self.costs = [Buffer(f"costs of fill warp {number}") for number in range(2)]
         self.scores = [[Buffer(f"scores of warp {warp} in half {half}") for warp in range(4)] for half in range(2)]
         self.warps = [(number // 4, number % 4) for number in range(table.warps["math"])]
         self.written: list[tuple[int, int, int, int]] = []
 
     def run(self) -> None:
-        roles = {"copy": self.copy(), "publish": self.publish(), "fill 0": self.fill(), "fill 1": self.fill()}
+        roles = {"copy": self.copy(), "publish": self.publish(), **{f"fill {number}": self.fill(number) for number in range(2)}}
         roles |= {f"math {half}.{warp}": self.math(half, warp) for half, warp in self.warps}
         for name, role in roles.items():
             self.simulation.start(name, role)
@@ -55,6 +56,8 @@ class Block:
     def after_costs(self, role: str) -> Role:
         if "costs" in self.named:
             yield self.named["costs"][0].meet(role)
+            for costs in self.costs:
+                yield from self.simulation.read(costs, "added up", 0.1)
 
     def bring(self, ring: str, turn: int, buffers: list[Buffer], content: Any) -> Role:
         """One copy once the stage is free; without content, after the last item, the arrival alone."""
@@ -84,8 +87,9 @@ class Block:
             yield self.simulation.some_time(0.3)
             self.barriers["queries_full"][stage].arrive("publish", 32)
 
-    def fill(self) -> Role:
+    def fill(self, number: int) -> Role:
         yield self.simulation.some_time(2.0)
+        self.costs[number].write("added up")
         if "costs" in self.named:
             self.named["costs"][0].arrive()
 
@@ -190,12 +194,3 @@ def test_roles_are_held_to_the_table() -> None:
         barriers.wait(tiles, None, "queries_full", 0, 0, by="copy")
     with pytest.raises(ValueError, match="without bytes"):
         barriers.arrive_and_expect(tiles, None, "queries_full", 0, 16, by="publish")
-
-
-def test_arrive_counts() -> None:
-    """The numbers that the kernels' notes state."""
-    for math_warps in (4, 8):
-        table = barriers.barriers(2, 3, math_warps)
-        counts = {name: table.count(name) for name in table.barriers}
-        assert counts == {"queries_full": 33, "queries_free": math_warps, "keys_full": 1, "keys_free": math_warps}
-    assert {name: 32 * one.warps for name, one in NAMED.items()} == {"turn": 256, "scores": 128, "costs": 128}

@@ -132,10 +132,3 @@ def test_the_simulation_finds_a_count_that_is_too_small(name: str) -> None:
     """One math warp fewer: a stage is free while the last warp reads it."""
     blocks = (Block((3, 2), [3, 1, 5, 2, 4, 1, 6], seed) for seed in range(20))
     assert faults_found(blocks, name, {"math": MATH - 1})
-
-
-def test_counts() -> None:
-    table = prefill_tiles.barriers(3, 2)
-    assert {name: table.count(name) for name in table.barriers} == {
-        "queries_full": 129, "queries_free": 8, "keys_full": 128, "keys_free": 8, "values_full": 128, "values_free": 8,
-    }  # fmt: skip

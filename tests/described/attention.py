@@ -119,7 +119,8 @@ CALLS = {
     }),
     "sparse_attention": Described(sparse_attention, _RESULTS, _BOTH | {
         "topk_indices": INDEX | MATRIX | {
-            "none as -9": SAME, "a position beyond the sequence": VALUE, "a position after the query's own": SAME,
+            "none as -9": SAME, "null as -2**33 + 1": SAME, "a position beyond the sequence": VALUE,
+            "a position after the query's own": SAME,
         },
         "topk_length": INDEX | {"a negative count": VALUE, "more than k": VALUE},
     }),

@@ -3,8 +3,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,7 @@ from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.gpu.context_inputs import O_ERROR, STATE_ERROR, Sequences, cases, state_error, token_error
 from tests.gpu.context_layers import ATTENTION_FORMS, attention_step, delta_net_steps, row_errors, step_errors
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    """A call that waits for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+from tests.gpu.waits import no_waits
 
 
 def operators(group: Any) -> None:

@@ -1,6 +1,9 @@
 """Tensors inside larger ones full of NaN, for the layer's steps: what must not be read poisons a result, and what must not be
 written is compared bit for bit."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,6 +13,62 @@ from tests.gpu.delta_rule import Arguments
 from tests.gpu.twins import copy_of, whole
 
 Tensor = torch.Tensor
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """What calls of both fused steps have."""
+
+    lengths: tuple[int, ...] = ()
+    heads: tuple[int, int] = (2, 4)  # key, value
+    dims: tuple[int, int] = (128, 128)  # K, V
+    dtype: torch.dtype = BF16
+    other_dtype: torch.dtype = BF16  # of z, a, b, dt_bias and the norm's weight
+    weight_dtype: torch.dtype = BF16
+    bias_dtype: torch.dtype | None = None
+    width: int = 4
+    activation: str | None = "silu"
+    gate_activation: str = "silu"
+    layout: str = "flat"
+    has_norm: bool = True
+    conv_dtype: torch.dtype = BF16
+    order: str = "channels"  # which of a window's dims is contiguous: channels, columns, neither
+    state_dtype: torch.dtype = F32
+    v_first: bool = True
+    index_dtype: torch.dtype = torch.int32
+    padding: int = 3  # rows after the last sequence
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.heads[0] * self.dims[0] + self.heads[1] * self.dims[1]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) + self.padding
+
+    def starts(self) -> list[int]:
+        return [0, *accumulate(self.lengths)]
+
+    def arguments(
+        self, normal: Callable[..., Tensor], ignored: Sequence[int], A_log: torch.dtype, z_frame: tuple[int, int]
+    ) -> Arguments:
+        """All but pools and indices. normal(*shape, dtype) draws; ignored: rows of padding, which are NaN; A_log: its dtype."""
+        (H, HV), (K, V), rows = self.heads, self.dims, self.tokens
+        mixed, z = normal(rows, self.channels, dtype=self.dtype), normal(rows, HV * V, dtype=self.other_dtype)
+        b, a = normal(rows, HV, dtype=self.other_dtype), 3 * normal(rows, HV, dtype=self.other_dtype)
+        for tensor in (mixed, z, b, a):
+            tensor[ignored] = torch.nan
+        return {
+            **projections(self, mixed, z, b, a, z_frame),
+            "conv_weight": normal(self.channels, self.width, dtype=self.weight_dtype),
+            "conv_bias": None if self.bias_dtype is None else normal(self.channels, dtype=self.bias_dtype),
+            "A_log": normal(HV, dtype=A_log), "dt_bias": normal(HV, dtype=self.other_dtype),
+            "norm_weight": normal(V, dtype=self.other_dtype) if self.has_norm else None, "num_k_heads": H, "head_k_dim": K,
+            "head_v_dim": V, "activation": self.activation, "gate_activation": self.gate_activation,
+            "projection_layout": self.layout, "state_v_first": self.v_first,
+            "out": framed(mixed.new_full((rows, HV * V), torch.nan)),
+        }  # fmt: skip
 
 
 def framed(values: Tensor, left: int = 8, right: int = 16) -> Tensor:

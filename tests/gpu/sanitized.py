@@ -227,7 +227,7 @@ GROUPS: dict[str, dict[str, Call]] = {
     "logits-tilelang": _logits("tilelang"),
     "indexer": {
         "topk-of-logits": partial(test_indexer_topk.test_ragged, 40, 3000, "sequences", "cute"),
-        "topk-of-pages": partial(test_indexer_topk.test_paged, 2, True, "cute"),
+        "topk-of-pages": partial(test_indexer_topk.test_paged, 2, True, True, "cute"),
         **_TOPK,
         "steps": indexer_steps,
         "expand": expand,

@@ -8,8 +8,9 @@ import torch
 
 import gdn
 from gdn.runtime import registry
+from tests.gpu import graphs
 from tests.gpu.attention import Inputs, Variant, exact, head_errors, make_inputs, of_torch
-from tests.gpu.test_gated_delta_rule import no_sync
+from tests.gpu.waits import no_waits
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +47,7 @@ def test_exact(backend: str, variant: str, name: str, with_host: bool) -> None:
     arguments = dense(inputs, with_host)
     gdn.attention(**arguments, return_lse=True, backend=backend)  # compiles
     torch.cuda.synchronize()
-    with no_sync():
+    with no_waits():
         o, lse = gdn.attention(**arguments, return_lse=True, backend=backend)
     exact_o, exact_lse = exact(Inputs(inputs.arguments | {"topk_length": None}, inputs.positions))
     allowed = 2 * head_errors(of_torch(inputs), exact_o)
@@ -57,16 +58,14 @@ def test_exact(backend: str, variant: str, name: str, with_host: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_graph_of_decode_reads_new_lengths(backend: str) -> None:
+def test_a_graph_of_decode_reads_new_lengths(backend: str, device: torch.device) -> None:
     inputs = make_inputs(VARIANTS["16/2"], [300, 260, 33], [1, 1, 1], 16, dense=True)
     arguments = dense(inputs, with_host=False)
-    lengths = arguments["seq_lens"]
-    gdn.attention(**arguments, max_query_len=1, max_seq_len=512, backend=backend)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = gdn.attention(**arguments, max_query_len=1, max_seq_len=512, backend=backend)
-    for shorter in ([300, 260, 33], [120, 1, 17]):
-        lengths.copy_(torch.tensor(shorter))
-        graph.replay()
-        want = reference.attention(**arguments | {"q": arguments["q"].double()})
-        assert float(head_errors(o, want).max()) < 1e-2
+    options = {"max_query_len": 1, "max_seq_len": 512, "backend": backend}
+    changes = [
+        {"seq_lens": torch.tensor(lengths, dtype=torch.int32, device=device)} for lengths in ([300, 260, 33], [120, 1, 17])
+    ]
+    for change in changes:
+        want = reference.attention(**arguments | change | {"q": arguments["q"].double()})
+        assert float(head_errors(gdn.attention(**arguments | change, **options), want).max()) < 1e-2
+    graphs.check(gdn.attention, arguments, (), changes, device, **options)

@@ -20,9 +20,10 @@ from gdn.device import H100
 from gdn.ops.attention.problem import AttentionPrefillParams, AttentionPrefillProblem
 from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
+from tests.gpu import graphs
 from tests.gpu.attention import Inputs, Variant, exact, head_errors, make_inputs, of_torch
 from tests.gpu.test_attention import dense
-from tests.gpu.test_gated_delta_rule import no_sync
+from tests.gpu.waits import no_waits
 from tests.references import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
@@ -88,17 +89,17 @@ def check(inputs: Inputs, found: Found) -> None:
 
 def check_graph(inputs: Inputs, config: Any = None) -> None:
     """A captured launch, replayed with other numbers of new tokens of three sequences, has the bits of launches of its own."""
-    params = params_of(inputs)
     prepared = runtime.prepare(problem_of(inputs), torch.device("cuda"), "cute", config=config)
     assert prepared.launch is not None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def launch(query_start_loc: Tensor) -> Found:
+        params = params_of(Inputs(inputs.arguments | {"query_start_loc": query_start_loc}, inputs.positions))
         prepared.launch(params)
-    for new in ([90, 60, 10], [3, 100, 20], [0, 0, 1]):
-        inputs.arguments["query_start_loc"].copy_(torch.tensor([0, *new]).cumsum(0))
-        graph.replay()
-        fresh = run(inputs, config)
-        assert same_bits(params.out, fresh[0]) and same_bits(params.lse, fresh[1])
+        return params.out, params.lse
+
+    changes = [{"query_start_loc": [0, *accumulate(new)]} for new in ([90, 60, 10], [3, 100, 20], [0, 0, 1])]
+    start = {"query_start_loc": inputs.arguments["query_start_loc"]}
+    graphs.check(launch, start, (), changes, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -316,7 +317,7 @@ def test_the_public_call(splits: int, variant: str, with_host: bool) -> None:
     arguments = public(inputs, with_host)
     attend(arguments)  # compiles
     torch.cuda.synchronize()
-    with no_sync():
+    with no_waits():
         found = attend(arguments)
     check(inputs, found)
     assert same(attend(arguments), found)
@@ -371,22 +372,18 @@ def test_a_captured_public_call_serves_other_lengths(splits: int, with_host: boo
     if with_host:  # a third of the contexts, which a call of its own would deal to fewer blocks
         arguments["seq_lens"].copy_(torch.tensor([max(length // 3, count) for length, count in zip(lengths, new, strict=True)]))
     arguments = public(inputs, with_host)
-    attend(arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = attend(arguments)
+    changes = []
     for count, length in ((new[0], lengths[0]), (9, lengths[0]), (1, lengths[0] // 2), (0, 0)):
-        arguments["seq_lens"].copy_(torch.tensor([length, *lengths[1:]]))
-        arguments["query_start_loc"].copy_(torch.tensor([0, count, *new[1:]]).cumsum(0))
-        graph.replay()
-        given = _without_host(arguments) | {"q": arguments["q"].double()}
+        change = {"seq_lens": [length, *lengths[1:]], "query_start_loc": [0, *accumulate([count, *new[1:]])]}
+        here = arguments | {name: torch.tensor(x, dtype=torch.int32, device="cuda") for name, x in change.items()}
+        given = _without_host(here) | {"q": arguments["q"].double()}
         given.pop("max_query_len", None)
         want, want_lse = reference.attention(**given, return_lse=True)
+        found = attend(here)
         assert float(head_errors(found[0], want).max()) < 1e-2
         torch.testing.assert_close(found[1].double(), want_lse.double(), atol=2e-4, rtol=1e-5)
-        again = [one.clone() for one in found]
-        graph.replay()
-        assert same((again[0], again[1]), found)
+        changes.append(change)
+    graphs.check(gdn.attention, arguments, (), changes, torch.device("cuda"), return_lse=True)
 
 
 @every_number_of_blocks

@@ -19,7 +19,7 @@ from tests.gpu import test_gdn_decode, test_mqa_logits, test_paged_mqa_logits, t
 from tests.gpu.chunk import FUNCTION as CHUNK
 from tests.gpu.delta_rule import Arguments, backends
 from tests.gpu.test_recurrent import FUNCTION as RECURRENT
-from tests.gpu.twins import copy_of
+from tests.gpu.twins import are_same, copy_of
 
 pytestmark = pytest.mark.gpu
 
@@ -55,40 +55,50 @@ def batches(watched: Sequence[int], count: int = FORTY) -> list[list[int]]:
 
 
 class Batch:
-    """Forty sequences with their tokens one after the other, and a call of any of them.
+    """Sequences with their tokens one after the other, and a call of any of them.
 
-    tokens: arguments with a row per token, in dimension `dim`; sequences: arguments with a row per sequence; pools: written.
+    tokens: arguments with a row per token, in dimension `dim` or the last one; sequences: arguments with a row per sequence;
+    pools: written, in the slots of sequences; results: how many of them have a row per token.
     """
 
     def __init__(
-        self, function: str, arguments: Arguments, lengths: Sequence[int], offsets: str | None, *,
-        tokens: tuple[str, ...], sequences: tuple[str, ...], pools: tuple[str, ...], slots: str, dim: int,
+        self, function: str | Callable[..., Any], arguments: Arguments, lengths: Sequence[int], offsets: str | None, *,
+        tokens: tuple[str, ...], sequences: tuple[str, ...], pools: tuple[str, ...] = (), slots: str = "", dim: int = 0,
+        results: int = 1,
     ) -> None:  # fmt: skip
-        self.function, self.arguments, self.offsets, self.pools, self.dim = function, arguments, offsets, pools, dim
+        self.function = getattr(gdn, function) if isinstance(function, str) else function
+        self.arguments, self.offsets, self.pools, self.dim = arguments, offsets, pools, dim
         self.starts, self.lengths = [0, *accumulate(lengths)], list(lengths)
-        self.tokens, self.sequences, self.slots = tokens, sequences, slots
+        self.tokens, self.sequences, self.slots, self.results = tokens, sequences, slots, results
 
     def rows(self, n: int) -> list[int]:
         return list(range(self.starts[n], self.starts[n + 1]))
 
     def run(self, members: Sequence[int], backend: str) -> dict[int, list[Tensor]]:
         """Contents that each member has after the call: its rows, and its slots of the pools."""
-        device = self.arguments[self.pools[0]].device
+        device = self.arguments[self.sequences[0]].device
         rows = torch.tensor([row for n in members for row in self.rows(n)], device=device)
         order = torch.tensor(members, device=device)
         given = self.arguments | {name: copy_of(self.arguments[name]) for name in self.pools}
-        given |= {name: self.arguments[name].index_select(self.dim, rows) for name in self.tokens}
+        per_token = {name: self.arguments[name] for name in self.tokens}
+        given |= {name: x.index_select(min(self.dim, x.dim() - 1), rows) for name, x in per_token.items()}
         given |= {name: self.arguments[name][order] for name in self.sequences}
         bounds = [0, *accumulate(self.lengths[n] for n in members)]
         if self.offsets is not None:
             given[self.offsets] = torch.tensor(bounds, dtype=torch.int32, device=device)
-        found = getattr(gdn, self.function)(**given, backend=backend)
-        o = found[0] if isinstance(found, tuple) else found
+        found = self.function(**given, backend=backend)
+        results = found[: self.results] if isinstance(found, tuple) else (found,)
         return {
-            n: [o.narrow(self.dim, bounds[i], self.lengths[n])]
+            n: [x.narrow(self.dim, bounds[i], self.lengths[n]) for x in results]
             + [given[pool][given[self.slots][i].flatten().long()] for pool in self.pools]
             for i, n in enumerate(members)
         }
+
+    def check_alone(self, watched: Sequence[int], backend: str) -> None:
+        """Without GDN_BATCH_INVARIANT: of a batch that takes the same form as one sequence."""
+        expected = self.run(range(len(self.lengths)), backend)
+        for n in watched:
+            assert are_same(self.run([n], backend)[n], expected[n]), f"sequence {n} of {self.lengths[n]} tokens"
 
     def check(self, watched: Sequence[int], backend: str) -> None:
         expected = self.run(range(len(self.lengths)), backend)

@@ -12,6 +12,7 @@ from gdn.cli.demo.engine import Engine, EngineSizes, Stream
 from gdn.cli.demo.graphs import FixedStep
 from gdn.layers import StepMetadata
 from tests.gpu.small_models import FORMS, small_model
+from tests.gpu.waits import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -45,17 +46,6 @@ def recording(engine: Engine) -> Iterator[list[torch.Tensor]]:
     engine.on_logits = record
     yield found
     engine.on_logits = None
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """A wait for the device is an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("num_spec", [0, 3])
@@ -145,7 +135,8 @@ def test_a_captured_step_allocates_nothing(
     _, again, captured = runs  # the first one finds a new stream, without memory
     assert again == {LIVE_BYTES: 0, DEVICE_ALLOCATIONS: 0}
     assert captured[LIVE_BYTES] == 0
-    with no_sync():
+    torch.cuda.synchronize()
+    with no_waits():
         fixed._graph.replay()
 
 

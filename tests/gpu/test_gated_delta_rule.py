@@ -1,7 +1,5 @@
 """gdn.gated_delta_rule on a Hopper GPU: the rows of each form have the bits of that form alone, without a sync, in graphs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,22 +9,14 @@ import gdn
 from gdn.ops.delta_rule.crossing import RECURRENT_TOKENS
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem
 from gdn.runtime import registry
+from tests.gpu import graphs
+from tests.gpu.waits import no_waits
 
 pytestmark = pytest.mark.gpu
 
 BACKENDS = tuple(registry.operator("chunk").modules)
 SIZES = {"num_q_heads": 4, "num_k_heads": 4, "num_v_heads": 8, "head_k_dim": 128, "head_v_dim": 128, "index_dtype": "int32"}
 STEPS = [[1, 3, 1, 200, 70], [1, 1, 1], [130, 1, 2], [RECURRENT_TOKENS, 0, RECURRENT_TOKENS + 1]]
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """Makes a wait for the device an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def step(lengths: list[int], **fields: Any) -> dict[str, Any]:
@@ -83,20 +73,9 @@ def test_no_call_waits_for_the_device(has_mask: bool, with_host: bool) -> None:
         del arguments["lengths_host"]
     gdn.gated_delta_rule(**arguments)  # compiles
     torch.cuda.synchronize()
-    with no_sync():
+    with no_waits():
         gdn.gated_delta_rule(**arguments)
 
 
-def test_a_graph_repeats_the_step() -> None:
-    arguments = step(STEPS[0])
-    pool = arguments["initial_state"]
-    start = pool.clone()
-    want, _ = gdn.gated_delta_rule(**arguments)
-    after = pool.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o, _ = gdn.gated_delta_rule(**arguments)
-    for _ in range(2):
-        pool.copy_(start)
-        graph.replay()
-        assert torch.equal(o, want) and torch.equal(pool.nan_to_num(7.0), after.nan_to_num(7.0))
+def test_a_graph_repeats_the_step(device: torch.device) -> None:
+    graphs.check(gdn.gated_delta_rule, step(STEPS[0]), ("initial_state",), [{}, {}], device)

@@ -8,7 +8,6 @@ they are compared bit for bit too.
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -20,9 +19,10 @@ from gdn.device import H100
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
+from tests.gpu import graphs
 from tests.gpu.delta_rule import Arguments
-from tests.gpu.framed import check_states, check_windows, frame_is_untouched, framed, on_cpu, projections, states, windows
-from tests.gpu.twins import copy_of, twin, whole
+from tests.gpu.framed import StepCase, check_states, check_windows, frame_is_untouched, framed, on_cpu, states, windows
+from tests.gpu.twins import check_repeats, copy_of, twin, whole
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -35,27 +35,11 @@ POOLS = ("conv_state", "ssm_state")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(StepCase):
     """A call; everything else follows from the seed."""
 
     lengths: tuple[int, ...] = (1, 2, 0, 4, 1, 3, 8, 1)
     offsets_dtype: torch.dtype | None = torch.int32  # None = one token per sequence, no offsets
-    heads: tuple[int, int] = (2, 4)  # key, value
-    dims: tuple[int, int] = (128, 128)  # K, V
-    dtype: torch.dtype = BF16
-    other_dtype: torch.dtype = BF16  # of z, a, b, dt_bias and the norm's weight
-    weight_dtype: torch.dtype = BF16
-    bias_dtype: torch.dtype | None = None
-    width: int = 4
-    activation: str | None = "silu"
-    gate_activation: str = "silu"
-    layout: str = "flat"
-    has_norm: bool = True
-    conv_dtype: torch.dtype = BF16
-    order: str = "channels"  # which of a window's dims is contiguous: channels, columns, neither
-    state_dtype: torch.dtype = F32
-    v_first: bool = True
-    index_dtype: torch.dtype = torch.int32
     spec: int | None = None  # drafts that the indices have columns for; None = 1-D indices
     accepted: bool = True  # with columns: num_accepted_tokens is given
     padding: int = 3  # rows after the last sequence, with offsets
@@ -72,13 +56,6 @@ class Case:
     def columns(self) -> int:
         return 1 if self.spec is None else 1 + self.spec
 
-    @property
-    def channels(self) -> int:
-        return 2 * self.heads[0] * self.dims[0] + self.heads[1] * self.dims[1]
-
-    def starts(self) -> list[int]:
-        return [0, *accumulate(self.lengths)]
-
 
 def make(case: Case, device: torch.device, seed: int = 0) -> tuple[Arguments, list[int]]:
     """Arguments, and the sequences that are padding: 3; where counts are given, 5 by its count and 6 by its state's slot."""
@@ -87,7 +64,7 @@ def make(case: Case, device: torch.device, seed: int = 0) -> tuple[Arguments, li
     def normal(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*shape, generator=source).to(dtype).to(device)
 
-    (H, HV), (K, V), count, columns = case.heads, case.dims, case.count, case.columns
+    count, columns = case.count, case.columns
     total = count * columns + 4
     indices = (torch.randperm(total - 1, generator=source)[: count * columns] + 1).view(count, columns)
     counts = torch.tensor([1 + n % columns for n in range(count)], dtype=torch.int32)
@@ -111,26 +88,14 @@ def make(case: Case, device: torch.device, seed: int = 0) -> tuple[Arguments, li
 
     given = indices if case.spec is not None else indices[:, 0]
     spread = torch.stack([given, torch.full_like(given, 9999)], -1).to(case.index_dtype).to(device)
-    rows = case.tokens
-    mixed, z = normal(rows, case.channels, dtype=case.dtype), normal(rows, HV * V, dtype=case.other_dtype)
-    b, a = normal(rows, HV, dtype=case.other_dtype), 3 * normal(rows, HV, dtype=case.other_dtype)
     starts = case.starts()
-    ignored = [row for n in dead for row in range(starts[n], starts[n + 1])] + list(range(starts[-1], rows))
-    for tensor in (mixed, z, b, a):
-        tensor[ignored] = torch.nan
+    ignored = [row for n in dead for row in range(starts[n], starts[n + 1])] + list(range(starts[-1], case.tokens))
     arguments = {
-        **projections(case, mixed, z, b, a, (4, 3)), "conv_state": conv,
-        "conv_weight": normal(case.channels, case.width, dtype=case.weight_dtype),
-        "conv_bias": None if case.bias_dtype is None else normal(case.channels, dtype=case.bias_dtype),
-        "A_log": normal(HV, dtype=F32), "dt_bias": normal(HV, dtype=case.other_dtype),
-        "norm_weight": normal(V, dtype=case.other_dtype) if case.has_norm else None,
-        "ssm_state": ssm, "state_indices": spread[..., 0],
+        **case.arguments(normal, ignored, F32, (4, 3)), "conv_state": conv, "ssm_state": ssm, "state_indices": spread[..., 0],
         "query_start_loc": None if case.offsets_dtype is None
         else torch.tensor(starts, dtype=case.offsets_dtype, device=device),
         "num_accepted_tokens": counts.to(device) if case.spec is not None and case.accepted else None,
-        "num_k_heads": H, "head_k_dim": K, "head_v_dim": V, "activation": case.activation,
-        "gate_activation": case.gate_activation, "projection_layout": case.layout, "state_v_first": case.v_first,
-        "null_slot": NULL, "out": framed(torch.full((rows, HV * V), torch.nan, dtype=case.dtype, device=device)),
+        "null_slot": NULL,
     }  # fmt: skip
     return arguments, ignored
 
@@ -287,38 +252,28 @@ def test_configurations_k_first(case: Case, number: int, sequences: int, configu
 
 @LAYOUTS
 def test_repeats(v_first: bool, device: torch.device) -> None:
-    """No block reads what another has written: the same bits on every run."""
     for case in (
         Case(v_first=v_first), Case(spec=7, v_first=v_first), Case(spec=7, v_first=v_first, state_dtype=BF16),
         Case(lengths=(1,) * 60, offsets_dtype=None, heads=(8, 16), v_first=v_first),
     ):  # fmt: skip
-        first: list[Tensor] | None = None
-        for _ in range(20):
-            arguments, _ = make(case, device)
-            gdn.fused_gdn_decode(**arguments, backend="cute")
-            found = [whole(arguments[key]) for key in ("out", *POOLS)]
-            first = first or found
-            assert all(same_bits(one, other) for one, other in zip(first, found, strict=True))
+        check_repeats(gdn.fused_gdn_decode, make(case, device)[0], backend="cute")
 
 
 @LAYOUTS
+@pytest.mark.parametrize("has_out", [True, False])
 @pytest.mark.parametrize("spec", [None, 7])
-def test_graph_with_changing_contents(spec: int | None, v_first: bool, device: torch.device) -> None:
+def test_graph_with_changing_contents(spec: int | None, has_out: bool, v_first: bool, device: torch.device) -> None:
     """Captured once; offsets, slots and counts change between replays."""
     first = Case(spec=spec, v_first=v_first)
-    second = replace(first, lengths=(0, 8, 1, 1, 3, 1, 2, 4))
-    live = twin(make(first, device)[0])
-    gdn.fused_gdn_decode(**live, backend="cute")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        gdn.fused_gdn_decode(**live, backend="cute")
-    for seed, case in enumerate((second, first, second)):
-        given, ignored = make(case, device, seed)
-        for key, value in given.items():
-            if isinstance(value, Tensor):
-                whole(live[key]).copy_(whole(value))
-        graph.replay()
-        judge(case, given, live, ignored)
+    second, nothing = replace(first, lengths=(0, 8, 1, 1, 3, 1, 2, 4)), replace(first, lengths=(0,) * 8, padding=first.tokens)
+    arguments, changes = make(first, device)[0], []
+    for seed, case in enumerate((second, first, nothing, second)):
+        run(case, device, seed)
+        changes.append(graphs.tensors(make(case, device, seed)[0]))
+    if not has_out:
+        for given in (arguments, *changes):
+            del given["out"]
+    graphs.check(gdn.fused_gdn_decode, arguments, POOLS, changes, device, backend="cute")
 
 
 @LAYOUTS

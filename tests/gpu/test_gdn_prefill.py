@@ -10,7 +10,6 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from itertools import pairwise as pairwise_of
 from typing import Any
 
@@ -23,9 +22,11 @@ from gdn.device import H100
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
+from tests.gpu import graphs
 from tests.gpu.delta_rule import Arguments
-from tests.gpu.framed import check_states, check_windows, frame_is_untouched, framed, on_cpu, projections, states, windows
-from tests.gpu.twins import twin, whole
+from tests.gpu.framed import StepCase, check_states, check_windows, frame_is_untouched, on_cpu, states, windows
+from tests.gpu.test_batch_invariance import Batch
+from tests.gpu.twins import twin
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -38,41 +39,13 @@ _FEW_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(StepCase):
     """A call; everything else follows from the seed."""
 
     lengths: tuple[int, ...] = (70, 1, 0, 200, 5, 64, 129, 2)  # the fourth is padding
-    heads: tuple[int, int] = (2, 4)  # key, value
-    dims: tuple[int, int] = (128, 128)  # K, V
-    dtype: torch.dtype = BF16
-    other_dtype: torch.dtype = BF16  # of z, a, b, dt_bias and the norm's weight
-    weight_dtype: torch.dtype = BF16
-    bias_dtype: torch.dtype | None = None
-    width: int = 4
-    activation: str | None = "silu"
-    gate_activation: str = "silu"
-    layout: str = "flat"
-    has_norm: bool = True
-    conv_dtype: torch.dtype = BF16
-    order: str = "channels"  # as in test_gdn_decode
-    state_dtype: torch.dtype = F32
-    v_first: bool = True
-    index_dtype: torch.dtype = torch.int32
     offsets_dtype: torch.dtype = torch.int32
     has_mask: bool = True
     has_checkpoints: bool = False
-    padding: int = 3  # rows after the last sequence
-
-    @property
-    def channels(self) -> int:
-        return 2 * self.heads[0] * self.dims[0] + self.heads[1] * self.dims[1]
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths) + self.padding
-
-    def starts(self) -> list[int]:
-        return [0, *accumulate(self.lengths)]
 
     def dead(self) -> list[int]:
         return [3] if len(self.lengths) > 3 else []
@@ -89,7 +62,7 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Arguments:
     def normal(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*shape, generator=source).to(dtype).to(device)
 
-    (H, HV), (K, V), count = case.heads, case.dims, len(case.lengths)
+    count = len(case.lengths)
     total = 3 * count + 4
     order = (torch.randperm(total - 1, generator=source)[: 3 * count] + 1).view(3, count)
     indices = order[0].clone()
@@ -101,11 +74,6 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Arguments:
         if n not in case.dead() and case.lengths[n] and (mask[n] or not case.has_mask):  # others may hold NaN
             conv[int(indices[n])] = normal(case.channels, case.width - 1, dtype=case.conv_dtype)
             ssm[int(indices[n])] = 0.3 * normal(*ssm.shape[1:], dtype=case.state_dtype)
-    rows = case.tokens
-    mixed, z = normal(rows, case.channels, dtype=case.dtype), normal(rows, HV * V, dtype=case.other_dtype)
-    b, a = normal(rows, HV, dtype=case.other_dtype), 3 * normal(rows, HV, dtype=case.other_dtype)
-    for tensor in (mixed, z, b, a):
-        tensor[case.ignored()] = torch.nan
     checkpoints: Arguments = {}
     if case.has_checkpoints:
         reach = torch.tensor([length // 64 * 64 for length in case.lengths])
@@ -113,17 +81,10 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Arguments:
         checkpoints = {"checkpoint_offsets": offsets.to(device), "checkpoint_slots": order[1:].T.to(case.index_dtype).to(device)}
     given = torch.stack([indices, torch.full_like(indices, 9999)], -1).to(case.index_dtype).to(device)
     return {
-        **projections(case, mixed, z, b, a, (8, 8)), **checkpoints, "conv_states": conv,
-        "conv_weight": normal(case.channels, case.width, dtype=case.weight_dtype),
-        "conv_bias": None if case.bias_dtype is None else normal(case.channels, dtype=case.bias_dtype),
-        "A_log": normal(HV, dtype=case.other_dtype), "dt_bias": normal(HV, dtype=case.other_dtype),
-        "norm_weight": normal(V, dtype=case.other_dtype) if case.has_norm else None,
+        **case.arguments(normal, case.ignored(), case.other_dtype, (8, 8)), **checkpoints, "conv_states": conv,
         "ssm_state": ssm, "state_indices": given[..., 0],
         "query_start_loc": torch.tensor(case.starts(), dtype=case.offsets_dtype, device=device),
-        "has_initial_state": mask.to(device) if case.has_mask else None, "num_k_heads": H, "head_k_dim": K, "head_v_dim": V,
-        "activation": case.activation, "gate_activation": case.gate_activation, "projection_layout": case.layout,
-        "state_v_first": case.v_first, "null_slot": NULL,
-        "out": framed(torch.full((rows, HV * V), torch.nan, dtype=case.dtype, device=device)),
+        "has_initial_state": mask.to(device) if case.has_mask else None, "null_slot": NULL,
     }  # fmt: skip
 
 
@@ -334,46 +295,22 @@ def test_a_sequence_alone(form: str, configure: Configure, device: torch.device)
     """The same bits as in a batch, where both take the same form."""
     configure(form, **(PLAIN if form.startswith("apart") else {}))
     case = Case(lengths=(200, 65, 700, 20, 1), padding=0, has_mask=False)
-    arguments = make(case, device)
-    before = twin(arguments)
-    gdn.fused_gdn_prefill(**arguments, backend="cute")
-    starts = case.starts()
-    for n in range(5):
-        rows, alone = slice(starts[n], starts[n + 1]), twin(before)
-        for name_of in ("mixed_qkv", "z", "b", "a"):
-            alone[name_of] = alone[name_of][rows]
-        alone |= {"state_indices": before["state_indices"][n : n + 1], "out": None}
-        alone["query_start_loc"] = torch.tensor([0, case.lengths[n]], dtype=torch.int32, device=device)
-        o = gdn.fused_gdn_prefill(**alone, backend="cute")
-        slot = int(before["state_indices"][n])
-        assert same_bits(o, arguments["out"][rows])
-        assert all(same_bits(alone[pool][slot], arguments[pool][slot]) for pool in POOLS)
+    batch = Batch(
+        "fused_gdn_prefill", make(case, device) | {"out": None}, case.lengths, "query_start_loc",
+        tokens=("mixed_qkv", "z", "b", "a"), sequences=("state_indices",), pools=POOLS, slots="state_indices",
+    )  # fmt: skip
+    batch.check_alone(range(5), "cute")
 
 
 @FORMS
 def test_graphs(form: str, configure: Configure, device: torch.device) -> None:
     """A captured step, replayed with other inputs and lengths, back to back with itself."""
     configure(form)
-    case = Case(lengths=(300, 64, 1, 0, 500), heads=(4, 8))
-    static = make(case, device)
-    kept = twin(static)
-    gdn.fused_gdn_prefill(**static, backend="cute")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        gdn.fused_gdn_prefill(**static, backend="cute")
+    case, changes = Case(lengths=(300, 64, 1, 0, 500), heads=(4, 8)), []
     for seed, lengths in enumerate(((300, 64, 1, 0, 500), (1, 1, 700, 0, 163), (865, 0, 0, 0, 0))):
-        other = make(replace(case, lengths=lengths), device, seed=seed)
-        before = twin(other)
-        for name_of, x in static.items():
-            if isinstance(x, Tensor):
-                whole(x).copy_(whole(other[name_of]))
-        for _ in range(5):
-            for pool in POOLS:
-                whole(static[pool]).copy_(whole(before[pool]))
-            graph.replay()
-        torch.cuda.synchronize()
-        judge(replace(case, lengths=lengths), before, static)
-    assert kept.keys() == static.keys()
+        run(replace(case, lengths=lengths), device, seed)
+        changes.append(graphs.tensors(make(replace(case, lengths=lengths), device, seed)))
+    graphs.check(gdn.fused_gdn_prefill, make(case, device), POOLS, changes, device, times=5, backend="cute")
 
 
 @FORMS

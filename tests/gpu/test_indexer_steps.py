@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import gdn
-from gdn import runtime
 from gdn.ops.indexer.reference import cast_fp8
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
+from tests.gpu import graphs
+from tests.gpu.twins import check_repeats
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -318,14 +319,6 @@ def test_prepare_attention(device: torch.device) -> None:
         check_prepared(Case(tokens, 16, 2, 256, 64, cache_dtype=torch.bfloat16, weights_dtype=None, values=True))
 
 
-def test_prepare_without_tokens(device: torch.device) -> None:
-    arguments = call_of(Case(tokens=0))
-    before = memory_of(arguments["cache"]).clone()
-    q_out, weights_out = gdn.prepare_indexer(**arguments, backend="cute")
-    assert q_out.shape == (0, 16, 128) and q_out.dtype == FP8 and weights_out is not None and weights_out.shape == (0, 16)
-    assert torch.equal(memory_of(arguments["cache"]), before)
-
-
 def test_prepare_copies_what_is_not_aligned(device: torch.device) -> None:
     arguments = call_of(Case())
     want = gdn.prepare_indexer(**arguments, backend="cute")
@@ -341,13 +334,7 @@ def test_prepare_copies_what_is_not_aligned(device: torch.device) -> None:
 
 
 def test_prepare_repeats(device: torch.device) -> None:
-    arguments = call_of(Case(tokens=700))
-    q_out, weights_out = gdn.prepare_indexer(**arguments, backend="cute")
-    cache = memory_of(arguments["cache"]).clone()
-    for _ in range(20):
-        again = gdn.prepare_indexer(**arguments, backend="cute")
-        assert same_bits(q_out, again[0]) and same_bits(weights_out, again[1])  # type: ignore[arg-type]
-        assert torch.equal(memory_of(arguments["cache"]), cache)
+    check_repeats(gdn.prepare_indexer, call_of(Case(tokens=700)), backend="cute")
 
 
 def test_prepare_cache_beyond_32_bits(device: torch.device) -> None:
@@ -511,14 +498,9 @@ def test_compress_null_slot_and_nothing(device: torch.device) -> None:
 
 
 def test_compress_repeats(device: torch.device) -> None:
-    """No block reads a ring row that another one writes: the same bits on every run."""
-    first: tuple[Tensor, Tensor] | None = None
-    for _ in range(20):
-        arguments = compress_call([Run(0, 2, 4000), *(Run(n, n, 20) for n in range(1, 60))], 4, 8, None, 128, FP8, torch.bfloat16)
-        gdn.compress_indexer_keys(**arguments, backend="cute")
-        found = memory_of(arguments["ring"]), memory_of(arguments["cache"])
-        first = first or found
-        assert same_bits(first[0], found[0]) and same_bits(first[1], found[1])
+    runs = [Run(0, 2, 4000), *(Run(n, n, 20) for n in range(1, 60))]
+    arguments = compress_call(runs, 4, 8, None, 128, FP8, torch.bfloat16)
+    check_repeats(gdn.compress_indexer_keys, arguments, backend="cute")
 
 
 def test_compress_in_pieces_equals_the_whole(device: torch.device) -> None:
@@ -557,6 +539,8 @@ def test_expand(tokens: int, k: int, ratio: int, index: torch.dtype, device: tor
     given, places = wide.cuda()[:, 1 : 1 + k], positions.to(index).cuda()[:, 0]
     want = reference.expand_topk_groups(given, places, ratio=ratio)
     assert torch.equal(gdn.expand_topk_groups(given, places, ratio=ratio, backend="cute"), want)
+    # Positions of another stride are another call.
+    assert torch.equal(gdn.expand_topk_groups(given, places.contiguous(), ratio=ratio, backend="cute"), want)
     out = whole[:, 2 : 2 + columns]
     assert gdn.expand_topk_groups(given, places, ratio=ratio, out=out, backend="cute") is out
     assert torch.equal(out, want) and bool((whole[:, :2] == 777).all()) and bool((whole[:, 2 + columns :] == 777).all())
@@ -565,71 +549,24 @@ def test_expand(tokens: int, k: int, ratio: int, index: torch.dtype, device: tor
 # --- graphs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_graph_replays_with_changed_contents(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_replays_with_changed_contents(device: torch.device) -> None:
     """Captured once, one step after the other; positions, slots, lengths, tables and values change between replays."""
-    first, second = call_of(Case(tokens=64)), call_of(Case(tokens=64))
-    for name in ("q", "k", "weights"):
-        second[name].copy_(second[name].flip(0))
-    second["positions"].copy_(second["positions"].flip(0))
-    second["slot_mapping"].copy_(second["slot_mapping"].flip(0))
-    lengths = {True: [40, 3, 0, 21], False: [1, 0, 50, 9]}
-    tables = {key: gather_call(of, None, 128, torch.uint8, 16) for key, of in lengths.items()}
-    live = {name: value.clone() if isinstance(value, Tensor) else value for name, value in first.items()}
-    live["cache"] = copy_of(first["cache"])
-    table = torch.zeros(4, 6, dtype=torch.int32, device=device)
-    bounds = torch.zeros(5, dtype=torch.int32, device=device)
+    first = call_of(Case(tokens=64))
+    names = ("q", "k", "weights", "positions", "slot_mapping")
 
-    def run() -> tuple[Any, Any]:
-        prepared = gdn.prepare_indexer(**live, backend="cute")
-        return prepared, gdn.gather_indexer_cache(live["cache"], table, bounds, num_rows=64, backend="cute")
+    def contents(lengths: list[int], is_flipped: bool) -> dict[str, Tensor]:
+        given = gather_call(lengths, None, 128, torch.uint8, 16)
+        table = given["block_tables"][:, :1].expand(4, 6) % first["cache"].shape[0]
+        values = {name: first[name].flip(0) if is_flipped else first[name] for name in names}
+        return values | {"table": table, "bounds": given["cu_seqlens"]}
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for given, key in ((second, True), (first, False), (second, False)):
-        for name, value in given.items():
-            if isinstance(value, Tensor) and name != "cache":
-                live[name].copy_(value)
-        pages = live["cache"].shape[0]
-        table.copy_(tables[key]["block_tables"][:, :1].expand(4, 6) % pages)
-        bounds.copy_(tables[key]["cu_seqlens"])
-        graph.replay()
-        want = gdn.prepare_indexer(**live, backend="cute")
-        assert all(same_bits(a, b) for a, b in zip(captured[0], want, strict=True))
-        gathered = reference.gather_indexer_cache(live["cache"], table, bounds, num_rows=64)
-        assert all(same_bits(a, b) for a, b in zip(captured[1], gathered, strict=True))
+    def run(table: Tensor, bounds: Tensor, **given: Any) -> tuple[Tensor, ...]:
+        prepared = gdn.prepare_indexer(**given, backend="cute")
+        gathered = gdn.gather_indexer_cache(given["cache"], table, bounds, num_rows=64, backend="cute")
+        return *prepared, *gathered  # type: ignore[return-value]
 
-
-def test_repeated_calls_are_remembered(device: torch.device) -> None:
-    """A call like an earlier one takes the short way, with other tensors, and gives the same."""
-
-    def prepare(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a repeated call took the long way")
-
-    case = Case(tokens=21)
-    arguments = call_of(case)
-    want = gdn.prepare_indexer(**arguments, backend="cute")
-    x = normal(6, 128, seed=3)
-    pair = gdn.quantize_fp8(x, backend="cute")
-    compress = compress_call(RUNS["decode"], 4, 8, None, 128, FP8, torch.bfloat16)
-    gather = gather_call([40, 3], None, 128, torch.uint8, 16) | {"num_rows": 43}
-    rows = gdn.gather_indexer_cache(**gather, backend="cute")
-    groups = torch.arange(12, device=device).view(3, 4)
-    listed = gdn.expand_topk_groups(groups, groups[:, 0], backend="cute")
-    gdn.compress_indexer_keys(**compress, backend="cute")
-    gdn.write_indexer_cache(arguments["k"], arguments["cache"], arguments["slot_mapping"], backend="cute")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "prepare", prepare)
-        again = gdn.prepare_indexer(**call_of(case), backend="cute")
-        assert same_bits(again[0], want[0]) and same_bits(again[1], want[1])  # type: ignore[arg-type]
-        assert all(same_bits(a, b) for a, b in zip(gdn.quantize_fp8(x.clone(), backend="cute"), pair, strict=True))
-        found = gdn.gather_indexer_cache(**gather, backend="cute")
-        assert all(same_bits(a, b) for a, b in zip(found, rows, strict=True))  # type: ignore[arg-type]
-        gdn.compress_indexer_keys(**compress, backend="cute")
-        gdn.write_indexer_cache(arguments["k"], arguments["cache"], arguments["slot_mapping"], backend="cute")
-    # Positions of another stride are another call.
-    assert torch.equal(gdn.expand_topk_groups(groups.clone(), groups[:, 0].clone(), backend="cute"), listed)
+    changes = [contents([40, 3, 0, 21], True), contents([1, 0, 50, 9], False), contents([1, 0, 50, 9], True)]
+    graphs.check(run, first | contents([0] * 4, False), ("cache",), changes, device)
 
 
 def test_other_dtypes_run_on_the_reference(device: torch.device) -> None:

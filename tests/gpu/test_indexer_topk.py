@@ -11,6 +11,7 @@ from gdn.ops.indexer.inputs import make_mqa_inputs, make_paged_inputs
 from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
 from gdn.ops.indexer.reference import list_short_rows
 from gdn.runtime import registry
+from tests.gpu import graphs
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -74,30 +75,34 @@ def test_ragged_short_rows_need_no_scores(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("next_n", "per_draft"), [(1, False), (2, False), (3, False), (2, True)])
-def test_paged(next_n: int, per_draft: bool, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("next_n", "per_draft", "relu"), [(1, False, True), (2, False, True), (3, False, True), (2, True, True), (1, False, False)]
+)
+def test_paged(next_n: int, per_draft: bool, relu: bool, backend: str) -> None:
     lengths = [2000, 0, 5, K, K + 1, 1999, K + 2, 1300]
     given = [[max(0, n - 1), n] for n in lengths] if per_draft else lengths
+    heads, dim, page = (16, 128, 64) if relu else (8, 64, 128)  # kernels that tests of the logits compile too
     problem = PagedMqaLogitsProblem(
-        16, 1, 128, "float8_e4m3fn", True, "float32", True, False, "float32", 64, next_n, per_draft, 8, 2000
+        heads, 1, dim, "float8_e4m3fn", True, "float32", relu, False, "float32", page, next_n, per_draft, 8, 2000
     )
     inputs = make_paged_inputs(problem, "cuda", lengths=given)
     assert inputs.weights is not None
     arguments = (inputs.q, inputs.cache, inputs.weights, inputs.context_lens, inputs.block_tables)
-    logits = gdn.paged_mqa_logits(*arguments, 2000, clean_logits=False, backend=backend)
+    fixed = {"relu": relu, "backend": backend}
+    logits = gdn.paged_mqa_logits(*arguments, 2000, clean_logits=False, **fixed)
     counts = torch.tensor(lengths, device="cuda")[:, None] - next_n + 1 + torch.arange(next_n, device="cuda")
     counts = counts.reshape(-1).clamp(min=0)
     want = list_short_rows(gdn.topk_indices(logits, K, None, counts), counts)
     for options in ({}, {"max_context_len": 2000, "workspace_bytes": 3 * next_n * 2000 * 4}):
-        got = gdn.paged_indexer_topk(*arguments, K, backend=backend, **options)
+        got = gdn.paged_indexer_topk(*arguments, K, **fixed, **options)
         assert torch.equal(got, want)
         wide = (*arguments[:3], inputs.context_lens.long(), inputs.block_tables)
-        assert torch.equal(gdn.paged_indexer_topk(*wide, K, backend=backend, **options), want)
+        assert torch.equal(gdn.paged_indexer_topk(*wide, K, **fixed, **options), want)
     weights = inputs.weights.clone()
     weights[counts <= K] = torch.nan
-    got = gdn.paged_indexer_topk(*arguments[:2], weights, *arguments[3:], K, backend=backend)
+    got = gdn.paged_indexer_topk(*arguments[:2], weights, *arguments[3:], K, **fixed)
     assert torch.equal(got, want)
-    few = gdn.paged_indexer_topk(*arguments, K, max_context_len=400, backend=backend)
+    few = gdn.paged_indexer_topk(*arguments, K, max_context_len=400, **fixed)
     columns = torch.arange(K, device="cuda", dtype=torch.int32)
     assert torch.equal(few, torch.where(columns < counts.clamp(max=400)[:, None], columns, -1))
 
@@ -130,32 +135,28 @@ def test_groups_are_listed_as_tokens(rows: int, keys: int, k: int, ratio: int) -
 
 @pytest.mark.parametrize(("next_n", "per_draft"), [(1, False), (3, False), (2, True)])
 def test_paged_groups_are_listed_as_tokens(next_n: int, per_draft: bool) -> None:
-    """Captured, with a position for each draft; lengths and positions change between replays."""
+    """With a position for each draft; captured, lengths and positions change between replays."""
     lengths, ratio = [2000, 3, 5, K, K + 1, 1999, K + 2, 1300], 4
     given = [[n] * next_n for n in lengths] if per_draft else lengths
     problem = PagedMqaLogitsProblem(
         16, 1, 128, "float8_e4m3fn", True, "float32", True, False, "float32", 64, next_n, per_draft, 8, 2000
     )
     inputs = make_paged_inputs(problem, "cuda", lengths=given)
-    call = (inputs.q, inputs.cache, inputs.weights, inputs.context_lens, inputs.block_tables, K)
+    call = {name: getattr(inputs, name) for name in ("q", "cache", "weights", "context_lens", "block_tables")}
     positions = torch.tensor(lengths, device="cuda").repeat_interleave(next_n) * ratio + 1
-
-    def wanted() -> Tensor:
-        return reference.expand_topk_groups(gdn.paged_indexer_topk(*call, backend="cute"), positions, ratio=ratio)
-
-    want = wanted()
-    _, out = in_margins(want)
-    gdn.paged_indexer_topk(*call, ratio=ratio, positions=positions, out=out, backend="cute")
-    assert torch.equal(out, want)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        gdn.paged_indexer_topk(*call, ratio=ratio, positions=positions, out=out, backend="cute")
-    for step in (1, 2, 700):
-        inputs.context_lens.copy_(inputs.context_lens.sub(step).clamp(min=0))
-        positions.sub_(step).clamp_(min=-1)
-        out.fill_(-5)
-        graph.replay()
-        assert torch.equal(out, wanted())
+    steps = [
+        {"context_lens": inputs.context_lens.sub(step).clamp(min=0), "positions": positions.sub(step).clamp(min=-1)}
+        for step in (0, 1, 3, 703)
+    ]
+    options = {"topk": K, "backend": "cute"}
+    for step in steps:
+        groups = gdn.paged_indexer_topk(**call | {"context_lens": step["context_lens"]}, **options)
+        want = reference.expand_topk_groups(groups, step["positions"], ratio=ratio)
+        _, out = in_margins(want)
+        gdn.paged_indexer_topk(**call | step, ratio=ratio, out=out, **options)
+        assert torch.equal(out, want)
+    arguments = call | {"positions": positions, "out": out}
+    graphs.check(gdn.paged_indexer_topk, arguments, (), steps[1:], torch.device("cuda"), ratio=ratio, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -226,20 +227,3 @@ def test_short_sequences_stay_unscored(per_draft: bool) -> None:
     gdn.paged_mqa_logits(*arguments, clean_logits=False, out=got, backend="cute", skip_rows_up_to=K)
     short = torch.tensor([n <= K for n in lengths], device="cuda").repeat_interleave(2)
     assert torch.equal(got[~short], plain[~short]) and bool((got[short] == 7.5).all())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_graph_replays_with_other_ranges(backend: str) -> None:
-    q, k, weights, starts, ends, k_scale = ragged(400, 1600, "random")
-    options = {"k_scale": k_scale, "workspace_bytes": 130 * 1600 * 4, "backend": backend}
-    out = torch.empty(400, K, dtype=torch.int32, device="cuda")
-    gdn.indexer_topk(q, k, weights, starts, ends, K, out=out, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        gdn.indexer_topk(q, k, weights, starts, ends, K, out=out, **options)
-    for low, high in ((0, 1600), (300, 700), (5, 5), (0, K)):
-        starts.fill_(low)
-        ends.copy_(torch.arange(400, device="cuda") % max(1, high - low) + low + (high > low))
-        graph.replay()
-        want = whole_ragged((q, k, weights, starts, ends, k_scale), backend)
-        assert torch.equal(out, want), (low, high)

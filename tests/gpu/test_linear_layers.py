@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from gdn.layers.mlp import MoE
 from gdn.layers.named import NAMED
 from gdn.layers.random_weights import fill_randomly
 from gdn.runtime import env
-from gdn.testing.compare import same_bits
+from tests.gpu import graphs
+from tests.gpu.waits import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -135,49 +137,34 @@ def test_sum_of_the_shards(size: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("kind", ["decode", "spec"])
 def test_captured_steps(kind: str, device: torch.device) -> None:
-    """Replays give the bits of eager steps, wait for nothing and allocate nothing; neither do eager steps wait."""
     layer, rows = layer_of(device), 6
     columns = 1 if kind == "decode" else 1 + NUM_SPEC
     builder = GDNMetadataBuilder(device, num_spec=columns - 1, max_num_sequences=rows)
     slots = torch.arange(4 * columns).view(4, columns)
-    live = pools(layer, device)
-    hidden = torch.zeros(rows * columns, layer.hidden_size, device=device, dtype=DTYPE)
     generator = torch.Generator().manual_seed(3)
 
-    def prepare(step: int) -> GDNMetadata:
-        hidden.copy_(torch.randn(hidden.shape, generator=generator))
-        if kind == "decode":
-            return builder.build([1] * 4, [step + 9] * 4, slots, pad_to=rows)
-        queries, accepted = [[4, 1, 3, 2], [2, 4, 1, 1]][step % 2], [[1, 2, 4, 1], [3, 1, 2, 2]][step % 2]
-        drafts = {"num_draft_tokens": [count - 1 for count in queries], "num_accepted_tokens": accepted}
-        return builder.build(queries, [step + 20] * 4, slots, pad_to=rows, **drafts)
+    def prepare(step: int) -> dict[str, Any]:
+        nonlocal metadata
+        options: dict[str, Any] = {}
+        queries = [1] * 4
+        if kind == "spec":
+            queries, accepted = [[4, 1, 3, 2], [2, 4, 1, 1]][step % 2], [[1, 2, 4, 1], [3, 1, 2, 2]][step % 2]
+            options = {"num_draft_tokens": [count - 1 for count in queries], "num_accepted_tokens": accepted}
+        metadata = builder.build(queries, [step + (9 if kind == "decode" else 20)] * 4, slots, pad_to=rows, **options)
+        return {"hidden": torch.randn(rows * columns, layer.hidden_size, generator=generator)}
 
+    def run(hidden: Tensor, windows: Tensor, states: Tensor) -> Tensor:
+        result: Tensor = layer(hidden, metadata, windows, states)
+        padding.append(result[metadata.num_actual_tokens :])
+        return result
+
+    metadata: Any = None
+    padding: list[Tensor] = []
     with torch.inference_mode():
-        metadata = prepare(0)
-        for _ in range(2):
-            layer(hidden, metadata, *(one.clone() for one in live))
-        torch.cuda.synchronize(device)
-        before = [one.clone() for one in live]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = layer(hidden, metadata, *live)
-        for one, old in zip(live, before, strict=True):
-            one.copy_(old)
-        for step in range(6):
-            prepared = prepare(step)
-            eager_caches = [one.clone() for one in live]
-            torch.cuda.synchronize(device)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                eager = layer(hidden, prepared, *eager_caches)
-                allocated = torch.cuda.memory_stats(device)["allocation.all.allocated"]
-                graph.replay()
-                assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == allocated
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            assert same_bits(result, eager), step
-            assert not bool(result[prepared.num_actual_tokens :].any())
-            assert all(same_bits(one, other) for one, other in zip(live, eager_caches, strict=True)), step
+        windows, states = pools(layer, device)
+        arguments = {"hidden": prepare(0)["hidden"].to(device, DTYPE), "windows": windows, "states": states}
+        graphs.check(run, arguments, ("windows", "states"), [partial(prepare, step) for step in range(6)], device)
+        assert not any(bool(one.any()) for one in padding)
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 700])
@@ -189,12 +176,9 @@ def test_experts(tokens: int, device: torch.device) -> None:
         moe(hidden)
         weights, experts = moe.route(hidden)
         torch.cuda.synchronize(device)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             found = moe._grouped(hidden, weights, experts)
             assert moe(hidden).shape == hidden.shape
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         of_torch = moe._every_expert(hidden, weights, experts)
         exact = copy.deepcopy(moe).double()._every_expert(hidden.double(), weights.double(), experts)
     assert row_error(found.double(), exact) <= 2 * row_error(of_torch.double(), exact)

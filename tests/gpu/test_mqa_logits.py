@@ -18,6 +18,8 @@ from gdn.ops.indexer.inputs import MqaInputs, make_mqa_inputs
 from gdn.ops.indexer.oracle import exact_mqa_logits, logits_error
 from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem
 from gdn.runtime import registry
+from tests.gpu import graphs
+from tests.gpu.twins import check_repeats
 
 pytestmark = pytest.mark.gpu
 
@@ -258,28 +260,24 @@ def test_more_tiles_than_costs_can_count(balanced_fraction):
 def test_the_same_bits_every_time(backend, variant):
     problem = problem_of(variant, 257, 2049)
     inputs = make_mqa_inputs(problem, "cuda", ranges="hard")
-    first = run(problem, inputs, backend)
-    for _ in range(19):
-        assert torch.equal(run(problem, inputs, backend), first)
+    check_repeats(run, {"problem": problem, "inputs": inputs}, backend=backend)
 
 
 @pytest.mark.parametrize("sizes", [(130, 1000), (1500, 4000)])  # the larger one has rounds before the even end of the deal
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_graph_follows_changed_ranges_and_contents(backend, sizes):
+def test_a_graph_follows_changed_ranges_and_contents(backend, sizes, device):
     problem = problem_of("h64-fp8", *sizes)
-    inputs = make_mqa_inputs(problem, "cuda", ranges="causal", poison=False)
-    out, _ = poisoned(problem)
-    run(problem, inputs, backend, out)  # compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(problem, inputs, backend, out)
-    for seed, ranges in enumerate(("hard", "random", "full", "sequences")):
-        other = make_mqa_inputs(problem, "cuda", seed=seed + 1, ranges=ranges)
-        for f in dataclasses.fields(inputs):
-            getattr(inputs, f.name).copy_(getattr(other, f.name))
-        out.fill_(torch.nan)
-        graph.replay()
-        assert error_of(problem, other, out) is None, ranges
+    first, *others = (
+        make_mqa_inputs(problem, device, seed=seed, ranges=ranges, poison=seed > 0)
+        for seed, ranges in enumerate(("causal", "hard", "random", "full", "sequences"))
+    )
+    for other in others:
+        assert error_of(problem, other, run(problem, other, backend)) is None
+
+    def logits(out, **contents):
+        return run(problem, MqaInputs(**contents), backend, out)
+
+    graphs.check(logits, vars(first) | {"out": poisoned(problem)[0]}, (), [vars(other) for other in others], device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -295,32 +293,3 @@ def test_strided_and_converted_arguments(backend):
     for dtype in (torch.float16, torch.float64):
         converted = dataclasses.replace(strided, weights=inputs.weights.to(dtype))
         assert error_of(problem, converted, run(problem, converted, backend)) is None
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_on_a_side_stream(backend):
-    """Launches go to torch's current stream: the input is written on that stream just before."""
-    problem = problem_of("h64-fp8", 257, 2049)
-    inputs = make_mqa_inputs(problem, "cuda")
-    late = dataclasses.replace(inputs, q=torch.zeros_like(inputs.q.view(torch.uint8)).view(inputs.q.dtype))
-    run(problem, inputs, backend)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.q.copy_(inputs.q)
-        got = run(problem, late, backend)
-    stream.synchronize()
-    assert error_of(problem, inputs, got) is None
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_indexer_topk_over_the_kernel(backend):
-    """Steps through a small workspace give the sets that one large score matrix gives."""
-    problem = problem_of("h16-fp8-unclean", 300, 2049)
-    inputs = make_mqa_inputs(problem, "cuda", ranges="hard")
-    arguments = (inputs.q, inputs.k, inputs.weights, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)
-    got = gdn.indexer_topk(*arguments, 512, k_scale=inputs.k_scale, workspace_bytes=128 * 2049 * 4, backend=backend)
-    logits = gdn.mqa_logits(*arguments, k_scale=inputs.k_scale, clean_logits=False, backend=backend)
-    want = gdn.topk_indices(logits, 512, inputs.cu_seqlen_ks, inputs.cu_seqlen_ke)
-    assert torch.equal(got, want)

@@ -15,6 +15,8 @@ from gdn.ops.indexer.inputs import PagedInputs, make_paged_inputs
 from gdn.ops.indexer.oracle import exact_paged_mqa_logits, logits_error
 from gdn.ops.indexer.problem import PagedMqaLogitsProblem
 from gdn.runtime import registry
+from tests.gpu import graphs
+from tests.gpu.twins import check_repeats
 
 pytestmark = pytest.mark.gpu
 
@@ -202,28 +204,29 @@ def test_a_cache_beyond_4_gib(backend):
     check(problem, inputs, backend)
 
 
+@pytest.mark.parametrize("has_out", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("variant", ["h64-fp8-p64", "h16-fp8-p16-n4", "h4-cast-p272-n2", "h64-fp8-p64-n2"])
-def test_a_graph_follows_changed_lengths(backend, variant):
+def test_a_graph_follows_changed_lengths(backend, variant, has_out, device):
     """Captured once, replayed with other lengths, zero included, as a serving engine does."""
     batch, longest = 40, 900
     problem = problem_of(variant, batch, longest)
-    inputs = make_paged_inputs(problem, "cuda")
-    out, _ = poisoned(problem)
-    run(problem, inputs, backend, out)  # compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(problem, inputs, backend, out)
+    inputs = make_paged_inputs(problem, device)
     generator = torch.Generator().manual_seed(0)
-    for step in range(4):
+    changes = []
+    for step in range(5):
         lengths = torch.randint(0, longest + 1, tuple(inputs.context_lens.shape), generator=generator, dtype=torch.int32)
         lengths[torch.rand(batch, generator=generator) < 0.3] = 0
-        if step == 3:
-            lengths.zero_()
-        inputs.context_lens.copy_(lengths)
-        out.fill_(torch.nan)
-        graph.replay()
-        assert error_of(problem, inputs, out) is None, step
+        if step >= 3:
+            lengths.fill_(0 if step == 3 else longest)
+        changes.append({"context_lens": lengths.to(device)})
+        check(problem, dataclasses.replace(inputs, **changes[-1]), backend)
+
+    def logits(context_lens, out=None):
+        return run(problem, dataclasses.replace(inputs, context_lens=context_lens), backend, out)
+
+    out = {"out": poisoned(problem)[0]} if has_out else {}
+    graphs.check(logits, {"context_lens": inputs.context_lens, **out}, (), changes, device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -232,9 +235,7 @@ def test_the_same_bits_every_time(backend, variant):
     lengths = [900, 0, 17, 544, 545, 899, 1]
     problem = problem_of(variant, len(lengths), 900)
     inputs = make_paged_inputs(problem, "cuda", lengths=lengths_of(problem, lengths))
-    first = run(problem, inputs, backend)
-    for _ in range(19):
-        assert torch.equal(run(problem, inputs, backend), first)
+    check_repeats(run, {"problem": problem, "inputs": inputs}, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -266,48 +267,3 @@ def test_deep_gemm_form(backend, switch):
         inputs.q, inputs.cache, inputs.weights, inputs.context_lens, inputs.block_tables, plan, 700, clean_logits=True
     )
     assert logits_error(got, exact_paged_mqa_logits(inputs), fp8=True) is None
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_paged_indexer_topk_over_the_kernel(backend):
-    problem = problem_of("h8-fp8-linear-p128-d64", 6, 900)
-    inputs = make_paged_inputs(problem, "cuda", lengths=[900, 0, 5, 300, 256, 257])
-    arguments = (inputs.q, inputs.cache, inputs.weights, inputs.context_lens, inputs.block_tables)
-    options = dict(relu=False, backend=backend)
-    got = gdn.paged_indexer_topk(*arguments, 256, workspace_bytes=4 * 900 * 4, max_context_len=900, **options)
-    logits = gdn.paged_mqa_logits(*arguments, 900, clean_logits=False, **options)
-    want = gdn.topk_indices(logits, 256, None, inputs.context_lens)
-    assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_paged_indexer_topk_in_a_graph(backend):
-    """Logits and selection in one graph, several steps through the workspace, replayed with other lengths."""
-    problem = problem_of("h8-fp8-linear-p128-d64", 6, 900)
-    inputs = make_paged_inputs(problem, "cuda")
-    out = torch.empty(6, 256, dtype=torch.int32, device="cuda")
-
-    def select(into: torch.Tensor | None) -> torch.Tensor:
-        return gdn.paged_indexer_topk(
-            inputs.q,
-            inputs.cache,
-            inputs.weights,
-            inputs.context_lens,
-            inputs.block_tables,
-            256,
-            relu=False,
-            workspace_bytes=4 * 900 * 4,
-            max_context_len=900,
-            out=into,
-            backend=backend,
-        )
-
-    select(out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        select(out)
-    for lengths in ([900, 0, 5, 300, 256, 257], [1, 900, 900, 0, 0, 700], [0] * 6):
-        inputs.context_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
-        graph.replay()
-        assert torch.equal(out, select(None)), lengths
-        assert (out >= 0).sum(dim=1).tolist() == [min(256, length) for length in lengths]

@@ -11,7 +11,6 @@ import torch
 
 from gdn.cli.demo.reference import RowErrors, levelled
 from gdn.cli.demo.routes import reroutings
-from tests.gpu.rank_rows import described
 
 pytestmark = pytest.mark.gpu
 
@@ -61,13 +60,28 @@ def test_prefill_and_captured_decode(size: int, alone: Path, tmp_path: Path) -> 
     assert all(torch.equal(torch.load(tmp_path / f"{rank}.pt")["logits"], first) for rank in range(1, size))
 
 
+def described(rows: tuple[RowErrors, ...]) -> str:
+    """Medians of both kinds of rows, of the run and of the reference."""
+    lines = []
+    for name, pairs in (
+        ("run", [(row.error, row.rerouted) for row in rows]),
+        ("reference", [(row.same_dtype, row.same_rerouted) for row in rows]),
+    ):
+        kinds = [torch.tensor([error for error, layers in pairs if (layers > 0) == is_other]) for is_other in (False, True)]
+        medians = [f"{float(kind.median()):.4f}" if kind.numel() else "none" for kind in kinds]
+        counts = f"{kinds[0].numel()} rows with float32's experts: {medians[0]}; {kinds[1].numel()} with others: {medians[1]}"
+        errors = torch.cat(kinds)
+        lines.append(
+            f"    {name:9} median {float(errors.median()):.4f}, mean {float(errors.mean()):.4f}, "
+            f"largest {float(errors.max()):.4f}; {counts}"
+        )
+    return "\n".join(lines)
+
+
 @pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_demo(device: torch.device, size: int) -> None:
-    """Every call and the logits of every rank are right; steps are captured with the sums over ranks in them.
-
-    `tests.gpu.rank_rows` says where the errors come from.
-    """
+    """Every call and the logits of every rank are right; steps are captured with the sums over ranks in them."""
     data = json.loads(torchrun(size, "gdn", "demo", "--tp", str(size), "--steps", "8", "--json", may_fail=True))
     rows = {one["phase"]: described(tuple(RowErrors(*row) for row in one["rows"])) for one in data["deviations"]}
     told = "\n".join(f"{phase}\n{lines}" for phase, lines in rows.items())

@@ -13,11 +13,12 @@ from gdn.device import H100
 from gdn.ops.delta_rule.inputs import CASES, recurrent_inputs
 from gdn.ops.delta_rule.oracle import DeltaRuleResult
 from gdn.ops.delta_rule.problem import RecurrentProblem
+from gdn.ops.delta_rule.tiles import Config, k_per_thread
 from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
-from tests.gpu import cases
+from tests.gpu import cases, graphs
 from tests.gpu.delta_rule import Arguments, backends, copied, judge, run
-from tests.gpu.twins import are_same
+from tests.gpu.twins import check_repeats
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +27,25 @@ FUNCTION = "fused_recurrent_gated_delta_rule"
 BACKENDS = backends("recurrent")
 LAYOUTS = pytest.mark.parametrize("v_first", [True, False], ids=["V-first", "K-first"])
 K_FIRST: dict[str, Any] = {"state_v_first": False}
+DIRECT = ("without a prefetch", "without a prefetch, other tiles")  # of cute, forced whatever the lengths
+FORMS = pytest.mark.parametrize("form", [*BACKENDS, *DIRECT])
+RAW: dict[str, Any] = {"gate_dtype": "bfloat16", "use_gate": True, "beta_dtype": "bfloat16", "use_beta_sigmoid": True}
+MAIN = replace(cases.MAIN_RECURRENT, **RAW)
+DRAFTS = replace(cases.MAIN_SPECULATIVE, **RAW)
+RAW_PROBLEMS = [
+    MAIN,
+    replace(MAIN, state_dtype="bfloat16"),
+    replace(MAIN, state_dtype="bfloat16", has_rounding=True),
+    replace(MAIN, index_dtype="int64", cu_seqlens_dtype="int64", has_final_indices=True, dtype="float16"),
+    replace(MAIN, index_dtype=None),
+    replace(MAIN, state_v_first=False),
+    replace(MAIN, head_k_dim=256, head_v_dim=256),
+    DRAFTS,
+    replace(DRAFTS, state_dtype="bfloat16", has_final_indices=False, index_dtype="int64"),
+    replace(DRAFTS, state_v_first=False),
+    replace(cases.MAIN_VERIFY, **RAW),
+]
+SIX = [1, 1, 1, 1, 1, 1]
 
 
 def arguments_of(problem: RecurrentProblem, device: torch.device, **changes: Any) -> dict[str, Any]:
@@ -48,25 +68,54 @@ def check(arguments: Arguments, backend: str, monkeypatch: pytest.MonkeyPatch) -
     return judge(FUNCTION, arguments, run(FUNCTION, arguments, backend), before, monkeypatch)
 
 
-def check_repeats(arguments: Arguments, backend: str) -> None:
-    """The same bits every time."""
-    first: list[torch.Tensor] | None = None
-    for _ in range(20):
-        call = copied(arguments) | {"out": torch.full_like(arguments["out"], torch.nan)}
-        found = [run(FUNCTION, call, backend)[0], call["initial_state"]]
-        first = first or found
-        assert are_same(found, first)
+def tiles(problem: RecurrentProblem) -> list[Config]:
+    """Configurations of this form: the one that holds the most of the state, and another one."""
+    shapes = [(t, n, r) for t in (256, 128, 64, 32) for n in (8, 16, 4, 32) for r in (4, 2, 1)]
+    module = importlib.import_module("kernels_cute.recurrent")
+    space = [config for shape in shapes if module.fits(problem, config := Config(*shape, 512, False), H100)]
+    most = max(
+        space, key=lambda config: (config.v_per_thread * k_per_thread(problem, config.threads_per_column), config.threads == 128)
+    )
+    others = (config for config in space if (config.threads, config.v_per_thread) != (most.threads, most.v_per_thread))
+    return [most, next(others)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    def prepare(problem: RecurrentProblem, device: torch.device, backend: str | None) -> runtime.Prepared:
+        return runtime.prepare(problem, device, backend, config=tiles(problem)[which])
+
+    operator = importlib.import_module("gdn.ops.delta_rule.recurrent")
+    monkeypatch.setattr(operator, "prepare", prepare)
+    env.reload()  # forgets calls seen before
+
+
+def backend_of(form: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The backend of a form, which the operator has from now on."""
+    if form in BACKENDS:
+        return form
+    force(monkeypatch, DIRECT.index(form))
+    return "cute"
+
+
+@FORMS
 @pytest.mark.parametrize(
     "problem",
     [*cases.recurrent_problems(), cases.MAIN_SPECULATIVE, cases.MAIN_VERIFY, replace(cases.MAIN_SPECULATIVE, **K_FIRST)],
     ids=cases.name,
 )
-def test_variants(problem: RecurrentProblem, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(problem, device)
-    check(arguments, backend, monkeypatch)
+def test_variants(problem: RecurrentProblem, form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_of(form, monkeypatch)
+    check(arguments_of(problem, device), backend, monkeypatch)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("lengths", [None, SIX], ids=["ragged", "single"])
+@pytest.mark.parametrize("problem", [p for p in RAW_PROBLEMS if not p.has_rounding], ids=cases.name)
+def test_raw_gates(
+    problem: RecurrentProblem, lengths: list[int] | None, which: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(monkeypatch, which)
+    check(arguments_of(problem, device, **({} if lengths is None else {"lengths": lengths})), "cute", monkeypatch)
 
 
 @LAYOUTS
@@ -78,11 +127,40 @@ def test_hard_inputs(case: Any, backend: str, v_first: bool, device: torch.devic
 
 
 @LAYOUTS
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", [*BACKENDS, DIRECT[0]])
 @pytest.mark.parametrize("lengths", [[0], [1], [0, 0, 2], [70], [1] * 128], ids=["0", "1", "0-0-2", "70", "128 x 1"])
-def test_lengths(lengths: list[int], backend: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = arguments_of(replace(cases.MAIN_RECURRENT, state_v_first=v_first), device, lengths=lengths, null_sequences=[])
-    check(arguments, backend, monkeypatch)
+def test_lengths(lengths: list[int], form: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_of(form, monkeypatch)
+    problem = replace(MAIN if form in DIRECT else cases.MAIN_RECURRENT, state_v_first=v_first)
+    check(arguments_of(problem, device, lengths=lengths, null_sequences=[]), backend, monkeypatch)
+
+
+def test_accepted_beyond_a_warp_of_columns(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lanes of a warp hold the first columns of the index row, the others are loaded when the count is known."""
+    force(monkeypatch, 0)
+    arguments = arguments_of(DRAFTS, device, num_columns=40, null_sequences=[])
+    counts = [33, 41, 40, 32, 0, 2]
+    arguments["num_accepted_tokens"].copy_(torch.tensor(counts))
+    source = torch.Generator(device).manual_seed(3)
+    for slots, count in zip(arguments["ssm_state_indices"].tolist(), counts, strict=True):
+        if 1 <= count <= len(slots):  # that slot is read; the others hold NaN
+            state = arguments["initial_state"][slots[count - 1]]
+            state.copy_(torch.randn(state.shape, generator=source, device=device))
+    check(arguments, "cute", monkeypatch)
+
+
+@pytest.mark.parametrize("every_token", [False, True])
+def test_rounding_does_not_depend_on_the_form(every_token: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token with zero keys only decays the state: one product an element, so both forms store the same bits."""
+    drafts: dict[str, Any] = {"write_every_token": True, "has_accepted": True} if every_token else {}
+    arguments = arguments_of(replace(MAIN, state_dtype="bfloat16", has_rounding=True, **drafts), device)
+    arguments["k"].zero_()
+    prefetched, direct = copied(arguments), copied(arguments)
+    run(FUNCTION, prefetched, "cute")
+    force(monkeypatch, 0)
+    run(FUNCTION, direct, "cute")
+    assert same_bits(prefetched["initial_state"], direct["initial_state"])
+    assert not same_bits(direct["initial_state"], arguments["initial_state"])
 
 
 @LAYOUTS
@@ -128,10 +206,11 @@ def test_in_place_without_indices(backend: str, v_first: bool, device: torch.dev
 
 
 @LAYOUTS
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_repeats_give_the_same_bits(backend: str, v_first: bool, device: torch.device) -> None:
-    arguments = arguments_of(replace(cases.MAIN_SPECULATIVE, state_v_first=v_first), device)
-    check_repeats(arguments, backend)
+@pytest.mark.parametrize("form", [*BACKENDS, DIRECT[0]])
+def test_repeats_give_the_same_bits(form: str, v_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_of(form, monkeypatch)
+    arguments = arguments_of(replace(DRAFTS if form in DIRECT else cases.MAIN_SPECULATIVE, state_v_first=v_first), device)
+    check_repeats(gdn.fused_recurrent_gated_delta_rule, arguments, backend=backend)
 
 
 @LAYOUTS
@@ -141,27 +220,18 @@ def test_graph_replay_with_other_lengths(
 ) -> None:
     """Lengths, slots and accepted counts change between replays, as in a serving loop."""
     arguments = arguments_of(replace(cases.MAIN_SPECULATIVE, state_v_first=v_first), device)
-    arguments["initial_state"].nan_to_num_(0.1)
-    start = copied(arguments)
-    run(FUNCTION, copied(arguments), backend)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = gdn.fused_recurrent_gated_delta_rule(**arguments, backend=backend)
+    for name in ("initial_state", "q", "k", "v", "g", "beta"):  # rows that are padding now may be tokens later
+        arguments[name].nan_to_num_(nan=0.1 if name == "initial_state" else -0.01)
+    changes = []
     for shift, lengths in enumerate(([1, 0, 4, 3, 2, 1], [3, 3, 3, 3, 3, 3], [0, 0, 1, 0, 0, 0], [0] * 6)):
-        arguments["cu_seqlens"].copy_(torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]))
-        arguments["num_accepted_tokens"].copy_((torch.arange(6) + shift) % 3 + 1)
-        arguments["ssm_state_indices"].copy_(arguments["ssm_state_indices"].roll(1, 0))
-        for name in ("q", "k", "v", "g", "beta"):
-            arguments[name].copy_(torch.nan_to_num(arguments[name], nan=-0.01))
-        arguments["initial_state"].copy_(start["initial_state"])
-        arguments["out"].fill_(torch.nan)
-        before = copied(arguments)
-        for name in ("cu_seqlens", "num_accepted_tokens", "ssm_state_indices"):
-            before[name] = arguments[name].clone()
-        graph.replay()
-        torch.cuda.synchronize()
-        judge(FUNCTION, arguments, results, before, monkeypatch)
+        change = {
+            "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(arguments["cu_seqlens"]),
+            "num_accepted_tokens": ((torch.arange(6) + shift) % 3 + 1).to(arguments["num_accepted_tokens"]),
+            "ssm_state_indices": arguments["ssm_state_indices"].roll(1 + shift, 0),
+        }
+        check(copied(arguments) | change | {"out": torch.full_like(arguments["out"], torch.nan)}, backend, monkeypatch)
+        changes.append(change)
+    graphs.check(getattr(gdn, FUNCTION), arguments, ("initial_state",), changes, device, backend=backend)
 
 
 @LAYOUTS

@@ -11,8 +11,10 @@ import torch
 import gdn
 from gdn.testing.compare import error, same_bits
 from tests.compile.pairwise import pairwise
+from tests.gpu import graphs
 from tests.gpu.delta_rule import backends, poisoned_memory
 from tests.gpu.replay import Member, Scene, in_float64
+from tests.gpu.test_batch_invariance import Batch
 
 pytestmark = pytest.mark.gpu
 
@@ -166,42 +168,24 @@ def test_a_sequence_has_the_same_bits_in_any_batch(
     form: str, state_dtype: torch.dtype, backend: str, device: torch.device, switch: Callable[..., Any]
 ) -> None:
     switch(GDN_BATCH_INVARIANT="1")
-    whole = scene_of(form, heads=(16, 16, 32), state_dtype=state_dtype)
-    o, arguments, before = run(whole, backend, device)
-    bounds = before["cu_seqlens"].tolist()
-    for n in (1, 3, 5):
-        rows = slice(bounds[n], bounds[n + 1])
-        alone = {name: before[name][:, rows] for name in ("q", "k", "v", "g", "beta")}
-        alone |= {"cu_seqlens": torch.tensor([0, bounds[n + 1] - bounds[n]], dtype=torch.int32, device=device)}
-        for name in ("ssm_state_indices", "num_computed_tokens", "num_accepted_tokens"):
-            if name in before:
-                alone[name] = before[name][n : n + 1]
-        if "parent_token" in before:
-            alone["parent_token"] = before["parent_token"][rows]
-        given = {**before, **alone, "initial_state": before["initial_state"].clone(), "ring": before["ring"].clone()}
-        found, _ = gdn.fused_recurrent_gated_delta_rule(**given, backend=backend)
-        assert same_bits(found[0], o[0, rows])
-        slot = whole.slots()[n]
-        assert same_bits(given["ring"][slot], arguments["ring"][slot])
-        assert same_bits(given["initial_state"][slot], arguments["initial_state"][slot])
+    scene = scene_of(form, heads=(16, 16, 32), state_dtype=state_dtype)
+    arguments, lengths = scene.arguments(device), [member.tokens for member in scene.members]
+    names = ("ssm_state_indices", "num_computed_tokens", "num_accepted_tokens")
+    batch = Batch(
+        "fused_recurrent_gated_delta_rule", arguments, lengths, "cu_seqlens",
+        tokens=("q", "k", "v", "g", "beta", *(["parent_token"] if form == "tree" else [])),
+        sequences=tuple(name for name in names if name in arguments), pools=("initial_state", "ring"), slots=names[0], dim=1,
+    )  # fmt: skip
+    batch.check([1, 3, 5], backend)
 
 
 @BACKENDS
 def test_a_graph_is_replayed_with_other_positions(backend: str, device: torch.device) -> None:
     scene = Scene([replace(member, p=member.p + 1, a=1) for member in DRAFTS[:4]], **OF_DRAFTS)
-    arguments, other = scene.arguments(device), Scene(DRAFTS[:4], **OF_DRAFTS).arguments(device)
-    o = torch.empty_like(gdn.fused_recurrent_gated_delta_rule(**scene.arguments(device), backend=backend)[0])
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        gdn.fused_recurrent_gated_delta_rule(**arguments, out=o, backend=backend)
-    for name, value in other.items():
-        if isinstance(value, torch.Tensor):
-            arguments[name].copy_(value)
-    graph.replay()
-    expected, _ = gdn.fused_recurrent_gated_delta_rule(**other, backend=backend)
-    assert same_bits(o, expected)
-    assert same_bits(arguments["ring"], other["ring"]) and same_bits(arguments["initial_state"], other["initial_state"])
+    other = Scene(DRAFTS[:4], **OF_DRAFTS)
+    check(other, backend, device)
+    changes, pools = [graphs.tensors(other.arguments(device))], ("initial_state", "ring")
+    graphs.check(gdn.fused_recurrent_gated_delta_rule, scene.arguments(device), pools, changes, device, backend=backend)
 
 
 @BACKENDS

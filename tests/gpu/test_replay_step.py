@@ -13,9 +13,10 @@ from tests.gpu.delta_rule import poisoned_memory
 from tests.gpu.framed import frame_is_untouched, on_cpu
 from tests.gpu.replay import Member
 from tests.gpu.replay_step import Step
+from tests.gpu.test_batch_invariance import Batch
 from tests.gpu.test_gdn_decode import AXES as STEP_AXES
 from tests.gpu.test_gdn_decode import BF16, F32, LAYOUTS, NULL, ROUNDING, Case
-from tests.gpu.twins import copy_of, twin, whole
+from tests.gpu.twins import check_repeats, copy_of, twin, whole
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -175,22 +176,14 @@ def test_counts_that_make_padding(v_first: bool, has_drafts: bool, batch: int, d
 @pytest.mark.parametrize("form", ["ragged", "drafts"])
 def test_a_sequence_has_the_same_bits_in_any_batch(form: str, v_first: bool, device: torch.device) -> None:
     step = Step(case=Case(heads=(2, 4), v_first=v_first), **FORMS[form])
-    arguments, _ = step.arguments(device)
-    before = twin(arguments)
-    gdn.fused_gdn_decode(**arguments, backend="cute")
-    starts = step.sized.starts()
-    for n in (1, 4, 6):
-        rows = slice(starts[n], starts[n + 1])
-        alone: dict[str, Any] = {name: copy_of(before[name])[rows] for name in ("mixed_qkv", "z", "b", "a", "out")}
-        alone["query_start_loc"] = torch.tensor([0, starts[n + 1] - starts[n]], dtype=torch.int32, device=device)
-        for name in ("state_indices", "num_computed_tokens", "num_accepted_tokens"):
-            alone[name] = None if before.get(name) is None else before[name][n : n + 1]
-        alone |= {name: copy_of(before[name]) for name in ("ring", "ssm_state", "conv_state")}
-        found = gdn.fused_gdn_decode(**{**before, **alone}, backend="cute")
-        slot = int(before["state_indices"][n])
-        assert same_bits(found, arguments["out"][rows])
-        for name in ("ring", "ssm_state", "conv_state"):
-            assert same_bits(alone[name][slot], arguments[name][slot]), name
+    arguments = step.arguments(device)[0] | {"out": None}
+    names = ("state_indices", "num_computed_tokens", "num_accepted_tokens")
+    batch = Batch(
+        "fused_gdn_decode", arguments, step.sized.lengths, "query_start_loc", tokens=("mixed_qkv", "z", "b", "a"),
+        sequences=tuple(name for name in names if arguments.get(name) is not None), slots="state_indices",
+        pools=("ring", "ssm_state", "conv_state"),
+    )  # fmt: skip
+    batch.check_alone([1, 4, 6], "cute")
 
 
 @LAYOUTS
@@ -227,14 +220,8 @@ def test_a_nan_stays_in_its_sequence(v_first: bool, device: torch.device) -> Non
 @LAYOUTS
 @pytest.mark.parametrize("form", ["one", "drafts", "eight"])
 def test_repeats(form: str, v_first: bool, device: torch.device) -> None:
-    """No block reads what another has written: the same bits on every run."""
-    step, first = Step(case=Case(heads=(8, 16), v_first=v_first), **FORMS[form]), None
-    for _ in range(5):
-        arguments, _ = step.arguments(device)
-        gdn.fused_gdn_decode(**arguments, backend="cute")
-        found = [whole(arguments[name]) for name in ("out", "ring", "conv_state", "ssm_state")]
-        first = first or found
-        assert all(same_bits(one, other) for one, other in zip(first, found, strict=True))
+    step = Step(case=Case(heads=(8, 16), v_first=v_first), **FORMS[form])
+    check_repeats(gdn.fused_gdn_decode, step.arguments(device)[0], backend="cute")
 
 
 def test_longer_than_a_batch_of_tokens(device: torch.device) -> None:

@@ -12,7 +12,9 @@ import torch
 import gdn
 from gdn.ops.attention.sparse_attention import attend
 from gdn.runtime import registry
+from tests.gpu import graphs
 from tests.gpu.attention import Inputs, Variant, exact, head_errors, make_inputs, of_torch
+from tests.gpu.test_batch_invariance import Batch
 
 pytestmark = pytest.mark.gpu
 
@@ -124,21 +126,14 @@ def test_gate_is_torchs_glu(backend: str, sequences: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_graph_reads_new_lengths_and_positions(backend: str) -> None:
+def test_a_graph_reads_new_lengths_and_positions(backend: str, device: torch.device) -> None:
     first = make_inputs(VARIANTS["16/2"], [300, 260, 33], [1, 1, 1], 256)
     second = make_inputs(VARIANTS["16/2"], [290, 41, 304], [1, 0, 2], 256, seed=2)
-    static = {name: value.clone() for name, value in first.arguments.items() if isinstance(value, torch.Tensor)}
-    held = Inputs(first.arguments | static, first.positions)
-    run(held, backend)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o, lse = gdn.sparse_attention(**held.arguments, return_lse=True, max_query_len=8, backend=backend)
-    for inputs in (second, first):
-        for name, tensor in static.items():
-            tensor.copy_(inputs.arguments[name])
-        graph.replay()
-        for found, wanted in zip((o, lse), run(inputs, backend), strict=True):
-            assert torch.equal(found, wanted)
+    for inputs in (first, second):
+        check(inputs, backend)
+    changes = [graphs.tensors(inputs.arguments) for inputs in (second, first)]
+    options = {"return_lse": True, "max_query_len": 8, "backend": backend}
+    graphs.check(gdn.sparse_attention, first.arguments, (), changes, device, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -168,12 +163,12 @@ def test_a_sequence_has_the_same_bits_in_any_batch(backend: str, dense: bool, va
     switch(GDN_BATCH_INVARIANT="1")
     lengths = [40 + 61 * n % 900 for n in range(40)]
     inputs = make_inputs(VARIANTS[variant], lengths, [1] * 40, 512, dense=dense)
-    every = run(inputs, backend)
-    for some in ([7], [39, 0, 12]):
-        rows = torch.tensor(some, device="cuda")
-        part = {name: inputs.arguments[name][rows] for name in ("q", "block_tables", "seq_lens")}
-        part["topk_indices"] = None if dense else inputs.arguments["topk_indices"][rows]
-        part["gate"] = inputs.arguments["gate"][rows] if VARIANTS[variant].has_gate else None
-        part["query_start_loc"] = torch.arange(len(some) + 1, device="cuda", dtype=torch.int32)
-        for found, whole in zip(run(inputs, backend, **part), every, strict=True):
-            assert torch.equal(found, whole[rows])
+
+    def attention(backend: str, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return run(Inputs(arguments, []), backend)
+
+    tokens = tuple(name for name in ("q", "topk_indices", "gate") if inputs.arguments[name] is not None)
+    batch = Batch(
+        attention, inputs.arguments, [1] * 40, "query_start_loc", tokens=tokens, sequences=("block_tables", "seq_lens"), results=2
+    )
+    batch.check([7, 39, 0, 12], backend)

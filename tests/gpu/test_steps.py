@@ -14,9 +14,10 @@ import torch
 import gdn
 from gdn.testing.compare import same_bits
 from tests.compile.pairwise import pairwise
+from tests.gpu import graphs
 from tests.gpu.delta_rule import Arguments
 from tests.gpu.framed import check_windows, frame_is_untouched, framed, on_cpu, windows
-from tests.gpu.twins import copy_of, twin, whole
+from tests.gpu.twins import check_repeats, copy_of, twin
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -304,15 +305,8 @@ def test_prefill_feeds_strided_views_of_many_tiles(device: torch.device) -> None
 
 
 def test_prefill_repeats(device: torch.device) -> None:
-    """The slot is read by no block but the one that writes it: the same bits on every run."""
     case = Case(lengths=(3, 2, 500, 1, 900, 40, 33, 64), dim=2048)
-    first: tuple[Tensor, Tensor] | None = None
-    for _ in range(20):
-        arguments = prefill(case, device, checkpoints=2)
-        gdn.causal_conv1d_fn(**arguments, backend="cute")
-        found = arguments["out"].clone(), whole(arguments["conv_states"])
-        first = first or found
-        assert same_bits(first[0], found[0]) and same_bits(first[1], found[1])
+    check_repeats(gdn.causal_conv1d_fn, prefill(case, device, checkpoints=2), backend="cute")
 
 
 def test_prefill_pool_beyond_32_bits(device: torch.device) -> None:
@@ -491,34 +485,18 @@ def test_decode_continues_prefill(device: torch.device) -> None:
 
 def test_graph_with_changing_contents(device: torch.device) -> None:
     """Captured once; offsets, slots, masks and counts change between replays."""
-    long = Case(lengths=(40, 2, 22, 0), padding=6, dim=256)
-    other = Case(lengths=(3, 50, 0, 9), padding=8, dim=256)
-    short = Case(lengths=(4, 1, 3, 0, 2, 3), padding=2, dim=256)
-    for function, state, first, second in (
-        ("causal_conv1d_fn", "conv_states", prefill(long, device, dead=(1,)), prefill(other, device, dead=(0,))),
-        (
-            "causal_conv1d_update",
-            "conv_state",
-            decode(short, device, spec=4),
-            decode(replace(short, lengths=(1, 0, 5, 2, 1, 3), padding=3), device, spec=4),
-        ),
-    ):
-        live = twin(first)
-        call = getattr(gdn, function)
-        call(**live, backend="cute")  # compiles
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call(**live, backend="cute")
-        for given in (second, first):
-            for name, value in given.items():
-                if isinstance(value, Tensor):
-                    live[name].copy_(value)
-            graph.replay()
-            expected = on_cpu(given, wide=False)
-            exact = getattr(reference, function)(**on_cpu(given, wide=True))
-            getattr(reference, function)(**expected)
-            check(live["out"], exact)
-            assert same_bits(live[state].cpu().contiguous(), expected[state].contiguous())
+    prompts = {(40, 2, 22, 0): (1,), (3, 50, 0, 9): (0,)}  # and the sequences that are padding, in 70 rows
+    drafts = {(4, 1, 3, 0, 2, 3): (3, 5), (1, 0, 5, 2, 1, 3): (3, 5)}  # in 15 rows
+    for function, state, rows, steps in (
+        ("causal_conv1d_fn", "conv_states", 70, prompts), ("causal_conv1d_update", "conv_state", 15, drafts)
+    ):  # fmt: skip
+        made = []
+        for lengths, dead in steps.items():
+            case = Case(lengths=lengths, padding=rows - sum(lengths), dim=256)
+            made.append(prefill(case, device, dead=dead) if steps is prompts else decode(case, device, spec=4))
+            run(function, state, twin(made[-1]), rows_of(case, dead))
+        changes = [graphs.tensors(given) for given in (made[1], made[0])]
+        graphs.check(getattr(gdn, function), made[0], (state,), changes, device, backend="cute")
 
 
 # --- split, gates, norm ------------------------------------------------------------------------------------------------
@@ -628,8 +606,3 @@ def test_rows_of_add_rms_norm_do_not_depend_on_the_batch(dim: int, device: torch
     for part in (slice(0, 1), slice(8999, 9000), slice(17, 50), slice(1000, 3500)):
         for one, other in zip(gdn.add_rms_norm(x[part], residual[part], weight, backend="cute"), whole, strict=True):
             assert torch.equal(one, other[part])
-
-
-def test_norm_of_nothing(device: torch.device) -> None:
-    x = torch.empty(0, 4, 128, dtype=torch.bfloat16, device=device)
-    assert gdn.rms_norm_gated(x, x, torch.ones(128, device=device)).shape == x.shape

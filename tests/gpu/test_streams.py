@@ -19,6 +19,7 @@ from gdn.testing.compare import same_bits
 from tests.gpu import calls, cases, chunk, replay_slots, test_gated_delta_rule, test_indexer_steps, test_indexer_topk, test_steps
 from tests.gpu.delta_rule import Arguments, backends
 from tests.gpu.twins import twin, whole
+from tests.gpu.waits import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -323,11 +324,7 @@ def test_a_new_length_never_waits(device: torch.device) -> None:
     forget()
     torch.cuda.synchronize()
     arguments = call.arguments
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for length in (69, 68, 67, 69, 68):
             cut = {name: x[:, :length] for name, x in arguments.items() if name in chunk.PER_TOKEN and x is not None}
             gdn.chunk_gated_delta_rule(**arguments | cut, backend="cute")
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

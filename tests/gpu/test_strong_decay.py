@@ -20,7 +20,6 @@ from tests.gpu import (
     test_chunk_checkpoints,
     test_gdn_decode,
     test_recurrent,
-    test_recurrent_prefetch,
     test_recurrent_tree,
 )
 from tests.gpu.conftest import Force
@@ -161,9 +160,9 @@ def test_recurrent_tree_states(backend: str, v_first: bool, device: torch.device
     check_recurrent(arguments, backend, monkeypatch)
 
 
-@pytest.mark.parametrize("problem", [test_recurrent_prefetch.MAIN, test_recurrent_prefetch.DRAFTS], ids=["pool", "drafts"])
+@pytest.mark.parametrize("problem", [test_recurrent.MAIN, test_recurrent.DRAFTS], ids=["pool", "drafts"])
 def test_recurrent_of_raw_gates(problem: RecurrentProblem, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    test_recurrent_prefetch.force(monkeypatch, 0)
+    test_recurrent.force(monkeypatch, 0)
     check_recurrent(test_recurrent.arguments_of(problem, device, **STEPS), "cute", monkeypatch)
 
 

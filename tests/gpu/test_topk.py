@@ -11,6 +11,8 @@ import torch
 import gdn
 from gdn import runtime
 from gdn.runtime import registry
+from tests.gpu import graphs
+from tests.gpu.twins import check_repeats
 from tests.references import reference
 
 pytestmark = pytest.mark.gpu
@@ -200,46 +202,25 @@ def test_causal_ranges(device, backend):
 @pytest.mark.parametrize("sorted_by", ["index", "score"])
 def test_repeats_are_bitwise_equal(device, sorted_by, backend):
     values = torch.cat([adversarial(32768, 2048, torch.float32), torch.randn(300, 32768, device="cuda", generator=generator(4))])
-    first = gdn.topk_indices(values, 2048, sorted_by=sorted_by, backend=backend)
-    for _ in range(20):
-        assert torch.equal(gdn.topk_indices(values, 2048, sorted_by=sorted_by, backend=backend), first)
+    check_repeats(gdn.topk_indices, {"logits": values}, k=2048, sorted_by=sorted_by, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_graph_replay_with_changed_ranges(device, backend):
     rows, columns, k = 64, 65536, 2048
-    values = torch.randn(rows, columns, device="cuda", generator=generator(5))
-    starts = torch.zeros(rows, dtype=torch.int32, device="cuda")
-    ends = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
-    out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
 
-    def call() -> None:
-        gdn.topk_indices(values, k, starts, ends, out=out, backend=backend)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    for seed in range(4):
-        source = generator(seed)
-        values.normal_(generator=source)
-        starts.random_(0, columns // 2, generator=source)
-        ends.random_(0, columns, generator=source)
+    def drawn(seed: int) -> dict[str, torch.Tensor]:
+        options = {"device": device, "generator": generator(seed)}
+        starts = torch.randint(0, columns // 2, (rows,), dtype=torch.int32, **options)
+        ends = torch.randint(0, columns, (rows,), dtype=torch.int32, **options)
         ends[:3] = 0
-        out.fill_(POISON)
-        graph.replay()
-        assert torch.equal(out, reference.topk_indices(values, k, starts, ends))
+        return {"logits": torch.randn(rows, columns, **options), "row_starts": starts, "row_ends": ends}
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_empty(device, backend):
-    for shape, k in (((0, 5), 3), ((4, 0), 3), ((4, 5), 0)):
-        got = gdn.topk_indices(torch.empty(shape, device="cuda"), k, backend=backend)
-        assert got.shape == (shape[0], k) and bool((got == -1).all())
+    changes = [drawn(seed) for seed in range(4)]
+    for change in changes:
+        check(change["logits"], k, change["row_starts"], change["row_ends"], backend=backend)
+    arguments = drawn(5) | {"out": torch.empty(rows, k, dtype=torch.int32, device=device)}
+    graphs.check(gdn.topk_indices, arguments, (), changes, device, k=k, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -43,3 +43,10 @@ def outcome(function: Callable[..., Any], arguments: Arguments, **options: Any) 
 
 def are_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     return len(first) == len(second) and all(same_bits(one, other) for one, other in zip(first, second, strict=True))
+
+
+def check_repeats(function: Callable[..., Any], arguments: Arguments, **options: Any) -> None:
+    """No block reads what another one writes: twenty runs have the same bits."""
+    first = outcome(function, twin(arguments), **options)
+    for _ in range(19):
+        assert are_same(outcome(function, twin(arguments), **options), first)

@@ -20,6 +20,7 @@ from gdn.integrations._kept import ServedOf
 from gdn.integrations._sglang_kernel import Serving, kernel_class
 from gdn.integrations._vllm_layer import Layers, layer_class
 from gdn.integrations._vllm_replay import Replay
+from tests.integrations import vllm_engine
 
 H, HV, K, V, WIDTH = 4, 8, 128, 128, 4  # a rank of Qwen3-Next-80B of four
 CHANNELS = 2 * H * K + HV * V
@@ -70,25 +71,15 @@ def int32(device: torch.device, values: Any) -> Tensor:
 # --- vLLM -----------------------------------------------------------------------------------------------------------------------
 
 
-class _Weights(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.register_parameter("bias", None)
-
-
 class VllmLayer(nn.Module):
     """What the adapter reads of vLLM's layer; its class derives from this one."""
 
     def __init__(self, device: torch.device, interleaved: bool) -> None:
         super().__init__()
-        self.prefix, self.tp_size, self.num_spec, self.gqa_interleaved_layout = "layers.0", 1, DRAFTS, interleaved
-        self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim = H, HV, K, V
-        self.key_dim, self.value_dim, self.layer_norm_epsilon, self.activation = H * K, HV * V, 1e-6, "silu"
-        self.conv1d, self.norm, self.out_proj = _Weights(zeros(device, CHANNELS, 1, WIDTH)), _Weights(zeros(device, V)), None
-        self.norm.activation, self.norm.group_size, self.norm.norm_before_gate = "silu", None, True  # type: ignore[assignment]
-        self.A_log = nn.Parameter(zeros(device, HV, dtype=torch.float32), requires_grad=False)
-        self.dt_bias = nn.Parameter(zeros(device, HV), requires_grad=False)
+        layer = vllm_engine.layer((H, HV), (K, V), interleaved=interleaved, num_spec=DRAFTS)
+        vars(self).update(vars(vllm_engine.as_module(layer).to(device)), prefix="layers.0", out_proj=None)
+        norm: Any = self.norm
+        norm.group_size, norm.norm_before_gate = None, True
         windows = zeros(device, SLOTS, WIDTH - 1 + DRAFTS, CHANNELS)
         self.kv_cache = (windows, zeros(device, SLOTS, HV, V, K, dtype=torch.float32))
 
@@ -97,9 +88,6 @@ class VllmLayer(nn.Module):
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(part.shape[1:]) for part in self.kv_cache)
-
-    def split_ba(self, ba: Tensor) -> Any:
-        return ba.chunk(2, dim=-1)
 
 
 class _Constructed(VllmLayer):
@@ -125,38 +113,15 @@ def vllm_layer(device: torch.device, interleaved: bool) -> tuple[Any, Any]:
     return made(SimpleNamespace(device=device, interleaved=interleaved), vllm_config), context
 
 
-class VllmMetadata:
-    """The batch of a step, whose attributes are those of vLLM's class."""
-
-    def __init__(self, **known: Any) -> None:
-        self.num_prefills = self.num_decodes = self.num_decode_tokens = self.num_actual_tokens = 0
-        self.checkpoint = self.spec_sequence_masks = self.spec_token_indx = self.non_spec_token_indx = None
-        self.__dict__.update(known)
-
-
-def vllm_batches(device: torch.device) -> dict[str, VllmMetadata]:
+def vllm_batches(device: torch.device) -> dict[str, SimpleNamespace]:
     """One token of each sequence, drafts, prompts, the same with checkpoints, and prompts behind rows of one token."""
-    slots = int32(device, range(1, 1 + 2 * ROWS))
-    prompts = {
-        "num_prefills": ROWS, "prefill_state_indices": slots[ROWS:], "prefill_has_initial_state": zeros(device, ROWS).bool(),
-        "prefill_query_start_loc": int32(device, range(0, ROWS * LENGTH + 1, LENGTH)),
+    prompts = {"prompts": [LENGTH] * ROWS}
+    kinds: dict[str, dict[str, Any]] = {
+        "decode": {"decode": ROWS}, "drafts": {"drafts": [1 + DRAFTS] * ROWS, "columns": 1 + DRAFTS}, "prompts": prompts,
+        "prompts, checkpoints": prompts | {"checkpoints": [0] * ROWS}, "decode + prompts": prompts | {"decode": ROWS},
     }  # fmt: skip
-    checkpoint = SimpleNamespace(checkpoint_offsets=zeros(device, ROWS).int(), state_indices=zeros(device, ROWS).int())
-    decoding = {"num_decodes": ROWS, "num_decode_tokens": ROWS, "non_spec_state_indices_tensor": slots}
-    drafts = {
-        "num_actual_tokens": ROWS * (1 + DRAFTS), "spec_sequence_masks": zeros(device, ROWS).bool(),
-        "spec_state_indices_tensor": int32(device, range(1, 1 + ROWS * (1 + DRAFTS))).view(ROWS, 1 + DRAFTS),
-        "num_accepted_tokens": int32(device, [1] * ROWS),
-        "spec_query_start_loc": int32(device, range(0, ROWS * (1 + DRAFTS) + 1, 1 + DRAFTS)),
-    }  # fmt: skip
-    tokens = ROWS * LENGTH
-    return {
-        "decode": VllmMetadata(num_actual_tokens=ROWS, **decoding | {"non_spec_state_indices_tensor": slots[:ROWS]}),
-        "drafts": VllmMetadata(**drafts),
-        "prompts": VllmMetadata(num_actual_tokens=tokens, **prompts),
-        "prompts, checkpoints": VllmMetadata(num_actual_tokens=tokens, **prompts, checkpoint=checkpoint),
-        "decode + prompts": VllmMetadata(num_actual_tokens=ROWS + tokens, **prompts, **decoding),
-    }
+    with device:
+        return {name: vllm_engine.batch(**given) for name, given in kinds.items()}
 
 
 def vllm(device: torch.device) -> Iterator[Path]:

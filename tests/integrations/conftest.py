@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gdn.integrations import _handle, _hosts, _records, record
+from gdn.integrations import _handle, _hosts, _records
+from tests.integrations import record
 
 KERNELS = '''
 """Functions of the host."""

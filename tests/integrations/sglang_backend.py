@@ -7,10 +7,13 @@ import torch
 
 from gdn.integrations import _sglang_step as step
 from gdn.integrations import sglang_convolution as convolution
+from gdn.integrations._calls import asking
 from tests.integrations.sglang_engine import HV, SLOTS, Engine, H, close, part
 
 Tensor = torch.Tensor
 WIDTH = 4
+ask_prompts = asking(convolution.prompts_refusal, convolution.prompts)
+ask_update = asking(convolution.update_refusal, convolution.update)
 
 
 class Convolution:
@@ -56,7 +59,7 @@ def check_prompts(conv: Convolution, limit: float) -> None:
     }  # fmt: skip
     hints = {"seq_lens_cpu": lengths, "block_table": None}
     x = rows.transpose(0, 1)
-    assert convolution.prompts_refusal(x, conv.weight, conv.bias, **given, **hints, allow_reference=True) is None
+    assert ask_prompts(x, conv.weight, conv.bias, **given, **hints, allow_reference=True) is None
     y = convolution.prompts(x, conv.weight, conv.bias, **given, **hints).transpose(0, 1)
     after = {}
     for n, slot in enumerate(slots):
@@ -103,7 +106,7 @@ def check_drafts(conv: Convolution, limit: float, overlap: bool) -> None:
         "conv_state_indices": engine.int32(slots), "intermediate_conv_window": windows,
         "intermediate_state_indices": engine.int32(kept),
     }  # fmt: skip
-    assert convolution.update_refusal(x, conv.windows, conv.weight, conv.bias, "silu", **given, allow_reference=True) is None
+    assert ask_update(x, conv.windows, conv.weight, conv.bias, "silu", **given, allow_reference=True) is None
     y = convolution.update(x, conv.windows, conv.weight, conv.bias, "silu", **given)
     assert y.shape == x.shape
     flat, last = y.transpose(1, 2).view(len(rows), -1), {}  # a view, as the host makes it

@@ -1,5 +1,6 @@
 """Refusals that all adapters share."""
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,8 +51,25 @@ def test_a_compiled_call_is_not_counted() -> None:
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    taken = _calls.serve_or_leave(calls, double, lambda x, allow_reference: None, lambda x: x * 3)
+    def triple(x: torch.Tensor, *, bias: torch.Tensor | None = None, **others: Any) -> torch.Tensor:
+        return x * 3
+
+    ask = _calls.asking(lambda bias, others: "a bias" if bias is not None or others else None, triple)
+    taken = _calls.serve_or_leave(calls, double, ask, triple)
     compiled = torch.compile(taken, backend="eager", fullgraph=True)
     for _ in range(3):
         assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 3.0))
     assert calls.served == 0 and taken(torch.ones(1)) == 3 and calls.served == 1
+
+
+def test_a_refusal_is_asked_for_what_it_reads() -> None:
+    def serve(a: int, b: int = 2, *, c: int = 3, **others: Any) -> None: ...
+
+    def refusal(c: int, a: int, allow_reference: bool, others: dict[str, Any], named: bool = True) -> str:
+        return f"{a} {c} {others} {allow_reference} {named}"
+
+    assert _calls.asking(refusal, serve)(1, 5, d=4) == "1 3 {'d': 4} False True"
+    ask = _calls.asking(functools.partial(refusal, named=False), serve)
+    assert ask(b=1, c=7, a=0, allow_reference=True) == "0 7 {} True False"
+    with pytest.raises(TypeError, match=r"serve\(\) missing 1 required positional argument: 'a'"):
+        ask()

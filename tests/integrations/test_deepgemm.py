@@ -12,7 +12,7 @@ from gdn.integrations import Refused, _hosts, _signatures, deepgemm
 from gdn.ops.indexer.inputs import MqaInputs, PagedInputs, make_mqa_inputs, make_paged_inputs
 from gdn.ops.indexer.oracle import exact_mqa_logits, exact_paged_mqa_logits, logits_error
 from gdn.ops.indexer.problem import MqaLogitsProblem, PagedMqaLogitsProblem
-from tests.integrations import stand_in
+from tests.integrations import record, stand_in
 
 NAMES = [name.rpartition(".")[2] for name in _hosts.DEEPGEMM.functions]
 
@@ -35,8 +35,8 @@ def test_signatures_of_functions_that_pybind_made() -> None:
     )
     text = """m.def("f", &f, py::arg("q"), py::arg("n") = 0,
         py::arg("d") = torch::kFloat32, py::arg("i") = std::nullopt); m.def("g", &g);"""
-    assert _signatures.of_pybind(text, "f") == [["q", "any"], ["n", "any", "0"], ["d", "any", "?"], ["i", "any", "None"]]
-    assert _signatures.of_pybind(text, "g") == [] and _signatures.of_pybind(text, "h") is None
+    assert record.of_pybind(text, "f") == [["q", "any"], ["n", "any", "0"], ["d", "any", "?"], ["i", "any", "None"]]
+    assert record.of_pybind(text, "g") == [] and record.of_pybind(text, "h") is None
 
 
 COMMON: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """The FLA adapter: signatures, values, refusals, and the backend as FLA's dispatcher asks it."""
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from gdn.integrations import Handle, Refused, _hosts, _signatures, fla
+from gdn.integrations._calls import asking
 from gdn.ops.delta_rule.oracle import oracle_delta_rule
 from tests.integrations import stand_in
 
@@ -92,9 +94,11 @@ def test_gates_without_a_kernel(gate: str, monkeypatch: pytest.MonkeyPatch) -> N
     with torch._subclasses.FakeTensorMode():
         q = torch.empty(1, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
         given = {one: torch.empty(1, 4, 2, device="cuda") for one in ("g", "beta")}
-        for refusal in (fla._refuse_chunk, fla._refuse_recurrent):
-            assert refusal(q, q, q, **given) is None
-            assert refusal(q, q, q, **given | {gate: given[gate].double()}) == "g or beta is float64, which has no kernel"
+        rules = ((fla._refuse_chunk, fla.chunk_gated_delta_rule), (fla._refuse_recurrent, fla.fused_recurrent_gated_delta_rule))
+        for refusal, function in rules:
+            ask = asking(refusal, inspect.unwrap(function))
+            assert ask(q, q, q, **given) is None
+            assert ask(q, q, q, **given | {gate: given[gate].double()}) == "g or beta is float64, which has no kernel"
 
 
 def test_ignored_arguments_change_nothing() -> None:

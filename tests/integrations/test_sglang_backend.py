@@ -55,10 +55,10 @@ def test_reasons_of_convolutions() -> None:
     drafts, slots = rows[None].transpose(1, 2), conv.engine.int32([0])
 
     def prompts(x: Any = rows.T, starts: Any = offsets, allowed: bool = True, **more: Any) -> str | None:
-        return convolution.prompts_refusal(x, conv.weight, None, starts, allow_reference=allowed, **more)
+        return batches.ask_prompts(x, conv.weight, None, starts, allow_reference=allowed, **more)
 
     def update(x: Any = rows, allowed: bool = True, **more: Any) -> str | None:
-        return convolution.update_refusal(x, conv.windows, conv.weight, None, allow_reference=allowed, **more)
+        return batches.ask_update(x, conv.windows, conv.weight, None, allow_reference=allowed, **more)
 
     assert prompts() is None and update() is None and update(drafts) is None
     assert prompts(allowed=False) == update(allowed=False) == "the tokens are on cpu"
@@ -82,7 +82,7 @@ def test_a_filter_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch._subclasses.FakeTensorMode():
         x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((12, 4), (12, 4)))
         offsets = torch.empty(2, dtype=torch.int32, device="cuda")
-        assert convolution.prompts_refusal(x, weight, None, offsets) == "no kernel for 12 channels and a filter of 4"
+        assert batches.ask_prompts(x, weight, None, offsets) == "no kernel for 12 channels and a filter of 4"
 
 
 def test_reasons_of_a_step() -> None:

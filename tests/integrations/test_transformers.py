@@ -439,59 +439,60 @@ def test_head_dims_without_a_kernel_are_the_hosts_on_a_gpu(small: PreTrainedMode
 
 
 def test_every_reason_of_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_chunk, ask_recurrent, ask_conv, ask_update, ask_norm = (
+        _calls.asking(getattr(functions, f"{name}_refusal"), getattr(functions, name))
+        for name in ("chunk", "recurrent", "conv", "update", "norm")
+    )
     q, v, g = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 4, 16), torch.zeros(1, 6, 4)
     state, offsets, cpu = torch.zeros(1, 4, 16, 16), torch.tensor([0, 2, 6]), {"allow_reference": True}
     rule = (q, q, v, g, g)
-    assert functions.chunk_refusal(*rule, cu_seqlens=offsets, **cpu) is None
-    assert functions.chunk_refusal(*rule) == functions.recurrent_refusal(*rule) == "the tokens are on cpu"
+    assert ask_chunk(*rule, cu_seqlens=offsets, **cpu) is None
+    assert ask_chunk(*rule) == ask_recurrent(*rule) == "the tokens are on cpu"
     two = tuple(torch.cat([one, one]) for one in rule)
-    assert functions.chunk_refusal(*two, cu_seqlens=offsets, **cpu) == "cu_seqlens with more than one row"
+    assert ask_chunk(*two, cu_seqlens=offsets, **cpu) == "cu_seqlens with more than one row"
     packed = {
-        functions.chunk_refusal(*rule, cu_seqlens=offsets, **one, **cpu)
-        for one in ({"initial_state": state}, {"output_final_state": True})
+        ask_chunk(*rule, cu_seqlens=offsets, **one, **cpu) for one in ({"initial_state": state}, {"output_final_state": True})
     }
     assert packed == {"packed sequences with a cache"}
-    assert functions.chunk_refusal(*rule, initial_state=state.half(), **cpu) == "the states are float16"
-    assert functions.chunk_refusal(*(one[:0] for one in rule), **cpu) == "no tokens"
-    assert functions.recurrent_refusal(*rule, cu_seqlens=offsets, **cpu) == "packed sequences of one token"
-    assert functions.recurrent_refusal(*rule, initial_state=state.requires_grad_(), **cpu) == AUTOGRAD
+    assert ask_chunk(*rule, initial_state=state.half(), **cpu) == "the states are float16"
+    assert ask_chunk(*(one[:0] for one in rule), **cpu) == "no tokens"
+    assert ask_recurrent(*rule, cu_seqlens=offsets, **cpu) == "packed sequences of one token"
+    assert ask_recurrent(*rule, initial_state=state.requires_grad_(), **cpu) == AUTOGRAD
     with monkeypatch.context() as one, FakeTensorMode():
         one.setattr(_calls, "_is_sm90", lambda index: True)
         wide, narrow, gate = (torch.empty(1, 6, *dims, dtype=torch.bfloat16, device="cuda") for dims in ((4, 64), (4, 32), (4,)))
-        assert functions.chunk_refusal(narrow, narrow, wide, gate, gate) == "no kernel for K=32, V=64"
-        assert functions.chunk_refusal(wide, wide, wide, gate, gate) is None
+        assert ask_chunk(narrow, narrow, wide, gate, gate) == "no kernel for K=32, V=64"
+        assert ask_chunk(wide, wide, wide, gate, gate) is None
         odd = torch.empty(1, 6, 4, 62, dtype=torch.bfloat16, device="cuda")
-        assert functions.chunk_refusal(odd, odd, odd, gate, gate) == "no kernel for K=62, V=62"
+        assert ask_chunk(odd, odd, odd, gate, gate) == "no kernel for K=62, V=62"
         rows, window, taps = (
             torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in ((2, 12, 1), (2, 12, 4), (12, 4))
         )
-        for refusal, given in ((functions.conv_refusal, (rows,)), (functions.update_refusal, (rows, window))):
-            assert refusal(*given, taps) == "no kernel for 12 channels and a filter of 4"
+        for ask, given in ((ask_conv, (rows,)), (ask_update, (rows, window))):
+            assert ask(*given, taps) == "no kernel for 12 channels and a filter of 4"
     half, state = q.half(), state.detach()
-    assert functions.chunk_refusal(half, q, v, g, g, **cpu) == "query, key and value differ in dtype"
-    assert functions.chunk_refusal(q, q, v[:, :, :3], g, g, **cpu) == "3 value heads are no multiple of 2 key heads"
+    assert ask_chunk(half, q, v, g, g, **cpu) == "query, key and value differ in dtype"
+    assert ask_chunk(q, q, v[:, :, :3], g, g, **cpu) == "3 value heads are no multiple of 2 key heads"
     for strange in (state.expand(2, -1, -1, -1), state.mT, torch.zeros(state.numel() + 1)[1:].view_as(state)):
-        reason = functions.recurrent_refusal(*rule, initial_state=strange, output_final_state=True, **cpu)
+        reason = ask_recurrent(*rule, initial_state=strange, output_final_state=True, **cpu)
         assert reason is not None and reason.startswith("the states have strides")
-        assert functions.recurrent_refusal(*rule, initial_state=strange, **cpu) is None  # it is only read
+        assert ask_recurrent(*rule, initial_state=strange, **cpu) is None  # it is only read
     o, last = functions.chunk(*rule, output_final_state=None, use_qk_l2norm_in_kernel=None)  # type: ignore[arg-type]
     assert o.shape == v.shape and last is None  # as models hand on `use_cache`
     x, weight, window = torch.randn(2, 8, 5), torch.randn(8, 4), torch.randn(2, 8, 4)
-    assert functions.conv_refusal(x, weight, activation="gelu", **cpu) == "the activation is gelu"
-    assert functions.conv_refusal(x, weight, seq_idx=offsets, **cpu) == "packed sequences by seq_idx without cu_seq_lens_q"
-    assert functions.conv_refusal(x, weight, cu_seq_lens_q=offsets, **cpu) == "cu_seq_lens_q with more than one row"
-    assert functions.conv_refusal(x[:0], weight, **cpu) == functions.update_refusal(x[:0], window, weight, **cpu) == "no tokens"
-    assert functions.conv_refusal(x, weight) == functions.update_refusal(x, window, weight) == "the tokens are on cpu"
-    assert functions.update_refusal(x, window, weight, None, "gelu", **cpu) == "the activation is gelu"
+    assert ask_conv(x, weight, activation="gelu", **cpu) == "the activation is gelu"
+    assert ask_conv(x, weight, seq_idx=offsets, **cpu) == "packed sequences by seq_idx without cu_seq_lens_q"
+    assert ask_conv(x, weight, cu_seq_lens_q=offsets, **cpu) == "cu_seq_lens_q with more than one row"
+    assert ask_conv(x[:0], weight, **cpu) == ask_update(x[:0], window, weight, **cpu) == "no tokens"
+    assert ask_conv(x, weight) == ask_update(x, window, weight) == "the tokens are on cpu"
+    assert ask_update(x, window, weight, None, "gelu", **cpu) == "the activation is gelu"
     shared = window[:1].expand(2, -1, -1)
-    assert functions.update_refusal(x, shared, weight, **cpu) == "the windows of several rows share memory"
-    assert functions.conv_refusal(x, weight[:, :1], **cpu) == "no kernel for 8 channels and a filter of 1"
-    assert (
-        functions.update_refusal(x, window[..., 1:], weight, **cpu) == "the window has another number of columns than the filter"
-    )
+    assert ask_update(x, shared, weight, **cpu) == "the windows of several rows share memory"
+    assert ask_conv(x, weight[:, :1], **cpu) == "no kernel for 8 channels and a filter of 1"
+    assert ask_update(x, window[..., 1:], weight, **cpu) == "the window has another number of columns than the filter"
     norm = host.linear_layers(host.build("qwen4_exp", output_gate_type="sigmoid"))[0].norm
     monkeypatch.setattr(norm, "activation", "gelu")
-    assert functions.norm_refusal(norm, v, v, **cpu) == "the gate's activation is gelu"
+    assert ask_norm(norm, v, v, **cpu) == "the gate's activation is gelu"
 
 
 def test_functions_by_themselves() -> None:

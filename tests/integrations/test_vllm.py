@@ -14,7 +14,7 @@ from gdn.integrations import vllm
 from gdn.runtime import env
 from tests.integrations import fake_vllm
 from tests.integrations.fake_vllm import HIDDEN, QwenGatedDeltaNetAttention, config, context, op_registry_oot
-from tests.integrations.vllm_engine import HV, Host, Sequence, V, int32
+from tests.integrations.vllm_engine import HV, Host, Sequence, V, int32, metadata_of
 
 NAME = "QwenGatedDeltaNetAttention"
 
@@ -38,9 +38,8 @@ def decode(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     own = Sequence([layer.host.free.pop()])
     windows, states = layer.kv_cache
     windows[own.blocks[0]], states[own.blocks[0]] = 0, 0
-    metadata = layer.host.metadata(num_actual_tokens=1, num_decodes=1, num_decode_tokens=1)
-    metadata.non_spec_state_indices_tensor = int32(own.blocks)
-    context.attn_metadata = {layer.prefix: metadata}
+    known = {"num_decodes": 1, "num_decode_tokens": 1, "non_spec_state_indices_tensor": int32(own.blocks)}
+    context.attn_metadata = {layer.prefix: metadata_of(num_actual_tokens=1, **known)}
     found = layer.forward_cuda(hidden)
     own.qkvz, own.ba = layer.in_proj_qkvz(hidden)[0], layer.in_proj_ba(hidden)[0]
     core = layer.host.expected(own, 1)[0]

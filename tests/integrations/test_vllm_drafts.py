@@ -16,7 +16,7 @@ from gdn.integrations._vllm_replay_step import step_of
 from gdn.integrations._vllm_rows import Counter
 from gdn.integrations._vllm_step import Step
 from tests.integrations import record_vllm_batches as record
-from tests.integrations.vllm_engine import HV, WIDTH, Host, Sequence, V, int32, offsets
+from tests.integrations.vllm_engine import HV, WIDTH, Host, Sequence, V, common, int32
 from tests.integrations.vllm_replay import ReplayHost
 
 RECORDED = json.loads(record.PLACE.read_text(encoding="utf-8"))
@@ -94,12 +94,8 @@ class RingReplay(Replay):
     def add(self, metadata: SimpleNamespace, rows: list[dict[str, int]]) -> None:
         masks = metadata.spec_sequence_masks
         padded = 0 if masks is None else len(masks) - len(rows)
-        lengths = int32([row["before"] + row["tokens"] for row in rows] + [0] * padded)
-        bounds = offsets([row["tokens"] for row in rows] + [0] * padded)
-        batch = SimpleNamespace(
-            seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, query_start_loc_cpu=bounds,
-            compute_num_computed_tokens=lambda: lengths - bounds.diff(),
-        )  # fmt: skip
+        none = [0] * padded
+        batch = common([row["before"] for row in rows] + none, [row["tokens"] for row in rows] + none)
         accepted = int32([row["accepted"] for row in rows] + [1] * padded)
         drafts = int32([row["drafts"] for row in rows] + [record.NO_DRAFTS] * padded)
         metadata.gdn_replay = self.count(metadata, batch, accepted, drafts)

@@ -10,40 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from gdn.integrations._vllm_pages import Page, page_of
 from gdn.integrations._vllm_replay_step import step_of
 from gdn.integrations._vllm_rows import Rows
+from tests.integrations import vllm_engine
 
 H, HV, K, ROWS = 16, 32, 128, 16
 CHANNELS = (2 * H + HV) * K
 ATTEMPTS = 4  # other processes may take the CPU meanwhile
 
 
-class Weights(nn.Module):
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-        self.register_parameter("bias", None)
-
-
-class Layer(nn.Module):
-    """A module with parameters, as the host's layer is: they are found by `__getattr__`."""
-
-    def __init__(self, interleaved: bool, page: Page | None = None) -> None:
-        super().__init__()
-        self.tp_size, self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim = 1, H, HV, K, K
-        self.key_dim, self.value_dim, self.layer_norm_epsilon, self.activation = H * K, HV * K, 1e-6, "silu"
-        self.gqa_interleaved_layout = interleaved
-        self.conv1d, self.norm = Weights(torch.zeros(CHANNELS, 1, 4)), Weights(torch.zeros(K))
-        self.norm.activation = "silu"  # type: ignore[assignment]
-        self.A_log, self.dt_bias = (nn.Parameter(torch.zeros(HV)) for _ in range(2))
-        shape = (HV, K, K) if page is None else page.shapes[1]
-        self.kv_cache = (torch.zeros(2, 3, CHANNELS), torch.zeros(2, *shape))
-
-    def split_ba(self, ba: torch.Tensor) -> Any:
-        return ba.chunk(2, dim=-1)
+def layer_of(interleaved: bool, page: Page | None = None) -> Any:
+    """A module with parameters, as the host's layer is."""
+    layer = vllm_engine.layer((H, HV), (K, K), interleaved=interleaved, dtype=torch.float32)
+    shape = (HV, K, K) if page is None else page.shapes[1]
+    layer.kv_cache = (torch.zeros(2, 3, CHANNELS), torch.zeros(2, *shape))
+    return vllm_engine.as_module(layer)
 
 
 def best(run: Callable[[], object]) -> float:
@@ -52,7 +35,7 @@ def best(run: Callable[[], object]) -> float:
 
 def slices(interleaved: bool, metadata: Any, page: Page | None = None) -> float:
     """Host time of a step beyond that of its call of the operator, over that of a slice."""
-    step = step_of(Layer(interleaved, page), conv_dim_first=False, page=page)
+    step = step_of(layer_of(interleaved, page), conv_dim_first=False, page=page)
     rows = [torch.zeros(ROWS, columns) for columns in (CHANNELS + HV * K, 2 * HV)]
     core = torch.zeros(ROWS, HV, K)
     calls: list[Any] = []

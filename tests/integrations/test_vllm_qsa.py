@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from gdn.integrations import vllm, vllm_qsa
+from gdn.integrations._calls import asking
 from tests.integrations import fake_vllm, stand_in
 
 Tensor = torch.Tensor
 PAGE, PAGES = 16, 5  # keys of a page, pages of a request
 REQUESTS, DRAFTS = 3, 2
+attend_refusal = asking(vllm_qsa.attend_refusal, vllm_qsa.attend)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -56,7 +58,7 @@ def test_attention(given_out: bool) -> None:
     buffer = torch.full((len(owner) + 1, heads, dim), 7.0)
     more: dict[str, Any] = {"output_gate": gate, "out": buffer[:-1] if given_out else None}
     given = (q, keys, values, packed, table, owner, False)
-    assert vllm_qsa.attend_refusal(*given, **more, allow_reference=True) is None
+    assert attend_refusal(*given, **more, allow_reference=True) is None
     out = vllm_qsa.attend(*given, **more)
     assert not given_out or (out.data_ptr() == buffer.data_ptr() and (buffer[-1] == 7).all())
     for row, count in enumerate(counts.tolist()):
@@ -78,7 +80,7 @@ def test_what_is_left_to_the_host() -> None:
 
     def attending(q: Tensor = q, cache: Tensor = cache, prompts: bool = False) -> str | None:
         given = (q, cache, cache, index, index, owner, prompts)
-        return vllm_qsa.attend_refusal(*given, output_gate=q, allow_reference=True)
+        return attend_refusal(*given, output_gate=q, allow_reference=True)
 
     assert attending() is None
     assert attending(prompts=True) == "the batch holds prompts, whose bounds the function is not given"
@@ -87,11 +89,11 @@ def test_what_is_left_to_the_host() -> None:
 
     assert attending(cache=cache[:, :, :1].expand(-1, -1, 3, -1)) == "4 heads of dim 128 over 3 key heads"
     given = (q, cache, cache, index, index, owner, False)
-    gate = vllm_qsa.attend_refusal(*given, output_gate=q.half(), allow_reference=True)
+    gate = attend_refusal(*given, output_gate=q.half(), allow_reference=True)
     assert gate == "the gate is float16, which has no kernel"
-    result = vllm_qsa.attend_refusal(*given, q.half(), output_gate=q, allow_reference=True)
+    result = attend_refusal(*given, q.half(), output_gate=q, allow_reference=True)
     assert result == "the result is float16, which has no kernel"
-    table = vllm_qsa.attend_refusal(*given[:4], index.long(), owner, False, output_gate=q, allow_reference=True)
+    table = attend_refusal(*given[:4], index.long(), owner, False, output_gate=q, allow_reference=True)
     assert table == "the block table is int64 [2, 3]"
 
     def selecting(q: Tensor, cache: Tensor, visible: Tensor = owner, found: Tensor = index) -> str | None:

@@ -14,7 +14,7 @@ from gdn.ops.delta_rule import crossing
 from gdn.runtime import env
 from tests.integrations import fake_vllm
 from tests.integrations.fake_vllm import HIDDEN, CudaPlatform, Model, ModelOfKinds, QwenGatedDeltaNetAttention, config, context
-from tests.integrations.vllm_engine import CHANNELS, HV, WIDTH, Host, K, V, int32
+from tests.integrations.vllm_engine import CHANNELS, HV, WIDTH, Host, K, V, common, int32, metadata_of
 
 FACTS = ReplayFacts(num_v_heads=4, head_k_dim=128, head_v_dim=128, window_bytes=64, num_sequences=32, num_spec=0)
 
@@ -130,11 +130,8 @@ def test_a_step_on_the_pages_that_the_host_binds() -> None:
 def forward(builder: Any, layer: Any, hidden: torch.Tensor, known: dict[str, Any], before: int) -> torch.Tensor:
     """One step of one sequence by a layer."""
     tokens = len(hidden)
-    described = Host(5, num_spec=0, interleaved=False, dim_first=False).metadata(num_actual_tokens=tokens, **known)
-    batch = SimpleNamespace(
-        described=described, seq_lens=int32([before + tokens]), query_start_loc_cpu=int32([0, tokens]),
-        seq_lens_cpu_upper_bound=int32([before + tokens]), compute_num_computed_tokens=lambda: int32([before]),
-    )  # fmt: skip
+    batch = common([before], [tokens])
+    batch.described = metadata_of(num_actual_tokens=tokens, **known)
     context.attn_metadata = {layer.prefix: builder.build(0, batch)}
     result: torch.Tensor = layer.forward_cuda(hidden)
     return result
@@ -147,17 +144,14 @@ def test_another_cache_group_has_other_blocks() -> None:
         make = layer.get_attn_backend().get_builder_cls()
         builders = [make(None, [layer.prefix], chosen, torch.device("cpu")) for _ in range(2)]
         assert not builders[0].supports_update_block_table  # on a GPU
-        none = {"spec_sequence_masks": None, "checkpoint": None, "num_decodes": 0}
         told = [
-            SimpleNamespace(
-                num_prefills=2, prefill_state_indices=int32(blocks), prefill_has_initial_state=torch.tensor([True, False]), **none
+            metadata_of(
+                num_prefills=2, prefill_state_indices=int32(blocks), prefill_has_initial_state=torch.tensor([True, False])
             )
             for blocks in ([3, 4], [8, 9])
         ]
-        batch = SimpleNamespace(
-            described=told[0], seq_lens=int32([7, 5]), seq_lens_cpu_upper_bound=int32([7, 5]),
-            query_start_loc_cpu=int32([0, 2, 7]), compute_num_computed_tokens=lambda: int32([5, 0]),
-        )  # fmt: skip
+        batch = common([5, 0], [2, 5])
+        batch.described = told[0]
         first = builders[0].build(0, batch)
         second = builders[1].update_block_table(first, told[1], None)
         for found, blocks in ((first, [3, 4]), (second, [8, 9])):

@@ -9,7 +9,7 @@ import torch
 
 from gdn.integrations import _vllm_parts
 from gdn.integrations._vllm_step import Step
-from tests.integrations.vllm_engine import HV, WIDTH, Host, Sequence, int32, offsets
+from tests.integrations.vllm_engine import HV, WIDTH, Host, Sequence, as_module, int32, metadata_of, offsets
 
 Tensor = torch.Tensor
 LAYOUTS = [  # interleaved, dim_first
@@ -92,7 +92,7 @@ class Driver:
                 checkpoint_offsets=int32(places), state_indices=int32([kept if place else 0 for place in places])
             )
         before = len(own[-1].qkvz)
-        self.check(rows, self.run(rows, host.metadata(**known)))
+        self.check(rows, self.run(rows, metadata_of(**known)))
         if checkpoint:
             at = before + checkpoint
             partial = Sequence([], own[-1].qkvz[:at], own[-1].ba[:at])
@@ -104,12 +104,11 @@ class Driver:
 
     def decode(self, own: list[Sequence], padded: int = 0) -> None:
         """One token each; padded: rows of a captured batch, with slot 0."""
-        host = self.host
         self.drafting = []
         slots = int32([one.blocks[0] for one in own] + [0] * (padded + 2))
         table = torch.stack([slots, slots], dim=1)  # a column of a table, whose rows are apart
         rows = [(one, 1) for one in own]
-        metadata = host.metadata(num_decodes=len(own), num_decode_tokens=len(own), non_spec_state_indices_tensor=table[:, 0])
+        metadata = metadata_of(num_decodes=len(own), num_decode_tokens=len(own), non_spec_state_indices_tensor=table[:, 0])
         self.check(rows, self.run(rows, metadata))
 
     def drafts(self, own: list[Sequence], prompts: list[int] | None = None) -> list[Sequence]:
@@ -144,7 +143,7 @@ class Driver:
                 "prefill_has_initial_state": torch.zeros(len(new), dtype=torch.bool),
             }  # fmt: skip
         self.drafting = own
-        self.check(rows, self.run(rows, host.metadata(**known), order))
+        self.check(rows, self.run(rows, metadata_of(**known), order))
         for one, count in zip(own, counts, strict=True):
             self.accept(one, count)
         return new
@@ -178,10 +177,10 @@ def test_captured_batches(interleaved: bool, dim_first: bool, dims: tuple[int, i
         rows = [torch.cat([*(one[part] for one in drawn), extra[part]]) for part in (0, 1)]
         core = torch.full((real + padded, HV, host.V), torch.nan)
         blocks = [one.blocks for one in own] + [[0] * 3] * 3
-        metadata = host.metadata(num_actual_tokens=real + padded, num_decodes=5, num_decode_tokens=5)
+        metadata = metadata_of(num_actual_tokens=real + padded, num_decodes=5, num_decode_tokens=5)
         metadata.non_spec_state_indices_tensor = int32([row[0] for row in blocks])
         if has_drafts:
-            metadata = host.metadata(
+            metadata = metadata_of(
                 num_actual_tokens=real + padded, num_spec_decodes=5, spec_sequence_masks=torch.ones(5, dtype=torch.bool),
                 spec_state_indices_tensor=int32(blocks), num_accepted_tokens=int32([1] * 5),
                 spec_query_start_loc=int32([*offsets(counts).tolist(), real, real, real]),
@@ -262,14 +261,24 @@ def test_which_operators_run() -> None:
 
 REPLACED: dict[str, Callable[[Any], object]] = {
     "pools of the same shape": lambda layer: setattr(layer, "kv_cache", tuple(map(_moved, layer.kv_cache))),
-    "filter": lambda layer: setattr(layer.conv1d, "weight", layer.conv1d.weight.flip(0).contiguous()),
+    "filter": lambda layer: _replace(layer.conv1d, "weight", layer.conv1d.weight.flip(0).contiguous()),
     "the filter's data": lambda layer: setattr(layer.conv1d.weight, "data", layer.conv1d.weight.data.flip(0).contiguous()),
     "a filter of two dimensions": lambda layer: setattr(layer.conv1d.weight, "data", layer.conv1d.weight.data[:, 0]),
-    "convolution": lambda layer: setattr(layer, "conv1d", SimpleNamespace(weight=layer.conv1d.weight * 2, bias=None)),
-    "norm": lambda layer: setattr(layer, "norm", SimpleNamespace(weight=layer.norm.weight * 2, activation=layer.norm.activation)),
-    "decay": lambda layer: setattr(layer, "A_log", layer.A_log + 1),
+    "convolution": lambda layer: _replace(layer, "conv1d", _doubled(layer.conv1d, bias=None)),
+    "norm": lambda layer: _replace(layer, "norm", _doubled(layer.norm, activation=layer.norm.activation)),
+    "decay": lambda layer: _replace(layer, "A_log", layer.A_log + 1),
     "the decay's data": lambda layer: setattr(layer.A_log, "data", layer.A_log.data + 1),
 }
+
+
+def _doubled(part: Any, **others: Any) -> SimpleNamespace:
+    return SimpleNamespace(weight=part.weight * 2, **others)
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    """As a module has it, if the owner is one."""
+    held = SimpleNamespace(**{name: value})
+    setattr(owner, name, getattr(as_module(held) if isinstance(owner, torch.nn.Module) else held, name))
 
 
 def _moved(pages: Tensor) -> Tensor:
@@ -283,14 +292,9 @@ def _moved(pages: Tensor) -> Tensor:
 def test_what_the_host_replaces_between_two_steps_is_noticed(what: str, is_module: bool) -> None:
     """A step that has run does what a new one does; layers keep their parameters as modules do, or as plain attributes."""
     host = Host(8, num_spec=0, interleaved=False, dim_first=False)
-    layer = host.layer
-    if is_module:
-        layer = torch.nn.Module()
-        for name, value in vars(host.layer).items():
-            is_part = isinstance(value, SimpleNamespace)
-            setattr(layer, name, _module(**vars(value)) if is_part else torch.nn.Parameter(value) if name == "A_log" else value)
+    layer: Any = as_module(host.layer) if is_module else host.layer
     slots = int32([3, 5])
-    metadata = host.metadata(num_actual_tokens=2, num_decodes=2, num_decode_tokens=2, non_spec_state_indices_tensor=slots)
+    metadata = metadata_of(num_actual_tokens=2, num_decodes=2, num_decode_tokens=2, non_spec_state_indices_tensor=slots)
     for pages in layer.kv_cache:
         pages[3], pages[5] = 1, 2
 
@@ -302,13 +306,7 @@ def test_what_the_host_replaces_between_two_steps_is_noticed(what: str, is_modul
     with torch.no_grad():
         rows, step = host.rows(2), Step(layer, conv_dim_first=False)
         before = run(step)
-        if is_module and what in ("filter", "decay"):
-            name, owner = ("weight", layer.conv1d) if what == "filter" else ("A_log", layer)
-            setattr(owner, name, torch.nn.Parameter(getattr(owner, name).flip(0).contiguous()))
-        elif is_module and what in ("convolution", "norm"):
-            setattr(layer, {"convolution": "conv1d"}.get(what, what), _module(**_doubled(layer, what)))
-        else:
-            REPLACED[what](layer)
+        REPLACED[what](layer)
         old = [pages.clone() for pages in layer.kv_cache]
         expected = run(Step(layer, conv_dim_first=False))
         after = [pages.clone() for pages in layer.kv_cache]
@@ -319,19 +317,6 @@ def test_what_the_host_replaces_between_two_steps_is_noticed(what: str, is_modul
             assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
 
 
-def _module(weight: Tensor, **others: Any) -> torch.nn.Module:
-    made = torch.nn.Module()
-    made.weight = torch.nn.Parameter(weight.clone())
-    vars(made).update(others)
-    return made
-
-
-def _doubled(layer: Any, what: str) -> dict[str, Any]:
-    if what == "norm":
-        return {"weight": layer.norm.weight * 2, "activation": layer.norm.activation}
-    return {"weight": layer.conv1d.weight * 2, "bias": None}
-
-
 def test_where_the_host_cuts_the_gates_is_its_own_matter() -> None:
     """A layer whose gates are not the halves of what their projection returns: replicated ones, of which a rank takes its own."""
     host = Host(9, num_spec=0, interleaved=False, dim_first=False)
@@ -339,7 +324,7 @@ def test_where_the_host_cuts_the_gates_is_its_own_matter() -> None:
     cut = SimpleNamespace(**vars(host.layer))
     cut.split_ba = lambda ba: tuple(half[:, 1 : 1 + HV] for half in ba.chunk(2, dim=-1))
     slots = int32([3, 5])
-    metadata = host.metadata(num_actual_tokens=2, num_decodes=2, num_decode_tokens=2, non_spec_state_indices_tensor=slots)
+    metadata = metadata_of(num_actual_tokens=2, num_decodes=2, num_decode_tokens=2, non_spec_state_indices_tensor=slots)
     qkvz, ba = host.rows(2)
     wide = torch.full((2, 2, HV + 3), 9.0)
     wide[:, :, 1 : 1 + HV] = ba.view(2, 2, HV)

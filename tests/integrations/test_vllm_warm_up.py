@@ -4,7 +4,6 @@ Kernels are chosen as on an H100, without one: inside `explaining` a step says w
 """
 
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +17,9 @@ from gdn.integrations._vllm_rows import Counter
 from gdn.integrations._vllm_warm_up import Limits, unserved_replay, warm_up
 from gdn.runtime import compiled, devices, explaining, registry
 from gdn.warmup import warmup_sizes
-from tests.integrations.vllm_engine import int32, offsets
+from tests.integrations.vllm_engine import WIDTH, batch, counted, layer
 
-Tensor = torch.Tensor
 LIMITS = Limits(tokens=8192, sequences=256)
-WIDTH = 4
 DRAWN = 120  # batches
 
 
@@ -37,18 +34,11 @@ def of_model(
     replays: bool = False,
 ) -> Any:  # fmt: skip
     """A layer of the sizes of a rank; its parameters hold anything."""
-    (H, HV), (K, V) = heads, dims
-    channels = 2 * H * K + HV * V
     half = torch.bfloat16
-    found = SimpleNamespace(
-        tp_size=1, num_k_heads=H, num_v_heads=HV, head_k_dim=K, head_v_dim=V, key_dim=H * K, value_dim=HV * V,
-        layer_norm_epsilon=1e-6, activation="silu", gqa_interleaved_layout=interleaved, num_spec=num_spec,
-        conv1d=SimpleNamespace(weight=torch.zeros(channels, 1, WIDTH, dtype=half), bias=None),
-        A_log=torch.zeros(HV), dt_bias=torch.zeros(HV, dtype=half),
-        norm=SimpleNamespace(weight=torch.zeros(V, dtype=half), activation="silu"),
-        split_ba=lambda ba: ba.chunk(2, dim=-1), _checkpoint_alignment=64,
-        get_state_shape=lambda: ((WIDTH - 1 + num_spec, channels), (HV, V, K)), get_state_dtype=lambda: (half, state), page=None,
-    )  # fmt: skip
+    found = layer(heads, dims, interleaved=interleaved, num_spec=num_spec)
+    shapes = (WIDTH - 1 + num_spec, len(found.conv1d.weight)), (found.num_v_heads, *dims[::-1])
+    found._checkpoint_alignment, found.page = 64, None
+    found.get_state_shape, found.get_state_dtype = lambda: shapes, lambda: (half, state)
     if replays:
         found.page = page = page_of_layer(found)
         found.get_state_shape = lambda: page.shapes
@@ -87,59 +77,27 @@ class Engine:
     def draw(self) -> Any:
         """One-token rows, drafts, prompts, or prompts behind the one or among the other."""
         kind = self.random.choice(["decode", "prompts", "behind", *(["drafts", "among"] if self.layer.num_spec else [])])
-        known = dict.fromkeys(("num_prefills", "num_decodes", "num_decode_tokens"), 0) | dict.fromkeys(
-            ("checkpoint", "spec_sequence_masks", "spec_token_indx", "non_spec_token_indx")
-        )
-        columns, begin = 1 + self.layer.num_spec, 0
+        columns = 1 + self.layer.num_spec
         drafting = self.count(LIMITS.sequences // 4) if kind in ("drafts", "among") else 0
         decoding = self.count(LIMITS.sequences // 2) if kind in ("decode", "behind") else 0
-        counts = [self.random.randint(1, columns) for _ in range(drafting)]
-        table = (1 + torch.arange((drafting + decoding) * columns, dtype=torch.int32)).view(-1, columns)
-        if drafting:
-            begin = sum(counts)
-            known |= {
-                "spec_sequence_masks": torch.ones(drafting, dtype=torch.bool), "spec_state_indices_tensor": table,
-                "spec_query_start_loc": offsets(counts), "num_accepted_tokens": int32([1] * drafting),
-            }  # fmt: skip
-        if decoding:
-            begin = decoding
-            known |= {"num_decodes": decoding, "num_decode_tokens": decoding, "non_spec_state_indices_tensor": table[:, 0]}
-        total = begin
+        drafts = [self.random.randint(1, columns) for _ in range(drafting)]
+        lengths: list[int] = []
+        checkpoints: list[int] = []
         if kind not in ("decode", "drafts"):
-            new = self.count(min(LIMITS.sequences // 2, 64))
+            new, begin = self.count(min(LIMITS.sequences // 2, 64)), sum(drafts) or decoding
             most = LIMITS.tokens if not drafting else 1024  # their rows are gathered
-            total = max(begin + new, self.count(most))
-            lengths = [(total - begin) // new] * new
-            if self.random.random() < 0.3:  # one is long, as the host may know
-                lengths = [self.random.choice([1, 1, 1, min(9, lengths[0])]) for _ in lengths]
-            lengths[-1] += total - begin - sum(lengths)
-            if self.random.random() < 0.7:
-                known["nums_dict"] = {8: {"nums": -(-torch.tensor(lengths) // 8)}}
-            own = table.numel() + 1 + torch.arange(new, dtype=torch.int32)
-            known |= {
-                "num_prefills": new, "prefill_query_start_loc": offsets(lengths), "prefill_state_indices": own,
-                "prefill_has_initial_state": torch.zeros(new, dtype=torch.bool),
-            }  # fmt: skip
+            tokens = max(begin + new, self.count(most)) - begin
+            lengths = [tokens // new] * new
+            if self.random.random() < 0.4:  # one is long, as the host may know
+                others = self.random.choice([[1], [1, 1, 1, 9]])
+                lengths = [min(self.random.choice(others), lengths[0]) for _ in lengths]
+            lengths[-1] += tokens - sum(lengths)
             if self.random.random() < 0.5:
-                nothing = torch.zeros(decoding + new, dtype=torch.int32)
-                known["checkpoint"] = SimpleNamespace(checkpoint_offsets=nothing, state_indices=nothing)
-        if kind == "among":
-            known |= {"spec_token_indx": torch.arange(begin), "non_spec_token_indx": torch.arange(begin, total)}
-        metadata = SimpleNamespace(num_actual_tokens=total, **known)
-        if self.layer.page is not None:
-            self._count(metadata, drafting)
-        return metadata
-
-    def _count(self, metadata: Any, drafting: int) -> None:
-        """What the builder adds; prompts go on."""
-        rows = drafting + metadata.num_decodes + metadata.num_prefills
-        lengths = int32([9] * rows)
-        batch = SimpleNamespace(
-            seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, query_start_loc_cpu=offsets([1] * rows),
-            compute_num_computed_tokens=lambda: lengths - 1,
-        )  # fmt: skip
-        drafts = int32([0] * drafting + [-1] * (rows - drafting))
-        metadata.gdn_replay = self.counter(metadata, batch, int32([1] * rows), drafts)
+                checkpoints = [0] * (decoding + new)
+        found = batch(decode=decoding, drafts=drafts, prompts=lengths, checkpoints=checkpoints, columns=columns)
+        if lengths and self.random.random() < 0.7:
+            found.nums_dict = {8: {"nums": -(-torch.tensor(lengths) // 8)}}
+        return found if self.layer.page is None else counted(self.counter, found)
 
 
 def forms(asked: Any) -> set[Any]:
@@ -183,9 +141,9 @@ def test_every_kernel_of_a_step_was_loaded(model: str) -> None:
     engine = Engine(of_model(**MODELS[model]))
     warmed, seen = engine.warmed(), set()
     for _ in range(DRAWN):
-        batch = engine.draw()
-        taken = engine.taken(batch)
-        assert taken <= warmed, (vars(batch), taken - warmed)
+        drawn = engine.draw()
+        taken = engine.taken(drawn)
+        assert taken <= warmed, (vars(drawn), taken - warmed)
         seen |= taken
     ops = {op for op, *_ in seen}
     assert all(backend == "cute" for _, _, backend, _ in seen)

@@ -12,9 +12,47 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from gdn.integrations._vllm_rows import Counter
+
 Tensor = torch.Tensor
+Sized = list[Any] | tuple[Any, ...]
 H, HV, K, V, WIDTH = 2, 4, 32, 32, 4
 CHANNELS = 2 * H * K + HV * V
+
+
+def layer(
+    heads: tuple[int, int], dims: tuple[int, int], *, interleaved: bool, num_spec: int = 0, dtype: torch.dtype = torch.bfloat16,
+    **dtypes: torch.dtype,
+) -> SimpleNamespace:  # fmt: skip
+    """What the adapter reads of vLLM's layer, with parameters of zeros. dtypes: of single parameters, by their names."""
+    (k_heads, v_heads), (k_dim, v_dim) = heads, dims
+    channels, dtypes = 2 * k_heads * k_dim + v_heads * v_dim, {"A_log": torch.float32} | dtypes
+
+    def zeros(name: str, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtypes.get(name, dtype))
+
+    bias = zeros("bias", channels) if "bias" in dtypes else None
+    return SimpleNamespace(
+        tp_size=1, num_k_heads=k_heads, num_v_heads=v_heads, head_k_dim=k_dim, head_v_dim=v_dim, key_dim=k_heads * k_dim,
+        value_dim=v_heads * v_dim, layer_norm_epsilon=1e-6, activation="silu", gqa_interleaved_layout=interleaved,
+        num_spec=num_spec, split_ba=lambda ba: ba.chunk(2, dim=-1),
+        conv1d=SimpleNamespace(weight=zeros("weight", channels, 1, WIDTH), bias=bias),
+        A_log=zeros("A_log", v_heads), dt_bias=zeros("dt_bias", v_heads),
+        norm=SimpleNamespace(weight=zeros("norm", v_dim), activation="silu"),
+    )  # fmt: skip
+
+
+def as_module(layer: SimpleNamespace) -> torch.nn.Module:
+    """The same as the host's layer is: its parameters are found by `__getattr__`."""
+    made = torch.nn.Module()
+    for name, value in vars(layer).items():
+        if isinstance(value, Tensor):
+            made.register_parameter(name, torch.nn.Parameter(value.clone(), requires_grad=False))
+        elif name == "bias":
+            made.register_parameter(name, None)
+        else:
+            setattr(made, name, as_module(value) if isinstance(value, SimpleNamespace) else value)
+    return made
 
 
 @dataclass
@@ -50,15 +88,11 @@ class Host:
         self.channels = 2 * H * self.K + HV * self.V
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.num_spec, self.interleaved, self.dim_first = num_spec, interleaved, dim_first
-        self.layer = SimpleNamespace(
-            tp_size=1, num_k_heads=H, num_v_heads=HV, head_k_dim=self.K, head_v_dim=self.V,
-            key_dim=H * self.K, value_dim=HV * self.V,
-            layer_norm_epsilon=1e-6, activation="silu", gqa_interleaved_layout=interleaved,
-            conv1d=SimpleNamespace(weight=self.normal(self.channels, 1, WIDTH), bias=None),
-            A_log=self.normal(HV), dt_bias=self.normal(HV),
-            norm=SimpleNamespace(weight=1 + self.normal(self.V) / 4, activation=self.random.choice(["silu", "sigmoid"])),
-            split_ba=lambda ba: ba.chunk(2, dim=-1),
-        )  # fmt: skip
+        self.layer = layer((H, HV), dims, interleaved=interleaved, num_spec=num_spec, dtype=torch.float32)
+        for parameter in (self.layer.conv1d.weight, self.layer.A_log, self.layer.dt_bias, self.layer.norm.weight):
+            parameter.normal_(generator=self.generator)
+        self.layer.norm.weight.div_(4).add_(1)
+        self.layer.norm.activation = self.random.choice(["silu", "sigmoid"])
         self.num_blocks = 40
         self.free = list(range(1, self.num_blocks))
         self.random.shuffle(self.free)
@@ -135,20 +169,75 @@ class Host:
         b, a = (x.reshape(len(ba), H, -1) for x in ba.chunk(2, dim=-1))
         return torch.cat(group, dim=-1).flatten(1), torch.cat([b, a], dim=-1).flatten(1)
 
-    def metadata(self, **known: Any) -> SimpleNamespace:
-        """All attributes of the host's class; those of another kind of batch are None or 0."""
-        counts = ("num_prefills", "num_prefill_tokens", "num_decodes", "num_decode_tokens", "num_spec_decodes")
-        names = (
-            "checkpoint", "has_initial_state", "spec_query_start_loc", "non_spec_query_start_loc", "spec_state_indices_tensor",
-            "non_spec_state_indices_tensor", "spec_sequence_masks", "spec_token_indx", "non_spec_token_indx",
-            "num_accepted_tokens", "prefill_query_start_loc", "prefill_state_indices", "prefill_has_initial_state",
-        )  # fmt: skip
-        return SimpleNamespace(**(dict.fromkeys(counts, 0) | dict.fromkeys(names) | known))
+
+def metadata_of(**known: Any) -> SimpleNamespace:
+    """All attributes of the host's class; those of another kind of batch are None or 0."""
+    counts = ("num_prefills", "num_prefill_tokens", "num_decodes", "num_decode_tokens", "num_spec_decodes")
+    names = (
+        "checkpoint", "has_initial_state", "spec_query_start_loc", "non_spec_query_start_loc", "spec_state_indices_tensor",
+        "non_spec_state_indices_tensor", "spec_sequence_masks", "spec_token_indx", "non_spec_token_indx",
+        "num_accepted_tokens", "prefill_query_start_loc", "prefill_state_indices", "prefill_has_initial_state",
+    )  # fmt: skip
+    return SimpleNamespace(**(dict.fromkeys(counts, 0) | dict.fromkeys(names) | known))
 
 
-def int32(values: list[Any]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+def batch(
+    *, decode: int = 0, drafts: Sized = (), prompts: Sized = (), checkpoints: Sized = (), columns: int = 1
+) -> SimpleNamespace:
+    """Metadata of rows of one token, or of rows with drafts, and of prompts behind them; each has blocks of its own.
+
+    drafts, prompts: tokens of each. checkpoints: where each row that has no drafts keeps its state, 0 for nowhere. columns:
+    blocks of a sequence that drafts.
+    """
+    rows, begin, new = len(drafts) or decode, sum(drafts) or decode, len(prompts)
+    table = 1 + torch.arange(rows * columns, dtype=torch.int32).view(rows, columns)
+    own = 1 + table.numel() + torch.arange(new, dtype=torch.int32)
+    known: dict[str, Any] = {"num_actual_tokens": begin + sum(prompts)}
+    if drafts:
+        known |= {
+            "num_spec_decodes": rows, "spec_sequence_masks": torch.ones(rows, dtype=torch.bool),
+            "spec_state_indices_tensor": table, "spec_query_start_loc": offsets(drafts), "num_accepted_tokens": int32([1] * rows),
+        }  # fmt: skip
+    else:
+        slots = torch.cat([table[:, 0], own]) if prompts else table[:, 0]
+        known |= {"num_decodes": rows, "num_decode_tokens": rows, "non_spec_state_indices_tensor": slots}
+    if prompts:
+        known |= {
+            "num_prefills": new, "prefill_query_start_loc": offsets(prompts), "prefill_state_indices": own,
+            "prefill_has_initial_state": torch.zeros(new, dtype=torch.bool),
+        }  # fmt: skip
+    if drafts and prompts:
+        tokens = torch.arange(known["num_actual_tokens"])
+        known |= {"spec_token_indx": tokens[:begin], "non_spec_token_indx": tokens[begin:]}
+    if checkpoints:
+        places = int32(checkpoints)
+        blocks = torch.where(places > 0, table.numel() + new + 1, 0).int()
+        known["checkpoint"] = SimpleNamespace(checkpoint_offsets=places, state_indices=blocks)
+    return metadata_of(**known)
 
 
-def offsets(lengths: list[int]) -> Tensor:
+def common(before: Sized, tokens: Sized) -> SimpleNamespace:
+    """What the host's builder makes metadata of: committed and new tokens of each row."""
+    computed, bounds = int32(before), offsets(tokens)
+    lengths = computed + bounds.diff()
+    return SimpleNamespace(
+        num_reqs=len(tokens), query_start_loc_cpu=bounds, seq_lens=lengths, seq_lens_cpu_upper_bound=lengths,
+        compute_num_computed_tokens=lambda: computed,
+    )  # fmt: skip
+
+
+def counted(counter: Counter, batch: SimpleNamespace) -> SimpleNamespace:
+    """The batch with what the builder of layers that replay adds; its prompts go on."""
+    drafting = 0 if batch.spec_sequence_masks is None else len(batch.spec_sequence_masks)
+    rows = drafting + batch.num_decodes + batch.num_prefills
+    drafts = int32([0] * drafting + [-1] * (rows - drafting))
+    batch.gdn_replay = counter(batch, common([8] * rows, [1] * rows), int32([1] * rows), drafts)
+    return batch
+
+
+def int32(values: Sized) -> Tensor:
+    return torch.tensor([*values], dtype=torch.int32)
+
+
+def offsets(lengths: Sized) -> Tensor:
     return int32([0, *lengths]).cumsum(0).int()

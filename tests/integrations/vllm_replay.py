@@ -15,7 +15,7 @@ import gdn
 from gdn.integrations._vllm_pages import page_of
 from gdn.integrations._vllm_replay_step import step_of
 from gdn.integrations._vllm_rows import Counter, Rows
-from tests.integrations.vllm_engine import HV, WIDTH, H, Host, int32, offsets
+from tests.integrations.vllm_engine import HV, WIDTH, H, Host, common, int32, metadata_of, offsets
 
 Tensor = torch.Tensor
 CLOSE = 2e-5
@@ -152,14 +152,14 @@ class StandIn:
 
     def __call__(self, rows: list[Row], padded: int) -> Any:
         batch, accepted, drafts = described(rows, padded, self.host.num_spec)
-        metadata = self._metadata(rows, padded, batch)
+        found = self._metadata(rows, padded, batch)
         if self.checkpoint is not None:
             places, blocks = zip(*self.checkpoint, strict=True)
-            metadata.checkpoint = SimpleNamespace(checkpoint_offsets=int32([*places]), state_indices=int32([*blocks]))
+            found.checkpoint = SimpleNamespace(checkpoint_offsets=int32([*places]), state_indices=int32([*blocks]))
             self.checkpoint = None
-        metadata.gdn_replay = self.count(metadata, batch, accepted, drafts)
-        assert isinstance(metadata.gdn_replay, Rows)
-        return metadata
+        found.gdn_replay = self.count(found, batch, accepted, drafts)
+        assert isinstance(found.gdn_replay, Rows)
+        return found
 
     def _metadata(self, rows: list[Row], padded: int, batch: Any) -> SimpleNamespace:
         num_spec, lengths = self.host.num_spec, [row.tokens for row in rows]
@@ -178,7 +178,7 @@ class StandIn:
                     "num_prefills": len(rows) - decoding, "prefill_query_start_loc": bounds[decoding:] - decoding,
                     "prefill_state_indices": blocks[decoding:], "prefill_has_initial_state": has_state[decoding:],
                 }  # fmt: skip
-            return self.host.metadata(**known)
+            return metadata_of(**known)
         drafting, others = ([n for n, is_one in enumerate(is_draft) if is_one is which] for which in (True, False))
         table = blocks[:, None].expand(-1, 1 + num_spec).contiguous()
         known |= {
@@ -197,18 +197,12 @@ class StandIn:
                 "prefill_query_start_loc": offsets([lengths[n] for n in others]), "prefill_state_indices": blocks[others],
                 "prefill_has_initial_state": has_state[others],
             }  # fmt: skip
-        return self.host.metadata(**known)
+        return metadata_of(**known)
 
 
 def described(rows: list[Row], padded: int, num_spec: int) -> tuple[Any, Tensor | None, Tensor | None]:
     """What the host's runner gives to a builder: the batch, accepted tokens and drafts of each row."""
-    lengths = [row.tokens for row in rows] + [0] * padded
-    bounds = offsets(lengths)
-    seq_lens = int32([row.own.computed + row.tokens for row in rows] + [0] * padded)
-    batch = SimpleNamespace(
-        num_reqs=len(lengths), query_start_loc_cpu=bounds, seq_lens=seq_lens, seq_lens_cpu_upper_bound=seq_lens,
-        compute_num_computed_tokens=lambda: seq_lens - bounds.diff(),
-    )  # fmt: skip
+    batch = common([row.own.computed for row in rows] + [0] * padded, [row.tokens for row in rows] + [0] * padded)
     if not num_spec:
         return batch, None, None
     accepted = int32([row.own.accepted for row in rows] + [1] * padded)

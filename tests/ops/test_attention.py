@@ -1,11 +1,10 @@
-"""gdn.attention: against dense attention in float64, which rows take which way, and errors before anything is written."""
+"""gdn.attention: which rows take which way, and errors before anything is written. test_drawn_attention.py has its results."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,12 +17,11 @@ from tests.references import reference
 
 Arguments = dict[str, Any]
 BLOCK = 4
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def step(
     new: list[int], cached: list[int], *, heads: int = 4, kv_heads: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32,
-    padding: int = 2, with_host: bool = True,
+    with_host: bool = True,
 ) -> Arguments:  # fmt: skip
     """Sequences on shuffled blocks, keys and values in one row; blocks that no sequence has hold NaN."""
     generator = torch.Generator().manual_seed(len(new))
@@ -39,7 +37,7 @@ def step(
         flat = torch.randn(count * BLOCK, kv_heads, 2 * dim, generator=generator).to(dtype)
         flat[lengths[n] :] = math.nan  # after the sequence's last token
         packed[tables[n, :count].long()] = flat.view(count, BLOCK, kv_heads, 2 * dim)
-    q = torch.randn(sum(new) + padding, heads, dim, generator=generator).to(dtype)
+    q = torch.randn(sum(new) + 2, heads, dim, generator=generator).to(dtype)
     host = {"seq_lens_host": tuple(lengths), "query_lens_host": tuple(new)} if with_host else {}
     return {
         "q": q, "kv_cache": (packed[..., :dim], packed[..., dim:]), "block_tables": tables,
@@ -77,52 +75,10 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("with_host", [True, False], ids=["host lengths", "no host lengths"])
 @pytest.mark.parametrize("name", STEPS)
-def test_against_dense_attention_in_float64(name: str, with_host: bool) -> None:
-    arguments = step(*STEPS[name], with_host=with_host)
-    for scale in (None, 0.7):
-        o, lse = gdn.attention(**arguments, scale=scale, return_lse=True)
-        want, want_lse = oracle(arguments, 16**-0.5 if scale is None else scale)
-        assert torch.allclose(o.double(), want, rtol=1e-5, atol=1e-5) and lse.dtype == torch.float32
-        assert torch.allclose(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
-        assert not o[-2:].any() and bool((lse[-2:] == -math.inf).all())
-        assert same_bits(gdn.attention(**arguments, scale=scale), o)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (2, 2), (6, 3), (16, 1)])
-def test_heads_and_dtypes(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    arguments = step(*STEPS["mixed"], heads=heads, kv_heads=kv_heads, dtype=dtype)
-    o, lse = gdn.attention(**arguments, return_lse=True)
-    want, want_lse = oracle(arguments, 16**-0.5)
-    assert torch.allclose(o.double(), want, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
-    assert torch.allclose(lse.double(), want_lse, rtol=1e-5, atol=1e-5)  # q and keys are exact in float32
-
-
-def test_one_tensor_of_keys_and_values_and_a_strided_out() -> None:
-    arguments = step(*STEPS["mixed"])
-    want = gdn.attention(**arguments)
-    arguments["kv_cache"] = torch.stack([cache.clone() for cache in arguments["kv_cache"]])
-    out = torch.full((*want.shape[:2], 32), 5.0)[..., :16]
-    assert gdn.attention(**arguments, out=out) is out and torch.equal(out, want)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("name", STEPS)
-def test_gate_is_torchs_glu(name: str, dtype: torch.dtype) -> None:
-    """Rows of torch's attention and of the paged kernel's reference; o takes the place next to the gate."""
-    arguments = step(*STEPS[name], dtype=dtype)
-    o, lse = gdn.attention(**arguments, return_lse=True)
-    heads = torch.randn(*o.shape[:2], 32).to(dtype)
-    want = torch.nn.functional.glu(torch.cat([o, heads[..., 16:]], dim=-1))
-    found, found_lse = gdn.attention(**arguments, gate=heads[..., 16:], return_lse=True)
-    assert same_bits(found_lse, lse) and not found[-2:].any()
-    torch.testing.assert_close(found, want)  # sigmoids of torch's vectors and of single numbers differ in the last bit
-    torch.testing.assert_close(gdn.attention(**arguments, gate=heads[..., 16:].mT.contiguous().mT), want)
-    exact = gdn.attention(**arguments, gate=heads[..., 16:], backend="reference")
-    assert torch.allclose(exact, want, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
-    assert gdn.attention(**arguments, gate=heads[..., 16:], out=(out := heads[..., :16])) is out and same_bits(out, found)
+def test_o_has_the_same_bits_without_the_log_sum_exp(name: str) -> None:
+    arguments = step(*STEPS[name])
+    assert same_bits(gdn.attention(**arguments), gdn.attention(**arguments, return_lse=True)[0])
 
 
 @pytest.mark.parametrize(
@@ -263,11 +219,3 @@ def test_a_bound_below_the_lengths_on_the_host_is_refused_without_a_look_at_the_
     assert bool((out == 7).all())
     empty = step([0, 0], [5, 0])
     assert not gdn.attention(**empty, max_seq_len=0).any()  # nothing is read of sequences without a query
-
-
-def test_host_lengths_of_another_library_are_numbers() -> None:
-    """numpy's integers are what an engine has, and what torch does not take for its flags."""
-    arguments = step(*STEPS["mixed"])
-    lists = {"seq_lens_host": arguments["seq_lens"].tolist(), "query_lens_host": arguments["query_start_loc"].diff().tolist()}
-    arrays = {name: list(np.array(lengths)) for name, lengths in lists.items()}
-    assert same_bits(gdn.attention(**arguments | arrays), gdn.attention(**arguments | lists))

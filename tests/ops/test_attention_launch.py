@@ -14,7 +14,7 @@ from gdn.testing.compare import same_bits
 from tests.ops.stand_in import StandIn
 from tests.references import reference
 
-INT32, INT64 = torch.int32, torch.int64
+INT32 = torch.int32
 WORKSPACE = 48
 
 
@@ -26,6 +26,9 @@ class Kernels(StandIn):
         tokens, heads, dim = params.q.shape
         assert (tokens, heads, dim) == (p.num_tokens, p.num_heads, p.head_dim) and params.q.is_contiguous()
         assert params.k_cache.shape[1:] == params.v_cache.shape[1:] == (p.block_size, p.num_kv_heads, p.head_dim)
+        strides = (params.k_cache.stride(2), params.v_cache.stride(2))
+        assert p.heads_adjacent == (p.num_kv_heads == 1 or strides == (dim, dim))
+        assert p.rows_aligned == (is_aligned(params.k_cache) and is_aligned(params.v_cache))
         assert params.block_tables.dtype == INT32 and params.block_tables.stride(1) == 1
         assert params.query_start_loc.dtype == params.seq_lens.dtype == INT32
         assert params.seq_lens.shape[0] == p.num_sequences == params.query_start_loc.shape[0] - 1
@@ -58,36 +61,17 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return Kernels().put(monkeypatch)
 
 
-def arguments_of(tokens: int = 3, *, index_dtype: torch.dtype = INT32, length: bool = False, packed: bool = False) -> Any:
+def arguments_of(tokens: int) -> Any:
     """Two sequences of one and `tokens` - 1 new tokens, in blocks of four."""
     g = torch.Generator().manual_seed(3)
     kv = torch.randn(2, 9, 4, 2, 16, generator=g).bfloat16()
-    if packed:
-        both = torch.cat([kv[0], kv[1]], dim=-1)
-        kv = (both[..., :16], both[..., 16:])  # type: ignore[assignment]
     ends = torch.tensor([5, *range(21 - tokens, 20)])
-    indices = random_positions(ends, 6, 1, g).to(index_dtype)
+    indices = random_positions(ends, 6, 1, g)
     return {
         "q": torch.randn(tokens, 4, 16, generator=g).bfloat16(), "kv_cache": kv, "topk_indices": indices,
         "block_tables": torch.randperm(9, generator=g)[None, :8].expand(2, 8).contiguous().int()[:, :5],
         "query_start_loc": torch.tensor([0, 1, tokens]), "seq_lens": torch.tensor([5, 19]),
-        "topk_length": torch.arange(tokens) % 7 if length else None,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("tokens", [3, 20])
-@pytest.mark.parametrize("index_dtype", [INT32, INT64])
-@pytest.mark.parametrize("length", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_both_phases(stand_in: StandIn, tokens: int, index_dtype: torch.dtype, length: bool, packed: bool) -> None:
-    arguments = arguments_of(min(tokens, 18), index_dtype=index_dtype, length=length, packed=packed)
-    wanted = reference.sparse_attention(**arguments, return_lse=True)
-    found = gdn.sparse_attention(**arguments, return_lse=True)
-    (problem,) = stand_in.problems
-    assert isinstance(problem, SparseDecodeProblem if tokens <= 16 else SparsePrefillProblem)
-    assert problem.heads_adjacent == (not packed) and problem.rows_aligned
-    assert same_bits(found[0], wanted[0]) and same_bits(found[1], wanted[1])  # type: ignore[index]
-    assert type(problem)(**vars(problem)) == problem and stand_in.launches == 1
 
 
 @pytest.mark.parametrize("tokens", [3, 18])
@@ -114,10 +98,10 @@ def test_gate(stand_in: StandIn, tokens: int) -> None:
 
 
 def test_max_query_len_decides_the_phase(stand_in: StandIn) -> None:
-    arguments = arguments_of(12)
-    for longest in (8, 9):
-        gdn.sparse_attention(**arguments, max_query_len=longest)
-    assert [type(problem) for problem in stand_in.problems] == [SparseDecodeProblem, SparsePrefillProblem]
+    """Where it is not given, the number of tokens does."""
+    for tokens, longest in ((12, 8), (12, 9), (16, None), (17, None)):
+        gdn.sparse_attention(**arguments_of(tokens), max_query_len=longest)
+    assert [type(problem) for problem in stand_in.problems] == [SparseDecodeProblem, SparsePrefillProblem] * 2
 
 
 def test_no_indices_are_all_positions(stand_in: StandIn) -> None:

@@ -11,7 +11,6 @@ from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inp
 from gdn.ops.delta_rule.oracle import oracle_of
 from gdn.testing.compare import error, same_bits, token_error
 from tests.ops.contract_kernel import ContractKernel
-from tests.references import reference
 
 HALF = 2**-7  # bfloat16 results against the float64 oracle
 
@@ -19,60 +18,6 @@ HALF = 2**-7  # bfloat16 results against the float64 oracle
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> ContractKernel:
     return ContractKernel().put(monkeypatch)
-
-
-CHUNK_VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"state_v_first": True, "has_final_state": False},
-    {"has_initial_state": False, "gate_dtype": None, "beta_dtype": None},
-    {"index_dtype": "int64", "has_mask": True, "has_final_indices": True, "has_checkpoints": True, "state_v_first": True},
-    {"index_dtype": "int32", "state_dtype": "bfloat16", "use_gate": True, "use_beta_sigmoid": True, "gate_dtype": "bfloat16"},
-    {"num_q_heads": 4, "num_v_heads": 2, "cu_seqlens_dtype": "int64", "has_mask": True},
-]
-
-
-@pytest.mark.parametrize("fields", CHUNK_VARIANTS)
-def test_chunk(kernel: ContractKernel, fields: dict[str, Any]) -> None:
-    problem = chunk_problem(dtype="bfloat16", **fields)
-    options: dict[str, Any] = {"null_sequences": [2], "slot_gap": 8} if problem.pooled else {}
-    arguments = chunk_inputs(problem, lengths=[3, 0, 5, 70], strided=True, padded_tokens=2, **options)
-    expected = oracle_of(arguments)
-    o, state = gdn.chunk_gated_delta_rule(**arguments)
-    assert kernel.launches == 1
-    assert kernel.problem.static_fields() == problem.static_fields()
-    # Strided views are taken as they are: no copy, nor another view, which the host would pay for in every call.
-    assert all(kernel.tensors[name] is arguments[name] for name in ("q", "k", "v", "g", "beta") if name in arguments)
-    found = token_error(o, expected.o, expected.offsets)
-    assert found.within(HALF), found
-    if problem.pooled:
-        assert state is arguments["initial_state"]
-    elif problem.has_final_state:
-        assert error(state, expected.state, groups=2).within(1e-4)  # type: ignore[arg-type]
-    else:
-        assert state is None
-
-
-RECURRENT_VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"has_initial_state": False, "has_final_state": False},
-    {"index_dtype": "int64", "has_final_indices": True},
-    {"index_dtype": "int32", "write_every_token": True, "has_accepted": True, "has_final_indices": True},
-    {"index_dtype": "int32", "write_every_token": True, "has_parent": True, "has_final_state": False},
-    {"index_dtype": "int32", "state_dtype": "bfloat16", "has_rounding": True, "use_gate": True, "state_v_first": True},
-]
-
-
-@pytest.mark.parametrize("fields", RECURRENT_VARIANTS)
-def test_recurrent(kernel: ContractKernel, fields: dict[str, Any]) -> None:
-    problem = recurrent_problem(dtype="bfloat16", **fields)
-    options: dict[str, Any] = {"null_sequences": [2], "slot_gap": 8} if problem.pooled else {}
-    arguments = recurrent_inputs(problem, lengths=[3, 0, 2, 1], strided=True, padded_tokens=2, **options)
-    expected = oracle_of(arguments)
-    o, _ = gdn.fused_recurrent_gated_delta_rule(**arguments)
-    assert kernel.launches == 1
-    assert kernel.problem.static_fields() == problem.static_fields()
-    found = token_error(o, expected.o, expected.offsets)
-    assert found.within(HALF), found
 
 
 def test_in_place_without_indices_is_a_pool_of_sequences(kernel: ContractKernel) -> None:
@@ -132,24 +77,6 @@ def test_out_that_kernels_cannot_write(kernel: ContractKernel) -> None:
     assert torch.equal(o, gdn.chunk_gated_delta_rule(q, k, v)[0])
 
 
-def test_nothing_to_do_launches_nothing(kernel: ContractKernel) -> None:
-    state = torch.randn(2, 2, 16, 16)
-    q = torch.zeros(1, 0, 2, 16).bfloat16()
-    offsets, mask = torch.zeros(3, dtype=torch.int32), torch.tensor([True, False])
-    o, final = gdn.chunk_gated_delta_rule(
-        q, q, q, initial_state=state, output_final_state=True, cu_seqlens=offsets, has_initial_state=mask
-    )
-    assert o.shape == q.shape and final is not None
-    assert torch.equal(final[0], state[0]) and bool((final[1] == 0).all())
-    _, final = gdn.fused_recurrent_gated_delta_rule(q, q, q, initial_state=state, cu_seqlens=offsets)
-    assert final is not None and torch.equal(final, state)
-    padded = torch.randn(1, 4, 2, 16).bfloat16()
-    for function in (gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule):
-        o, _ = function(padded, padded, padded, cu_seqlens=offsets[:1])
-        assert bool((o == 0).all())
-    assert kernel.launches == 0
-
-
 def test_indices_of_another_dtype_and_parameters_in_bfloat16(kernel: ContractKernel) -> None:
     problem = chunk_problem(dtype="bfloat16", index_dtype="int32", has_final_indices=True, has_checkpoints=True, use_gate=True)
     arguments = chunk_inputs(problem, lengths=[70, 2])
@@ -164,35 +91,6 @@ def test_indices_of_another_dtype_and_parameters_in_bfloat16(kernel: ContractKer
     assert error(pool[written], expected.state[written], groups=2).within(1e-3)  # type: ignore[index]
     others = [slot for slot in range(len(before)) if slot not in expected.written_slots]
     assert same_bits(pool[others], before[others])  # type: ignore[index]
-
-
-@pytest.mark.parametrize("pooled", [True, False])
-def test_checkpoints_in_a_tensor_of_their_own(kernel: ContractKernel, pooled: bool) -> None:
-    problem = chunk_problem(dtype="bfloat16", index_dtype="int32" if pooled else None)
-    arguments = chunk_inputs(problem, lengths=[70, 130])
-    arguments["checkpoint_offsets"] = torch.tensor([[64], [128]])
-    arguments["checkpoint_slots"] = torch.tensor([[2], [0]], dtype=torch.int32)
-    found, wanted = [
-        {name: x.clone() if name == "initial_state" else x for name, x in arguments.items()}
-        | {"checkpoint_states": torch.zeros(3, *arguments["initial_state"].shape[1:])}
-        for _ in range(2)
-    ]
-    expected, _ = reference.chunk_gated_delta_rule(**wanted)
-    for launches in (1, 2):
-        given = {name: x.clone() if name == "initial_state" else x for name, x in found.items()}
-        assert same_bits(gdn.chunk_gated_delta_rule(**given)[0], expected)
-        assert same_bits(found["checkpoint_states"], wanted["checkpoint_states"]) and kernel.launches == launches
-
-
-def test_states_after_every_token_in_a_tensor(kernel: ContractKernel) -> None:
-    arguments = recurrent_inputs(recurrent_problem(dtype="bfloat16", index_dtype="int32"), lengths=[3, 2])
-    kept = torch.zeros(4, 3, *arguments["initial_state"].shape[1:])
-    given = arguments | {"intermediate_states": kept, "intermediate_indices": torch.tensor([3, 1])}
-    wanted = given | {"intermediate_states": kept.clone()}
-    expected, _ = reference.fused_recurrent_gated_delta_rule(**wanted)
-    for launches in (1, 2):
-        assert same_bits(gdn.fused_recurrent_gated_delta_rule(**given)[0], expected)
-        assert same_bits(kept, wanted["intermediate_states"]) and kernel.launches == launches
 
 
 def test_backend_order_that_cannot_run_raises() -> None:

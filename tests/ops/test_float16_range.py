@@ -8,7 +8,7 @@ import torch
 
 import gdn
 from gdn.runtime import env
-from tests.ops.test_prefill_launch import prefill_arguments
+from tests.described.plain import call as plain_call
 
 F16 = torch.float16
 Switch = Callable[..., env.Switches]
@@ -48,7 +48,7 @@ def test_a_state_beyond_float16(switch: Switch) -> None:
 
 def test_the_prefill_step(switch: Switch) -> None:
     switch(GDN_VALIDATE="1")
-    arguments = prefill_arguments(70)
+    arguments = plain_call("fused_gdn_prefill", 70, torch.bfloat16)
     arguments |= {name: x.to(F16) for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16}
     gdn.fused_gdn_prefill(**arguments)
     arguments["ssm_state"].fill_(70_000.0)
@@ -101,7 +101,7 @@ def test_ordinary_calls_are_served(switch: Switch) -> None:
 
 def test_outputs_before_the_norm(switch: Switch) -> None:
     """The prefill step's norm would divide infinities by each other."""
-    arguments = prefill_arguments(70) | {"scale": 1e6}
+    arguments = plain_call("fused_gdn_prefill", 70, torch.bfloat16) | {"scale": 1e6}
     arguments |= {name: x.to(F16) for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16}
     switch(GDN_VALIDATE="1")
     with pytest.raises(ValueError, match="^mixed_qkv: expected float16 values .*, got "):

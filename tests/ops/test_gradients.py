@@ -8,13 +8,13 @@ import torch
 
 import gdn
 from gdn.testing.compare import same_bits
+from tests.described.plain import call as plain_call
 from tests.ops.contract_kernel import ContractKernel
 from tests.ops.indexer_kernels import IndexerKernels
 from tests.ops.library_calls import BY_TOKENS, REGISTERED, as_tuple, compiled, of_schema
-from tests.ops.test_decode_launch import Kernel, arguments_of
+from tests.ops.test_decode_launch import Kernel
 from tests.ops.test_memory import arguments as pooled
 from tests.ops.test_prefill_launch import Kernel as PrefillKernel
-from tests.ops.test_prefill_launch import prefill_arguments
 
 Arguments = dict[str, Any]
 Way = Callable[[str, Arguments], Any]
@@ -105,8 +105,8 @@ def test_autocast(name: str, way: str, dtype: torch.dtype) -> None:
     [
         ("chunk_gated_delta_rule", lambda: pooled("chunk_gated_delta_rule"), ContractKernel),
         ("fused_recurrent_gated_delta_rule", lambda: pooled("fused_recurrent_gated_delta_rule"), ContractKernel),
-        ("fused_gdn_decode", lambda: arguments_of(TOKENS), Kernel),
-        ("fused_gdn_prefill", lambda: prefill_arguments(TOKENS), PrefillKernel),
+        ("fused_gdn_decode", lambda: plain_call("fused_gdn_decode", TOKENS, torch.bfloat16), Kernel),
+        ("fused_gdn_prefill", lambda: plain_call("fused_gdn_prefill", TOKENS, torch.bfloat16), PrefillKernel),
         ("quantize_fp8", lambda: BY_TOKENS["quantize_fp8"](TOKENS), IndexerKernels),
     ],
 )

@@ -33,12 +33,8 @@ def paged(dtype="float8_e4m3fn", scaled=True, next_n=2):
 # The wording of relations between arguments; what is refused of every argument is in tests/ops/spoiling.
 RAGGED_REFUSALS = [
     # argument, what comes, the error, words of its message
-    ("q", lambda a: a["q"].double(), TypeError, ["float8_e4m3fn or bfloat16 or float16 or float32", "float64"]),
-    ("q", lambda a: a["q"][0], ValueError, ["[M, H, D]", f"[{H}, {D}]"]),
     ("k", lambda a: a["k"].bfloat16(), TypeError, ["float8_e4m3fn", "bfloat16"]),
-    ("k", lambda a: a["k"][..., :32], ValueError, [f"{D}", "32"]),
     ("q", lambda a: {"k": a["k"].expand(NK, 3, D).contiguous()}, ValueError, ["multiple of the 3 key heads", "4 heads"]),
-    ("out_dtype", lambda a: torch.float16, TypeError, ["float32 or torch.bfloat16", "float16"]),
 ]
 
 
@@ -76,16 +72,11 @@ def test_an_ordered_kernel_needs_a_gpu(backend):
 
 
 PAGED_REFUSALS = [
-    ("q", lambda a: a["q"][:, 0], ValueError, ["[B, next_n, H, D]"]),
-    ("cache", lambda a: a["cache"].view(torch.float8_e4m3fn)[..., :D].bfloat16(), TypeError, ["uint8 or float8_e4m3fn"]),
     ("cache", lambda a: a["cache"][..., :-4], ValueError, [f"{D + 4}", f"{D}"]),
     ("cache", lambda a: torch.zeros(3, 16, 1, D, dtype=torch.bfloat16), TypeError, ["uint8 or float8_e4m3fn"]),
-    ("cache", lambda a: torch.zeros(3, 6, 1, D + 4, dtype=torch.uint8), ValueError, ["multiple of 4", "6"]),
     ("cache", lambda a: torch.zeros(3, 1, 16, D + 4, dtype=torch.uint8).transpose(1, 2)[:, ::2], ValueError, ["cache"]),
     ("cache", lambda a: pages_apart(16 * 68 + 8), ValueError, ["multiple of 16 bytes", str(16 * 68 + 8)]),
     ("cache", lambda a: pages_apart(16), ValueError, ["page stride of at least"]),
-    ("context_lens", lambda a: torch.zeros(3, 3, dtype=torch.int32), ValueError, ["[3, 2]", "[3, 3]"]),
-    ("block_tables", lambda a: a["block_tables"][:2], ValueError, ["[3, max_pages]"]),
 ]
 
 
@@ -273,7 +264,6 @@ ATTENTION_REFUSALS = [
     ("kv_cache", lambda a: (a["kv_cache"][0], a["kv_cache"][1].half()), TypeError, r"kv_cache\[1\]:"),
     ("query_start_loc", lambda a: a["query_start_loc"][:2], ValueError, "query_start_loc:"),
     ("gate", lambda a: a["q"].float(), TypeError, "gate: expected dtype bfloat16"),
-    ("backend", lambda a: "tilelang", ValueError, "backend: expected .*, got 'tilelang'"),
 ]
 
 

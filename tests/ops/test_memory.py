@@ -10,9 +10,10 @@ from gdn.core import call as _call
 from gdn.core import memo
 from gdn.runtime import guards
 from gdn.testing.compare import same_bits
+from tests.described.plain import call as plain_call
 from tests.ops.contract_kernel import ContractKernel
 from tests.ops.spoiling.memory import side_by_side
-from tests.ops.test_decode_launch import Kernel, arguments_of
+from tests.ops.test_decode_launch import Kernel
 
 BF16, INT32 = torch.bfloat16, torch.int32
 TOKENS, HEADS, DIM = 5, 2, 16
@@ -114,7 +115,7 @@ def test_a_plan_serves_no_overlap(kernel: ContractKernel, name: str, guard: str,
 def test_states_and_windows_of_one_page_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools as engines keep them: a slot's window and its state next to each other. An overlap of the two is refused."""
     stand_in = Kernel().put(monkeypatch)
-    good = arguments_of(4)
+    good = plain_call("fused_gdn_decode", 4, torch.bfloat16)
     apart = good | {name: good[name].clone() for name in ("conv_state", "ssm_state")}
     expected = gdn.fused_gdn_decode(**apart)
     windows, states = side_by_side(good["conv_state"].mT.contiguous(), good["ssm_state"], lead=1)

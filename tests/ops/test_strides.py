@@ -15,10 +15,10 @@ import torch
 import gdn
 from gdn.problem import Problem
 from gdn.runtime import log
+from tests.described.plain import call as plain_call
 from tests.ops.contract_kernel import ContractKernel
 from tests.ops.spoiling.calls import OPERATORS, good_call
 from tests.ops.stand_in import Recorder
-from tests.ops.test_prefill_launch import prefill_arguments
 
 Tensor = torch.Tensor
 # Fields of the Params whose strides kernels pass on to descriptors of bulk tensor copies, and those that they take to be
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 DESCRIBED = {
     "chunk": ("q", "k", "v", "out"), "chunk_summary": ("k", "v"), "gdn_prefill": ("z", "out"), "paged_mqa_logits": ("cache",),
 }  # fmt: skip
-CONTIGUOUS = {"mqa_logits": ("q", "k"), "paged_mqa_logits": ("q",)}
+CONTIGUOUS = {"mqa_logits": ("q", "k", "k_scale"), "paged_mqa_logits": ("q",)}
 WRITTEN = {
     "out", "initial_state", "conv_state", "conv_states", "ssm_state", "cache", "k_cache", "v_cache", "kv_cache", "ring",
 }  # fmt: skip
@@ -87,7 +87,8 @@ def faults(recorder: Recorder, given: dict[str, Any]) -> Iterator[str]:
             if misfits(x):
                 yield f"{name} is launched with strides {x.stride()} at {x.data_ptr() % 16}"
         for name in CONTIGUOUS.get(problem.op, ()):
-            x = getattr(params, name)
+            if (x := getattr(params, name)) is None:
+                continue
             if not x.is_contiguous() or x.data_ptr() % 16:
                 yield f"{name} is launched with strides {x.stride()} at {x.data_ptr() % 16}"
         for name in params._fields:
@@ -127,8 +128,8 @@ def test_one_token_of_one_head(stride: int, recorder: Recorder) -> None:
     tokens = {name: torch.ones(1, 1, 1, 64, dtype=torch.bfloat16) for name in ("q", "k", "v", "out")}
     for name, dim in ((name, dim) for name in tokens for dim in (1, 2)):
         gdn.chunk_gated_delta_rule(**tokens | {name: useless(tokens[name], dim, stride)})
-    step = prefill_arguments(1) | {"query_start_loc": torch.tensor([0, 1])}
-    step["state_indices"], step["has_initial_state"] = step["state_indices"][:1], None
+    step = plain_call("fused_gdn_prefill", 3, torch.bfloat16, is_served=True) | {"query_start_loc": torch.tensor([0, 1])}
+    step |= {name: step[name][:1] for name in ("mixed_qkv", "z", "b", "a", "state_indices", "has_initial_state")}
     step["out"] = torch.empty(1, step["z"][0].numel(), dtype=step["z"].dtype)
     for name in ("z", "out", "mixed_qkv"):
         gdn.fused_gdn_prefill(**step | {name: useless(step[name], 0, stride)})

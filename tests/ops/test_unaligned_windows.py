@@ -10,9 +10,8 @@ import torch
 
 import gdn
 from gdn.testing.compare import same_bits
+from tests.described.plain import call as plain_call
 from tests.ops.stand_in import Recorder
-from tests.ops.test_decode_launch import arguments_of
-from tests.ops.test_prefill_launch import prefill_arguments
 from tests.references import reference
 
 DIM, WIDTH = 64, 4
@@ -32,8 +31,12 @@ def conv_update() -> Arguments:
 CALLS: dict[str, tuple[str, str, Any]] = {
     "causal_conv1d_fn": ("conv_states", "conv1d.prefill", conv_fn),
     "causal_conv1d_update": ("conv_state", "conv1d.update", conv_update),
-    "fused_gdn_prefill": ("conv_states", "gdn_prefill", lambda: prefill_arguments(70)),
-    "fused_gdn_decode": ("conv_state", "gdn_decode", lambda: arguments_of(4)),
+    "fused_gdn_prefill": (
+        "conv_states",
+        "gdn_prefill",
+        lambda: plain_call("fused_gdn_prefill", 70, torch.bfloat16, is_served=True),
+    ),
+    "fused_gdn_decode": ("conv_state", "gdn_decode", lambda: plain_call("fused_gdn_decode", 4, torch.bfloat16, is_served=True)),
 }
 
 

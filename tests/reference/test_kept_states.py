@@ -7,8 +7,7 @@ import torch
 
 import gdn
 from gdn.testing.compare import same_bits
-from tests.ops.test_decode_launch import arguments_of
-from tests.ops.test_prefill_launch import prefill_arguments
+from tests.described.plain import call as plain_call
 
 K, V, HEADS = 8, 4, 4
 Arguments = dict[str, Any]
@@ -101,7 +100,7 @@ def test_checkpoints_of_the_convolution(has_pool: bool) -> None:
 @pytest.mark.parametrize("kept", [("states",), ("windows",), ("states", "windows")])
 def test_checkpoints_of_the_prefill_step(kept: tuple[str, ...]) -> None:
     """Rows of the tensors hold what the slots of the pools would, and the pools keep theirs."""
-    given = prefill_arguments(200) | {"checkpoint_offsets": torch.tensor([[128, 64]] * 3)[:1]}
+    given = plain_call("fused_gdn_prefill", 200, torch.bfloat16) | {"checkpoint_offsets": torch.tensor([[128, 64]] * 3)[:1]}
     given["query_start_loc"] = torch.tensor([0, 200])
     given = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     given |= {"state_indices": torch.tensor([1]), "has_initial_state": None}
@@ -162,7 +161,7 @@ def test_intermediate_states_of_the_recurrence(v_first: bool, is_tree: bool) -> 
 
 def test_intermediate_states_of_the_decode_step() -> None:
     """As drafts whose slots are rows of the tensor; neither pool is written."""
-    given = arguments_of(4) | {"query_start_loc": torch.tensor([0, 3, 4])}
+    given = plain_call("fused_gdn_decode", 4, torch.bfloat16) | {"query_start_loc": torch.tensor([0, 3, 4])}
     states, windows = given["ssm_state"], given["conv_state"]
     slots = torch.tensor([1, 0])
     drafts = torch.zeros(6, *states.shape[1:], dtype=states.dtype)

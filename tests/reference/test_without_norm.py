@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gdn
-from tests.ops.test_decode_launch import VARIANTS, arguments_of
-from tests.ops.test_prefill_launch import prefill_arguments
+from tests.described import plain
+from tests.ops.spoiling.calls import good_call
 
 POOLS = ("conv_state", "conv_states", "ssm_state")
 Arguments = dict[str, Any]
@@ -40,24 +40,29 @@ def check(function: Any, arguments: Arguments, z: torch.Tensor) -> None:
             assert torch.equal(part[name], whole[name])
 
 
-@pytest.mark.parametrize("name", ["plain", "columns", "merged", "concatenated", "given"])
-def test_decode(name: str) -> None:
-    arguments = {"projection_layout": "flat"} | arguments_of(4, **VARIANTS[name])
-    z = arguments["z"]
-    if name in ("merged", "concatenated"):
-        heads, v_dim = arguments["A_log"].shape[0], arguments["head_v_dim"]
-        first = 2 * arguments["num_k_heads"] * arguments["head_k_dim"] + heads * v_dim
-        z = arguments["mixed_qkv"][:, first : first + heads * v_dim].unflatten(1, (heads, v_dim))
-    check(gdn.fused_gdn_decode, arguments, z)
-
-
-def test_prefill() -> None:
-    arguments = {"projection_layout": "flat"} | prefill_arguments(70)
-    check(gdn.fused_gdn_prefill, arguments, arguments["z"])
+def z_of(arguments: Arguments) -> torch.Tensor:
+    """z, which a row of all projections but pairs has after q, k and v."""
+    if arguments["z"] is not None:
+        return arguments["z"]
+    width = arguments["A_log"].shape[0] * arguments["head_v_dim"]
+    first = 2 * arguments["num_k_heads"] * arguments["head_k_dim"] + width
+    return arguments["mixed_qkv"][:, first : first + width].unflatten(1, (-1, arguments["head_v_dim"]))
 
 
 @pytest.mark.parametrize("function", [gdn.fused_gdn_decode, gdn.fused_gdn_prefill])
-def test_z_without_the_norm_is_refused(function: Any) -> None:
-    arguments = arguments_of(4) if function is gdn.fused_gdn_decode else prefill_arguments(70)
+def test_drawn_calls(function: Any) -> None:
+    layouts = set()
+    for seed in range(60):
+        arguments = {"projection_layout": "flat"} | good_call(function.__name__, seed).arguments | {"scale": 2, "eps": 1e-3}
+        others = ("ring", "intermediate_states", "checkpoint_states", "checkpoint_windows", "out")  # no float64
+        is_normed = arguments.get("norm_weight") is not None
+        if is_normed and arguments["projection_layout"] != "interleaved" and arguments.keys().isdisjoint(others):
+            check(function, arguments, z_of(arguments))
+            layouts.add(arguments["projection_layout"])
+    assert layouts == {"flat", "merged"} | ({"concatenated"} if function is gdn.fused_gdn_decode else set())
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("fused_gdn_decode", 4), ("fused_gdn_prefill", 70)])
+def test_z_without_the_norm_is_refused(name: str, tokens: int) -> None:
     with pytest.raises(ValueError, match="^z: expected None without norm_weight, got a tensor"):
-        function(**arguments | {"norm_weight": None})
+        getattr(gdn, name)(**plain.call(name, tokens, torch.bfloat16) | {"norm_weight": None})

@@ -13,7 +13,7 @@ from gdn.models import QWEN3_NEXT_80B
 from gdn.ops.delta_rule.problem import ChunkProblem
 from gdn.ops.indexer.problem import TopkProblem
 from gdn.problem import Problem, size
-from gdn.runtime import env, order, registry, select
+from gdn.runtime import env, registry, select
 from gdn.runtime.select import Choice, MissingTunedEntry, Tuned, choose
 from tests.problems import KINDS
 
@@ -260,10 +260,9 @@ def test_the_built_in_order_is_what_was_measured(op: str, spec: DeviceSpec):
     """The order is the same in whatever order the kernels are listed."""
     problem = dataclasses.make_dataclass("Other", [("dtype", str, "bfloat16")], bases=(Problem,), frozen=True)
     problem.op = op
-    for names in (("cute", "tilelang"), ("tilelang", "cute")):
+    for names in (("cute", "tilelang"), ("tilelang", "cute"), ("other", "tilelang", "cute")):  # unmeasured ones come last
         choice = choose(problem(), spec, {name: Fake(name) for name in names}, env.parse({}))
         assert (choice.backend, choice.decided_by) == ("cute", "built-in order")
-    assert order.fastest_first(problem(), ["other", "tilelang", "cute"]) == ["cute", "tilelang", "other"]
 
 
 def test_every_operator_of_two_kernels_has_a_statement_with_its_numbers():

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +23,9 @@ from gdn.layers.named import NAMED
 from gdn.problem import Problem
 from gdn.runtime import env, explaining, reach
 from gdn.served import GdnLayer, gdn_layer
-from tests.integrations import sglang_engine
+from tests.integrations import sglang_engine, vllm_engine
 from tests.runtime.recorded import recording
 
-Tensor = torch.Tensor
 BFLOAT16 = torch.bfloat16
 Form = tuple[str, str]  # operator and static fields: with the configuration, what a kernel is compiled for
 
@@ -185,56 +183,24 @@ def layout_of(config: HybridConfig) -> str:
 
 def vllm_layer(config: HybridConfig, kind: GdnLayer) -> SimpleNamespace:
     """A layer with vLLM's attributes."""
-    H, HV, K, V = kind.num_k_heads, kind.num_v_heads, kind.head_k_dim, kind.head_v_dim
-    channels = 2 * H * K + HV * V
-
-    def dtype(name: str | None) -> Any:
-        return getattr(torch, name or "bfloat16")
-
-    bias = None if kind.bias_dtype is None else torch.zeros(channels, dtype=dtype(kind.bias_dtype))
-    return SimpleNamespace(
-        tp_size=1, num_k_heads=H, num_v_heads=HV, head_k_dim=K, head_v_dim=V, key_dim=H * K, value_dim=HV * V,
-        layer_norm_epsilon=1e-6, activation="silu", gqa_interleaved_layout=config.projection_layout == "interleaved",
-        conv1d=SimpleNamespace(weight=torch.zeros(channels, 1, 4, dtype=BFLOAT16), bias=bias),
-        A_log=torch.zeros(HV, dtype=dtype(kind.A_log_dtype)), dt_bias=torch.zeros(HV, dtype=dtype(kind.dt_bias_dtype)),
-        norm=SimpleNamespace(weight=torch.zeros(V, dtype=dtype(kind.norm_dtype)), activation=kind.gate_activation),
-        split_ba=lambda ba: ba.chunk(2, dim=-1),
+    names = {"bias": kind.bias_dtype, "A_log": kind.A_log_dtype, "dt_bias": kind.dt_bias_dtype, "norm": kind.norm_dtype}
+    made = vllm_engine.layer(
+        (kind.num_k_heads, kind.num_v_heads), (kind.head_k_dim, kind.head_v_dim),
+        interleaved=config.projection_layout == "interleaved", **{name: getattr(torch, x) for name, x in names.items() if x},
     )  # fmt: skip
+    made.norm.activation = kind.gate_activation
+    return made
 
 
-def vllm_batches(num_spec: int) -> Iterator[SimpleNamespace]:
-    """Decode rows, drafts, prompts with and without checkpoints and decode rows, prompts among drafts."""
-
-    def int32(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32)
-
-    nothing: dict[str, Any] = {
-        "spec_sequence_masks": None, "checkpoint": None, "num_prefills": 0, "num_decodes": 0, "num_decode_tokens": 0,
-    }  # fmt: skip
-    table = torch.arange(1, 13, dtype=torch.int32).view(3, 4)
-    yield SimpleNamespace(
-        **nothing | {"num_decodes": 3, "num_decode_tokens": 3}, num_actual_tokens=3, non_spec_state_indices_tensor=table[:, 0]
-    )
-    prompts: dict[str, Any] = {
-        "num_prefills": 2, "prefill_state_indices": int32(2, 3), "prefill_query_start_loc": int32(0, 70, 80),
-        "prefill_has_initial_state": torch.tensor([True, False]),
-    }  # fmt: skip
-    checkpoint = SimpleNamespace(checkpoint_offsets=int32(0, 64, 0), state_indices=int32(0, 5, 0))
-    for kept in (None, checkpoint):
-        decodes = {"num_decodes": 1, "num_decode_tokens": 1, "checkpoint": kept}
-        yield SimpleNamespace(**nothing | prompts | decodes, num_actual_tokens=81, non_spec_state_indices_tensor=int32(1, 2, 3))
-    if num_spec:
-        columns = 1 + num_spec
-        drafts: dict[str, Any] = {
-            "spec_sequence_masks": torch.ones(2, dtype=torch.bool), "spec_query_start_loc": int32(0, columns, columns + 1),
-            "spec_state_indices_tensor": torch.arange(1, 1 + 2 * columns, dtype=torch.int32).view(2, -1),
-            "num_accepted_tokens": int32(1, 2),
-        }  # fmt: skip
-        yield SimpleNamespace(**nothing | drafts, num_actual_tokens=columns + 1)
-        yield SimpleNamespace(
-            **nothing | drafts | prompts, num_actual_tokens=columns + 81, spec_token_indx=torch.arange(columns + 1),
-            non_spec_token_indx=torch.arange(columns + 1, columns + 81),
-        )  # fmt: skip
+def vllm_batches(num_spec: int) -> list[SimpleNamespace]:
+    """Decode rows, prompts with and without checkpoints and decode rows, drafts, prompts among drafts."""
+    columns, prompts = 1 + num_spec, [70, 10]
+    plain: list[dict[str, Any]] = [
+        {"decode": 3, "columns": 4},
+        *({"decode": 1, "prompts": prompts, "checkpoints": kept} for kept in ([], [0, 64, 0])),
+    ]
+    drafts: dict[str, Any] = {"drafts": [columns, 1], "columns": columns}
+    return [vllm_engine.batch(**given) for given in (*plain, *([drafts, drafts | {"prompts": prompts}] if num_spec else []))]
 
 
 def vllm_problems(config: HybridConfig, kind: GdnLayer) -> list[Problem]:
@@ -260,22 +226,10 @@ def vllm_steps(config: HybridConfig, kind: GdnLayer, *, replays: bool = False) -
     )  # fmt: skip
     for batch in vllm_batches(kind.num_spec):
         if replays:
-            batch.gdn_replay = counter(batch, *vllm_counts(batch))
+            vllm_engine.counted(counter, batch)
         tokens = batch.num_actual_tokens + 2
         rows = [torch.zeros(tokens, width, dtype=BFLOAT16) for width in (channels + values, 2 * step.num_value_heads)]
         step(rows[0], rows[1], torch.zeros(tokens, step.num_value_heads, step.head_v_dim, dtype=BFLOAT16), batch, pages)
-
-
-def vllm_counts(batch: SimpleNamespace) -> tuple[Any, Tensor, Tensor]:
-    """What the host says of tokens: 5 of each sequence are there, those with drafts come first."""
-    drafting = 0 if batch.spec_sequence_masks is None else len(batch.spec_sequence_masks)
-    rows = drafting + batch.num_decodes + batch.num_prefills
-    computed, bounds = torch.full((rows,), 5, dtype=torch.int32), torch.arange(rows + 1)
-    counts = SimpleNamespace(
-        seq_lens=computed + 1, seq_lens_cpu_upper_bound=computed + 1, query_start_loc_cpu=bounds,
-        compute_num_computed_tokens=lambda: computed,
-    )  # fmt: skip
-    return counts, torch.ones(rows, dtype=torch.int32), torch.tensor([0] * drafting + [-1] * (rows - drafting))
 
 
 VLLM_KINDS: list[dict[str, Any]] = [

@@ -1,5 +1,6 @@
 """The functions of Transformers' modeling modules, with its argument lists: for code that has layers of its own around them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,19 +33,9 @@ def _unserved_rule(
 
 
 def chunk_refusal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    *,
-    allow_reference: bool = False,
-    **others: Any,
-) -> str | None:
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, output_final_state: bool,
+    others: Mapping[str, Any], allow_reference: bool,
+) -> str | None:  # fmt: skip
     if others.get("cu_seqlens") is not None:
         if query.shape[0] != 1:
             return "cu_seqlens with more than one row"
@@ -84,18 +75,9 @@ def _is_misaligned(states: Tensor) -> bool:
 
 
 def recurrent_refusal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    *,
-    allow_reference: bool = False,
-    **others: Any,
-) -> str | None:
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, output_final_state: bool,
+    others: Mapping[str, Any], allow_reference: bool,
+) -> str | None:  # fmt: skip
     if others.get("cu_seqlens") is not None:
         return "packed sequences of one token"
     if initial_state is not None and output_final_state:  # it is updated in place
@@ -130,14 +112,9 @@ def recurrent(
 
 
 def conv_refusal(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    *,
-    allow_reference: bool = False,
-    **others: Any,
-) -> str | None:
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, others: Mapping[str, Any],
+    allow_reference: bool,
+) -> str | None:  # fmt: skip
     if activation is not None and activation not in ACTIVATIONS:
         return f"the activation is {activation}"
     boundaries = others.get("cu_seq_lens_q")
@@ -170,13 +147,7 @@ def conv(
 
 
 def update_refusal(
-    hidden_states: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    *,
-    allow_reference: bool = False,
+    hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, allow_reference: bool
 ) -> str | None:
     if activation is not None and activation not in ACTIVATIONS:
         return f"the activation is {activation}"
@@ -196,7 +167,7 @@ def update(
     return gdn.causal_conv1d_update(hidden_states, conv_state[..., 1:], weight, bias, activation)
 
 
-def norm_refusal(norm: Any, hidden_states: Tensor, gate: Tensor, *, allow_reference: bool = False) -> str | None:
+def norm_refusal(norm: Any, hidden_states: Tensor, gate: Tensor, allow_reference: bool) -> str | None:
     if norm.activation not in GATES:
         return f"the gate's activation is {norm.activation}"
     size = hidden_states.shape[-1]

@@ -43,6 +43,7 @@ CHECKPOINT_SLOTS: Kind = but(PER_SEQUENCE, "extra rows of anything") | {
     "a slot beyond the pool": VALUE,
     "a slot of 2**33 + 1": VALUE,
     "a null slot to save to": SAME,
+    "null as -2**33 + 1": SAME,
     "without checkpoint_offsets": VALUE,
 }
 KEPT: Kind = but(STATE_POOL, "one longer", "interleaved with another argument") | {
@@ -74,7 +75,7 @@ REPLAYED: dict[str, Kind] = {
     "num_computed_tokens": PER_SEQUENCE | COMMITTED | {
         "left out where it must be": ERROR, "fewer tokens than its state": VALUE,
     },
-    "num_accepted_tokens with a ring": PER_SEQUENCE | ACCEPTED_OF_RING,
+    "num_accepted_tokens with a ring": PER_SEQUENCE | ACCEPTED_OF_RING | {"anything where no sequence is live": SAME},
     "fold_every": OPTIONAL_COUNT | {"0": VALUE},
     "fold_phase": COUNT | {"as long as a period": VALUE},
 }  # fmt: skip

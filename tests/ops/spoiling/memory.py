@@ -61,7 +61,7 @@ def adjacent(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 def shifted(tensor: Tensor) -> Tensor:
     """A contiguous copy that starts one element after a multiple of 16 bytes."""
-    buffer = torch.empty(tensor.numel() + ALIGNMENT, dtype=tensor.dtype)
+    buffer = torch.zeros(tensor.numel() + ALIGNMENT, dtype=tensor.dtype)
     return buffer[1 : 1 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 

@@ -1,7 +1,8 @@
-"""Writes `recorded/<host>.json`: `python -m gdn.integrations.record HOST [--sources FOLDER --version VERSION]`.
+"""Records the signatures of a host: `python -m tests.integrations.record HOST [--sources FOLDER --version VERSION]`.
 
-Reads an installed host, or the folder that holds its package (an unpacked wheel), from the files alone: nothing is imported, so
-that hosts that do not run here can be recorded. Entries of other versions stay, in the order of versions.
+Writes `gdn/integrations/recorded/<host>.json`. Reads an installed host, or the folder that holds its package (an unpacked
+wheel), from the files alone: nothing is imported, so that hosts that do not run here can be recorded. Entries of other versions
+stay, in the order of versions.
 """
 
 import argparse
@@ -15,13 +16,35 @@ from typing import Any
 from gdn.integrations import _records, _signatures, installed
 from gdn.integrations._hosts import HOSTS, Host
 
+# C++ file, relative to the folder of the package's sources, that binds functions which no Python file defines.
+BINDINGS = {"deepgemm": "csrc/apis/attention.hpp"}
+
+
+def of_pybind(text: str, name: str) -> _signatures.Parameters | None:
+    """Parameters of a function in the C++ text that binds it with pybind11; None where the text does not bind it.
+
+    Defaults that Python writes otherwise (names, `std::nullopt` but for None) are "?".
+    """
+    bound = re.search(rf'm\.def\("{re.escape(name)}",(.*?)\);', text, re.DOTALL)
+    if bound is None:
+        return None
+    found = []
+    for parameter, default in re.findall(r'py::arg\("(\w+)"\)(?:\s*=\s*([^,]+?))?\s*(?=,|$)', bound[1].strip()):
+        words = {"true": "True", "false": "False", "std::nullopt": "None"}
+        value = words.get(default, default)
+        literal = (
+            _signatures.UNKNOWN if "::" in value else _signatures._default(ast.parse(value, mode="eval").body) if value else ""
+        )
+        found.append([parameter, "any", *([literal] if value else [])])
+    return found
+
 
 def entry(host: Host, folder: Path, name: str) -> dict[str, Any]:
     """What is recorded of one name; ValueError where the files have no such definition."""
     located = installed.locate(folder, name)
     node = _signatures.find(*located) if located is not None else None
-    if node is None and host.bindings is not None and (file := folder.parent / host.bindings).is_file():
-        parameters = _signatures.of_pybind(file.read_text(encoding="utf-8"), name.rpartition(".")[2])
+    if node is None and host.name in BINDINGS and (file := folder.parent / BINDINGS[host.name]).is_file():
+        parameters = of_pybind(file.read_text(encoding="utf-8"), name.rpartition(".")[2])
         if parameters is not None:
             return {"parameters": parameters, "source": None}
     if located is None or node is None:
@@ -56,7 +79,7 @@ def _text(data: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="gdn.integrations.record", description="Records the signatures of a host.")
+    parser = argparse.ArgumentParser(prog="tests.integrations.record", description="Records the signatures of a host.")
     parser.add_argument("host", choices=sorted(HOSTS))
     parser.add_argument("--sources", type=Path, help="folder that holds the host's package; else the installed one")
     parser.add_argument("--version", help="version of the sources; else that of the installed distribution")
