@@ -47,7 +47,8 @@ def maker() -> Callable[[Sequence[Tensor]], Guard]:
 
 def in_python(tensors: Sequence[Tensor]) -> Guard:
     def metadata(tensor: Tensor) -> tuple[Any, ...]:
-        return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+        strides = tensor.stride() if tensor.layout is torch.strided else None  # sparse tensors have none
+        return type(tensor), tensor.dtype, tensor.device, tensor.shape, strides
 
     wanted = [metadata(tensor) for tensor in tensors]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from gdn import runtime
 from gdn.device import H100, H200, DeviceSpec
-from gdn.ops.attention.problem import AttentionPrefillParams, AttentionPrefillProblem
+from gdn.ops.attention.problem import AttentionPrefillProblem
 from gdn.runtime import env, select
 from tests.compile import fake_cuda, inspection
+from tests.compile.attention_calls import params_of
 from tests.compile.variants.base import example
 
 dense = pytest.importorskip("kernels_cute.attention.dense", reason="needs the CuTe DSL")
@@ -153,15 +153,8 @@ def test_refusals() -> None:
 @every_form
 @pytest.mark.parametrize("has_gate", [False, True], ids=["plain", "gated"])
 def test_launch(has_gate: bool, splits: int, tmp_path: Path) -> None:
-    """Five tokens of three sequences, K and V of a position next to each other: refused by the driver alone."""
-    dtype, dim = torch.bfloat16, 256
-    k_cache, v_cache = torch.zeros(7, 16, 2, 2 * dim, dtype=dtype).split(dim, dim=3)
-    params = AttentionPrefillParams(
-        torch.zeros(5, 16, dim, dtype=dtype), k_cache, v_cache, torch.zeros(3, 9, dtype=torch.int32),
-        torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32),
-        torch.zeros(5, 16, 2 * dim, dtype=dtype)[..., dim:] if has_gate else None,
-        torch.zeros(5, 17, dim + 1, dtype=dtype)[:, :-1, :-1], torch.zeros(5, 16), 0.1,
-    )  # fmt: skip
+    """Refused by the driver alone."""
+    params = params_of(problem(has_gate=has_gate, heads_adjacent=False))
     function = fake_cuda.load(libraries(has_gate, splits), "cute", tmp_path)[dense.ENTRY]
     with pytest.raises(RuntimeError, match="(?i)cuda"):
         function(*map(fake_cuda.on_device, params))

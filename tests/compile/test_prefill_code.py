@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from gdn.device import H100
-from gdn.ops.attention.problem import SparsePrefillParams
 from gdn.runtime import compiled
 from tests.compile import fake_cuda, inspection
+from tests.compile.attention_calls import params_of
 from tests.compile.test_prefill_tiles import problem
 
 prefill = pytest.importorskip("kernels_cute.attention.prefill", reason="needs the CuTe DSL")
@@ -79,21 +79,6 @@ def test_copy_warps_keep_to_their_registers(call: str) -> None:
     assert copy < tiles.copy_registers <= math < tiles.math_registers
     threads = {"copy": 128, "math": 256}
     assert threads["copy"] * tiles.copy_registers + threads["math"] * tiles.math_registers <= 168 * sum(threads.values())
-
-
-def params_of(one: Any, workspace_bytes: int) -> SparsePrefillParams:
-    """Five tokens of three sequences; K and V of a position next to each other."""
-    dtype, dim = getattr(torch, one.dtype), one.head_dim
-    k_cache, v_cache = torch.zeros(7, one.block_size, one.num_kv_heads, 2 * dim, dtype=dtype).split(dim, dim=3)
-    return SparsePrefillParams(
-        torch.zeros(5, one.num_heads, dim, dtype=dtype), k_cache, v_cache,
-        torch.zeros(5, 99, dtype=getattr(torch, one.index_dtype))[:, :96], torch.zeros(3, 9, dtype=torch.int32),
-        torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32),
-        torch.zeros(5, dtype=torch.int32) if one.has_topk_length else None,
-        torch.zeros(5, one.num_heads, 2 * dim, dtype=dtype)[..., dim:] if one.has_gate else None,
-        torch.zeros(5, one.num_heads + 1, dim + 1, dtype=dtype)[:, :-1, :-1], torch.zeros(5, one.num_heads),
-        fake_cuda.workspace(workspace_bytes), 0.1,
-    )  # fmt: skip
 
 
 def launched(call: str, folder: Path, **changes: Any) -> set[str]:

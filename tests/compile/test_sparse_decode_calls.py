@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from gdn.device import H100
-from gdn.ops.attention.problem import SparseDecodeParams
 from tests.compile import fake_cuda
+from tests.compile.attention_calls import params_of
 from tests.compile.test_sparse_decode import problem_of
 
 pytestmark = fake_cuda.NO_GPU
@@ -22,23 +21,6 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "dense": {"dense": True, "index_dtype": None},
 }  # fmt: skip
-
-
-def params_of(problem: Any, workspace_bytes: int) -> SparseDecodeParams:
-    """Five tokens of three sequences; K and V of a head next to each other where the heads are apart."""
-    dtype, shape = getattr(torch, problem.dtype), (7, problem.block_size, problem.num_kv_heads, problem.head_dim)
-    k_cache, v_cache = torch.zeros(2, *shape, dtype=dtype)
-    if not problem.heads_adjacent:
-        k_cache, v_cache = torch.zeros(*shape[:3], 2 * shape[3], dtype=dtype).split(shape[3], dim=3)
-    indices = None if problem.dense else torch.zeros(5, 2048, dtype=getattr(torch, problem.index_dtype))
-    return SparseDecodeParams(
-        torch.zeros(5, problem.num_heads, problem.head_dim, dtype=dtype), k_cache, v_cache, indices,
-        torch.zeros(3, 9, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32),
-        torch.zeros(5, dtype=torch.int32) if problem.has_topk_length else None,
-        torch.zeros(5, problem.num_heads, 2 * shape[3], dtype=dtype)[..., shape[3] :] if problem.has_gate else None,
-        torch.zeros(5, problem.num_heads, problem.head_dim, dtype=dtype), torch.zeros(5, problem.num_heads),
-        torch.zeros(workspace_bytes, dtype=torch.uint8) if workspace_bytes else None, 0.1,
-    )  # fmt: skip
 
 
 def refused(backend: str, problem: Any, folder: Path, **changes: Any) -> set[str]:

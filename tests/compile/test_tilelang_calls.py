@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from gdn.device import H100
-from gdn.ops.attention.problem import SparseDecodeParams, SparseDecodeProblem
+from gdn.ops.attention.problem import SparseDecodeProblem
 from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, chunk_tensors
 from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem, PagedMqaLogitsParams, PagedMqaLogitsProblem
 from gdn.problem import Problem
 from tests.compile import fake_cuda
+from tests.compile.attention_calls import params_of
 
 pytest.importorskip("tilelang", reason="needs TileLang")
 pytestmark = fake_cuda.NO_GPU
@@ -93,12 +94,6 @@ def test_paged_mqa_logits(fields: dict[str, Any], tmp_path: Path) -> None:
     refused(module, problem, module.default_config(problem, H100), params, tmp_path)
 
 
-def _strided(tensor: torch.Tensor, *spare: int) -> torch.Tensor:
-    """The same shape inside a tensor that is larger by `spare` in each dimension."""
-    wide = tensor.new_empty([size + more for size, more in zip(tensor.shape, spare, strict=True)])
-    return wide[tuple(slice(size) for size in tensor.shape)]
-
-
 DECODE: dict[str, tuple[dict[str, Any], int]] = {  # fields of the problem, splits
     "selected": ({"index_dtype": "int64", "has_topk_length": True, "num_tokens": 3, "num_sequences": 2, "k": 100}, 1),
     "split": (
@@ -119,17 +114,6 @@ def test_sparse_decode(call: str, tmp_path: Path) -> None:
     p = SparseDecodeProblem(**fixed | flags | fields)
     config = module.Config(splits, 2)
     assert module.refusal(p) is None and module.fits(p, config, H100)
-    blocks = 1 if p.k == 1 else 8
-    cache = _strided(_empty(p.dtype, blocks * p.num_sequences, 16, p.num_kv_heads, 128), 0, 1, 2, 8)
-    indices = None if p.dense else _strided(_empty(str(p.index_dtype), p.num_tokens, p.k), 0, 5)
-    params = SparseDecodeParams(
-        q=_empty(p.dtype, p.num_tokens, p.num_heads, 128), k_cache=cache, v_cache=cache.clone(), topk_indices=indices,
-        block_tables=_strided(_empty("int32", p.num_sequences, blocks), 0, 3),
-        query_start_loc=_empty("int32", p.num_sequences + 1), seq_lens=_empty("int32", p.num_sequences),
-        topk_length=_empty("int32", p.num_tokens) if p.has_topk_length else None,
-        gate=_strided(_empty(p.dtype, p.num_tokens, p.num_heads, 128), 0, 2, 128) if p.has_gate else None,
-        out=_strided(_empty(p.dtype, p.num_tokens, p.num_heads, 128), 0, 1, 64), lse=_empty("float32", p.num_tokens, p.num_heads),
-        workspace=fake_cuda.workspace(module.workspace_bytes(p, config)), scale=0.5,
-    )  # fmt: skip
+    params = params_of(p, module.workspace_bytes(p, config))
     # The first function fails at its launch: with parts, the merge is called all the same.
     assert refused(module, p, config, params, tmp_path) == {"sparse_decode"} | ({"merge_parts"} if splits > 1 else set())

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from gdn.layers import AttentionMetadataBuilder
 from gdn.layers.config import HybridConfig
-from gdn.layers.cuts import CUTS, Rank
 from gdn.layers.rotary import apply_rotary
 from gdn.layers.sparse_attention import SparseAttention
 from tests.gpu import graphs
@@ -42,9 +41,10 @@ FORMS: dict[str, tuple[dict[str, Any], torch.dtype | None]] = {
 }
 
 
-def made(form: str, device: torch.device) -> tuple[SparseAttention, HybridConfig, torch.dtype | None]:
+def made(form: str, device: torch.device, ranks: int = 1) -> tuple[SparseAttention, HybridConfig, torch.dtype | None]:
+    """The layer as one of the ranks holds it."""
     changes, cache_dtype = FORMS[form]
-    config = HybridConfig(**_BASE | changes)
+    config = HybridConfig(**_BASE | changes).per_rank(ranks)
     layer = SparseAttention(config, use_fp8_indexer="FP8" in form, device=device, dtype=DTYPE)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in layer.named_parameters():
@@ -110,42 +110,19 @@ def prompts(config: HybridConfig, device: torch.device) -> list[Tensor]:
     return [torch.randn(length, config.hidden_size, generator=generator).to(device, DTYPE) for length in LENGTHS]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_error_next_to_torch(form: str, device: torch.device) -> None:
-    layer, config, cache_dtype = made(form, device)
+SHARES = [(form, ranks) for form in ("no indexer", "token-wise, FP8", "compressed") for ranks in (2, 8)]
+
+
+@pytest.mark.parametrize(("form", "ranks"), [*((form, 1) for form in FORMS), *SHARES])
+def test_error_next_to_torch(form: str, ranks: int, device: torch.device) -> None:
+    """A rank's share too, whose sum tests/layers/test_shards.py holds. Eight ranks are more than there are key heads."""
+    layer, config, cache_dtype = made(form, device, ranks)
     rows = prompts(config, device)
     with torch.inference_mode():
         for row, found, mask in zip(rows, *outputs(layer, config, rows, cache_dtype, device), strict=True):
             wanted = oracle.attention(dict(layer.named_parameters()), row, config, mask).out
             error, of_torch = row_error(found, wanted), row_error(plain(layer, row, mask), wanted)
             assert error <= 2 * of_torch, (error, of_torch)
-
-
-@pytest.mark.parametrize("size", [2, 8])
-@pytest.mark.parametrize("form", ["no indexer", "token-wise, FP8", "compressed"])
-def test_sum_of_the_shards(form: str, size: int, device: torch.device) -> None:
-    """Eight ranks are more than there are key heads."""
-    layer, config, cache_dtype = made(form, device)
-    rows, parameters = prompts(config, device), dict(layer.named_parameters())
-    whole, masks = outputs(layer, config, rows, cache_dtype, device)
-    sums = [torch.zeros_like(one, dtype=torch.float64) for one in whole]
-    for number in range(size):
-        rank = Rank(config, number, size)
-        shard = SparseAttention(config.per_rank(size), use_fp8_indexer="FP8" in form, device=device, dtype=DTYPE)
-        own = dict(shard.named_parameters())
-        q, k, v = parameters["qkv_proj.weight"].split([layer.q_width, layer.kv_width, layer.kv_width])
-        taken = [CUTS["rows"].take(q, rank), *(CUTS["kv_heads"].take(x, rank) for x in (k, v))]
-        own.pop("qkv_proj.weight").copy_(torch.cat(taken))
-        own.pop("o_proj.weight").copy_(CUTS["columns"].take(parameters["o_proj.weight"], rank))
-        for name, parameter in own.items():
-            parameter.copy_(parameters[name])
-        found, its_masks = outputs(shard, config.per_rank(size), rows, cache_dtype, device)
-        assert all(map(torch.equal, its_masks, masks)), "the ranks select the same"
-        for total, one in zip(sums, found, strict=True):
-            total += one.double()
-    for row, total, one, mask in zip(rows, sums, whole, masks, strict=True):
-        wanted = oracle.attention(parameters, row, config, mask).out
-        assert row_error(total, wanted) <= 2 * row_error(one, wanted)
 
 
 def mask_of(parts: list[Tensor], tokens: int) -> Tensor:

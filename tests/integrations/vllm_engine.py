@@ -170,7 +170,11 @@ class Host:
         return torch.cat(group, dim=-1).flatten(1), torch.cat([b, a], dim=-1).flatten(1)
 
 
-def metadata_of(**known: Any) -> SimpleNamespace:
+class Metadata(SimpleNamespace):
+    """As the host's class, it can be referred to weakly: so the adapter keeps what the layers of a step share."""
+
+
+def metadata_of(**known: Any) -> Metadata:
     """All attributes of the host's class; those of another kind of batch are None or 0."""
     counts = ("num_prefills", "num_prefill_tokens", "num_decodes", "num_decode_tokens", "num_spec_decodes")
     names = (
@@ -178,7 +182,7 @@ def metadata_of(**known: Any) -> SimpleNamespace:
         "non_spec_state_indices_tensor", "spec_sequence_masks", "spec_token_indx", "non_spec_token_indx",
         "num_accepted_tokens", "prefill_query_start_loc", "prefill_state_indices", "prefill_has_initial_state",
     )  # fmt: skip
-    return SimpleNamespace(**(dict.fromkeys(counts, 0) | dict.fromkeys(names) | known))
+    return Metadata(**(dict.fromkeys(counts, 0) | dict.fromkeys(names) | known))
 
 
 def batch(

@@ -91,7 +91,8 @@ class Aligned(Drawn):
         self.is_served = True
 
     def rows(self, tensor: Tensor, lead: int) -> Tensor:
-        return tensor if self.is_dense else side_by_side(tensor, lead=lead, extra=self.pick(0, 16, 64))
+        rows: Any = side_by_side(tensor, lead=lead, extra=self.pick(0, 16, 64))
+        return tensor if self.is_dense else rows
 
     def indices(self, values: Any, dtype: torch.dtype | None = None) -> Tensor:
         return super().indices(values, dtype).contiguous()

@@ -4,6 +4,9 @@ A stand-in on the CPU takes the place of every kernel and keeps the arguments of
 equal metadata in other memory; then the switches are read again, which drops all plans, and it comes a third time.
 """
 
+import contextlib
+import inspect
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -17,10 +20,13 @@ from gdn.runtime import env, registry
 from gdn.testing.compare import same_bits
 from tests.described import plain
 from tests.ops.spoiling.calls import OPERATORS, cover_from, good_call
+from tests.ops.spoiling.judge import spoilt
+from tests.ops.spoiling.table import rows
 from tests.ops.stand_in import StandIn
 
 Arguments = dict[str, Any]
 NAMES = sorted(OPERATORS)
+NUMBERS = ("scale", "max_seqlen_k", "max_context_len", "num_rows", "max_seqlen", "max_query_len")  # or None
 
 
 class Kernels(StandIn):
@@ -45,7 +51,7 @@ class Kernels(StandIn):
         before = len(self.launched)
         try:
             result = getattr(gdn, name)(**arguments)
-        except ValueError as error:  # an address that the operator does not take
+        except (TypeError, ValueError) as error:  # such as an address that the operator does not take
             result = str(error)
         return self.launched[before:], result
 
@@ -62,6 +68,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
 
 def copies(value: Any, shift: int = 0) -> Any:
     """The same in other memory, with the same strides. shift: elements by which it begins later than an aligned address."""
+    if isinstance(value, dict):
+        return {key: copies(one, shift) for key, one in value.items()}
     if isinstance(value, tuple | list):
         return type(value)(copies(one, shift) for one in value)
     if not isinstance(value, torch.Tensor):
@@ -77,10 +85,13 @@ def tensors(values: Any) -> list[torch.Tensor]:
     return [one for value in values for one in tensors(value)] if isinstance(values, tuple | list) else []
 
 
-def check(name: str, arguments: Arguments, kernels: Kernels, shift: int = 0, first_shift: int = 0) -> None:
-    kernels.call(name, copied := {key: copies(value, first_shift) for key, value in arguments.items()})
+def check(
+    name: str, arguments: Arguments, kernels: Kernels, shift: int = 0, first_shift: int = 0, only: str | None = None
+) -> None:
+    """shift, first_shift: of the tensors of the repeated call, or of one argument of it, and of those of the first call."""
+    kernels.call(name, copied := copies(arguments, first_shift))
     stale = {x.data_ptr() for x in tensors([*copied.values(), *kernels.launched]) if x.numel()}
-    others = {key: copies(value, shift) for key, value in arguments.items()}
+    others = copies(arguments, shift) if only is None else copies(arguments) | {only: copies(arguments[only], shift)}
     launches, result = kernels.call(name, others)
     env.reload()
     expected, expected_result = kernels.call(name, others)
@@ -106,12 +117,13 @@ def check(name: str, arguments: Arguments, kernels: Kernels, shift: int = 0, fir
         assert id(one) == id(other) or not {id(one), id(other)} & set(given)
 
 
+@pytest.mark.usefixtures("guard")
 @pytest.mark.parametrize("name", sorted({operator.functions[0] for operator in registry.OPERATORS.values()}))
 def test_a_repeated_call_comes_to_no_choice(name: str, kernels: Kernels) -> None:
     arguments = plain.call(name, 8, torch.bfloat16, is_served=True)
-    kernels.call(name, {key: copies(value) for key, value in arguments.items()})
+    kernels.call(name, copies(arguments))
     before, launches = kernels.prepared, len(kernels.launched)
-    kernels.call(name, {key: copies(value) for key, value in arguments.items()})
+    kernels.call(name, copies(arguments))
     assert kernels.prepared == before
     assert len(kernels.launched) == 2 * launches > 0
 
@@ -164,11 +176,81 @@ def check_drawn(seed: int, kernels: Kernels) -> None:
     source = random.Random(seed)
     name = source.choice(NAMES)
     kernels.launched.clear()
-    shifts = source.choice(((0, 0), (0, 0), (0, 1), (0, 4), (1, 0), (4, 0), (1, 1)))
-    check(name, good_call(name, seed).arguments, kernels, *reversed(shifts))
+    first, shift = source.choice(((0, 0), (0, 0), (0, 1), (0, 4), (1, 0), (4, 0), (1, 1)))
+    check(name, good_call(name, seed).arguments, kernels, shift, first)
 
 
+@pytest.mark.usefixtures("guard")
 @pytest.mark.parametrize("first", cover_from(400, range(0, 6000, 100)))
 def test_drawn_calls(first: int, kernels: Kernels) -> None:
     for seed in range(first, first + 100):
         check_drawn(seed, kernels)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_address_of_each_tensor_is_looked_at(name: str, kernels: Kernels) -> None:
+    for seed in range(8):
+        arguments = good_call(name, seed).arguments
+        for argument in (key for key, value in arguments.items() if tensors(value)):
+            check(name, arguments, kernels, 1, 0, argument)
+
+
+def check_after(name: str, good: Arguments, other: Arguments, kernels: Kernels, around: Any = contextlib.nullcontext) -> Any:
+    """After a good call, another one does what it does alone. Returns its result, or what it refuses."""
+    found = []
+    for before in ({}, good):
+        env.reload()
+        if before:
+            kernels.call(name, before)
+        with around():
+            found.append(kernels.call(name, other))
+    (launches, alone), (own, result) = found
+    assert len(own) == len(launches) and isinstance(result, str) == isinstance(alone, str)
+    assert not isinstance(result, str) or result == alone
+    return result
+
+
+def metadata(arguments: Arguments) -> list[Any]:
+    """What a plan looks at. Values of tensors it takes from a call as they are."""
+    found: list[Any] = []
+    for key, value in arguments.items():
+        given = tensors(value)
+        found += [(key, type(x), x.dtype, x.shape, x.layout, x.device, x.layout == torch.strided and x.stride()) for x in given]
+        found += [(key, x.data_ptr() % 16) for x in given if x.layout == torch.strided]
+        found += [] if given else [(key, type(value), repr(value))]
+    return found
+
+
+@pytest.mark.usefixtures("guard")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_spoilt_call_after_a_good_one(name: str, kernels: Kernels) -> None:
+    """What another argument shares memory with is test_memory's."""
+    refused = 0
+    for row in (row for row in rows(name) if row.verdict.errors):
+        good, spoiled = next(found for seed in itertools.count() if (found := spoilt(row, seed)) is not None)
+        if metadata(good.arguments) != metadata(spoiled.call.arguments):
+            refused += isinstance(check_after(name, good.arguments, spoiled.call.arguments, kernels, spoiled.around), str)
+    assert refused
+
+
+def equals(value: Any) -> list[Any]:
+    """What equals a flag, and is of another type; and what has no hash."""
+    if type(value) not in (bool, int, float):
+        return []
+    others = [kind(value) for kind in (bool, int, float, torch.tensor) if kind(value) == value and kind is not type(value)]
+    return [*others, [value]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_is_not_the_same(name: str, kernels: Kernels) -> None:
+    """True, 1 and 1.0 are equal, and seldom all of them what a flag may be."""
+    refused = 0
+    arguments = good_call(name, 0).arguments
+    flags = {key: one.default for key, one in inspect.signature(getattr(gdn, name)).parameters.items()} | arguments
+    for key, own in flags.items():
+        for value in [own, 1, 1.0] if type(own) in (bool, int, float) or key in NUMBERS else []:
+            good = arguments | {key: value}
+            if isinstance(kernels.call(name, good)[1], str):
+                continue
+            refused += sum(isinstance(check_after(name, good, good | {key: other}, kernels), str) for other in equals(value))
+    assert refused or not any(type(value) in (bool, int, float) for value in flags.values())

@@ -40,7 +40,7 @@ def check(function: Any, arguments: Arguments, z: torch.Tensor) -> None:
             assert torch.equal(part[name], whole[name])
 
 
-def z_of(arguments: Arguments) -> torch.Tensor:
+def z_of(arguments: Arguments) -> Any:
     """z, which a row of all projections but pairs has after q, k and v."""
     if arguments["z"] is not None:
         return arguments["z"]
