@@ -178,7 +178,8 @@ def warmup_uneven(
         if problem is None or "longest" not in problem.hints():
             continue
         counts = [n for n in _counts(2, most_sequences, 8.0) if n <= most_sequences]
-        sizes = [(tokens, n) for n in counts for tokens in _counts(2 * n, most_tokens, 1.5) if n < tokens <= most_tokens]
+        # In small steps: the length of a segment, which decides what is compiled, goes up and down with the number of tokens.
+        sizes = [(tokens, n) for n in counts for tokens in _counts(2 * n, most_tokens, 1.1) if n < tokens <= most_tokens]
         names = ("num_tokens", "num_sequences")
         even = reach.kernels(
             [_at(problem, names, *size) for line in _lines(most_tokens, most_sequences, None) for size in line], spec
