@@ -7,6 +7,8 @@ Every field says of which keys it is a part:
 - `field(metadata=COMPILES)`: static, and the best tiles do not depend on it: dtypes of indices, gates and weights, masks, flags.
   Part of the compile key alone; whether tiles are legal with it is for the kernel's `fits` to say.
 - `size()`: a count that varies from call to call. It chooses a configuration and never appears in compiled code.
+- `hint()`: what the host happens to know of the values of a call's tensors, as a number; 0: nothing. It may choose a
+  configuration, and is part of no key.
 
 Everything is plain Python, so problems pickle, hash, compare and print; dtypes are torch's names without the `torch.` prefix
 ("bfloat16", "float8_e4m3fn").
@@ -34,10 +36,15 @@ def size() -> Any:
     return field(metadata={"size": True})
 
 
+def hint() -> Any:
+    """A dataclass field that is a hint: part of neither the compile key nor the tune key, nor of a table's sizes."""
+    return field(default=0, kw_only=True, metadata={"hint": True})
+
+
 @functools.cache
-def _names(problem: type, sizes: bool) -> tuple[str, ...]:
-    """The names of its fields that are sizes, or of the others. Kept: a call of new sizes asks several times."""
-    return tuple(f.name for f in fields(problem) if bool(f.metadata.get("size")) == sizes)
+def _names(problem: type, kind: str | None) -> tuple[str, ...]:
+    """The names of its fields that are sizes, hints, or neither. Kept: a call of new sizes asks several times."""
+    return tuple(f.name for f in fields(problem) if next((k for k in ("size", "hint") if f.metadata.get(k)), None) == kind)
 
 
 def _text(values: dict[str, Any]) -> str:
@@ -55,10 +62,13 @@ class Problem:
             cls.op = op
 
     def static_fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _names(type(self), False)}  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in _names(type(self), None)}  # type: ignore[arg-type]
 
     def sizes(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in _names(type(self), True)}  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in _names(type(self), "size")}  # type: ignore[arg-type]
+
+    def hints(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in _names(type(self), "hint")}  # type: ignore[arg-type]
 
     def static_key(self) -> str:
         """Stable text form of the static fields: the compile key."""
@@ -69,9 +79,9 @@ class Problem:
     def tune_names(cls) -> tuple[str, ...]:
         """The names of the fields of the tune key. TypeError where a static field does not say whether it is one."""
         every = fields(cls)  # type: ignore[arg-type]
-        undecided = [f.name for f in every if not {"size", "tunes"} & f.metadata.keys()]
+        undecided = [f.name for f in every if not {"size", "hint", "tunes"} & f.metadata.keys()]
         if undecided:
-            kinds = "metadata=TUNES, metadata=COMPILES or size()"
+            kinds = "metadata=TUNES, metadata=COMPILES, size() or hint()"
             raise TypeError(f"{cls.__name__}: expected {kinds} on every field, got none on {', '.join(undecided)}")
         return tuple(f.name for f in every if f.metadata.get("tunes"))
 

@@ -1,6 +1,7 @@
 """`gdn.warmup(config)`: every kernel that a model can reach is loaded, before the first request needs it.
 
-`warmup_sizes`: the sizes at which an adapter makes a call of its own, for the same end. `without_kernel`: what no kernel runs.
+`warmup_sizes`, `warmup_uneven`: the sizes at which an adapter makes a call of its own, for the same end. `without_kernel`: what
+no kernel runs.
 `unusable`: why there are no kernels.
 """
 
@@ -146,6 +147,47 @@ def warmup_sizes(
             sizes = kernel.problem.sizes()
             sequences = sizes.get("num_sequences", 1)
             found.add((sizes.get("num_tokens", sequences), sequences))
+    return sorted(found, reverse=True)
+
+
+def warmup_uneven(
+    call: Callable[[], object], device: torch.device, *, most_tokens: int, most_sequences: int
+) -> list[tuple[int, int]]:  # fmt: skip
+    """Sizes at which a call takes kernels that `warmup_sizes` has not reached, if the host knows that one sequence is long.
+
+    Parameters
+    ----------
+    call, device, most_tokens, most_sequences
+        As for `warmup_sizes`.
+
+    Returns
+    -------
+    list of (int, int)
+        Numbers of tokens and of sequences: all sequences but one have a token each. Empty where no operator of the call has
+        `max_seqlen`, and where no kernel serves the device.
+    """
+    spec = devices.spec(device)
+    if spec is None:
+        return []
+    from gdn.runtime import explaining, reach
+
+    with explaining() as asked:
+        call()
+    found = set()
+    for _, problem in asked.answers:
+        if problem is None or "longest" not in problem.hints():
+            continue
+        counts = [n for n in _counts(2, most_sequences, 8.0) if n <= most_sequences]
+        # In small steps: the length of a segment, which decides what is compiled, goes up and down with the number of tokens.
+        sizes = [(tokens, n) for n in counts for tokens in _counts(2 * n, most_tokens, 1.1) if n < tokens <= most_tokens]
+        names = ("num_tokens", "num_sequences")
+        even = reach.kernels(
+            [_at(problem, names, *size) for line in _lines(most_tokens, most_sequences, None) for size in line], spec
+        )
+        known = {kernel.key for kernel in even}
+        uneven = [replace(_at(problem, names, tokens, n), longest=tokens - n + 1) for tokens, n in sizes]
+        own = [kernel.problem for kernel in reach.kernels(uneven, spec) if kernel.key not in known]
+        found |= {(one.sizes()["num_tokens"], one.sizes()["num_sequences"]) for one in own}
     return sorted(found, reverse=True)
 
 

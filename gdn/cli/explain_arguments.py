@@ -19,6 +19,7 @@ _FLAGS: dict[str, tuple[str, ...]] = {
     "use_qk_l2norm_in_kernel": ("use_qk_l2norm", "use_k_l2norm"), "use_gate_in_kernel": ("use_gate",),
     "use_beta_sigmoid_in_kernel": ("use_beta_sigmoid",), "clean_logits": ("clean",), "topk": ("k",), "group_size": ("group_dim",),
     "num_heads_qk": ("num_k_heads",), "num_heads_v": ("num_v_heads",), "head_qk": ("head_k_dim",), "head_v": ("head_v_dim",),
+    "max_seqlen": ("longest",),
 }  # fmt: skip
 # Tensor argument -> the field with its dtype.
 _DTYPES: dict[str, tuple[str, ...]] = {

@@ -78,6 +78,7 @@ class Operator:
         returns: library.Returns = library.out_or_new,
         varies: Sequence[str] = (),
         contiguous: Sequence[str] = (),
+        hints: Sequence[str] = (),
     ) -> None:
         """Options of an operator.
 
@@ -89,12 +90,13 @@ class Operator:
             it is given.
         varies: the two tensors whose shapes change most between calls. Where given, repeated calls skip the ordinary path.
         contiguous: arguments whose last dimension must be contiguous; where it is not, the call gets a copy, logged once.
+        hints: numbers that say what the host knows of the tensors' values. What `bind` returns takes them in every call.
         """
         self.reference, self.name, self.returns = reference, name, returns
         self.reference_names = tuple(inspect.signature(reference).parameters)
         self.writes, self.in_place = dict(writes or {}), dict(in_place or {})
         self.memo = Memo() if varies else None
-        self.varies, self.contiguous = tuple(varies), tuple(contiguous)
+        self.varies, self.contiguous, self.hints = tuple(varies), tuple(contiguous), tuple(hints)
         self._bound: dict[tuple[Any, ...], Callable[..., Any]] = {}  # flags -> what `bind` made for them
 
     def __call__(self, body: Function) -> Function:
@@ -216,16 +218,16 @@ class Operator:
         Returns
         -------
         callable
-            Takes the tensors, by position in the signature's order (those after its `*` too) or by name. A call does all that one
-            of the public function does, and costs the host less: as long as tensors are like those of an earlier call, most of
-            its time goes into the reading of keywords.
+            Takes the tensors, by position in the signature's order (those after its `*` too) or by name; hints by name. A call
+            does all that one of the public function does, and costs the host less: as long as tensors are like those of an
+            earlier call, most of its time goes into the reading of keywords.
 
         Raises
         ------
         TypeError
             If a name is none of them, one without a default is missing, or a value has another type than the argument.
         """
-        defaults = {name: self.signature.parameters[name].default for name in self.flags}
+        defaults = {name: self.signature.parameters[name].default for name in self.flags if name not in self.hints}
         for name in options:
             if name not in defaults:
                 raise TypeError(f"{name}: expected an argument of {self.name} that is no tensor, got {options[name]!r}")
@@ -236,14 +238,18 @@ class Operator:
             self.kinds[name].check_type(name, value)
             if self.kinds[name].type is tuple and value is not None:
                 given[name] = tuple(value)  # a caller may change a list
-        flags = self._flags_key(*[given[name] for name in self.flags])
+        flags = self._flags_key(*[given.get(name) for name in self.flags])
         if flags not in self._bound:  # equal layers share their plans
             if len(self._bound) >= _MOST_BOUND:
                 self._bound.clear()
-            every = ", ".join(name if name in self.tensors else f"_given[{name!r}]" for name in self.kinds)
+            own = [*(name for name in self.kinds if name in self.tensors), *self.hints]
+            every = ", ".join(name if name in own else f"_given[{name!r}]" for name in self.kinds)
             space: dict[str, Any] = {"_given": given, "_key": object()}  # hashed at once, unlike the flags
-            parameters = [self._parameter(name, space) for name in self.kinds if name in self.tensors]
-            self._bound[flags] = self._generate(parameters, every, f"{every}, key=_key", "_key", space)
+            hints = [self.kinds[name].key_source(name) for name in self.hints]
+            key = f"(_key, {', '.join(hints)})" if hints else "_key"
+            self._bound[flags] = self._generate(
+                [self._parameter(name, space) for name in own], every, f"{every}, key={key}", key, space
+            )
         return self._bound[flags]
 
     def _public(self) -> Callable[..., Any]:

@@ -53,6 +53,11 @@ def null_slot(null_slot: int) -> None:
         bad_value("null_slot", "an int >= -1 that fits int32", null_slot)
 
 
+def max_seqlen(max_seqlen: int | None) -> None:
+    if max_seqlen is not None and max_seqlen < 0:
+        bad_value("max_seqlen", "an int >= 0 or None", max_seqlen)
+
+
 def layout(argument: str, value: object) -> None:
     """Raises TypeError unless the value is a strided tensor."""
     if not isinstance(value, torch.Tensor):

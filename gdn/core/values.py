@@ -86,6 +86,13 @@ def token_bounds(name: str, offsets: Tensor | None, batch: int, length: int, dev
     return offsets.long().contiguous()
 
 
+def check_max_seqlen(max_seqlen: int | None, bounds: Tensor) -> None:
+    """Checks that no sequence has more tokens."""
+    longest = int(bounds.diff().max()) if bounds.numel() > 1 else 0
+    if max_seqlen is not None and longest > max_seqlen:
+        bad_value("max_seqlen", f"at least the {longest} tokens of the longest sequence", max_seqlen)
+
+
 def _sequence_of(bounds: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Sequence of each token (arbitrary for padding), and whether the token belongs to a sequence; N >= 1."""
     token = torch.arange(num_tokens, device=bounds.device)

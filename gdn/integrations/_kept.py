@@ -168,21 +168,20 @@ def _forget(owner: "weakref.ref[LayerViews]", source: Any) -> None:
 
 
 class StepView:
-    """A view of a tensor of a step's metadata, made by the first of the layers that share it.
+    """A view of a tensor of a step's metadata, or a number from it, made by the first of the layers that share it.
 
-    make: takes the tensor and a count.
+    make: takes the tensor, or what holds it, and a count.
     """
 
-    def __init__(self, make: Callable[[Tensor, int], Tensor]) -> None:
+    def __init__(self, make: Callable[[Any, int], Any]) -> None:
         self._make = make
         self._kept: tuple[Callable[[], Any], Any, int, Any] = (_nothing, None, 0, None)
 
-    def __call__(self, metadata: Any, source: Tensor, count: int) -> Tensor:
+    def __call__(self, metadata: Any, source: Any, count: int) -> Any:
         """The view. metadata: that of the step, alive; another one, or another tensor in it, makes it anew."""
         owner, of, number, view = self._kept
         if of is source and number == count and owner() is metadata:
-            found: Tensor = view
-            return found
+            return view
         made = self._make(source, count)
         with contextlib.suppress(TypeError):  # its class has no weak references
             self._kept = (weakref.ref(metadata, partial(_drop, weakref.ref(self))), source, count, made)

@@ -77,7 +77,7 @@ class Parts:
         """As `fused_gdn_prefill`. tensors: its positional arguments."""
         mixed_qkv, z, b, a, windows, weight, A_log, dt_bias, gain, states, slots = self._taken(tensors)
         options = self.options
-        bounds = batch.pop("query_start_loc")
+        bounds, longest = batch.pop("query_start_loc"), batch.pop("max_seqlen", None)
         mixed = gdn.causal_conv1d_fn(
             mixed_qkv, weight, conv_bias, conv_states=windows, query_start_loc=bounds, cache_indices=slots,
             activation=options["activation"], null_slot=options["null_slot"], backend=options["backend"], **batch,
@@ -85,7 +85,7 @@ class Parts:
         q, k, v = self._heads(mixed)
         o, _ = gdn.chunk_gated_delta_rule(
             q, k, v, self._sliced(a), self._sliced(b), initial_state=self._states(states), cu_seqlens=bounds,
-            state_indices=slots, **self._rule(A_log, dt_bias), **batch,
+            state_indices=slots, max_seqlen=longest, **self._rule(A_log, dt_bias), **batch,
         )  # fmt: skip
         return self._normed(o, z, gain, out)
 

@@ -46,6 +46,17 @@ def _are_same(views: Any, others: Any) -> bool:
     )
 
 
+def _most_tokens(counted: dict[int, Any], _: int) -> int | None:
+    """Of the rows without drafts, rounded up: the host counts blocks of a few tokens of each, for its own convolution."""
+    for tokens, of_rows in counted.items():
+        blocks = of_rows["nums"]
+        return tokens * int(blocks.max()) if blocks.is_cpu and blocks.numel() else None
+    return None
+
+
+_longest = StepView(_most_tokens)
+
+
 class Step:
     """The steps of one layer.
 
@@ -164,10 +175,12 @@ class Step:
             decoding = metadata.num_decodes
             offsets = _offsets_behind(metadata, checkpoint.checkpoint_offsets, decoding)
             slots = _slots_behind(metadata, checkpoint.state_indices, decoding)
+        counted = getattr(metadata, "nums_dict", None)
+        longest = _longest(metadata, counted, 0) if counted else None
         return self._prefill(
             qkvz, None, ba, None, windows, weight, A_log, dt_bias, gain, states, metadata.prefill_state_indices, conv_bias=bias,
             out=out, query_start_loc=metadata.prefill_query_start_loc, has_initial_state=metadata.prefill_has_initial_state,
-            checkpoint_offsets=offsets, checkpoint_slots=slots,
+            checkpoint_offsets=offsets, checkpoint_slots=slots, max_seqlen=longest,
         )  # fmt: skip
 
     def _tokens_and_prompts(self, qkvz: Tensor, ba: Tensor, out: Tensor, fixed: Any, metadata: Any) -> None:

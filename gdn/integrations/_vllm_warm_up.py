@@ -14,12 +14,13 @@ import torch
 
 from gdn.integrations._vllm_rows import Fold, Prompts, Rows
 from gdn.integrations._vllm_step import Step
-from gdn.warmup import warmup_sizes, without_kernel
+from gdn.warmup import warmup_sizes, warmup_uneven, without_kernel
 
 Tensor = torch.Tensor
 _LIVE = 3  # sequences of a batch that own blocks; the others are padding, so that few blocks are enough for any batch
 _PAGE_ALIGNMENT = 512  # bytes
 _CHUNK = 64  # tokens: where a prefill can store its state
+_COUNTED = 8  # tokens of the blocks that the host counts
 _WITH_RING = {"gdn_decode", "fold_states"}
 _done: set[tuple[Any, ...]] = set()
 
@@ -78,10 +79,10 @@ def warm_up(layer: Any, step: Step, qkvz: Tensor, ba: Tensor, limits: Limits) ->
     pages = _pages(shapes, dtypes, qkvz.device, _LIVE * (2 + (layer.num_spec if step.page is None else 0)))
     columns = 1 + layer.num_spec
 
-    def make(kind: Kind, tokens: int, sequences: int) -> None:
+    def make(kind: Kind, tokens: int, sequences: int, is_uneven: bool = False) -> None:
         rows = [x if len(x) >= tokens else x.new_zeros(tokens, x.shape[1]) for x in (qkvz, ba)]
         core = qkvz.new_empty(tokens, step.num_value_heads, step.head_v_dim)
-        known = batch(kind, tokens, sequences, columns, qkvz.device)
+        known = batch(kind, tokens, sequences, columns, qkvz.device, is_uneven)
         if step.page is not None:
             known.gdn_replay = replay_rows(known, sequences, layer)
         step(rows[0][:tokens], rows[1][:tokens], core, known, pages)
@@ -94,6 +95,10 @@ def warm_up(layer: Any, step: Step, qkvz: Tensor, ba: Tensor, limits: Limits) ->
             )  # fmt: skip
             for tokens, sequences in sizes:
                 make(kind, tokens, sequences)
+            if kind.most_each is None:
+                most = {"most_tokens": limits.tokens, "most_sequences": limits.sequences}
+                for tokens, sequences in warmup_uneven(partial(make, kind, 1, 1), qkvz.device, **most):
+                    make(kind, tokens, sequences, is_uneven=True)
     _done.add(key)
 
 
@@ -136,13 +141,21 @@ def _pages(
     return views[0], views[1]
 
 
-def batch(kind: Kind, tokens: int, sequences: int, columns: int, device: torch.device) -> SimpleNamespace:
-    """Metadata of a batch of one kind, as vLLM hands it over. columns: blocks of a sequence, for drafts."""
+def batch(
+    kind: Kind, tokens: int, sequences: int, columns: int, device: torch.device, is_uneven: bool = False
+) -> SimpleNamespace:
+    """Metadata of a batch of one kind, as vLLM hands it over. columns: blocks of a sequence, for drafts. is_uneven: all prompts
+    but the last have one token, and the host has counted."""
     live = torch.arange(sequences, dtype=torch.int32, device=device)
     slots = torch.where(live < _LIVE, live + 1, 0).int()
     bounds = (torch.arange(sequences + 1, device=device) * tokens // sequences).int()
+    if is_uneven:
+        bounds = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+        bounds[-1] = tokens
     known: dict[str, Any] = {"checkpoint": None, "spec_sequence_masks": None}
     known |= dict.fromkeys(("num_prefills", "num_decodes", "num_decode_tokens"), 0) | {"num_actual_tokens": tokens}
+    if is_uneven:
+        known["nums_dict"] = {_COUNTED: {"nums": torch.tensor([-(-(tokens - sequences + 1) // _COUNTED)])}}
     if kind.most_each is None:
         known |= {
             "num_prefills": sequences, "prefill_state_indices": slots, "prefill_query_start_loc": bounds,

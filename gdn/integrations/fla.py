@@ -122,7 +122,9 @@ def chunk_gated_delta_rule(
         The write strength is 2 sigmoid(beta), computed before the kernel; needs `use_beta_sigmoid_in_kernel`.
     cu_seqlens : Tensor [N + 1], optional
         Offsets of packed sequences, with B = 1.
-    cu_seqlens_cpu, chunk_indices
+    cu_seqlens_cpu : Tensor [N + 1], optional
+        The offsets on the host: with them one long sequence among short ones is faster.
+    chunk_indices
         Accepted and not needed.
     cp_context : None
         Only None is served.
@@ -146,6 +148,9 @@ def chunk_gated_delta_rule(
     beta_or_raw, raw = _write_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     # Callers hand on flags of theirs that are None, such as `use_cache`.
     gate = bool(kwargs.get("use_gate_in_kernel", False))
+    longest = None
+    if cu_seqlens_cpu is not None and cu_seqlens_cpu.is_cpu and cu_seqlens_cpu.numel() > 1:
+        longest = int(cu_seqlens_cpu.diff().max())
     return gdn.chunk_gated_delta_rule(
         q,
         k,
@@ -157,6 +162,7 @@ def chunk_gated_delta_rule(
         output_final_state=bool(output_final_state),
         use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
         cu_seqlens=cu_seqlens,
+        max_seqlen=longest,
         state_v_first=bool(kwargs.get("transpose_state_layout", state_v_first)),
         use_gate_in_kernel=gate,
         A_log=kwargs.get("A_log") if gate else None,

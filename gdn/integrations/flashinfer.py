@@ -74,7 +74,7 @@ def chunk_gated_delta_rule(
     use_cp, _cp_chunk_len
         Accepted and not needed.
     max_seqlen : int, optional
-        Most tokens of a sequence; bounds the search for checkpoints.
+        Most tokens of a sequence; bounds the search for checkpoints, and chooses how the work is dealt out.
     state_indices : Tensor [N], optional
         Slot of each sequence in the pool; -1 is padding. Without `output_final_state` the pool is only read.
     backend : str
@@ -114,6 +114,7 @@ def chunk_gated_delta_rule(
         cu_seqlens,
         state_indices=slots,
         final_state_indices=unstored,
+        max_seqlen=max_seqlen,
         out=None if output is None else output[None],
         **checkpoints,
     )

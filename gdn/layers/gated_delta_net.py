@@ -181,7 +181,9 @@ class GatedDeltaNet(nn.Module):
             if (kept := getattr(metadata, name, None)) is not None:
                 options[name] = kept[count:]
         pools, starts = (conv_states, ssm_states), metadata.prefill_query_start_loc
-        return torch.cat([core, self._continue(projected[tokens:], pools, slots[count:], starts, options)])
+        return torch.cat(
+            [core, self._continue(projected[tokens:], pools, slots[count:], starts, options, _longest(metadata, count))]
+        )
 
     def _spec(self, projected: Tensor, metadata: Any, conv_states: Tensor, ssm_states: Tensor, ring: dict[str, Any]) -> Tensor:
         """Speculative rows: chains of drafts, or draft trees, which the fused operator refuses."""
@@ -213,7 +215,8 @@ class GatedDeltaNet(nn.Module):
             if ring:
                 return self._beside(projected, metadata, *pools, ring)
             checkpoints = {name: getattr(metadata, name, None) for name in ("checkpoint_offsets", "checkpoint_slots")}
-            return self._continue(projected, pools, slots, offsets, {"has_initial_state": mask, **checkpoints})
+            options = {"has_initial_state": mask, **checkpoints}
+            return self._continue(projected, pools, slots, offsets, options, _longest(metadata))
         rows, count = parts.shared_rows, parts.shared_sequences
         ranks = {"group": self.context_parallel.group, "final_rank": None}
         own = (slots[count:], offsets[count:] - rows, {"has_initial_state": mask[count:], **ranks})
@@ -227,7 +230,13 @@ class GatedDeltaNet(nn.Module):
         return torch.cat([first, self._continue_apart(projected[rows:], pools, *own)])
 
     def _continue(
-        self, projected: Tensor, pools: tuple[Tensor, Tensor], slots: Tensor, offsets: Tensor, options: dict[str, Any]
+        self,
+        projected: Tensor,
+        pools: tuple[Tensor, Tensor],
+        slots: Tensor,
+        offsets: Tensor,
+        options: dict[str, Any],
+        max_seqlen: int | None = None,
     ) -> Tensor:
         """Runs all steps between the projections for prompt chunks: one operator where it has a kernel for the head dims."""
         if not self.has_fused_prefill:
@@ -238,7 +247,7 @@ class GatedDeltaNet(nn.Module):
             mixed_qkv, z.view(-1, self.num_v_heads, self.head_v_dim), b, a, pools[0], parameters["conv_weight"],
             parameters["A_log"], parameters["dt_bias"], parameters["norm_weight"], pools[1], slots, query_start_loc=offsets,
             num_k_heads=self.num_k_heads, head_k_dim=self.head_k_dim, head_v_dim=self.head_v_dim, eps=self.eps,
-            gate_activation=self.gate_activation, state_v_first=True, null_slot=self.null_slot, **options,
+            gate_activation=self.gate_activation, max_seqlen=max_seqlen, state_v_first=True, null_slot=self.null_slot, **options,
         )  # fmt: skip
         return core
 
@@ -296,3 +305,9 @@ class GatedDeltaNet(nn.Module):
             if now.dtype != was.dtype:  # a conversion of the model's dtype: decays keep their precision
                 now.data = was.to(now.device)
         return self
+
+
+def _longest(metadata: Any, first: int = 0) -> int | None:
+    """Tokens of the longest row from `first` on, where the host knows them."""
+    lengths = getattr(metadata, "non_spec_lengths_host", None)
+    return None if lengths is None else max(lengths[first:], default=0) or None

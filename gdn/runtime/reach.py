@@ -38,11 +38,15 @@ def kernels(problems: Iterable[Problem], device: DeviceSpec) -> list[Kernel]:
     """The kernels that calls of these problems run under the present switches, each once, with a problem that takes it.
 
     Of problems that differ in sizes alone, one after the other, the second no smaller: where they take different kernels, the
-    sizes between them are asked too, by halves, since a narrow range of sizes may take a kernel of its own.
+    sizes between them are asked too, by halves, since a narrow range of sizes may take a kernel of its own. A problem with hints
+    stands for itself.
     """
     reached = _Reached(device)
     before: dict[tuple[str, str], Problem] = {}  # the last problem of the same static fields
     for problem in problems:
+        if any(problem.hints().values()):
+            reached.taken(problem)
+            continue
         place = (problem.op, problem.static_key())
         if (last := before.get(place)) is not None:
             reached.between(last, problem)
@@ -70,7 +74,7 @@ class _Reached:
         is_compiled = choice.backend != "reference"
         taken = (choice.backend, *compiled.compiled_fields(choice.config).items()) if is_compiled else ("reference",)
         self._taken[problem] = taken
-        of_static = (replace(problem, **dict.fromkeys(problem.sizes(), 0)), taken)  # type: ignore[type-var]
+        of_static = (replace(problem, **dict.fromkeys((*problem.sizes(), *problem.hints()), 0)), taken)  # type: ignore[type-var]
         if is_compiled and of_static not in self._seen:
             self._seen.add(of_static)
             module = registry.operator(problem.op).modules[choice.backend]

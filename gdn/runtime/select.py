@@ -236,7 +236,8 @@ def choose(
     tune_problem: Problem = problem
     if switches.batch_invariant:
         known = INVARIANT_SIZES | _INVARIANT_SIZES_OF.get(op.name, {})
-        tune_problem = dataclasses.replace(problem, **{name: known.get(name, 4096) for name in problem.sizes()})  # type: ignore[type-var]
+        fixed = {name: known.get(name, 4096) for name in problem.sizes()} | dict.fromkeys(problem.hints(), 0)
+        tune_problem = dataclasses.replace(problem, **fixed)  # type: ignore[type-var]
 
     @functools.cache
     def entries(name: str) -> Sequence[Tuned]:

@@ -188,7 +188,8 @@ def _groups(path: Path) -> tuple[Group, ...]:
 def _defaults(problem: type[Problem]) -> dict[str, Any]:
     """The static fields that may be left out, with what they are then: those that came after tables were written."""
     every = dataclasses.fields(problem)  # type: ignore[arg-type]
-    return {f.name: f.default for f in every if f.default is not dataclasses.MISSING and not f.metadata.get("size")}
+    static = [f for f in every if "tunes" in f.metadata]
+    return {f.name: f.default for f in static if f.default is not dataclasses.MISSING}
 
 
 @functools.cache

@@ -13,6 +13,9 @@ from gdn.problem import Problem
 SEQUENCES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 PROMPTS = (1, 2, 4, 8, *(count for power in range(4, 18) for count in (1 << power, 3 << power - 1)))  # tokens of a step
 LENGTHS = tuple(1 << power for power in range(4, 19))  # of a context
+UNEVEN = (2, 8, 64)  # prompts of a step, one of which is long
+# Tokens of such a step. The length of a segment, which decides what is compiled, goes up and down with them.
+LONG = tuple(int(256 * 1.2**power) for power in range(36))
 ROWS = tuple(1 << power for power in range(16))  # of a step
 
 Group = tuple[Problem, ...]  # a call's problem at all of its sizes
@@ -35,7 +38,17 @@ def prompts(problem: Any) -> Group:
     """The problem of a prefill step: lines of growing numbers of tokens, and of sequences."""
     names = ("num_tokens", "num_sequences")
     longer = at(problem, names, ((tokens, n) for n in SEQUENCES for tokens in PROMPTS if n <= tokens))
-    return longer + at(problem, names, ((tokens, n) for tokens in PROMPTS[4::2] for n in SEQUENCES if n <= tokens))
+    more = at(problem, names, ((tokens, n) for tokens in PROMPTS[4::2] for n in SEQUENCES if n <= tokens))
+    return longer + more + uneven(problem)
+
+
+def uneven(problem: Any) -> Group:
+    """The problem of a prefill step of which the host knows that one prompt is long: next to rows of one token, and next to
+    shorter prompts. Nothing where a problem has no such hint."""
+    if "longest" not in problem.hints():
+        return ()
+    found = ((tokens, n, long) for tokens in LONG for n in UNEVEN for long in (tokens - n + 1, tokens * 3 // 4))
+    return tuple(replace(problem, num_tokens=tokens, num_sequences=n, longest=long) for tokens, n, long in found if n < long)
 
 
 def rows(problem: Any) -> Group:

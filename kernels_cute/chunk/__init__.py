@@ -13,6 +13,7 @@ from gdn.device import DeviceSpec
 from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
 from kernels_cute.chunk import kernel
 from kernels_cute.chunk.kernel import Config as Config
+from kernels_cute.chunk.plan import is_uneven
 
 # log2 of how far a call's sizes may be from those of a tuned entry that serves it (see gdn.runtime.tuned). For others another
 # design may be faster, and the default knows which.
@@ -58,6 +59,11 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Any:
 def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
     module, computed = _computed(problem)
     return module.configs(computed, device)
+
+
+def suits(problem: ChunkProblem, config: Any) -> bool:
+    """Whether a tuned entry may serve these sizes. Tables hold times of equal lengths."""
+    return not is_uneven(problem)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Any) -> int:

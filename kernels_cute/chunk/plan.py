@@ -2,7 +2,8 @@
 
 The lengths of the sequences are on the device and nobody reads them: the model takes them to be equal. For segments, of which
 there are about as many however the tokens are dealt out, that is near enough. Whole sequences take as long as the longest one, so
-where there are several, the model says how long that may be, and the device compares.
+where there are several, the model says how long that may be, and the device compares. Where the host knows that one is much
+longer than the others (`ChunkProblem.longest`), the choice is made here.
 """
 
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ _FOUR_SM_CHUNK, _RING_CHUNK, _FOUR_SM_START = 0.87, 0.97, 12.0
 _FOURS, _SMS = 28, 132
 _LEAST_GAIN = 0.9  # of the time of a whole sequence with two SMs a head, by the model: what a split of it must stay below
 _TIE = 1.03  # a longer segment that takes little more needs less workspace
+_LEAST_UNEVEN = 4  # times the mean that the longest sequence has where lengths count as uneven
 _FEW_CHUNKS = 32  # of a block: below, asking the L2 cache ahead costs more than it gains
 # Where two state heads a work tile are faster, measured (LAB-NOTES.md): least state heads a key head, most chunks a sequence.
 _LEAST_SHARERS, _MOST_SHARED_CHUNKS = 4, 4
@@ -50,12 +52,18 @@ def four_sm_clusters(device: DeviceSpec) -> tuple[int, int]:
     return fours, device.num_sms // BLOCKS - fours
 
 
+def is_uneven(problem: ChunkProblem) -> bool:
+    """Whether the host knows one sequence to be much longer than the others. Tables hold times of equal lengths."""
+    return problem.num_sequences > 1 and problem.longest * problem.num_sequences >= _LEAST_UNEVEN * problem.num_tokens
+
+
 class Model:
     """The times of a call in its forms, in microseconds."""
 
     def __init__(self, problem: ChunkProblem, device: DeviceSpec) -> None:
         self.num_tokens, self.num_sms = problem.num_tokens, device.num_sms
-        self.is_one_sequence = problem.num_sequences <= 1
+        self.is_one_sequence, self.is_uneven = problem.num_sequences <= 1, is_uneven(problem)
+        self.longest = min(problem.longest, problem.num_tokens)
         self.sequences = max(problem.num_sequences, 1)
         self.slices = problem.head_v_dim // 64
         self.blocks = problem.num_state_heads * self.slices  # of a sequence or segment
@@ -67,8 +75,8 @@ class Model:
         # many at once, would be faster: two waves of the one to one of the other, three to two.
         groups, clusters = self.sequences * problem.num_state_heads, four_sm_clusters(device)
         self.four_sm_chunk = _FOUR_SM_CHUNK if groups <= clusters[0] else _RING_CHUNK
-        is_at_once = problem.head_v_dim == DIM and groups <= sum(clusters)
-        self.four_sm_time = self.chunks * self.four_sm_chunk + _FOUR_SM_START if is_at_once else float("inf")
+        self.four_sm_fits = problem.head_v_dim == DIM and groups <= sum(clusters)  # all of them at once
+        self.four_sm_time = self.chunks * self.four_sm_chunk + _FOUR_SM_START if self.four_sm_fits else float("inf")
         self.uses_four_sm = self.four_sm_time < self.whole_time  # for whole sequences
 
     def split(self) -> tuple[int, int]:
@@ -78,6 +86,8 @@ class Model:
         if not times:
             return 0, 0
         best = min(times.values())
+        if self.is_uneven:
+            return (min(times, key=times.__getitem__), 0) if best < _LEAST_GAIN * self._uneven_time() else (0, 0)
         segment = max(length for length, time in times.items() if time <= _TIE * best)
         if self.is_one_sequence:
             return (segment, 0) if best < min(_LEAST_GAIN * self.whole_time, self.four_sm_time) else (0, 0)
@@ -124,10 +134,11 @@ class Model:
     def _split_times(self) -> Iterator[tuple[float, int]]:
         """(time, length) of every length that makes several segments; nothing where whole sequences leave no SM idle."""
         sequences, times = self.sequences, self.times
-        if sequences * self.blocks >= self.num_sms:
+        if sequences * self.blocks >= self.num_sms and not self.is_uneven:
             return
+        chunks = -(-self.longest // CHUNK) if self.is_uneven else self.chunks
         for length in _LENGTHS:
-            count = -(-self.chunks // length)  # segments of a sequence
+            count = -(-chunks // length)  # segments of a sequence, the longest if it is known
             if count < 2:
                 return
             if sequences == 1:
@@ -139,6 +150,13 @@ class Model:
             time = first * (length * times.summary + times.wave) + second * (length * times.chunk + times.wave)
             # Each wave takes as long as its last segment, which is the further into its sequence the later the wave is.
             yield time + times.compose * (count - 2) * (second + 1) / 2, length
+
+    def _uneven_time(self) -> float:
+        """Of whole sequences whose longest is known: as long as that one, or as all of them take that have their turns."""
+        chunks, total = -(-self.longest // CHUNK), self.num_tokens / CHUNK + self.sequences / 2
+        turns = total * self.blocks / self.num_sms * self.times.chunk
+        whole = max(chunks * self.times.chunk, turns) + self.times.wave
+        return min(whole, chunks * self.four_sm_chunk + _FOUR_SM_START) if self.four_sm_fits else whole
 
     def _waves(self, count: int) -> int:
         """Waves of the blocks of `count` sequences or segments."""

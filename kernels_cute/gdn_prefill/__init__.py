@@ -6,8 +6,9 @@
 
 Forms: launches of the kernels of the three operators one after the other, in one entry (in_turn.py), or an entry each where the
 chunk operator has launches of its own (parts.py); the convolution, then the chunk kernel with the norm in it (normed.py); or side
-by side, each some chunks later than the one before (side_by_side.py). The last two may leave sequences of one token to the decode
-step's kernel (one_token.py), and normed.py those of up to 64 tokens to small blocks (short/).
+by side, each some chunks later than the one before (side_by_side.py). The last two, and the first with sequences in segments, may
+leave sequences of one token to the decode step's kernel (one_token.py), and normed.py those of up to 64 tokens to small blocks
+(short/).
 DESIGN.md says when which one runs. `GdnPrefillParams` has the contract of each tensor.
 """
 
@@ -22,6 +23,7 @@ from gdn.problem import DTYPE_BYTES
 from kernels_cute import chunk
 from kernels_cute.chunk import kernel as chunk_kernel
 from kernels_cute.chunk.kernel import Config as ChunkConfig
+from kernels_cute.chunk.plan import is_uneven
 from kernels_cute.common.choice import FLOAT_DTYPES, unserved
 from kernels_cute.conv1d import prefill as conv
 from kernels_cute.gdn_prefill import parts, plan, shape
@@ -48,7 +50,7 @@ class Config(ChunkConfig):
     norm_in_chunk: int = field(default=0, metadata={"compiled": bool})
 
     # Sequences of at most so many tokens are those of other launches: of one token of the decode step's kernel, of more of small
-    # blocks. 0, 1, or with norm_in_chunk 64; 0 with neither norm_in_chunk nor num_conv_blocks.
+    # blocks. 0, 1, or with norm_in_chunk 64; 0 where whole sequences are those of launches one after the other.
     max_short_tokens: int = 0
 
     conv_threads: int = 128
@@ -85,15 +87,16 @@ def note(problem: GdnPrefillProblem) -> str | None:
 
 
 def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool:
-    if config.max_short_tokens and not (config.norm_in_chunk or config.num_conv_blocks):
-        return False
     if config.num_conv_blocks:
         return plan.side_by_side_fits(problem, config, device)
     if not conv.fits(parts.conv_problem(problem), config.conv, device):
         return False
     if config.norm_in_chunk:
         return plan.normed_fits(problem, config, device)
-    if not shape.conv_batch_fits(problem, config.conv_batch):
+    if config.max_short_tokens:  # rows of the staged convolution go through shared memory
+        if not plan.in_segments_fits(problem, config, device):
+            return False
+    elif not shape.conv_batch_fits(problem, config.conv_batch):
         return False
     if problem.has_norm and not norm.fits(parts.norm_problem(problem), config.norm, device):
         return False
@@ -101,9 +104,14 @@ def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool
 
 
 def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
-    """Side by side where that is faster by the model; with the norm in the chunk kernel where work tiles take turns on all SMs,
-    and a launch for short sequences where they are many; else the default of each kernel."""
+    """In segments where one sequence is known to be long; side by side where that is faster by the model; with the norm in the
+    chunk kernel where work tiles take turns on all SMs, and a launch for short sequences where they are many; else the default of
+    each kernel."""
     apart = _with_steps(problem, chunk.default_config(parts.chunk_problem(problem), device), device)
+    if (segments := plan.in_segments(problem, device)) is not None:
+        return replace(apart, **segments)
+    if is_uneven(parts.chunk_problem(problem)) and apart.split_chunks:  # one long sequence, which the others wait for
+        return apart
     short = plan.with_short(problem, device) if plan.has_short(problem, device) else []
     changes = plan.side_by_side(problem, device) or next((one for one in short if one["max_short_tokens"] > 1), None)
     changes = changes or plan.normed(problem, device)
@@ -113,9 +121,16 @@ def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
 def configs(problem: GdnPrefillProblem, device: DeviceSpec) -> list[Config]:
     """The chunk kernel's, with the default of the other two, and those of the other forms."""
     apart = [_with_steps(problem, config, device) for config in chunk.configs(parts.chunk_problem(problem), device)]
+    if (segments := plan.in_segments(problem, device)) is not None:
+        apart.insert(0, replace(apart[0], **segments))
     normed = plan.normed(problem, device)
     others = (*([] if normed is None else [normed]), *plan.with_short(problem, device), *plan.all_side_by_side(problem, device))
     return [config for config in (*apart, *(replace(apart[0], **changes) for changes in others)) if fits(problem, config, device)]
+
+
+def suits(problem: GdnPrefillProblem, config: Config) -> bool:
+    """Whether a tuned entry may serve these sizes. Tables hold times of equal lengths."""
+    return not is_uneven(parts.chunk_problem(problem))
 
 
 def _with_steps(problem: GdnPrefillProblem, config: ChunkConfig, device: DeviceSpec) -> Config:

@@ -1,5 +1,6 @@
 """A prefill step as the launches of its three operators, one after the other in one entry: the convolution, the chunk kernel in
-any of its forms, and the gated norm.
+any of its forms, and the gated norm. With `max_short_tokens` the first two pass over the sequences of one token, and a last
+launch has them (one_token.py).
 
 Views of the call's tensors and of the workspace are made in the launch, where they cost nothing.
 
@@ -18,6 +19,8 @@ from gdn.problem import DTYPE_BYTES
 from kernels_cute.chunk import kernel as chunk
 from kernels_cute.chunk import library as chunk_library
 from kernels_cute.gdn_prefill import parts
+from kernels_cute.gdn_prefill.one_token import OneToken
+from kernels_cute.gdn_prefill.staged import StagedTiles
 from kernels_cute.gdn_prefill.steps import PrefillConv, PrefillNorm
 from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
 
@@ -25,13 +28,15 @@ from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows
 class InTurn:
     def __init__(self, problem: GdnPrefillProblem, config: Any) -> None:
         rule, variants = parts.chunk_problem(problem), chunk.variants(config)
-        self.problem = problem
-        self.conv = PrefillConv(problem, config.conv)
+        self.problem, skipped = problem, config.max_short_tokens
+        self.conv = StagedTiles(problem, config.conv, skipped) if skipped else PrefillConv(problem, config.conv)
         # Of each launch of the chunk kernel what launches it, and where its scalars end.
-        self.chunks = [chunk_library.host(chunk.spec_of(rule, variant), rule, variant) for variant in variants]
+        specs = [chunk.spec_of(rule, variant).changed(skipped_tokens=skipped) for variant in variants]
+        self.chunks = [chunk_library.host(spec, rule, variant) for spec, variant in zip(specs, variants, strict=True)]
         self.ends = [*accumulate(len(chunk.scalars(variant, 1, 1, 1)) for variant in variants)]
         self.has_workspace = any(chunk.needs_workspace(variant) for variant in variants)
         self.norm = PrefillNorm(problem, config.norm) if problem.has_norm else None
+        self.one_token = OneToken(problem, waits=True) if skipped else None
 
     @cute.jit
     def launch(self, *values):
@@ -50,6 +55,8 @@ class InTurn:
         if cutlass.const_expr(self.norm is not None):
             z = norm_z(problem, params, tokens)
             self.norm(*RmsNormGatedParams(params.out, z, params.norm_weight, params.out, params.eps), stream)
+        if cutlass.const_expr(self.one_token is not None):
+            self.one_token.launch(params, stream)
 
     def rest(self, workspace: Any, tokens: Any) -> Any:
         """The workspace after the rows."""

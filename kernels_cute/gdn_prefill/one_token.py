@@ -1,7 +1,8 @@
 """A prefill step's sequences of one token: the decode step's kernel (kernels_cute.gdn_decode), in the last launch.
 
-It reads nothing that the launches before it write, and begins once all blocks of the one before have begun. Its first block waits
-for that one's end, so what follows in the stream, which waits for this launch alone, waits for all of them.
+It reads nothing that the launches before it write. So it begins once all blocks of the one before have begun, unless that one is
+the norm, which writes all rows. Its first block waits for that one's end, so what follows in the stream, which waits for this
+launch alone, waits for all of them.
 
 Blocks of other sequences return at once. The rows that nobody has are zeroed here: those of padding sequences of any length, and
 those after the last sequence.
@@ -39,19 +40,20 @@ def tiles(problem: GdnPrefillProblem) -> Config:
 
 
 class OneToken:
-    def __init__(self, problem: GdnPrefillProblem) -> None:
-        self.spec = Spec(parts.decode_problem(problem), tiles(problem))
+    def __init__(self, problem: GdnPrefillProblem, *, waits: bool = False) -> None:
+        """waits: for the end of the launch before."""
+        self.spec, self.waits = Spec(parts.decode_problem(problem), tiles(problem)), waits
 
     @cute.jit
     def launch(self, p: GdnPrefillParams, stream: Any):
-        """After a launch that lets this one begin."""
+        """After a launch that lets this one begin, unless it waits."""
         params = GdnDecodeParams(
             p.mixed_qkv, p.z, p.b, p.a, p.conv_states, p.conv_weight, p.conv_bias, p.A_log, p.dt_bias, p.norm_weight,
             p.ssm_state, p.state_indices, None, p.cu_seqlens, *[None] * 6, p.out, p.scale, p.eps, p.null_slot, None,
         )  # fmt: skip
         params, sequences = flat_views(self.spec.problem, params), p.cu_seqlens.shape[0] - 1
         shape = launch_shape(self.spec, sequences)
-        self.kernel(params, p.has_initial_state).launch(stream=stream, use_pdl=True, **shape)
+        self.kernel(params, p.has_initial_state).launch(stream=stream, use_pdl=not self.waits, **shape)
 
     @cute.kernel
     def kernel(self, params: GdnDecodeParams, has_initial_state: cute.Tensor):

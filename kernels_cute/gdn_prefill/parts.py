@@ -48,6 +48,7 @@ def chunk_problem(problem: GdnPrefillProblem) -> ChunkProblem:
         use_qk_l2norm=True, use_gate=True, use_beta_sigmoid=True, has_initial_state=True, has_final_state=True,
         has_final_indices=False, has_mask=p.has_mask, has_checkpoints=p.keeps_states,
         checkpoint_state_dtype=p.checkpoint_state_dtype, num_tokens=p.num_tokens, num_sequences=p.num_sequences,
+        longest=p.longest,
     )  # fmt: skip
 
 

@@ -2,18 +2,20 @@
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from gdn.device import DeviceSpec
 from gdn.ops.layer_step.problem import GdnDecodeProblem, GdnPrefillProblem
 from kernels_cute.chunk.deal import max_scheduled_clusters
-from kernels_cute.chunk.plan import Model
+from kernels_cute.chunk.plan import Model, is_uneven
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.conv1d.shape import THREADS, threads_fit
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.shape import CLUSTER, PART_BYTES, block_threads
 from kernels_cute.gdn_prefill.short.shape import BLOCKS_PER_SM, MOST_TOKENS, RESERVED_BYTES
 from kernels_cute.gdn_prefill.short.shape import fits as short_fits
+from kernels_cute.gdn_steps import rms_norm_gated as norm
 
 ALL_CLUSTERS = 2**31 - 1
 _DIM = 128
@@ -30,6 +32,8 @@ _WORK_TILE = 3.0  # start and end of a work tile of the chunk kernel alone, wher
 _NORMED_TIME = 0.92  # with the norm in the chunk kernel, of the time apart
 # The same of the norm in the chunk kernel where sequences have fewer tokens than _LEAST_IN_TURN.
 _NORMED_TIME_OF_MANY = 0.97
+_MOST_OTHER_TOKENS = 2  # on average of the sequences next to a long one, where they count as sequences of one token
+_LONG_PROMPT = 8192  # tokens
 _LEAST_SHORT_WAVES = 3  # of the blocks that short sequences have, from calls with 4 and with 16
 _GBPS_CONV, _GBPS_NORM = 2500.0, 2850.0  # of the kernels alone, measured
 
@@ -86,11 +90,9 @@ def normed_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> 
     others = (c.prefetch, c.split_chunks, c.split_if_longest_exceeds, c.num_four_sm_clusters, c.max_l2_ring_groups)
     if not _can_norm_in_chunk(problem) or (c.stages, c.state_heads) != (STAGES, 1) or any(others):
         return False
-    tile_bytes = (problem.width - 1 + c.conv_rows) * c.conv_threads * PART_BYTES
-    tiles = tile_bytes <= device.shared_bytes_per_block and c.conv_rows % c.conv_batch == 0
     if c.max_short_tokens and c.max_short_tokens not in _short_choices(problem, device):
         return False
-    return tiles and 0 <= c.num_persistent_clusters <= max_scheduled_clusters(True)
+    return _staged_fits(problem, c, device) and 0 <= c.num_persistent_clusters <= max_scheduled_clusters(True)
 
 
 def normed(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | None:
@@ -102,8 +104,7 @@ def normed(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | N
     none = dict.fromkeys(
         ("prefetch", "split_chunks", "split_if_longest_exceeds", "num_four_sm_clusters", "max_l2_ring_groups"), 0
     )
-    tiles = {"conv_threads": _STAGED_THREADS, "conv_rows": _STAGED_ROWS, "conv_batch": _batch(problem)}
-    return none | tiles | {"norm_in_chunk": 1, "stages": STAGES, "state_heads": 1, "num_persistent_clusters": clusters}
+    return none | _staged(problem) | {"norm_in_chunk": 1, "stages": STAGES, "state_heads": 1, "num_persistent_clusters": clusters}
 
 
 def with_short(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str, int]]:
@@ -112,6 +113,35 @@ def with_short(problem: GdnPrefillProblem, device: DeviceSpec) -> list[dict[str,
     if changes is None or problem.num_sequences == 1:
         return []
     return [changes | {"max_short_tokens": tokens} for tokens in _short_choices(problem, device)]
+
+
+def in_segments(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int] | None:
+    """Fields of the configuration for one long sequence among sequences of one token, where few heads would leave SMs idle: the
+    long one in segments, the others by the decode step's kernel. None where the host does not know of such lengths, or whole
+    sequences are faster."""
+    others = problem.num_sequences - 1
+    if not is_uneven(parts.chunk_problem(problem)) or problem.num_tokens - problem.longest > _MOST_OTHER_TOKENS * others:
+        return None
+    if not _serves(problem) or not _can_decode(problem):
+        return None
+    alone = replace(parts.chunk_problem(problem), num_tokens=problem.num_tokens - others, num_sequences=1, longest=0)
+    model = Model(alone, device)
+    segment, _ = model.split()
+    if not segment:
+        return None
+    none = dict.fromkeys(("split_if_longest_exceeds", "num_persistent_clusters", "num_four_sm_clusters", "max_l2_ring_groups"), 0)
+    own = {"stages": STAGES, "state_heads": 1, "split_chunks": segment, "prefetch": model.prefetch(segment, 0)}
+    if problem.has_norm:  # the tiles of a long prompt, however long: fewer kernels are compiled and loaded
+        last = norm.default_config(replace(parts.norm_problem(problem), num_tokens=_LONG_PROMPT), device)
+        own |= {"norm_threads": last.threads, "norm_rows": last.rows}
+    return none | _staged(problem) | own | {"max_short_tokens": 1}
+
+
+def in_segments_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:
+    """Whether a configuration with `max_short_tokens` and `split_chunks` serves the problem, if the chunk kernel's part fits."""
+    is_split = config.split_chunks > 0 and not config.split_if_longest_exceeds
+    is_served = config.max_short_tokens == 1 and _serves(problem) and _can_decode(problem)
+    return is_split and is_served and _staged_fits(problem, config, device)
 
 
 def has_short(problem: GdnPrefillProblem, device: DeviceSpec) -> bool:
@@ -147,6 +177,17 @@ def _short_choices(problem: GdnPrefillProblem, device: DeviceSpec) -> list[int]:
     """Values of `max_short_tokens` but 0, next to the norm in the chunk kernel."""
     fits = short_fits(problem, device.shared_bytes_per_block // BLOCKS_PER_SM - RESERVED_BYTES)
     return (([MOST_TOKENS] if fits else []) + [1]) if _can_decode(problem) else []
+
+
+def _staged(problem: GdnPrefillProblem) -> dict[str, int]:
+    """Fields of the staged convolution."""
+    return {"conv_threads": _STAGED_THREADS, "conv_rows": _STAGED_ROWS, "conv_batch": _batch(problem)}
+
+
+def _staged_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:
+    """Whether its tiles are in shared memory at once."""
+    tile_bytes = (problem.width - 1 + config.conv_rows) * config.conv_threads * PART_BYTES
+    return tile_bytes <= device.shared_bytes_per_block and config.conv_rows % config.conv_batch == 0
 
 
 def _batch(problem: GdnPrefillProblem) -> int:

@@ -17,8 +17,18 @@ def _problem(**changes: Any) -> Any:
     return example("gdn_prefill", **{"num_tokens": 8192, "num_sequences": 256} | changes)
 
 
+def _uneven(problem: Any, **changes: Any) -> Any:
+    """With few heads and one long sequence, of which the host knows."""
+    ratio = problem.num_v_heads // problem.num_k_heads
+    few = {"num_k_heads": max(8 // ratio, 1), "num_v_heads": max(8 // ratio, 1) * ratio}
+    return dataclasses.replace(problem, **few | {"num_tokens": 8192, "num_sequences": 65, "longest": 8128} | changes)
+
+
 def _config(problem: Any, form: str = "short") -> Any:
-    """With the norm in the chunk kernel all short sequences elsewhere, or those of one token; side by side these, or none."""
+    """With the norm in the chunk kernel all short sequences elsewhere, or those of one token; side by side these, or none; and
+    one long sequence in segments."""
+    if form == "segments":
+        return module.default_config(_uneven(problem), H100)
     most = {"short": 64, "normed": 1, "beside": 1, "none elsewhere": 0}[form]
     is_beside = form in ("beside", "none elsewhere")
     found = [one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == is_beside]
@@ -49,18 +59,21 @@ _WITHOUT_NORM = {"norm_dtype": None, "z_dtype": None}
         *(("normed", one) for one in _VARIANTS[::5]),
         *(("beside", one) for one in (*_VARIANTS[1::3], _WITHOUT_NORM, {"z_dtype": "float32"}, *_BFLOAT16_STATES)),
         *(("none elsewhere", one) for one in _VARIANTS[:1] + _VARIANTS[2:5:2]),
+        *(("segments", one) for one in (*_VARIANTS[::2], _WITHOUT_NORM, *_BFLOAT16_STATES)),
     ],
     ids=str,
 )
 def test_machine_code(form: str, changes: dict[str, Any]) -> None:
     """No spills in any of the launches, two blocks of the short sequences an SM, every product once. Heads of 256 sequences take
     turns."""
-    problem = _problem(**changes)
+    problem = _problem(**changes) if form != "segments" else _uneven(_problem(**changes))
     config = _config(problem, form)
     assert module.fits(problem, config, H100)
     (library,) = module.compile(problem, config).values()
     kernels = {kernel.name.split("_object_at_")[0].rsplit("kernel", 1)[-1]: kernel for kernel in machine_code.kernels(library)}
-    assert len(kernels) == {"short": 4, "normed": 3, "beside": 4 + problem.has_norm, "none elsewhere": 4}[form]
+    assert len(kernels) == {
+        "short": 4, "normed": 3, "beside": 4 + problem.has_norm, "none elsewhere": 4, "segments": 4 + problem.has_norm,
+    }[form]  # fmt: skip
     assert all(kernel.spills == kernel.stack_bytes == 0 for kernel in kernels.values())
     assert len([name for name in kernels if "OneToken" in name]) == (form != "none elsewhere")
     if form != "short":
@@ -139,3 +152,30 @@ def test_the_launch_is_never_alone() -> None:
     assert not module.fits(problem, dataclasses.replace(beside, num_conv_blocks=0), H100)
     assert not any(module.fits(problem, dataclasses.replace(beside, max_short_tokens=tokens), H100) for tokens in (2, 64, -1))
     assert not any(module.fits(problem, dataclasses.replace(short, max_short_tokens=tokens), H100) for tokens in (2, 63, -1))
+
+
+def test_one_long_sequence_is_cut_where_the_host_knows_of_it() -> None:
+    known = _uneven(_problem())
+    config = module.default_config(known, H100)
+    assert config.split_chunks > 0 and config.max_short_tokens == 1 and module.fits(known, config, H100)
+    assert config in module.configs(known, H100)
+    for changes in (
+        {"longest": 0},  # not known
+        {"longest": 300},  # as long as the others
+        {"num_k_heads": 16, "num_v_heads": 32},  # heads enough
+        {"num_tokens": 2000, "longest": 1936},  # too short to be cut
+    ):
+        assert module.default_config(_uneven(_problem(), **changes), H100).split_chunks == 0
+    # Next to prompts that are no rows of one token: segments, and no launch for these.
+    others = module.default_config(_uneven(_problem(), num_tokens=9000, num_sequences=10, longest=8000), H100)
+    assert others.split_chunks > 0 and others.max_short_tokens == 0 and others.split_if_longest_exceeds == 0
+    assert not module.suits(known, config) and module.suits(dataclasses.replace(known, longest=0), config)
+
+
+def test_lengths_change_no_key() -> None:
+    known = _uneven(_problem())
+    unknown = dataclasses.replace(known, longest=0)
+    assert known != unknown and known.hints() == {"longest": 8128}
+    assert (
+        known.static_key() == unknown.static_key() and known.tune_key() == unknown.tune_key() and known.sizes() == unknown.sizes()
+    )

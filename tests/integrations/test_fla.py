@@ -108,6 +108,15 @@ def test_ignored_arguments_change_nothing() -> None:
     assert torch.equal(fla.chunk_gated_delta_rule(**given)[0], fla.chunk_gated_delta_rule(**given, **more)[0])
 
 
+def test_offsets_on_the_host_say_how_long_the_longest_sequence_is() -> None:
+    given = rule_inputs()
+    given |= {one: given[one][:1] for one in ("q", "k", "v", "g", "beta")} | {"cu_seqlens": torch.tensor([0, 30, 70])}
+    on_host = fla.chunk_gated_delta_rule(**given, cu_seqlens_cpu=given["cu_seqlens"].clone())
+    assert torch.equal(fla.chunk_gated_delta_rule(**given)[0], on_host[0])
+    with pytest.raises(ValueError, match="max_seqlen: expected at least the 40 tokens of the longest sequence, got 39"):
+        fla.chunk_gated_delta_rule(**given, cu_seqlens_cpu=torch.tensor([0, 31, 70]))
+
+
 RULE_REFUSALS = {
     "the tokens are on meta": {"q": torch.empty(2, 70, 2, 16, device="meta")},
     "autograd needs gradients": {"beta": torch.rand(2, 70, 4, requires_grad=True)},

@@ -137,6 +137,8 @@ def test_prefill_ignores_hints() -> None:
     given = prefill()
     more = {"use_cp": True, "_cp_chunk_len": 64, "max_seqlen": 66, "backend": "flashinfer"}
     assert torch.equal(flashinfer.chunk_gated_delta_rule(**given), flashinfer.chunk_gated_delta_rule(**given, **more))
+    with pytest.raises(ValueError, match="max_seqlen: expected at least"):  # ours gets it
+        flashinfer.chunk_gated_delta_rule(**given, max_seqlen=1)
 
 
 def decode(tokens: int = 1, v_first: bool = True, slots: int = BATCH) -> dict[str, Any]:

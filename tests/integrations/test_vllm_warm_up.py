@@ -20,7 +20,7 @@ from gdn.warmup import warmup_sizes
 from tests.integrations.vllm_engine import WIDTH, batch, counted, layer
 
 LIMITS = Limits(tokens=8192, sequences=256)
-DRAWN = 120  # batches
+DRAWN = 160
 
 
 @pytest.fixture(autouse=True)
@@ -88,10 +88,15 @@ class Engine:
             most = LIMITS.tokens if not drafting else 1024  # their rows are gathered
             tokens = max(begin + new, self.count(most)) - begin
             lengths = [tokens // new] * new
-            lengths[-1] += tokens % new
+            if self.random.random() < 0.25:  # one is long, as the host may know
+                others, tokens = self.random.choice([[1], [1, 1, 1, 9]]), self.random.randint(most // 2, most) - begin
+                lengths = [min(self.random.choice(others), lengths[0]) for _ in lengths]
+            lengths[-1] += tokens - sum(lengths)
             if self.random.random() < 0.5:
                 checkpoints = [0] * (decoding + new)
         found = batch(decode=decoding, drafts=drafts, prompts=lengths, checkpoints=checkpoints, columns=columns)
+        if lengths and self.random.random() < 0.7:
+            found.nums_dict = {8: {"nums": -(-torch.tensor(lengths) // 8)}}
         return found if self.layer.page is None else counted(self.counter, found)
 
 
@@ -184,6 +189,11 @@ def test_a_form_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
         missing = served - engine.warmed()
         assert {op for op, *_ in missing} == {"gdn_prefill"}
         assert any(dict(fields)[form] for _, _, _, fields in missing)
+    monkeypatch.setattr(_vllm_warm_up, "_done", set())
+    monkeypatch.setattr(_vllm_warm_up, "warmup_sizes", warmup_sizes)
+    monkeypatch.setattr(_vllm_warm_up, "warmup_uneven", lambda *_, **__: [])
+    missing = {fields for _, _, _, fields in served - engine.warmed()}
+    assert missing and all(dict(fields)["split_chunks"] for fields in missing)
 
 
 def takes(engine: Engine, form: str, tokens: int, sequences: int) -> bool:

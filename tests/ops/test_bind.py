@@ -8,7 +8,7 @@ import torch
 import gdn
 from gdn.core import call
 from gdn.core.call import operator_of
-from gdn.ops.delta_rule.inputs import recurrent_inputs, recurrent_problem
+from gdn.ops.delta_rule.inputs import chunk_inputs, chunk_problem, recurrent_inputs, recurrent_problem
 from gdn.runtime import env
 from gdn.testing.compare import same_bits
 from tests.ops.contract_kernel import ContractKernel
@@ -92,3 +92,21 @@ def test_a_compiler_traces_it() -> None:
     with torch.no_grad():
         compiled = torch.compile(twice, backend="eager", fullgraph=True)
         assert torch.equal(compiled(x), twice(x))
+
+
+def test_a_hint_is_given_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of other lengths are other calls; equal ones repeat."""
+    kernel = ContractKernel().put(monkeypatch)
+    problem = chunk_problem(dtype="bfloat16", state_dtype="float32", index_dtype="int32")
+    every = chunk_inputs(problem, seed=0, lengths=[1, 70])
+    tensors = {name: value for name, value in every.items() if value is None or isinstance(value, torch.Tensor)}
+    bound = operator_of(gdn.chunk_gated_delta_rule).bind(**{n: v for n, v in every.items() if n not in tensors})
+    for longest, prepared in ((None, 1), (70, 2), (70, 2), (71, 3), (None, 3)):
+        bound(**tensors, max_seqlen=longest)
+        assert kernel.prepared == prepared
+    with pytest.raises(TypeError, match="max_seqlen: expected an int, got bool"):
+        bound(**tensors, max_seqlen=True)
+    with pytest.raises(ValueError, match="max_seqlen: expected at least the 70 tokens of the longest sequence, got 69"):
+        bound(**tensors, max_seqlen=69)
+    with pytest.raises(ValueError, match="max_seqlen: expected an int >= 0 or None, got -1"):
+        gdn.chunk_gated_delta_rule(**every, max_seqlen=-1)

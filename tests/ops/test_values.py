@@ -99,6 +99,25 @@ def offsets_case() -> Case:
     )
 
 
+def max_seqlen_case() -> Case:
+    check = _values.check_max_seqlen
+    return Case(
+        {
+            "none": lambda: check(None, bounds(3, 70)),
+            "the longest": lambda: check(70, bounds(3, 70)),
+            "more": lambda: check(HUGE, bounds(3, 70)),
+            "no sequence": lambda: check(0, long(0)),
+            "no token": lambda: check(0, bounds(0, 0)),
+        },
+        {
+            "less": (
+                lambda: check(69, bounds(3, 70)),
+                r"^max_seqlen: expected at least the 70 tokens of the longest sequence, got 69$",
+            ),
+        },
+    )
+
+
 def parents_case() -> Case:
     check = functools.partial(_values.check_parents, "parent_token")
     even = _values.token_bounds("cu_seqlens", None, 2, 3, DEVICE)

@@ -39,7 +39,7 @@ def test_signature_is_that_of_the_operator_less_hints(name: str) -> None:
 
 
 # What says how a call is to run and does not change its result, where that is specified.
-HINTS = ("backend", "skip_rows_up_to", "max_query_len", "max_seq_len", "seq_lens_host", "query_lens_host")
+HINTS = ("backend", "skip_rows_up_to", "max_seqlen", "max_query_len", "max_seq_len", "seq_lens_host", "query_lens_host")
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn.core import check, values
 from gdn.core.call import NEW, always, launch, make, new, operator, prepare, reads_values, validates
 from gdn.core.check import bad_value
 from gdn.core.modes import is_empty
@@ -29,6 +30,7 @@ def _returns(arguments: dict[str, Any]) -> tuple[str | None, str | None]:
     returns=_returns,
     varies=("q", "cu_seqlens"),
     contiguous=("q", "k", "v"),
+    hints=("max_seqlen",),
 )
 def chunk_gated_delta_rule(
     q: Tensor,
@@ -54,6 +56,7 @@ def chunk_gated_delta_rule(
     checkpoint_offsets: Tensor | None = None,
     checkpoint_slots: Tensor | None = None,
     checkpoint_states: Tensor | None = None,
+    max_seqlen: int | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
     backend: Backend | None = None,
@@ -123,6 +126,10 @@ def chunk_gated_delta_rule(
     checkpoint_states : Tensor [rows, HS, K, V], optional
         Where checkpoints go instead of the pool: `checkpoint_slots` are then its rows, and no `state_indices` are needed.
         float32 or bfloat16, whatever the pool is; [rows, HS, V, K] with `state_v_first`; strides and address as those of a pool.
+    max_seqlen : int, optional
+        Tokens of the longest sequence as the host knows them, or an upper bound. It chooses how the work is dealt out, and so the
+        last bits of a result: one long sequence among short ones is faster if it is given. None = lengths are taken to be about
+        equal. Less than the longest has is an error where values are checked, and elsewhere costs time alone.
     null_slot, out : int, Tensor [B, T, HS, V] or None
         Largest slot index that means padding, >= -1 (vLLM's convention is 0); tensor to write o into, dtype of `v`, last
         dimension contiguous, which shares no element with any other argument, `v` included.
@@ -174,15 +181,17 @@ def chunk_gated_delta_rule(
         null_slot, checkpoint_states,
     )  # fmt: skip
     checks.check_states(states, sizes, q, has_offsets=cu_seqlens is not None)
+    check.max_seqlen(max_seqlen)
     if reads_values(device):
         checks.check_state_values(states, given, sizes)
+        values.check_max_seqlen(max_seqlen, values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, device))
         if q.dtype == torch.float16 and validates(device):
             checks.check_float16_range(states, given, scale, use_qk_l2norm_in_kernel)
     if initial_state is None:
         has_initial_state = None  # every sequence starts from zero anyway
 
     index_dtype = common_dtype(state_indices, final_state_indices, checkpoint_slots)
-    problem = problem_of(sizes, given, states, use_qk_l2norm_in_kernel, is_pooled or output_final_state)
+    problem = problem_of(sizes, given, states, use_qk_l2norm_in_kernel, is_pooled or output_final_state, max_seqlen or 0)
     prepared = prepare(problem, device, backend)
     final_state = initial_state if is_pooled else checks.new_state(sizes, q, state_v_first) if output_final_state else None
     returned = final_state if output_final_state else None
@@ -216,7 +225,7 @@ def chunk_gated_delta_rule(
 
 
 def problem_of(
-    sizes: checks.Sizes, given: checks.Tokens, states: checks.States, use_qk_l2norm: bool, has_final_state: bool
+    sizes: checks.Sizes, given: checks.Tokens, states: checks.States, use_qk_l2norm: bool, has_final_state: bool, longest: int = 0
 ) -> ChunkProblem:
     """The problem of a call."""
     index_dtype = common_dtype(states.state_indices, states.final_state_indices, states.checkpoint_slots)
@@ -226,6 +235,7 @@ def problem_of(
         **checks.static_fields(sizes, given, initial_state, index_dtype if is_pooled else None, states.state_v_first),
         use_qk_l2norm=use_qk_l2norm,
         has_final_state=has_final_state,
+        longest=longest,
         **dtypes_of(checkpoint_state=states.checkpoint_states),
         **given_of(final_indices=states.final_state_indices, mask=mask, checkpoints=states.checkpoint_offsets),
     )

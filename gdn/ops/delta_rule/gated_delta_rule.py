@@ -210,7 +210,7 @@ def gated_delta_rule(
         new = checks.new_state(sizes, q, state_v_first) if keeps_state and not is_in_place else None
         return o, (initial_state if keeps_state and is_in_place else new)
     with ordered(backend, "gated_delta_rule") as backend:
-        step = _Step(tokens, sizes, options | {"backend": backend}, rounding_seed, o)
+        step = _Step(tokens, sizes, options | {"backend": backend}, rounding_seed, o, max(lengths_host or (0,)) or None)
         # Which rows lead depends on the batch, and the forms differ in rounding.
         dealt = lengths_host if lengths_host is not None and not env.current().batch_invariant else ()
         lead = recurrent_rows(dealt)
@@ -256,6 +256,7 @@ class _Step:
     options: dict[str, Any]  # keyword arguments of both forms
     rounding_seed: Tensor | None
     o: Tensor  # [1, T, HS, V], written
+    longest: int | None  # tokens of the longest sequence, where the host knows them
 
     def run(self, states: States, lead: int, lead_tokens: int) -> None:
         """Computes all rows on a pool. lead: sequences that take the recurrent form, with lead_tokens tokens."""
@@ -294,8 +295,8 @@ class _Step:
             q, k, v, g, beta, initial_state=states.initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
             state_indices=states.state_indices, has_initial_state=states.has_initial_state,
             final_state_indices=states.final_state_indices, checkpoint_offsets=states.checkpoint_offsets,
-            checkpoint_slots=states.checkpoint_slots, null_slot=states.null_slot, out=self.o[:, token:] if token else self.o,
-            **self.options,
+            checkpoint_slots=states.checkpoint_slots, max_seqlen=self.longest, null_slot=states.null_slot,
+            out=self.o[:, token:] if token else self.o, **self.options,
         )[1]  # fmt: skip
 
     def recurrent(self, states: States, out: Tensor | None, rows: int | None = None, end: int | None = None) -> Tensor:

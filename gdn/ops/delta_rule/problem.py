@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gdn.device import DeviceSpec
-from gdn.problem import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
+from gdn.problem import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, hint, size
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class ChunkProblem(DeltaRuleProblem, op="chunk"):
     checkpoint_state_dtype: str | None = field(default=None, kw_only=True, metadata=COMPILES)
     num_tokens: int = size()
     num_sequences: int = size()
+    longest: int = hint()  # tokens of the longest sequence, or a few more
 
     @property
     def checkpoint_index_dtype(self) -> str:

@@ -27,6 +27,7 @@ from gdn.runtime.registry import Backend
     },
     varies=("mixed_qkv", "query_start_loc"),
     contiguous=("mixed_qkv", "z"),
+    hints=("max_seqlen",),
 )
 def fused_gdn_prefill(
     mixed_qkv: Tensor,
@@ -56,6 +57,7 @@ def fused_gdn_prefill(
     checkpoint_slots: Tensor | None = None,
     checkpoint_states: Tensor | None = None,
     checkpoint_windows: Tensor | None = None,
+    max_seqlen: int | None = None,
     state_v_first: bool = False,
     null_slot: int = -1,
     out: Tensor | None = None,
@@ -127,6 +129,8 @@ def fused_gdn_prefill(
     checkpoint_states, checkpoint_windows : Tensor [rows, HV, K, V], Tensor [rows, 2 * H * K + HV * V, columns >= w - 1], optional
         Where checkpoints go instead of the pools: `checkpoint_slots` are then rows of both. With one of them alone, states or
         windows alone are kept. As for `chunk_gated_delta_rule` and `causal_conv1d_fn`.
+    max_seqlen : int, optional
+        Tokens of the longest sequence as the host knows them, or an upper bound, as for `chunk_gated_delta_rule`.
     state_v_first, null_slot : bool, int
         Layout of a state, and largest slot index that means padding, >= -1 (vLLM's convention is 0).
     out : Tensor [tokens, HV * V], optional
@@ -155,6 +159,7 @@ def fused_gdn_prefill(
     channels = check_layer(layer, mixed_qkv, heads, dims)
     device, length = mixed_qkv.device, mixed_qkv.shape[0]
     check.null_slot(null_slot)
+    check.max_seqlen(max_seqlen)
 
     count = check.offsets("query_start_loc", query_start_loc, device, otherwise=1)
     check.windows("conv_states", conv_states, channels, conv_weight.shape[1] - 1, device)
@@ -172,6 +177,7 @@ def fused_gdn_prefill(
     check.out(out, (length, heads * head_v_dim), mixed_qkv.dtype, device)
     if reads_values(device):
         bounds = values.token_bounds("query_start_loc", query_start_loc, 1, length, device)
+        values.check_max_seqlen(max_seqlen, bounds)
         kept = (checkpoint_states, checkpoint_windows)
         in_pools = checkpoint_states is None and checkpoint_windows is None
         touched = values.prefill_slots(
@@ -206,6 +212,7 @@ def fused_gdn_prefill(
         gate_sigmoid=gate_activation == "sigmoid",
         has_mask=has_initial_state is not None,
         has_checkpoints=checkpoint_offsets is not None,
+        longest=max_seqlen or 0,
     )
     prepared = prepare(problem, device, backend)
     o = new(mixed_qkv.dtype, device, length, heads * head_v_dim) if out is None else out

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from gdn.device import DeviceSpec
 from gdn.ops.delta_rule.problem import replay_bytes, ring_notes
-from gdn.problem import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, size
+from gdn.problem import COMPILES, DTYPE_BYTES, TUNES, Problem, Tensor, dtype_bytes, hint, size
 
 
 @dataclass(frozen=True)
@@ -404,6 +404,7 @@ class GdnPrefillProblem(Problem, op="gdn_prefill"):
     merged: bool = field(default=False, kw_only=True, metadata=COMPILES)  # mixed_qkv has z too, and b has a, in flat order
     num_tokens: int = size()
     num_sequences: int = size()
+    longest: int = hint()  # tokens of the longest sequence, or a few more
 
     @property
     def dim(self) -> int:

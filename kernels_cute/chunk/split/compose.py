@@ -8,6 +8,7 @@ the smallest is left out.
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -46,5 +47,8 @@ class SplitChunk:
             block, _, _ = cute.arch.block_idx()
             slot = block // (self.spec.slices * self.spec.heads)
             segment = find_segment(self.spec, params, slot, segment_tokens)
-            if segment.exists:
+            has_work = segment.exists
+            if cutlass.const_expr(self.spec.skipped_tokens > 0):
+                has_work = has_work & (segment.length > 0)
+            if has_work:
                 run_block(self.spec, params, copies, segment)
