@@ -308,6 +308,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _longest(metadata: Any, first: int = 0) -> int | None:
-    """Tokens of the longest row from `first` on, where the host knows them."""
-    lengths = getattr(metadata, "non_spec_lengths_host", None)
+    """Tokens of the longest row from `first` on, where the host knows them. Not in a compiled model, which would be made anew for
+    each length."""
+    lengths = None if torch.compiler.is_compiling() else getattr(metadata, "non_spec_lengths_host", None)
     return None if lengths is None else max(lengths[first:], default=0) or None

@@ -10,7 +10,8 @@ from gdn.ops.delta_rule.inputs import recurrent_inputs, recurrent_problem
 from tests.compile.pairwise import pairwise
 from tests.gpu import cases
 from tests.gpu.delta_rule import backends, copied, run
-from tests.gpu.test_recurrent import FUNCTION, LAYOUTS, check, check_repeats
+from tests.gpu.test_recurrent import FUNCTION, LAYOUTS, check
+from tests.gpu.twins import check_repeats
 
 pytestmark = pytest.mark.gpu
 
@@ -94,7 +95,7 @@ def test_a_node_is_its_path(v_first: bool, backend: str, device: torch.device) -
 @LAYOUTS
 def test_repeats(v_first: bool, backend: str, device: torch.device) -> None:
     arguments = arguments_of(recurrent_problem(**{**cases.MAIN, **TREE, "state_v_first": v_first}), "random", device)
-    check_repeats(arguments, backend)
+    check_repeats(gdn.fused_recurrent_gated_delta_rule, arguments, backend=backend)
 
 
 @BACKENDS

@@ -90,7 +90,7 @@ class Host:
         self.num_spec, self.interleaved, self.dim_first = num_spec, interleaved, dim_first
         self.layer = layer((H, HV), dims, interleaved=interleaved, num_spec=num_spec, dtype=torch.float32)
         for parameter in (self.layer.conv1d.weight, self.layer.A_log, self.layer.dt_bias, self.layer.norm.weight):
-            parameter.normal_(generator=self.generator)
+            parameter.copy_(self.normal(*parameter.shape))
         self.layer.norm.weight.div_(4).add_(1)
         self.layer.norm.activation = self.random.choice(["silu", "sigmoid"])
         self.num_blocks = 40
