@@ -1,5 +1,5 @@
 """Every test starts without switches, whatever the caller's environment holds; the kernel cache alone is kept. Workers of
-pytest-xdist (`-n 2`) are dealt single tests, but tests/compile as a whole, whose tests share a pool of compilers."""
+pytest-xdist (`-n 2`) are dealt single tests, but the parts of `PARTS` as a whole."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,13 +11,15 @@ from hypothesis import settings
 
 from gdn.runtime import env
 
+PARTS = ("tests/compile/", "tests/test_typing.py")  # what shares a pool of compilers, and a cache of mypy's
+
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("suite")
 
 
 def part_of(test: str) -> str:
     """Name of the part that a test belongs to: the tests of a part go to one worker."""
-    return "tests/compile" if test.startswith("tests/compile/") else test
+    return next((part for part in PARTS if test.startswith(part)), test)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -39,8 +41,9 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):  # each core has its worker
+    if hasattr(config, "workerinput"):  # each core has its worker, and threads of one sum would wait for each other's turn
         torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ def test_checkpoint_states_without_a_pool(tmp_path: Path) -> None:
     fake_cuda.refused(chunk, fake_cuda.compile_and_load(chunk, "cute", problem, config, tmp_path), params)
 
 
-IN_COVER = ("either", "token by token", "padded", "segments, clusters of no use")
+IN_COVER = ("whole", "either", "token by token", "padded", "segments, clusters of no use")
 
 
 @pytest.mark.parametrize("call", [pytest.param(one, marks=pytest.mark.cover) if one in IN_COVER else one for one in CALLS])

@@ -5,6 +5,7 @@ say they are on a GPU.
 import dataclasses
 import importlib
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from tests.compile.variants.base import example
 dense = pytest.importorskip("kernels_cute.attention.dense", reason="needs the CuTe DSL")
 
 _libraries: dict[tuple[bool, int], dict[str, bytes]] = {}
-every_form = pytest.mark.parametrize("splits", [1, 8], ids=["a block a tile", "8 blocks a tile"])
+slow = partial(pytest.param, marks=pytest.mark.cover)  # to compile
+every_form = pytest.mark.parametrize("splits", [pytest.param(1, id="a block a tile"), slow(8, id="8 blocks a tile")])
 
 
 def problem(**fields: Any) -> AttentionPrefillProblem:
@@ -151,7 +153,7 @@ def test_refusals() -> None:
 
 @fake_cuda.NO_GPU
 @every_form
-@pytest.mark.parametrize("has_gate", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("has_gate", [pytest.param(False, id="plain"), slow(True, id="gated")])
 def test_launch(has_gate: bool, splits: int, tmp_path: Path) -> None:
     """Refused by the driver alone."""
     params = params_of(problem(has_gate=has_gate, heads_adjacent=False))

@@ -56,19 +56,17 @@ def params_of(problem: GdnPrefillProblem, num_bytes: int) -> GdnPrefillParams:
     return GdnPrefillParams(**{name: own.get(name) for name in GdnPrefillParams._fields})
 
 
+@pytest.mark.cover
 @fake_cuda.NO_GPU
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
-        ("normed", "flat"),
-        *(pytest.param(form, layout, marks=pytest.mark.cover) for form, layout in (
-            ("beside", "flat"), ("beside", "interleaved"), ("beside", "flat, checkpoints"),
-            ("normed", "interleaved"), ("normed", "flat, checkpoints"), ("normed", "interleaved, kept states"),
-            ("short", "flat"), ("short", "merged"), ("short", "interleaved, kept states"), ("beside, one token", "flat"),
-            ("beside, one token", "merged"), ("beside, one token", "interleaved, kept states"),
-            *(("in turn", layout) for layout in LAYOUTS),
-            *(("apart", layout) for layout in LAYOUTS if "kept" not in layout),
-        )),
+        ("beside", "flat"), ("beside", "interleaved"), ("beside", "flat, checkpoints"), ("normed", "flat"),
+        ("normed", "interleaved"), ("normed", "flat, checkpoints"), ("normed", "interleaved, kept states"),
+        ("short", "flat"), ("short", "merged"), ("short", "interleaved, kept states"), ("beside, one token", "flat"),
+        ("beside, one token", "merged"), ("beside, one token", "interleaved, kept states"),
+        *(("in turn", layout) for layout in LAYOUTS),
+        *(("apart", layout) for layout in LAYOUTS if "kept" not in layout),
     ],
 )  # fmt: skip
 def test_every_entry_takes_its_arguments(form: str, layout: str, tmp_path: Path) -> None:

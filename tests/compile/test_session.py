@@ -163,11 +163,12 @@ def test_the_worker_that_has_this_folder_starts_the_pool(given: dict[str, bool] 
     assert started == ([[task_of(7)]] if given is not None and given["has_folders"] else [])
 
 
-def test_the_folder_is_one_part_of_what_workers_are_dealt() -> None:
+def test_what_shares_something_is_one_part_of_what_workers_are_dealt() -> None:
     deal = whole.pytest_xdist_make_scheduler
     assert deal(SimpleNamespace(option=SimpleNamespace(dist="worksteal")), None) is None
     split = whole.part_of
-    assert split("tests/compile/test_tables.py::test_a[1]") == split("tests/compile/test_items.py::test_b") == "tests/compile"
+    assert split("tests/compile/test_tables.py::test_a[1]") == split("tests/compile/test_items.py::test_b") == "tests/compile/"
+    assert split("tests/test_typing.py::test_a") == split("tests/test_typing.py::test_b[1]")
     assert split("tests/ops/test_memo.py::test_a[1]") == "tests/ops/test_memo.py::test_a[1]"
 
 

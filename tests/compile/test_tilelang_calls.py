@@ -40,11 +40,11 @@ CHUNK: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # fields of th
 }  # fmt: skip
 
 
-slow = partial(pytest.param, marks=pytest.mark.cover)
-SLOW = ("either", "no state", "heads of 64")  # to compile
+slow = partial(pytest.param, marks=pytest.mark.cover)  # to compile
 
 
-@pytest.mark.parametrize("call", [slow(name) if name in SLOW else name for name in CHUNK])
+@pytest.mark.cover
+@pytest.mark.parametrize("call", CHUNK)
 def test_chunk(call: str, tmp_path: Path) -> None:
     chunk = importlib.import_module("kernels_tl.chunk")
     fields, changes, num_functions = CHUNK[call]
