@@ -35,8 +35,10 @@ CHUNK: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # fields of th
         {"index_dtype": "int64", "has_final_indices": True, "has_checkpoints": True, "dtype": "float16", "beta_dtype": None},
         {"split_chunks": 2, "split_if_longest_exceeds": 150}, 5,
     ),
-    "no state": ({"has_initial_state": False, "has_final_state": False, "gate_dtype": None}, {"split_chunks": 2}, 4),
-    "heads of 64": ({"head_k_dim": 64, "head_v_dim": 64, "cu_seqlens_dtype": "int64"}, {"split_chunks": 0}, 2),
+    "no state, heads of 64": (
+        {"has_initial_state": False, "has_final_state": False, "gate_dtype": None, "cu_seqlens_dtype": "int64",
+         "head_k_dim": 64, "head_v_dim": 64}, {"split_chunks": 2}, 4,
+    ),
 }  # fmt: skip
 
 
