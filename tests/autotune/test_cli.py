@@ -173,6 +173,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_kernel, "configs", lambda problem, device: good)
 
 
+@pytest.mark.cover
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("search", "left"), [([], []), (["--search"], [fake_kernel.FASTEST])])
 def test_stale_entries_are_timed_against_the_default(

@@ -43,6 +43,7 @@ class LaunchConfig(Config):
     steps: int = field(default=0, metadata={"compiled": bool})  # a scalar of the launch
 
 
+@pytest.mark.cover
 def test_scalars_of_the_launch_are_not_compiled_for(cache: Path) -> None:
     configs = [LaunchConfig(tile, False, steps) for tile in (fake_kernel.RAISES, fake_kernel.FAST) for steps in (0, 3, 4, 5)]
     made, done = _candidates(*configs), list[Any]()
@@ -52,6 +53,7 @@ def test_scalars_of_the_launch_are_not_compiled_for(cache: Path) -> None:
     assert len(list(cache.glob("chunk.tilelang/*/manifest.json"))) == 2
 
 
+@pytest.mark.cover
 def test_it_is_left_at_once_while_a_compiler_hangs(cache: Path) -> None:
     """What compiled until then says so; what hangs is ended with its process."""
     fast, hangs = made = _candidates(Config(fake_kernel.FAST, False), Config(fake_kernel.HANGS, False))

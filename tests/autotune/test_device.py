@@ -18,6 +18,7 @@ from tests.autotune.fake_kernel import Config
 from tests.autotune.fake_timer import FakeTimer
 
 
+@pytest.mark.cover
 def test_a_crash_and_a_hang_cost_one_candidate_each(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the four bad ones is named; the other three are timed, in processes that came after."""
     made = tuning.plan(KERNEL, [SHAPE], H100)

@@ -123,6 +123,7 @@ def test_a_winner_that_is_the_default_is_no_entry(folder: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.cover
 def test_two_processes_that_write_at_once_lose_nothing(folder: Path) -> None:
     """Each reads the table, adds an entry, and writes it, 20 times over."""
     tasks = [(str(folder), first, 20) for first in (1000, 2000)]

@@ -11,6 +11,7 @@ from autotune import workers
 from tests.autotune import fakes
 
 
+@pytest.mark.cover
 def test_bad_tasks_lose_only_themselves() -> None:
     kinds = ["a", "crash", "b", "raise", "c", "hang", "exit", "d"]
     outcomes = {o.index: o for o in workers.run(fakes.task, [(kind,) for kind in kinds], workers=2, timeout_s=8)}
@@ -39,6 +40,7 @@ def test_a_run_that_is_stopped_ends_what_hangs() -> None:
     assert found == [0] and time.monotonic() - begin < 300
 
 
+@pytest.mark.cover
 def test_one_process_runs_what_comes_and_is_replaced_where_it_is_lost() -> None:
     alone = workers.Alone(timeout_s=8)
     first, second = (alone.call(fakes.task, "pid") for _ in range(2))

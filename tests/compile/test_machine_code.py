@@ -25,6 +25,7 @@ def _build(package: str, compile_: Callable[[], bytes]) -> tuple[machine_code.Ma
     return kernel, dynamic
 
 
+@pytest.mark.cover
 def test_tilelang_kernel() -> None:
     from kernels_tl.common import build
     from tests.compile import tiny_tl
@@ -39,6 +40,7 @@ def test_tilelang_kernel() -> None:
     assert kernel.count("QGMMA") == 0
 
 
+@pytest.mark.cover
 def test_spills_are_seen() -> None:
     from kernels_tl.common import build
     from tests.compile import tiny_tl

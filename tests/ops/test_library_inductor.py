@@ -38,7 +38,9 @@ CALLS: dict[str, tuple[str, Callable[[], Arguments]]] = {
 }
 
 
-@pytest.mark.parametrize("form", CALLS)
+@pytest.mark.parametrize(
+    "form", ["quantize", *(pytest.param(form, marks=pytest.mark.cover) for form in CALLS if form != "quantize")]
+)
 def test_inductor(form: str) -> None:
     name, make = CALLS[form]
 

@@ -121,6 +121,7 @@ def test_the_version():
     assert (result.exit_code, result.stdout) == (0, f"gdn-kernels {gdn_package.__version__}\n")
 
 
+@pytest.mark.cover
 def test_a_process_of_its_own_fails_in_one_line(tmp_path: Path):
     """One line on stderr, and no traceback, where a user calls the command."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIXES)}
