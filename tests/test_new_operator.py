@@ -70,7 +70,6 @@ def test_it_takes_ten_files(project: Path) -> None:
     assert len([name for name in after if after[name] != before.get(name)]) <= MOST_FILES
 
 
-@pytest.mark.cover
 def test_the_commands_find_it(project: Path) -> None:
     assert "GDN_BACKEND_SAMPLE_SCALE" in _run(project, "-m", "gdn", "env", "--json")
     explained = json.loads(_run(project, "-m", "gdn", "explain", OP, "dim=64", "--device", "h100", "--json"))

@@ -88,8 +88,10 @@ def token_bounds(name: str, offsets: Tensor | None, batch: int, length: int, dev
 
 def check_max_seqlen(max_seqlen: int | None, bounds: Tensor) -> None:
     """Checks that no sequence has more tokens."""
+    if max_seqlen is None:
+        return
     longest = int(bounds.diff().max()) if bounds.numel() > 1 else 0
-    if max_seqlen is not None and longest > max_seqlen:
+    if longest > max_seqlen:
         bad_value("max_seqlen", f"at least the {longest} tokens of the longest sequence", max_seqlen)
 
 

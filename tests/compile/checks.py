@@ -1,6 +1,7 @@
 """Says what is wrong with the machine code of variants, which the session's pool compiles."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ def compiles(tasks: Callable[..., Sequence[session.Task]]) -> pytest.MarkDecorat
     return pytest.mark.compiles.with_args(tasks)
 
 
+slow = partial(pytest.param, marks=pytest.mark.cover)  # one of several forms that takes long to compile
 quick = pytest.mark.quick  # a test that compiles little enough for the test command; all others that compile are cover tests
 
 

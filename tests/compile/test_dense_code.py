@@ -5,7 +5,6 @@ say they are on a GPU.
 import dataclasses
 import importlib
 import itertools
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from gdn.ops.attention.problem import AttentionPrefillProblem
 from gdn.runtime import env, select
 from tests.compile import fake_cuda, inspection
 from tests.compile.attention_calls import params_of
+from tests.compile.checks import slow
 from tests.compile.variants.base import example
 
 dense = pytest.importorskip("kernels_cute.attention.dense", reason="needs the CuTe DSL")
 
 _libraries: dict[tuple[bool, int], dict[str, bytes]] = {}
-slow = partial(pytest.param, marks=pytest.mark.cover)  # to compile
 every_form = pytest.mark.parametrize("splits", [pytest.param(1, id="a block a tile"), slow(8, id="8 blocks a tile")])
 
 

@@ -28,7 +28,7 @@ def _config(problem: Any, form: str = "short") -> Any:
     """With the norm in the chunk kernel all short sequences elsewhere, or those of one token; side by side these, or none; and
     one long sequence in segments."""
     if form == "segments":
-        return module.default_config(_uneven(problem), H100)
+        return module.default_config(problem, H100)
     most = {"short": 64, "normed": 1, "beside": 1, "none elsewhere": 0}[form]
     is_beside = form in ("beside", "none elsewhere")
     found = [one for one in module.configs(problem, H100) if bool(one.num_conv_blocks) == is_beside]

@@ -4,7 +4,6 @@ As far as they can be called without a GPU; the recurrent kernel's are in test_r
 
 import importlib
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from gdn.ops.indexer.problem import MqaLogitsParams, MqaLogitsProblem, PagedMqaL
 from gdn.problem import Problem
 from tests.compile import fake_cuda
 from tests.compile.attention_calls import params_of
+from tests.compile.checks import slow
 
 pytest.importorskip("tilelang", reason="needs TileLang")
 pytestmark = fake_cuda.NO_GPU
@@ -35,14 +35,9 @@ CHUNK: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # fields of th
         {"index_dtype": "int64", "has_final_indices": True, "has_checkpoints": True, "dtype": "float16", "beta_dtype": None},
         {"split_chunks": 2, "split_if_longest_exceeds": 150}, 5,
     ),
-    "no state, heads of 64": (
-        {"has_initial_state": False, "has_final_state": False, "gate_dtype": None, "cu_seqlens_dtype": "int64",
-         "head_k_dim": 64, "head_v_dim": 64}, {"split_chunks": 2}, 4,
-    ),
+    "no state": ({"has_initial_state": False, "has_final_state": False, "gate_dtype": None}, {"split_chunks": 2}, 4),
+    "heads of 64": ({"head_k_dim": 64, "head_v_dim": 64, "cu_seqlens_dtype": "int64"}, {"split_chunks": 0}, 2),
 }  # fmt: skip
-
-
-slow = partial(pytest.param, marks=pytest.mark.cover)  # to compile
 
 
 @pytest.mark.cover

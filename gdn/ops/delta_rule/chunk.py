@@ -184,7 +184,8 @@ def chunk_gated_delta_rule(
     check.max_seqlen(max_seqlen)
     if reads_values(device):
         checks.check_state_values(states, given, sizes)
-        values.check_max_seqlen(max_seqlen, values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, device))
+        if max_seqlen is not None:
+            values.check_max_seqlen(max_seqlen, values.token_bounds("cu_seqlens", cu_seqlens, sizes.batch, sizes.length, device))
         if q.dtype == torch.float16 and validates(device):
             checks.check_float16_range(states, given, scale, use_qk_l2norm_in_kernel)
     if initial_state is None:
