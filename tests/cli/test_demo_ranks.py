@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,28 @@ def test_groups_leave_multicast_off(before: str | None, after: str, monkeypatch:
     assert spread.TIMEOUT.total_seconds() <= 180
     for module in (ranks, context, spread):  # every timing makes its group there
         assert "init_process_group" not in inspect.getsource(module)
+
+
+def test_the_threads_of_a_group_end_with_it(tmp_path: Path) -> None:
+    """Those of gloo that are alive when the interpreter ends may abort the process."""
+    program = f"""
+import importlib
+from pathlib import Path
+import torch.distributed as dist
+from gdn.cli.demo.ranks import TIMEOUT, join, torch
+
+def threads():
+    return sorted(task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir())
+
+before = threads()
+group = join(torch.device("cpu"), TIMEOUT, init_method="file://{tmp_path}/store", rank=0, world_size=1)
+importlib.import_module("torch.distributed._shard")  # the steps of a model import it
+assert len(threads()) > len(before)
+del group
+dist.destroy_process_group()
+assert threads() == before, threads()
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=100, check=True)
 
 
 @pytest.mark.cover

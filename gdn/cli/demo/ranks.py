@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -37,6 +38,9 @@ def join(device: torch.device, timeout: timedelta, **where: Any) -> dist.Process
 
     NVLink multicast stays off where the environment does not say otherwise: not all programs of a host may survive it.
     """
+    # This module takes the group that exists at its import as a default argument, and torch imports it when a model first runs.
+    # It would keep the group, whose threads may abort the process when the interpreter ends. Imported now, it finds no group.
+    importlib.import_module("torch.distributed.nn")
     if device.type == "cuda":
         env.set_default("NCCL_NVLS_ENABLE", "0")
         torch.cuda.set_device(device)
@@ -60,7 +64,7 @@ def joined(ranks: int, device: torch.device) -> Iterator[dist.ProcessGroup | Non
         message = f"expected {group.size()} ranks, the number of processes that torchrun started, got {ranks}"
         raise typer.BadParameter(message, param_hint="--tp, --cp")
     yield group
-    gc.collect()  # layers hold the group, and engines are in cycles: at the end of the process its threads would outlive it
+    gc.collect()  # layers hold the group, and engines are in cycles
     dist.destroy_process_group()  # not after an error: other ranks may be waiting, and torchrun ends them
 
 
