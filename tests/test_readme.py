@@ -40,12 +40,15 @@ def test_the_first_screen_is_short_and_tables_are_narrow() -> None:
     assert [cell for cell in cells if len(cell) > WIDEST_CELL] == []
 
 
-def test_the_smallest_call_runs() -> None:
-    """The indented lines of the first screen, on the CPU."""
-    lines = [line[4:] for line in README.partition("\n## ")[0].splitlines() if line.startswith("    ")]
+def test_the_smallest_calls_run() -> None:
+    """The indented lines of the first screen, and those of the examples that go on from them, on the CPU."""
     scope: dict[str, Any] = {}
-    exec("\n".join(lines).replace('"cuda"', '"cpu"'), scope)
-    assert len(lines) >= 4 and scope["out"].shape == scope["v"].shape and scope["out"].isfinite().all()
+    for part in (README.partition("\n## ")[0], README.partition("\n## Examples\n")[2].partition("```")[0]):
+        lines = [line[4:] for line in part.splitlines() if line.startswith("    ")]
+        exec("\n".join(lines).replace('"cuda"', '"cpu"'), scope)
+        assert len(lines) >= 3 and scope["out"].shape == scope["v"].shape and scope["out"].isfinite().all()
+    pool = scope["pool"]
+    assert bool(pool[[5, 2]].any()) and not bool(pool[[0, 1, 3, 4, 6, 7]].any())
 
 
 def test_the_table_of_functions_is_complete() -> None:

@@ -53,8 +53,12 @@ def four_sm_clusters(device: DeviceSpec) -> tuple[int, int]:
 
 
 def is_uneven(problem: ChunkProblem) -> bool:
-    """Whether the host knows one sequence to be much longer than the others. Tables hold times of equal lengths."""
-    return problem.num_sequences > 1 and problem.longest * problem.num_sequences >= _LEAST_UNEVEN * problem.num_tokens
+    """Whether the host knows one sequence to be much longer than the others. Tables hold times of equal lengths.
+
+    A number beyond all tokens is a bound of the host's that says nothing of this call.
+    """
+    sequences, tokens, longest = problem.num_sequences, problem.num_tokens, problem.longest
+    return sequences > 1 and longest <= tokens and longest * sequences >= _LEAST_UNEVEN * tokens
 
 
 class Model:
@@ -63,7 +67,7 @@ class Model:
     def __init__(self, problem: ChunkProblem, device: DeviceSpec) -> None:
         self.num_tokens, self.num_sms = problem.num_tokens, device.num_sms
         self.is_one_sequence, self.is_uneven = problem.num_sequences <= 1, is_uneven(problem)
-        self.longest = min(problem.longest, problem.num_tokens)
+        self.longest = problem.longest
         self.sequences = max(problem.num_sequences, 1)
         self.slices = problem.head_v_dim // 64
         self.blocks = problem.num_state_heads * self.slices  # of a sequence or segment

@@ -130,7 +130,7 @@ def fused_gdn_prefill(
         Where checkpoints go instead of the pools: `checkpoint_slots` are then rows of both. With one of them alone, states or
         windows alone are kept. As for `chunk_gated_delta_rule` and `causal_conv1d_fn`.
     max_seqlen : int, optional
-        Tokens of the longest sequence as the host knows them, or an upper bound, as for `chunk_gated_delta_rule`.
+        Tokens of the longest sequence as the host knows them, as for `chunk_gated_delta_rule`.
     state_v_first, null_slot : bool, int
         Layout of a state, and largest slot index that means padding, >= -1 (vLLM's convention is 0).
     out : Tensor [tokens, HV * V], optional
