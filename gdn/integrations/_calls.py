@@ -12,6 +12,7 @@ R = TypeVar("R")
 
 MOST_REASONS = 100  # counted apart; bounds the memory where a host makes ever new reasons
 _OTHER = "other reasons"
+_OTHER_GPU = "the GPU is not SM90"
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -60,7 +61,7 @@ def unserved(
     """
     if tokens.is_cuda:  # the type of a device is a string, which takes as long to make as all of this
         if not _is_sm90(tokens.device.index):
-            return "the GPU is not SM90"
+            return _OTHER_GPU
         if tokens.dtype in _WIDE:
             return f"the tokens are {short_name(tokens.dtype)}, which has no kernel"
     elif not (tokens.is_cpu and allow_reference):
@@ -69,6 +70,13 @@ def unserved(
         if tokens.requires_grad or any(one is not None and one.requires_grad for one in differentiable):
             return "autograd needs gradients, which this project does not record"
     return None
+
+
+def unserved_device(device: torch.device, allow_reference: bool = False) -> str | None:
+    """Why no adapter serves a layer whose parameters are on this device; None also for meta, which says nothing yet."""
+    if device.type == "cuda":
+        return None if _is_sm90(device.index) else _OTHER_GPU
+    return None if allow_reference or device.type == "meta" else f"its parameters are on {device.type}"
 
 
 def unserved_state(state: torch.Tensor | None) -> str | None:

@@ -1,8 +1,10 @@
 """`Handle`: what `enable` of an adapter returns; it reports, and puts the host's own code back."""
 
 import logging
+import os
 import threading
-from collections.abc import Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Self
@@ -11,7 +13,7 @@ from gdn.integrations import _records
 from gdn.integrations._calls import Calls, unserved_machine
 from gdn.integrations._hosts import Host
 from gdn.integrations._points import Missing, Point, Undo, Unreplaced, resolve
-from gdn.runtime import log
+from gdn.runtime import env, log
 from gdn.warmup import unusable
 
 _lock = threading.RLock()
@@ -75,6 +77,7 @@ class Handle:
     notes: list[str] = field(default_factory=list)
     _installed: list[_Installed] = field(default_factory=list, repr=False)
     _scope: Hashable = field(default=None, repr=False)
+    _switch: tuple[str, str, str | None] | None = field(default=None, repr=False)  # set by `enable`: name, value, former value
     _enabled: bool = field(default=True, repr=False)
 
     @property
@@ -86,7 +89,7 @@ class Handle:
         """Puts the host's own code back. Points that someone else has patched since stay, and the report says so.
 
         Whatever still reaches a replacement afterwards, through a copied reference or a patch on top, runs the host's own code.
-        A second call does nothing.
+        A variable of the environment that `enable` set gets its former value. A second call does nothing.
         """
         with _lock:
             if not self._enabled:
@@ -98,6 +101,16 @@ class Handle:
                     one.why, one.undo = one.undo() or "disabled", None
             if _enabled.get((self.host, self._scope)) is self:
                 del _enabled[(self.host, self._scope)]
+            self._put_switch_back()
+
+    def _put_switch_back(self) -> None:
+        if self._switch is None:
+            return
+        name, value, before = self._switch
+        if os.environ.get(name) == value != before:
+            env.export(name, before)
+        elif os.environ.get(name) is not None:
+            self.notes.append(f"disabled, but {name} was set by others: the host's next start enables it again")
 
     def report(self) -> Report:
         """Per point: replaced or not and why, calls served, calls left to the host by reason."""
@@ -141,7 +154,7 @@ def enable(
     notes : sequence of str
         What the report says besides its points.
     scope : hashable
-        One handle exists for each host and scope (the process, unless a scope is given, such as a model).
+        One handle exists for each host and scope: the process, or a weak reference, such as to a model.
 
     Raises
     ------
@@ -168,7 +181,25 @@ def enable(
             handle._installed = [_Installed(point, Calls(allow_reference)) for point in points]
             _install(host, handle._installed, strict)
         _enabled[(host.name, scope)] = handle
+        if isinstance(scope, weakref.ref) and (owner := scope()) is not None:
+            weakref.finalize(owner, _enabled.pop, (host.name, scope), None).atexit = False
         return handle
+
+
+def enable_by_switch(
+    switch: str, host: Host, points: Callable[[], Sequence[Point]], *, strict: bool, allow_reference: bool
+) -> Handle:
+    """`enable`, with the switch set in the environment, for the processes that the host starts. points: made after it is set."""
+    value = "strict" if strict else "1"
+    before = env.export(switch, value)
+    try:
+        handle = enable(host, points(), strict=strict, allow_reference=allow_reference)
+    except BaseException:
+        env.export(switch, before)
+        raise
+    if handle._switch is None:
+        handle._switch = (switch, value, before)
+    return handle
 
 
 def _install(host: Host, wanted: list[_Installed], strict: bool) -> None:

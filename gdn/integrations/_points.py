@@ -88,7 +88,7 @@ def attribute(
 
 def replace(original: Any, replacement: Any, paths: tuple[str, ...]) -> Undo:
     """Puts `replacement` where `original` stands, under each of the names that hold it in what is imported."""
-    places: list[tuple[Any, str, str]] = []
+    places: list[str] = []
     for path in paths:
         try:
             owner, name, value = resolve(path, imports=False)
@@ -96,14 +96,18 @@ def replace(original: Any, replacement: Any, paths: tuple[str, ...]) -> Undo:
             continue
         if value is original:
             setattr(owner, name, replacement)
-            places.append((owner, name, path))
+            places.append(path)
 
     def undo() -> str | None:
         foreign = []
-        for owner, name, path in places:
-            if getattr(owner, name, None) is replacement:
+        for path in paths:
+            try:
+                owner, name, value = resolve(path, imports=False)
+            except Missing:
+                continue
+            if value is replacement:  # also where a module took it when it was imported, since
                 setattr(owner, name, original)
-            else:
+            elif path in places:
                 foreign.append(path)
         return f"patched since by someone else, left alone: {', '.join(foreign)}" if foreign else None
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gdn.integrations import _vllm_parts, _vllm_replay
-from gdn.integrations._calls import Calls, short_name
+from gdn.integrations._calls import Calls, short_name, unserved_device
 from gdn.integrations._vllm_pages import Page
 from gdn.integrations._vllm_replay import Replay
 from gdn.integrations._vllm_replay_step import step_of
@@ -162,7 +162,9 @@ def layer_class(host: Any, forward_context: Any, conv_dim_first: Callable[[], bo
 
         def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, vllm_config, *args, **kwargs)
-            self._gdn_refusal = refusal(facts_of(self, vllm_config), layers.calls.allow_reference)
+            allow_reference = layers.calls.allow_reference
+            reason = unserved_device(self.dt_bias.device, allow_reference)  # a machine may have GPUs of several kinds
+            self._gdn_refusal = reason or refusal(facts_of(self, vllm_config), allow_reference)
             layers.decide(self.prefix, self._gdn_refusal)
             if self._gdn_refusal is not None:
                 return

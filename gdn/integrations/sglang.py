@@ -28,7 +28,7 @@ _DISPATCHER = f"{_LINEAR}.gdn_backend.GDNKernelDispatcher"
 def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
     """Adds the choice `gdn` to SGLang's `--linear-attn-backend`; engines started with it from now on run on gdn.
 
-    Sets GDN_SGLANG for processes that the engine starts. Its hooks are applied at once.
+    Sets GDN_SGLANG for processes that the engine starts, until it is disabled. Its hooks are applied at once.
 
     Parameters
     ----------
@@ -61,13 +61,10 @@ def plugin() -> None:
 
 
 def _enable(strict: bool, allow_reference: bool, *, apply_hooks: bool) -> Handle:
-    before = env.export(SWITCH, "strict" if strict else "1")
-    try:
-        points = [_dispatcher(strict, apply_hooks), *_sglang_backend.points(strict)]
-        return _handle.enable(_hosts.SGLANG, points, strict=strict, allow_reference=allow_reference)
-    except BaseException:
-        env.export(SWITCH, before)
-        raise
+    def points() -> list[Point]:
+        return [_dispatcher(strict, apply_hooks), *_sglang_backend.points(strict)]
+
+    return _handle.enable_by_switch(SWITCH, _hosts.SGLANG, points, strict=strict, allow_reference=allow_reference)
 
 
 class Hook:

@@ -35,7 +35,7 @@ SWITCH = "GDN_VLLM"
 def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
     """Makes engines that are built from now on run their Gated DeltaNet layers on gdn.
 
-    Sets GDN_VLLM for processes that the engine starts.
+    Sets GDN_VLLM for processes that the engine starts, until it is disabled.
 
     Parameters
     ----------
@@ -63,15 +63,13 @@ def enable(*, strict: bool = False, allow_reference: bool = False) -> Handle:
         log.once(f"vllm: {text}", level=logging.INFO)
         said.append(text)
 
-    before, begin = env.export(SWITCH, "strict" if strict else "1"), time.perf_counter()
-    try:
+    def points() -> list[Point]:
         sparse = [] if unserved_machine(allow_reference) else vllm_qsa.points()
         replay = Replay()
-        points = [_point(strict, tell, replay), _replay_point(replay), *sparse]
-        handle = _handle.enable(_hosts.VLLM, points, strict=strict, allow_reference=allow_reference)
-    except BaseException:
-        env.export(SWITCH, before)
-        raise
+        return [_point(strict, tell, replay), _replay_point(replay), *sparse]
+
+    begin = time.perf_counter()
+    handle = _handle.enable_by_switch(SWITCH, _hosts.VLLM, points, strict=strict, allow_reference=allow_reference)
     if not handle.notes:  # a new one
         said.append(f"enabled in {time.perf_counter() - begin:.1f} s")
         handle.notes = said  # and what an engine's start adds

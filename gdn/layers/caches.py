@@ -24,6 +24,8 @@ class _Buffers:
 
     Pickled, or copied, one by one, every view gets a memory of its own, and a copied slot or block is then missing in the views.
     So the buffers alone are pickled and copied, and the views made of them. A shallow copy is another name of the same memory.
+
+    Buffers and views are made outside of inference mode, since what is made in it cannot be written outside of it.
     """
 
     _VIEWS: tuple[str, ...]
@@ -35,6 +37,7 @@ class _Buffers:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in self._VIEWS}
 
+    @torch.inference_mode(False)
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._make_views()
@@ -93,6 +96,7 @@ class GDNStateCache(_Buffers):
 
     _VIEWS = ("conv_states", "ssm_states", "rings", "replay")
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         config: HybridConfig,
@@ -243,6 +247,7 @@ class KVCache(_Buffers):
 
     _VIEWS = ("kv",)
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         config: HybridConfig,
@@ -311,6 +316,7 @@ class IndexerCache(_Buffers):
 
     _VIEWS = ("keys", "rings")
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         config: HybridConfig,

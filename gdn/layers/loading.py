@@ -183,7 +183,8 @@ def load(
 ) -> None:
     """Fills a `HybridModel` of one rank; with tied embeddings it gets an `lm_head` where the checkpoint has another head.
 
-    Arguments and errors are those of `from_transformers`.
+    Arguments and errors are those of `from_transformers`. Graphs that were captured before, and caches with states or keys of
+    other weights, must be dropped.
     """
     parameters = dict(model.named_parameters())
     with torch.no_grad():

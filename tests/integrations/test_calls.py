@@ -29,6 +29,14 @@ def test_other_devices() -> None:
     assert _calls.unserved(torch.zeros(1, device="meta"), allow_reference=True) == "the tokens are on meta"
 
 
+def test_devices_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_calls, "_is_sm90", lambda index: index == 0)
+    found = [_calls.unserved_device(torch.device(one)) for one in ("cuda:0", "cuda:1", "cpu", "meta")]
+    assert found == [None, "the GPU is not SM90", "its parameters are on cpu", None]
+    assert _calls.unserved_device(torch.device("cpu"), allow_reference=True) is None
+    assert _calls.unserved_device(torch.device("cuda:1"), allow_reference=True) == "the GPU is not SM90"
+
+
 def test_gradients() -> None:
     reason = "autograd needs gradients, which this project does not record"
     plain, wanted = torch.zeros(1), torch.zeros(1, requires_grad=True)

@@ -92,6 +92,19 @@ def test_a_patch_of_someone_else_on_top_is_left_alone_and_reported(fake: FakeHos
     assert not report.replaced and report.why == f"patched since by someone else, left alone: {PATH}"
 
 
+def test_a_name_that_took_the_replacement_since_gets_the_original_back(fake: FakeHost) -> None:
+    """As of a module that the host imported while the adapter was enabled."""
+    host = host_module()
+    original = host.kernels.double
+    del host.double
+    with enable(fake):
+        host.double = host.kernels.double
+        assert host.double(1)[0] == "gdn"
+    assert host.double is host.kernels.double is original
+    with enable(fake):
+        assert host.double(1)[0] == host.kernels.double(1)[0] == "gdn"
+
+
 def test_a_re_export_that_is_another_object_stays(fake: FakeHost) -> None:
     host = host_module()
     host.double = other = lambda x: x

@@ -79,8 +79,10 @@ def test_another_name_stays_unknown() -> None:
 def test_disabled_the_hook_hands_on_and_enabled_again_it_acts() -> None:
     handle = sglang.enable(allow_reference=True)
     kept = dispatch()
+    assert os.environ["GDN_SGLANG"] == "1"
     handle.disable()
     handle.disable()
+    assert "GDN_SGLANG" not in os.environ
     q, states = torch.ones(1, 1, 2, 32), torch.ones(3, 2, 32, 32)
     with pytest.raises(ValueError, match="Unsupported GDN backend"):
         dispatch()
@@ -130,8 +132,7 @@ def test_another_signature_is_left_alone(monkeypatch: pytest.MonkeyPatch, choice
         assert not point.replaced and point.why is not None and "its signature is not the recorded one" in point.why
     with pytest.raises(RuntimeError, match="strict"):
         sglang.enable(allow_reference=True, strict=True)
-    assert choices == ["triton", "flashinfer"]
-    assert os.environ["GDN_SGLANG"] == "1"  # as the enable before the failed one left it
+    assert choices == ["triton", "flashinfer"] and "GDN_SGLANG" not in os.environ
 
 
 # --- the backend around the kernel objects -------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from gdn.integrations import Handle, _calls, _hosts, _kept, _records, installed
+from gdn.integrations import Handle, _calls, _handle, _hosts, _kept, _records, installed
 from gdn.integrations._transformers import again, cached, functions, layer, packed
 from gdn.integrations.transformers import enable, warm_up
 from tests.integrations import transformers_host as host
@@ -551,6 +552,42 @@ def test_enable_twice_disable_and_foreign_patches(small: PreTrainedModel) -> Non
     assert torch.equal(run(small, ids), wanted)
 
 
+def test_copies_of_an_enabled_model_are_enabled_by_themselves() -> None:
+    model, (ids, _) = host.build("qwen3_next", **host.SHORT), prompts(9)
+    wanted = run(model, ids)
+    with on_layers(model) as handle:
+        other = copy.deepcopy(model)
+        (linear,) = host.linear_layers(other)
+        with on_layers(other) as of_copy:
+            assert_close(run(other, ids), wanted)
+            assert (served(handle), served(of_copy)) == (0, 1)
+        assert "forward" not in vars(linear) and torch.equal(run(other, ids), wanted)
+        assert_close(run(model, ids), wanted)
+        with enable(model.model, allow_reference=True) as part:  # its layers are those of the model
+            assert part.report().points[0].why == "it is enabled already"
+        assert served(handle) == 1
+
+
+@pytest.mark.parametrize("which", ["filter", "gain", "decay"])
+def test_weights_that_are_no_parameters_of_the_layer(which: str) -> None:
+    """Also from one call to the next."""
+    model = with_fused_kernels()
+    (linear,) = host.linear_layers(model)
+    owner, name = {"filter": (linear.conv1d, "weight"), "gain": (linear.norm, "weight"), "decay": (linear, "A_log")}[which]
+    cache, (ids, _) = host.dynamic(model), prompts(12)
+    for place in range(10):
+        run(model, ids[:, place : place + 1], cache)
+    wanted = run(model, ids[:, 10:11], copy.deepcopy(cache))
+    cache = host.dynamic(model)
+    with on_layers(model) as handle:
+        for place in range(10):
+            run(model, ids[:, place : place + 1], cache)
+        assert (served(handle), reasons(handle)) == (10, set())
+        parametrize.register_parametrization(owner, name, torch.nn.Identity())
+        assert_close(run(model, ids[:, 10:11], cache), wanted)
+        assert reasons(handle) == {"weights of the layer are no parameters of it (pruned, parametrized or flattened)"}
+
+
 def test_layers_that_are_not_the_hosts_are_left_alone(small: PreTrainedModel) -> None:
     (linear,) = host.linear_layers(small)
     host_class, norm = type(linear), linear.norm
@@ -576,7 +613,7 @@ def test_a_handle_does_not_keep_its_model() -> None:
     handle, gone = on_layers(model), weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None
+    assert gone() is None and handle not in _handle._enabled.values()
     handle.disable()
     assert {one.why for one in handle.report().points if "position_ids" not in one.path} == {"the model is gone"}
 

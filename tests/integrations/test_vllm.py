@@ -58,6 +58,19 @@ def test_off_unless_the_switch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [{"strict": False}, {"strict": True}]
 
 
+def test_a_switch_that_was_set_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GDN_VLLM", "1")
+    handle = vllm.enable(allow_reference=True)
+    handle.disable()
+    assert os.environ["GDN_VLLM"] == "1"
+    assert handle.report().notes[-1] == "disabled, but GDN_VLLM was set by others: the host's next start enables it again"
+    monkeypatch.setenv("GDN_VLLM", "0")
+    handle = vllm.enable(allow_reference=True)
+    assert os.environ["GDN_VLLM"] == "1"
+    handle.disable()
+    assert os.environ["GDN_VLLM"] == "0" and env.current().vllm == "0"
+
+
 @pytest.mark.parametrize("quantised", [False, True])
 def test_a_layer_of_an_engine_runs_on_gdn(quantised: bool) -> None:
     with vllm.enable(allow_reference=True) as handle:
@@ -68,7 +81,8 @@ def test_a_layer_of_an_engine_runs_on_gdn(quantised: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         point = handle.report().points[0]
         assert (point.replaced, point.served, dict(point.left)) == (True, 1, {})
-    assert type(build()) is QwenGatedDeltaNetAttention
+    vllm.plugin()  # of the next engine
+    assert type(build()) is QwenGatedDeltaNetAttention and "GDN_VLLM" not in os.environ
     again, _ = decode(layer)  # built before: it keeps its class
     assert not (again == 7).any()
 
@@ -145,6 +159,16 @@ def test_what_is_left_to_the_host(reason: str) -> None:
         assert os.environ["GDN_VLLM"] == "strict"
         with pytest.raises(RuntimeError, match=f"model.layers.0 would be left to the host: {reason}"):
             build(**REFUSED[reason])
+
+
+def test_a_layer_on_another_device_is_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine has an SM90 GPU, but the engine does not run on it."""
+    monkeypatch.setattr("gdn.integrations._calls._capabilities", lambda: [(9, 0)])
+    monkeypatch.setattr("gdn.integrations._handle.unusable", lambda: None)
+    with vllm.enable() as handle:
+        layer = build()
+        assert (layer.forward_cuda(torch.ones(2, HIDDEN)) == 7).all()
+        assert dict(handle.report().points[0].left) == {"its parameters are on cpu": 1}
 
 
 def test_the_norm_may_be_fused_where_nothing_is_quantised() -> None:

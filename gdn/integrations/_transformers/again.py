@@ -87,8 +87,13 @@ class Again:
         convolution, norm = parts["conv1d"].__dict__, parts["norm"].__dict__
         if "_hf_hook" in convolution or "_hf_hook" in norm:
             return None
-        filters = convolution["_parameters"]
-        weight = filters["weight"]
+        filters, gains = convolution["_parameters"], norm["_parameters"]
+        try:
+            weight, A_log, dt_bias, gain, bias = (
+                filters["weight"], parameters["A_log"], parameters["dt_bias"], gains["weight"], filters["bias"]
+            )  # fmt: skip
+        except KeyError:  # pruned or parametrized since
+            return None
         views, of_windows, of_weight, (windows_at, weight_at), guard = facts.views.record
         if windows is not of_windows() or weight is not of_weight():
             return None
@@ -126,7 +131,6 @@ class Again:
             qkv, z = parts["in_proj_qkv"](tokens), parts["in_proj_z"](tokens).view(-1, *facts.heads)
             b, a = parts["in_proj_b"](tokens), parts["in_proj_a"](tokens)
         windows, weight = views
-        A_log, dt_bias, gain, bias = parameters["A_log"], parameters["dt_bias"], norm["_parameters"]["weight"], filters["bias"]
         if form.is_decode:
             core = facts.decode(qkv, z, b, a, windows, weight, A_log, dt_bias, gain, pool, form.recurring, bias)
         else:

@@ -73,6 +73,13 @@ def _matrix(weight: Tensor) -> Tensor:
     return weight.squeeze(1)
 
 
+def has_own_parameters(layer: Any) -> bool:
+    """Whether what a call reads, of the modules that it does not call, is where torch keeps parameters."""
+    parts, own = layer._modules, layer._parameters
+    filters, gain = parts["conv1d"]._parameters, parts["norm"]._parameters
+    return "A_log" in own and "dt_bias" in own and "weight" in filters and "bias" in filters and "weight" in gain
+
+
 def refusal(
     facts: Facts,
     layer: Any,
@@ -110,6 +117,8 @@ def refusal(
     parts = layer._modules
     if "_hf_hook" in parts["conv1d"].__dict__ or "_hf_hook" in parts["norm"].__dict__:
         return "weights of the layer are loaded by a hook (offloading)"
+    if not has_own_parameters(layer):
+        return "weights of the layer are no parameters of it (pruned, parametrized or flattened)"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     batch, length, _ = hidden_states.shape

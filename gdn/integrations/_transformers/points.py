@@ -15,6 +15,7 @@ from gdn.integrations._transformers import functions, layer, packed, replacement
 
 _CACHE = "transformers.cache_utils.LinearAttentionLayer"
 _GONE = "the model is gone"
+_OWNER = "_gdn_owner"  # attribute of a replaced forward: a weak reference to its module
 _ATTENTION, _INDEXER, _ROTATE = "Qwen4ExpTextAttention", "Qwen4ExpTextQSAIndexer", "apply_rotary_pos_emb"
 
 
@@ -75,9 +76,15 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _require_own(module: Any, host_class: type) -> None:
-    """Raises Unreplaced where the module's forward is not that of the host's class."""
-    if "forward" in vars(module):
-        raise _points.Unreplaced("someone else replaced its forward")
+    """Raises Unreplaced where the module's forward is not that of the host's class.
+
+    A copy of an enabled module loses the one that came with it.
+    """
+    if (own := vars(module).get("forward")) is not None:
+        owner = getattr(own, _OWNER, None)
+        if owner is None or owner() is module:
+            raise _points.Unreplaced("someone else replaced its forward" if owner is None else "it is enabled already")
+        del module.forward
     if type(module).forward is not host_class.forward:  # type: ignore[attr-defined]
         raise _points.Unreplaced(f"{type(module).__name__} has a forward of its own")
 
@@ -119,6 +126,7 @@ def _installer(
         assert target is not None
         _require_own(target, host_class)
         function = make(calls, target)
+        setattr(function, _OWNER, reference)
         target.forward = types.MethodType(function, target)
 
         def undo() -> str | None:
