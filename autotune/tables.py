@@ -205,7 +205,7 @@ def _serves(kernel: Kernel, groups: list[tuned.Group], problem: Problem, spec: D
     own = [group for group in groups if {name: group.static.get(name, ...) for name in key} == key]
     module = kernel.module
     usable = tuned.usable_of(own, Path(kernel.op), problem, module.Config, lambda config: module.fits(problem, config, spec))
-    near = runtime.near_enough(module, problem, usable)
+    near = runtime.near_enough(module, problem, usable, spec)
     return near[0][1].config if near else None
 
 

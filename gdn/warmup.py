@@ -133,6 +133,7 @@ def warmup_sizes(
     if spec is None:
         return [(1, 1)]
     from gdn.runtime import explaining, reach
+    from gdn.served.sizes import CLOSE, FEW
 
     with explaining() as asked:
         call()
@@ -143,6 +144,9 @@ def warmup_sizes(
             continue
         names = problem.sizes().keys() & {"num_tokens", "num_sequences"}
         sized = [_at(problem, names, *size) for size in (*itertools.chain(*lines), *sorted(itertools.chain(*lines)))]
+        if "longest" in problem.hints() and most_each is None:
+            close = ((tokens, n) for n in FEW for tokens in CLOSE if n <= min(most_sequences, tokens) and tokens <= most_tokens)
+            sized += [_at(problem, names, *size) for size in close]
         for kernel in reach.kernels(sized, spec):
             sizes = kernel.problem.sizes()
             sequences = sizes.get("num_sequences", 1)
@@ -152,7 +156,7 @@ def warmup_sizes(
 
 def warmup_uneven(
     call: Callable[[], object], device: torch.device, *, most_tokens: int, most_sequences: int
-) -> list[tuple[int, int]]:
+) -> list[tuple[int, int, int]]:
     """Sizes at which a call takes kernels that `warmup_sizes` has not reached, if the host knows that one sequence is long.
 
     Parameters
@@ -162,18 +166,19 @@ def warmup_uneven(
 
     Returns
     -------
-    list of (int, int)
-        Numbers of tokens and of sequences: all sequences but one have a token each. Empty where no operator of the call has
-        `max_seqlen`, and where no kernel serves the device.
+    list of (int, int, int)
+        Numbers of tokens, of sequences, and of tokens of the longest: all others have equally many. Empty where no operator of
+        the call has `max_seqlen`, and where no kernel serves the device.
     """
     spec = devices.spec(device)
     if spec is None:
         return []
     from gdn.runtime import explaining, reach
+    from gdn.served.sizes import longs
 
     with explaining() as asked:
         call()
-    found = set()
+    found: set[tuple[int, int, int]] = set()
     for _, problem in asked.answers:
         if problem is None or "longest" not in problem.hints():
             continue
@@ -185,9 +190,9 @@ def warmup_uneven(
             [_at(problem, names, *size) for line in _lines(most_tokens, most_sequences, None) for size in line], spec
         )
         known = {kernel.key for kernel in even}
-        uneven = [replace(_at(problem, names, tokens, n), longest=tokens - n + 1) for tokens, n in sizes]
-        own = [kernel.problem for kernel in reach.kernels(uneven, spec) if kernel.key not in known]
-        found |= {(one.sizes()["num_tokens"], one.sizes()["num_sequences"]) for one in own}
+        uneven = [replace(_at(problem, names, tokens, n), longest=long) for tokens, n in sizes for long in longs(tokens, n)]
+        own: list[Any] = [kernel.problem for kernel in reach.kernels(uneven, spec) if kernel.key not in known]
+        found |= {(one.num_tokens, one.num_sequences, one.longest) for one in own}
     return sorted(found, reverse=True)
 
 

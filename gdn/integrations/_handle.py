@@ -1,7 +1,6 @@
 """`Handle`: what `enable` of an adapter returns; it reports, and puts the host's own code back."""
 
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -107,9 +106,10 @@ class Handle:
         if self._switch is None:
             return
         name, value, before = self._switch
-        if os.environ.get(name) == value != before:
+        now = env.exported(name)
+        if now == value != before:
             env.export(name, before)
-        elif os.environ.get(name) is not None:
+        elif now is not None:
             self.notes.append(f"disabled, but {name} was set by others: the host's next start enables it again")
 
     def report(self) -> Report:

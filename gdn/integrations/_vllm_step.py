@@ -22,6 +22,7 @@ from gdn.integrations._kept import LayerViews, StepView, bound
 from gdn.integrations._vllm_pages import Page
 from gdn.integrations._vllm_parts import Parts, fuses_decode, fuses_prefill
 from gdn.integrations._vllm_rows import NULL_SLOT
+from gdn.layers.host_arrays import longest_told
 
 Tensor = torch.Tensor
 
@@ -177,6 +178,9 @@ class Step:
             slots = _slots_behind(metadata, checkpoint.state_indices, decoding)
         counted = getattr(metadata, "nums_dict", None)
         longest = _longest(metadata, counted, 0) if counted else None
+        if longest is not None:
+            tokens = qkvz.shape[0]
+            longest = longest_told(min(longest, tokens), metadata.prefill_state_indices.shape[0], tokens)
         return self._prefill(
             qkvz, None, ba, None, windows, weight, A_log, dt_bias, gain, states, metadata.prefill_state_indices, conv_bias=bias,
             out=out, query_start_loc=metadata.prefill_query_start_loc, has_initial_state=metadata.prefill_has_initial_state,

@@ -79,10 +79,10 @@ def warm_up(layer: Any, step: Step, qkvz: Tensor, ba: Tensor, limits: Limits) ->
     pages = _pages(shapes, dtypes, qkvz.device, _LIVE * (2 + (layer.num_spec if step.page is None else 0)))
     columns = 1 + layer.num_spec
 
-    def make(kind: Kind, tokens: int, sequences: int, is_uneven: bool = False) -> None:
+    def make(kind: Kind, tokens: int, sequences: int, longest: int | None = None) -> None:
         rows = [x if len(x) >= tokens else x.new_zeros(tokens, x.shape[1]) for x in (qkvz, ba)]
         core = qkvz.new_empty(tokens, step.num_value_heads, step.head_v_dim)
-        known = batch(kind, tokens, sequences, columns, qkvz.device, is_uneven)
+        known = batch(kind, tokens, sequences, columns, qkvz.device, longest)
         if step.page is not None:
             known.gdn_replay = replay_rows(known, sequences, layer)
         step(rows[0][:tokens], rows[1][:tokens], core, known, pages)
@@ -97,8 +97,8 @@ def warm_up(layer: Any, step: Step, qkvz: Tensor, ba: Tensor, limits: Limits) ->
                 make(kind, tokens, sequences)
             if kind.most_each is None:
                 most = {"most_tokens": limits.tokens, "most_sequences": limits.sequences}
-                for tokens, sequences in warmup_uneven(partial(make, kind, 1, 1), qkvz.device, **most):
-                    make(kind, tokens, sequences, is_uneven=True)
+                for sizes_and_longest in warmup_uneven(partial(make, kind, 1, 1), qkvz.device, **most):
+                    make(kind, *sizes_and_longest)
     _done.add(key)
 
 
@@ -142,20 +142,19 @@ def _pages(
 
 
 def batch(
-    kind: Kind, tokens: int, sequences: int, columns: int, device: torch.device, is_uneven: bool = False
+    kind: Kind, tokens: int, sequences: int, columns: int, device: torch.device, longest: int | None = None
 ) -> SimpleNamespace:
-    """Metadata of a batch of one kind, as vLLM hands it over. columns: blocks of a sequence, for drafts. is_uneven: all prompts
-    but the last have one token, and the host has counted."""
+    """Metadata of a batch of one kind, as vLLM hands it over. columns: blocks of a sequence, for drafts. longest: tokens of the
+    last prompt, of which the host knows, while the others have equally many; None = all have, and the host does not know."""
     live = torch.arange(sequences, dtype=torch.int32, device=device)
     slots = torch.where(live < _LIVE, live + 1, 0).int()
-    bounds = (torch.arange(sequences + 1, device=device) * tokens // sequences).int()
-    if is_uneven:
-        bounds = torch.arange(sequences + 1, dtype=torch.int32, device=device)
-        bounds[-1] = tokens
+    others, rest = (sequences, tokens) if longest is None else (sequences - 1, tokens - longest)
+    bounds = (torch.arange(sequences + 1, device=device) * rest // others).int()
+    bounds[-1] = tokens
     known: dict[str, Any] = {"checkpoint": None, "spec_sequence_masks": None}
     known |= dict.fromkeys(("num_prefills", "num_decodes", "num_decode_tokens"), 0) | {"num_actual_tokens": tokens}
-    if is_uneven:
-        known["nums_dict"] = {_COUNTED: {"nums": torch.tensor([-(-(tokens - sequences + 1) // _COUNTED)])}}
+    if longest is not None:
+        known["nums_dict"] = {_COUNTED: {"nums": torch.tensor([-(-longest // _COUNTED)])}}
     if kind.most_each is None:
         known |= {
             "num_prefills": sequences, "prefill_state_indices": slots, "prefill_query_start_loc": bounds,

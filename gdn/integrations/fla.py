@@ -149,7 +149,7 @@ def chunk_gated_delta_rule(
     # Callers hand on flags of theirs that are None, such as `use_cache`.
     gate = bool(kwargs.get("use_gate_in_kernel", False))
     longest = None
-    if cu_seqlens_cpu is not None and cu_seqlens_cpu.is_cpu and cu_seqlens_cpu.numel() > 1:
+    if cu_seqlens_cpu is not None and cu_seqlens_cpu.is_cpu and cu_seqlens_cpu.numel() > 1 and not torch.compiler.is_compiling():
         longest = int(cu_seqlens_cpu.diff().max())
     return gdn.chunk_gated_delta_rule(
         q,

@@ -12,6 +12,7 @@ import gdn
 import gdn.distributed
 from gdn.layers.caches import Replay
 from gdn.layers.config import HybridConfig
+from gdn.layers.host_arrays import longest_told
 from gdn.layers.parallel import ContextParallel, TensorParallel
 
 ROW_MULTIPLE = 8  # rows of the input projection: a token's projections then start at a multiple of 16 bytes
@@ -308,7 +309,12 @@ class GatedDeltaNet(nn.Module):
 
 
 def _longest(metadata: Any, first: int = 0) -> int | None:
-    """Tokens of the longest row from `first` on, where the host knows them. Not in a compiled model, which would be made anew for
-    each length."""
+    """Tokens of the longest row from `first` on, where the host knows them and they tell something.
+
+    Not in a compiled model, which would be made anew for each length.
+    """
     lengths = None if torch.compiler.is_compiling() else getattr(metadata, "non_spec_lengths_host", None)
-    return None if lengths is None else max(lengths[first:], default=0) or None
+    if lengths is None:
+        return None
+    rows = lengths[first:]
+    return longest_told(max(rows, default=0), len(rows), sum(rows))

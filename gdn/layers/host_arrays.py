@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gdn.ops.delta_rule.problem import tells
+
 Array = NDArray[Any]
 Ints = Sequence[int] | Tensor | Array
 
@@ -23,6 +25,12 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raises ValueError, named after the argument, where the value is not one of the allowed ones."""
     if value not in allowed:
         refuse(name, f"one of {', '.join(map(repr, allowed))}", repr(value))
+
+
+def longest_told(longest: int, num_sequences: int, num_tokens: int) -> int | None:
+    """The tokens of the longest sequence as `max_seqlen` of a call; None where they tell nothing, so that the call is like others
+    of its sizes."""
+    return longest if longest and tells(longest, num_sequences, num_tokens) else None
 
 
 def at_least(name: str, value: Any, least: int) -> None:

@@ -88,7 +88,7 @@ class KernelCandidate:
             own = env.current().tuned_dir
             folders = (tuned.SHIPPED,) if own is None else (own, tuned.SHIPPED)
             tables = self._usable[key] = [self._usable_in(folder, problem, device) for folder in folders]
-        near = next(filter(None, (near_enough(self.module, problem, usable) for usable in tables)), [])
+        near = next(filter(None, (near_enough(self.module, problem, usable, device) for usable in tables)), [])
         return [
             select.Tuned(
                 found.config, found.sizes, found.entry.time_us, str(found.path), distance, found.static, found.others,
@@ -116,10 +116,10 @@ class KernelCandidate:
         return None if of_module is None else of_module(problem)
 
 
-def near_enough(module: Any, problem: Problem, usable: Sequence[Found]) -> list[tuple[float, Found]]:
+def near_enough(module: Any, problem: Problem, usable: Sequence[Found], device: DeviceSpec) -> list[tuple[float, Found]]:
     """Usable entries that a kernel accepts for the problem's sizes, with their distances, nearest first."""
     suits = getattr(module, "suits", None)
-    suitable = usable if suits is None else [found for found in usable if suits(problem, found.config)]
+    suitable = usable if suits is None else [found for found in usable if suits(problem, found.config, device)]
     return tuned.nearest_first(suitable, problem.sizes(), getattr(module, "TUNED_WITHIN", tuned.WITHIN))
 
 
@@ -241,7 +241,13 @@ def _prepare(problem: Problem, device: torch.device, backend: str | None, config
     if choice.backend == "reference":
         return Prepared("reference", None, 0, None, choice)
     module = candidates(problem.op)[choice.backend].module
-    kernel = compiled.get(problem.op, choice.backend, module, problem, choice.config)
+    try:
+        kernel = compiled.get(problem.op, choice.backend, module, problem, choice.config)
+    except compiled.MissingKernel:
+        if config is not None or not any(problem.hints().values()):
+            raise
+        # What the host happens to know is no reason to fail: the kernel that serves without it may be there.
+        return _prepare(replace(problem, **dict.fromkeys(problem.hints(), 0)), device, backend, None)  # type: ignore[type-var]
     launch = functools.partial(module.launch, kernel)
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         launch = functools.partial(_launch_on, device.index, launch)

@@ -223,6 +223,11 @@ _current: Switches | None = None
 _warned: set[str] = set()
 
 
+def exported(name: str) -> str | None:
+    """The text of a switch in the environment now, whatever `current` has read."""
+    return os.environ.get(name)
+
+
 def export(name: str, value: str | None) -> str | None:
     """Sets a switch in the environment, for processes that this one starts too; None removes it. Returns what it was."""
     before = os.environ.get(name)

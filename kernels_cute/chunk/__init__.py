@@ -13,7 +13,7 @@ from gdn.device import DeviceSpec
 from gdn.ops.delta_rule.problem import ChunkParams, ChunkProblem
 from kernels_cute.chunk import kernel
 from kernels_cute.chunk.kernel import Config as Config
-from kernels_cute.chunk.plan import is_uneven
+from kernels_cute.chunk.plan import known_segment
 
 # log2 of how far a call's sizes may be from those of a tuned entry that serves it (see gdn.runtime.tuned). For others another
 # design may be faster, and the default knows which.
@@ -61,9 +61,15 @@ def configs(problem: ChunkProblem, device: DeviceSpec) -> list[Any]:
     return module.configs(computed, device)
 
 
-def suits(problem: ChunkProblem, config: Any) -> bool:
+def is_cut(problem: ChunkProblem, device: DeviceSpec) -> bool:
+    """Whether the host knows of a long sequence which the default cuts for that."""
+    module, computed = _computed(problem)
+    return module is kernel and known_segment(computed, device) > 0
+
+
+def suits(problem: ChunkProblem, config: Any, device: DeviceSpec) -> bool:
     """Whether a tuned entry may serve these sizes. Tables hold times of equal lengths."""
-    return not is_uneven(problem)
+    return not is_cut(problem, device)
 
 
 def workspace_bytes(problem: ChunkProblem, config: Any) -> int:

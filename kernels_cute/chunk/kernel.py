@@ -24,7 +24,7 @@ from kernels_cute.chunk.four_sm.shape import DIM, SCALED_PARTS, chain_bytes, mak
 from kernels_cute.chunk.key_head import shape as key_head_shape
 from kernels_cute.chunk.key_head.barriers import key_head_fields
 from kernels_cute.chunk.key_head.spec import key_head_spec
-from kernels_cute.chunk.plan import Model, four_sm_clusters
+from kernels_cute.chunk.plan import Model, four_sm_clusters, known_segment
 from kernels_cute.chunk.shape import CHUNK, STAGES
 from kernels_cute.chunk.spec import ChunkSpec
 from kernels_cute.chunk.split.barriers import summary_fields
@@ -118,6 +118,8 @@ def spec_of(problem: ChunkProblem, config: Config) -> ChunkSpec:
 
 def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     model = Model(problem, device)
+    if segment := known_segment(problem, device):
+        return Config(STAGES, model.prefetch(segment, 0), segment)
     narrow = _narrow_config(model)
     if model.shares_keys() and fits(problem, pairs := _two_heads(narrow), device):
         return pairs

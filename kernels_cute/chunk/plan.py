@@ -3,14 +3,15 @@
 The lengths of the sequences are on the device and nobody reads them: the model takes them to be equal. For segments, of which
 there are about as many however the tokens are dealt out, that is near enough. Whole sequences take as long as the longest one, so
 where there are several, the model says how long that may be, and the device compares. Where the host knows that one is much
-longer than the others (`ChunkProblem.longest`), the choice is made here.
+longer than the others (`ChunkProblem.longest`), and cutting it is faster, it is cut (`known_segment`). Else that changes nothing,
+so that few calls take kernels of their own.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from gdn.device import DeviceSpec
-from gdn.ops.delta_rule.problem import ChunkProblem
+from gdn.ops.delta_rule.problem import ChunkProblem, tells
 from kernels_cute.chunk.deal import max_scheduled_clusters
 from kernels_cute.chunk.four_sm.shape import BLOCKS, DIM
 from kernels_cute.chunk.shape import CHUNK
@@ -40,7 +41,6 @@ _FOUR_SM_CHUNK, _RING_CHUNK, _FOUR_SM_START = 0.87, 0.97, 12.0
 _FOURS, _SMS = 28, 132
 _LEAST_GAIN = 0.9  # of the time of a whole sequence with two SMs a head, by the model: what a split of it must stay below
 _TIE = 1.03  # a longer segment that takes little more needs less workspace
-_LEAST_UNEVEN = 4  # times the mean that the longest sequence has where lengths count as uneven
 _FEW_CHUNKS = 32  # of a block: below, asking the L2 cache ahead costs more than it gains
 # Where two state heads a work tile are faster, measured (LAB-NOTES.md): least state heads a key head, most chunks a sequence.
 _LEAST_SHARERS, _MOST_SHARED_CHUNKS = 4, 4
@@ -53,21 +53,26 @@ def four_sm_clusters(device: DeviceSpec) -> tuple[int, int]:
 
 
 def is_uneven(problem: ChunkProblem) -> bool:
-    """Whether the host knows one sequence to be much longer than the others. Tables hold times of equal lengths.
+    """Whether the host knows one sequence to be much longer than the others."""
+    return problem.num_sequences > 1 and tells(problem.longest, problem.num_sequences, problem.num_tokens)
 
-    A number beyond all tokens is a bound of the host's that says nothing of this call.
-    """
-    sequences, tokens, longest = problem.num_sequences, problem.num_tokens, problem.longest
-    return sequences > 1 and longest <= tokens and longest * sequences >= _LEAST_UNEVEN * tokens
+
+def known_segment(problem: ChunkProblem, device: DeviceSpec) -> int:
+    """Chunks of a segment where the host knows of a long sequence whose cut is faster than whole sequences; else 0."""
+    if not is_uneven(problem):
+        return 0
+    model = Model(problem, device, problem.longest)
+    times = {length: time for time, length in model.split_times()}
+    is_faster = bool(times) and min(times.values()) < _LEAST_GAIN * model.uneven_time()
+    return min(times, key=times.__getitem__) if is_faster else 0
 
 
 class Model:
-    """The times of a call in its forms, in microseconds."""
+    """The times of a call in its forms, in microseconds. longest: tokens of the longest sequence; 0 = lengths are equal."""
 
-    def __init__(self, problem: ChunkProblem, device: DeviceSpec) -> None:
+    def __init__(self, problem: ChunkProblem, device: DeviceSpec, longest: int = 0) -> None:
         self.num_tokens, self.num_sms = problem.num_tokens, device.num_sms
-        self.is_one_sequence, self.is_uneven = problem.num_sequences <= 1, is_uneven(problem)
-        self.longest = problem.longest
+        self.is_one_sequence, self.longest = problem.num_sequences <= 1, longest
         self.sequences = max(problem.num_sequences, 1)
         self.slices = problem.head_v_dim // 64
         self.blocks = problem.num_state_heads * self.slices  # of a sequence or segment
@@ -86,12 +91,10 @@ class Model:
     def split(self) -> tuple[int, int]:
         """Chunks of a segment, 0 = sequences are whole; tokens that the longest of several sequences must pass for them to be
         cut."""
-        times = {length: time for time, length in self._split_times()}
+        times = {length: time for time, length in self.split_times()}
         if not times:
             return 0, 0
         best = min(times.values())
-        if self.is_uneven:
-            return (min(times, key=times.__getitem__), 0) if best < _LEAST_GAIN * self._uneven_time() else (0, 0)
         segment = max(length for length, time in times.items() if time <= _TIE * best)
         if self.is_one_sequence:
             return (segment, 0) if best < min(_LEAST_GAIN * self.whole_time, self.four_sm_time) else (0, 0)
@@ -104,7 +107,7 @@ class Model:
     def splits_to_try(self) -> list[tuple[int, int]]:
         """The default, and others of its kind that the model likes next best, each with another number of segments."""
         best, decides = self.split()
-        times = {length: time for time, length in sorted(self._split_times())}
+        times = {length: time for time, length in sorted(self.split_times())}
         found = {-(-self.chunks // best): best} if best else {}
         for length, time in list(times.items())[:12]:
             # The model knows too little of several sequences to leave one out.
@@ -135,12 +138,12 @@ class Model:
         chunk, start = (self.four_sm_chunk, _FOUR_SM_START) if self.uses_four_sm else (self.times.chunk, self.times.wave)
         return max(int((time - start) / chunk), 1) * CHUNK
 
-    def _split_times(self) -> Iterator[tuple[float, int]]:
+    def split_times(self) -> Iterator[tuple[float, int]]:
         """(time, length) of every length that makes several segments; nothing where whole sequences leave no SM idle."""
         sequences, times = self.sequences, self.times
-        if sequences * self.blocks >= self.num_sms and not self.is_uneven:
+        if sequences * self.blocks >= self.num_sms and not self.longest:
             return
-        chunks = -(-self.longest // CHUNK) if self.is_uneven else self.chunks
+        chunks = -(-self.longest // CHUNK) if self.longest else self.chunks
         for length in _LENGTHS:
             count = -(-chunks // length)  # segments of a sequence, the longest if it is known
             if count < 2:
@@ -155,7 +158,7 @@ class Model:
             # Each wave takes as long as its last segment, which is the further into its sequence the later the wave is.
             yield time + times.compose * (count - 2) * (second + 1) / 2, length
 
-    def _uneven_time(self) -> float:
+    def uneven_time(self) -> float:
         """Of whole sequences whose longest is known: as long as that one, or as all of them take that have their turns."""
         chunks, total = -(-self.longest // CHUNK), self.num_tokens / CHUNK + self.sequences / 2
         turns = total * self.blocks / self.num_sms * self.times.chunk

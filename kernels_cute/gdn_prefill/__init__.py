@@ -23,7 +23,6 @@ from gdn.problem import DTYPE_BYTES
 from kernels_cute import chunk
 from kernels_cute.chunk import kernel as chunk_kernel
 from kernels_cute.chunk.kernel import Config as ChunkConfig
-from kernels_cute.chunk.plan import is_uneven
 from kernels_cute.common.choice import FLOAT_DTYPES, unserved
 from kernels_cute.conv1d import prefill as conv
 from kernels_cute.gdn_prefill import parts, plan, shape
@@ -107,11 +106,10 @@ def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
     """In segments where one sequence is known to be long; side by side where that is faster by the model; with the norm in the
     chunk kernel where work tiles take turns on all SMs, and a launch for short sequences where they are many; else the default of
     each kernel."""
+    if (known := _of_known_lengths(problem, device)) is not None:
+        return known
+    problem = replace(problem, longest=0)
     apart = _with_steps(problem, chunk.default_config(parts.chunk_problem(problem), device), device)
-    if (segments := plan.in_segments(problem, device)) is not None:
-        return replace(apart, **segments)
-    if is_uneven(parts.chunk_problem(problem)) and apart.split_chunks:  # one long sequence, which the others wait for
-        return apart
     short = plan.with_short(problem, device) if plan.has_short(problem, device) else []
     changes = plan.side_by_side(problem, device) or next((one for one in short if one["max_short_tokens"] > 1), None)
     changes = changes or plan.normed(problem, device)
@@ -128,9 +126,18 @@ def configs(problem: GdnPrefillProblem, device: DeviceSpec) -> list[Config]:
     return [config for config in (*apart, *(replace(apart[0], **changes) for changes in others)) if fits(problem, config, device)]
 
 
-def suits(problem: GdnPrefillProblem, config: Config) -> bool:
+def suits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether a tuned entry may serve these sizes. Tables hold times of equal lengths."""
-    return not is_uneven(parts.chunk_problem(problem))
+    return _of_known_lengths(problem, device) is None
+
+
+def _of_known_lengths(problem: GdnPrefillProblem, device: DeviceSpec) -> Config | None:
+    """The default where the host knows of one long sequence, which the others wait for; None where that changes nothing."""
+    rule = parts.chunk_problem(problem)
+    segments = plan.in_segments(problem, device)
+    if segments is None and (plan.has_rows_of_one_token(problem) or not chunk.is_cut(rule, device)):
+        return None
+    return replace(_with_steps(problem, chunk.default_config(rule, device), device), **segments or {})
 
 
 def _with_steps(problem: GdnPrefillProblem, config: ChunkConfig, device: DeviceSpec) -> Config:

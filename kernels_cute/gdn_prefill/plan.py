@@ -70,8 +70,11 @@ def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, in
     if has_many and not (can_decode and problem.num_tokens > MOST_TOKENS * problem.num_sequences):
         return None
     others = _NORMED_TIME_OF_MANY if has_many else _NORMED_TIME
-    apart = _time_apart(problem, device) * (others if normed(problem, device) is not None else 1.0)
-    if _time(problem, bool(clusters)) >= apart:
+    # Of whole chunks: one side's time grows by these, the other's by tokens too, and which is less would change within each.
+    tokens = CHUNK * max(problem.num_sequences, 1)
+    whole = replace(problem, num_tokens=-(-problem.num_tokens // tokens) * tokens)
+    apart = _time_apart(whole, device) * (others if normed(problem, device) is not None else 1.0)
+    if _time(whole, bool(clusters)) >= apart:
         return None
     # Where heads take turns a sequence of one token would take the time of a chunk from all of them.
     return next(_candidates(problem, device)) | {"max_short_tokens": int(can_decode)}
@@ -119,11 +122,9 @@ def in_segments(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int
     """Fields of the configuration for one long sequence among sequences of one token, where few heads would leave SMs idle: the
     long one in segments, the others by the decode step's kernel. None where the host does not know of such lengths, or whole
     sequences are faster."""
+    if not has_rows_of_one_token(problem):
+        return None
     others = problem.num_sequences - 1
-    if not is_uneven(parts.chunk_problem(problem)) or problem.num_tokens - problem.longest > _MOST_OTHER_TOKENS * others:
-        return None
-    if not _serves(problem) or not _can_decode(problem):
-        return None
     alone = replace(parts.chunk_problem(problem), num_tokens=problem.num_tokens - others, num_sequences=1, longest=0)
     model = Model(alone, device)
     segment, _ = model.split()
@@ -135,6 +136,15 @@ def in_segments(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int
         last = norm.default_config(replace(parts.norm_problem(problem), num_tokens=_LONG_PROMPT), device)
         own |= {"norm_threads": last.threads, "norm_rows": last.rows}
     return none | _staged(problem) | own | {"max_short_tokens": 1}
+
+
+def has_rows_of_one_token(problem: GdnPrefillProblem) -> bool:
+    """Whether, as far as the host knows, the others than one long sequence are of one token, and the decode step's kernel has
+    them."""
+    if not is_uneven(parts.chunk_problem(problem)) or not _serves(problem):
+        return False
+    is_short = problem.num_tokens - problem.longest <= _MOST_OTHER_TOKENS * (problem.num_sequences - 1)
+    return is_short and _can_decode(problem)
 
 
 def in_segments_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec) -> bool:

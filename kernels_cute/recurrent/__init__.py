@@ -9,6 +9,7 @@ A block owns (sequence, state head, block_v columns of V). Data flow of the form
 the one without (`single_token`), places of the state, choice of tiles: DESIGN.md.
 """
 
+from gdn.device import DeviceSpec
 from gdn.ops.delta_rule import tiles as recurrent_tiles
 from gdn.ops.delta_rule.problem import RecurrentProblem
 from gdn.ops.delta_rule.tiles import TUNED_WITHIN, Config, configs, default_config, fits, refusal
@@ -21,7 +22,7 @@ __all__ = [
 launch, workspace_bytes = choice.launch, choice.no_workspace
 
 
-def suits(problem: RecurrentProblem, config: Config) -> bool:
+def suits(problem: RecurrentProblem, config: Config, device: DeviceSpec) -> bool:
     """Return whether tiles tuned at other sizes may be used here. Without a prefetch each further token waits for its loads,
     which the stores of the state hide K first."""
     is_covered = not problem.state_v_first and problem.write_every_token

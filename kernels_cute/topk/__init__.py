@@ -109,7 +109,7 @@ def configs(problem: TopkProblem, device: DeviceSpec) -> list[Config]:
     return [default] + [config for config in space if config != default and fits(problem, config, device)]
 
 
-def suits(problem: TopkProblem, config: Config) -> bool:
+def suits(problem: TopkProblem, config: Config, device: DeviceSpec) -> bool:
     """Whether tiles tuned at other sizes may be chosen here. Not for longer rows, which `ANY_SIZE` would serve, nor for a k with
     little room in the list, which takes counts of whole rows: both are slow. A sample's rank of k/16 + 4 sqrt(k/16) + 4 must be
     within 7/8 of the list's share of it."""

@@ -170,8 +170,8 @@ def test_one_long_sequence_is_cut_where_the_host_knows_of_it() -> None:
     # Next to prompts that are no rows of one token: segments, and no launch for these.
     others = module.default_config(_uneven(_problem(), num_tokens=9000, num_sequences=10, longest=8000), H100)
     assert others.split_chunks > 0 and others.max_short_tokens == 0 and others.split_if_longest_exceeds == 0
-    assert not module.suits(known, config)
-    assert all(module.suits(dataclasses.replace(known, longest=longest), config) for longest in (0, 131072))
+    assert not module.suits(known, config, H100)
+    assert all(module.suits(dataclasses.replace(known, longest=longest), config, H100) for longest in (0, 131072))
 
 
 def test_lengths_change_no_key() -> None:

@@ -31,9 +31,9 @@ def test_configurations_fit(columns: int) -> None:
 def test_tiles_of_other_sizes_suit_where_the_list_has_room(columns: int, k: int) -> None:
     problem = replace(PROBLEM, num_columns=columns, k=k)
     default = topk.default_config(problem, H100)
-    assert topk.suits(problem, default) and topk.fits(problem, default, H100)
+    assert topk.suits(problem, default, H100) and topk.fits(problem, default, H100)
     few = replace(default, list_entries=4096)
-    assert topk.suits(problem, few) == (k < 4096 or columns <= 4096)
+    assert topk.suits(problem, few, H100) == (k < 4096 or columns <= 4096)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 4), ("bfloat16", 8)])

@@ -117,6 +117,14 @@ def test_offsets_on_the_host_say_how_long_the_longest_sequence_is() -> None:
         fla.chunk_gated_delta_rule(**given, cu_seqlens_cpu=torch.tensor([0, 31, 70]))
 
 
+def test_offsets_on_the_host_do_not_part_a_compiled_function() -> None:
+    given = rule_inputs()
+    given |= {one: given[one][:1] for one in ("q", "k", "v", "g", "beta")} | {"cu_seqlens": torch.tensor([0, 30, 70])}
+    compiled = torch.compile(fla.chunk_gated_delta_rule, backend="eager", fullgraph=True)
+    found = compiled(**given, cu_seqlens_cpu=given["cu_seqlens"].clone())
+    assert torch.equal(fla.chunk_gated_delta_rule(**given)[0], found[0])
+
+
 RULE_REFUSALS = {
     "the tokens are on meta": {"q": torch.empty(2, 70, 2, 16, device="meta")},
     "autograd needs gradients": {"beta": torch.rand(2, 70, 4, requires_grad=True)},

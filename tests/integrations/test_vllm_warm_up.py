@@ -111,6 +111,7 @@ def forms(asked: Any) -> set[Any]:
 MODELS = {  # of published models, on 1, 2 and 8 ranks
     "qwen3-next": {"heads": (16, 32), "interleaved": True, "num_spec": 0, "state": torch.bfloat16},
     "qwen3-next on 2 ranks": {"heads": (8, 16), "interleaved": True, "num_spec": 2, "state": torch.float32},
+    "48 value heads on 2 ranks": {"heads": (8, 24), "interleaved": False, "num_spec": 0, "state": torch.float32},
     "values wider than keys": {
         "heads": (4, 8),
         "interleaved": True,

@@ -12,7 +12,7 @@ import torch
 
 from gdn import runtime
 from gdn.device import H100
-from gdn.problem import Problem, size
+from gdn.problem import Problem, hint, size
 from gdn.runtime import compiled, devices, env, registry, select, source, toolchain, tuned
 from tests.runtime import fake_kernel
 from tests.runtime.fake_kernel import Config, FakeProblem
@@ -218,6 +218,34 @@ def test_batch_invariance(problem: FakeProblem, switch: Callable[..., env.Switch
     prepared = [runtime.prepare(problem.sizes_only(n), CPU, None) for n in sizes]
     assert {(p.backend, p.config.tile) for p in prepared} == {("tilelang", 2) if with_table else ("cute", 64)}
     assert [p.workspace_bytes for p in prepared] == [n * prepared[0].config.tile for n in sizes]  # of the real sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class HintedProblem(FakeProblem):
+    longest: int = hint()
+
+
+def test_what_the_host_knows_needs_no_kernel_of_its_own(
+    problem: FakeProblem, switch: Callable[..., env.Switches], monkeypatch: pytest.MonkeyPatch
+):
+    """A hint may choose a kernel that is in no cache: the one without the hint then serves. Elsewhere it is compiled."""
+    hinted = HintedProblem(**dataclasses.asdict(problem), longest=90)
+    default = fake_kernel.default_config
+
+    def of_hint(problem: FakeProblem, device: Any) -> Config:
+        return Config(77, True) if getattr(problem, "longest", 0) else default(problem, device)
+
+    monkeypatch.setattr(fake_kernel, "default_config", of_hint)
+    runtime.prepare(dataclasses.replace(hinted, longest=0), CPU)  # compiles, and keeps it
+    assert fake_kernel.compilations(problem) == 1
+    switch(GDN_COMPILE="off")
+    compiled.forget()
+    prepared = runtime.prepare(hinted, CPU)
+    assert prepared.config == default(problem, H100) and fake_kernel.compilations(problem) == 1
+    with pytest.raises(compiled.MissingKernel):
+        runtime.prepare(hinted, CPU, "cute", config=Config(77, True))
+    switch(GDN_COMPILE="auto")
+    assert runtime.prepare(hinted, CPU).config == Config(77, True) and fake_kernel.compilations(problem) == 2
 
 
 def test_a_given_config(problem: FakeProblem):

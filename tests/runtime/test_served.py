@@ -13,7 +13,7 @@ import torch
 import gdn
 from gdn import served
 from gdn.cli.demo.engine import Engine, EngineSizes
-from gdn.device import H100
+from gdn.device import H100, H200, DeviceSpec
 from gdn.integrations import _sglang_warm_up as sglang_warm_up
 from gdn.integrations._vllm_pages import page_of
 from gdn.integrations._vllm_replay_step import step_of
@@ -424,6 +424,37 @@ def test_kernels_of_sizes_between(op: str) -> None:
     found = {kernel.key for kernel in reach.kernels(of_one_width, H100)}
     for problem in [drawn(rng, group[0]) for _ in range(100)]:
         (kernel,) = reach.kernels([problem], H100)
+        assert kernel.key in found, (problem, kernel.config)
+
+
+def lengths(rng: random.Random) -> list[int]:
+    """Of the prompts of a step: one or few, one long among short ones, or any."""
+    form, long = rng.random(), round(2 ** rng.uniform(6, 16.5))
+    count = rng.randint(1, 8) if form < 0.3 else rng.randint(2, 40)
+    if form < 0.3:
+        return [long // count + 1] * count
+    most = 1 if form < 0.5 else 200 if form < 0.8 else max(1, 2 * long // count)
+    return [*(rng.randint(1, most) for _ in range(count - 1)), long]
+
+
+# Tokens, sequences and the longest of steps whose kernel was in no list.
+UNLISTED = {
+    (8, 24): [(600, 1, 0), (1100, 1, 0), (10625, 5, 10621)], (4, 12): [(3100, 2, 0)], (8, 16): [(3192, 4, 3192)],
+    (4, 8): [(5128, 8, 3000), (4309, 8, 2798), (6771, 8, 3456)], (4, 16): [(17413, 1, 0), (20633, 1, 0), (4215, 5, 4211)],
+    (2, 4): [], (16, 32): [], (16, 64): [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", UNLISTED)
+@pytest.mark.parametrize("device", [H100, H200], ids=lambda one: one.key)
+def test_kernels_of_prompts_of_any_lengths(heads: tuple[int, int], device: DeviceSpec) -> None:
+    """Also where the host knows of a long prompt."""
+    group: Any = next(iter(GdnLayer(*heads, 128, 128).prefill()))
+    found, rng = {kernel.key for kernel in reach.kernels(group, device)}, random.Random(str(heads))
+    drawn = [(sum(one), len(one), rng.choice([0, max(one)])) for one in (lengths(rng) for _ in range(400))]
+    for tokens, sequences, longest in (*UNLISTED[heads], *drawn):
+        problem = dataclasses.replace(group[0], num_tokens=tokens, num_sequences=sequences, longest=longest)
+        (kernel,) = reach.kernels([problem], device)
         assert kernel.key in found, (problem, kernel.config)
 
 

@@ -22,6 +22,7 @@ from gdn.ops.delta_rule import checks, reference
 from gdn.ops.delta_rule.checks import Sizes, States, Tokens
 from gdn.ops.delta_rule.chunk import chunk_gated_delta_rule
 from gdn.ops.delta_rule.crossing import recurrent_rows
+from gdn.ops.delta_rule.problem import tells
 from gdn.ops.delta_rule.recurrent import fused_recurrent_gated_delta_rule
 from gdn.runtime import env
 from gdn.runtime.registry import Backend
@@ -291,11 +292,14 @@ class _Step:
     def chunk(self, states: States, row: int = 0, token: int = 0, output_final_state: bool = False) -> State:
         """The chunk form from a row and its first token on; returns the final state."""
         q, k, v, g, beta, cu_seqlens = self._from(slice(token, None), slice(row, None), token)
+        longest = self.longest
+        if longest is not None and not tells(longest, self.sizes.num_sequences - row, self.sizes.num_tokens - token):
+            longest = None  # a call is then like others of its sizes
         return chunk_gated_delta_rule(
             q, k, v, g, beta, initial_state=states.initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
             state_indices=states.state_indices, has_initial_state=states.has_initial_state,
             final_state_indices=states.final_state_indices, checkpoint_offsets=states.checkpoint_offsets,
-            checkpoint_slots=states.checkpoint_slots, max_seqlen=self.longest, null_slot=states.null_slot,
+            checkpoint_slots=states.checkpoint_slots, max_seqlen=longest, null_slot=states.null_slot,
             out=self.o[:, token:] if token else self.o, **self.options,
         )[1]  # fmt: skip
 

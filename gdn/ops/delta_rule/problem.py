@@ -89,6 +89,14 @@ def unserved_dtypes(problem: DeltaRuleProblem) -> str | None:
     return None
 
 
+LEAST_UNEVEN = 4  # times the mean that the longest sequence has where lengths count as uneven
+
+
+def tells(longest: int, num_sequences: int, num_tokens: int) -> bool:
+    """Whether a host's number for the longest sequence says that lengths are uneven. More than all tokens says nothing."""
+    return longest <= num_tokens and longest * num_sequences >= LEAST_UNEVEN * num_tokens
+
+
 @dataclass(frozen=True)
 class ChunkProblem(DeltaRuleProblem, op="chunk"):
     """`gdn.chunk_gated_delta_rule` on packed tokens; launches take ChunkParams."""
