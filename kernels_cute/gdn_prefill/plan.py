@@ -70,9 +70,10 @@ def side_by_side(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, in
     if has_many and not (can_decode and problem.num_tokens > MOST_TOKENS * problem.num_sequences):
         return None
     others = _NORMED_TIME_OF_MANY if has_many else _NORMED_TIME
-    # Of whole chunks: one side's time grows by these, the other's by tokens too, and which is less would change within each.
-    tokens = CHUNK * max(problem.num_sequences, 1)
-    whole = replace(problem, num_tokens=-(-problem.num_tokens // tokens) * tokens)
+    whole = problem
+    if not clusters:  # in whole chunks: one side's time grows by these, the other's by tokens too, and they would take turns
+        tokens = CHUNK * max(problem.num_sequences, 1)
+        whole = replace(problem, num_tokens=-(-problem.num_tokens // tokens) * tokens)
     apart = _time_apart(whole, device) * (others if normed(problem, device) is not None else 1.0)
     if _time(whole, bool(clusters)) >= apart:
         return None
