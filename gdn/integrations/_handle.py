@@ -78,6 +78,7 @@ class Handle:
     _scope: Hashable = field(default=None, repr=False)
     _switch: tuple[str, str, str | None] | None = field(default=None, repr=False)  # set by `enable`: name, value, former value
     _enabled: bool = field(default=True, repr=False)
+    _forget: "weakref.finalize[..., Any] | None" = field(default=None, repr=False)  # takes it from the registry when the scope dies
 
     @property
     def enabled(self) -> bool:
@@ -94,22 +95,25 @@ class Handle:
             if not self._enabled:
                 return
             self._enabled = False
-            for one in reversed(self._installed):
-                one.calls.active = False
-                if one.undo is not None:
-                    one.why, one.undo = one.undo() or "disabled", None
-            if _enabled.get((self.host, self._scope)) is self:
-                del _enabled[(self.host, self._scope)]
-            self._put_switch_back()
+            try:
+                for one in reversed(self._installed):
+                    one.calls.active = False
+                    if one.undo is not None:
+                        one.why, one.undo = one.undo() or "disabled", None
+            finally:
+                if _enabled.get((self.host, self._scope)) is self:
+                    del _enabled[(self.host, self._scope)]
+                if self._forget is not None:
+                    self._forget.detach()
+                self._put_switch_back()
 
     def _put_switch_back(self) -> None:
         if self._switch is None:
             return
         name, value, before = self._switch
-        now = env.exported(name)
-        if now == value != before:
+        if env.exported(name) == value:
             env.export(name, before)
-        elif now is not None:
+        if env.reload().value(name) != "0":
             self.notes.append(f"disabled, but {name} was set by others: the host's next start enables it again")
 
     def report(self) -> Report:
@@ -182,7 +186,8 @@ def enable(
             _install(host, handle._installed, strict)
         _enabled[(host.name, scope)] = handle
         if isinstance(scope, weakref.ref) and (owner := scope()) is not None:
-            weakref.finalize(owner, _enabled.pop, (host.name, scope), None).atexit = False
+            handle._forget = weakref.finalize(owner, _enabled.pop, (host.name, scope), None)
+            handle._forget.atexit = False
         return handle
 
 
@@ -191,15 +196,16 @@ def enable_by_switch(
 ) -> Handle:
     """`enable`, with the switch set in the environment, for the processes that the host starts. points: made after it is set."""
     value = "strict" if strict else "1"
-    before = env.export(switch, value)
-    try:
-        handle = enable(host, points(), strict=strict, allow_reference=allow_reference)
-    except BaseException:
-        env.export(switch, before)
-        raise
-    if handle._switch is None:
-        handle._switch = (switch, value, before)
-    return handle
+    with _lock:
+        before = env.export(switch, value)
+        try:
+            handle = enable(host, points(), strict=strict, allow_reference=allow_reference)
+        except BaseException:
+            env.export(switch, before)
+            raise
+        if handle._switch is None:
+            handle._switch = (switch, value, before)
+        return handle
 
 
 def _install(host: Host, wanted: list[_Installed], strict: bool) -> None:

@@ -39,7 +39,8 @@ class _Buffers:
 
     @torch.inference_mode(False)
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        for name, value in state.items():  # copied in inference mode, a buffer is of it
+            vars(self)[name] = value.clone() if isinstance(value, Tensor) and value.is_inference() else value
         self._make_views()
 
 

@@ -18,7 +18,7 @@ UNEVEN = (2, 8, 36, 64, 160)  # prompts of a step, one of which is long
 LONG = tuple(int(256 * 1.2**power) for power in range(36))
 # Tokens of one or a few prompts, for rules whose forms take turns as these grow: in steps of a twentieth.
 CLOSE = tuple(int(512 * 1.05**power) for power in range(114))
-FEW = (1, 2, 4, 8, 11, 22, 33, 36, 66)  # such prompts
+FEW = (1, 2, 3, 4, 8, 11, 22, 33, 36, 66)  # such prompts
 ROWS = tuple(1 << power for power in range(16))  # of a step
 
 Group = tuple[Problem, ...]  # a call's problem at all of its sizes

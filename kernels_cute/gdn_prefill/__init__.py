@@ -108,7 +108,8 @@ def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
     each kernel."""
     if (known := _of_known_lengths(problem, device)) is not None:
         return known
-    problem = replace(problem, longest=0)
+    if problem.longest:
+        problem = replace(problem, longest=0)
     apart = _with_steps(problem, chunk.default_config(parts.chunk_problem(problem), device), device)
     short = plan.with_short(problem, device) if plan.has_short(problem, device) else []
     changes = plan.side_by_side(problem, device) or next((one for one in short if one["max_short_tokens"] > 1), None)
@@ -133,6 +134,8 @@ def suits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> boo
 
 def _of_known_lengths(problem: GdnPrefillProblem, device: DeviceSpec) -> Config | None:
     """The default where the host knows of one long sequence, which the others wait for; None where that changes nothing."""
+    if not problem.longest:
+        return None
     rule = parts.chunk_problem(problem)
     segments = plan.in_segments(problem, device)
     if segments is None and (plan.has_rows_of_one_token(problem) or not chunk.is_cut(rule, device)):

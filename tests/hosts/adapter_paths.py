@@ -101,7 +101,7 @@ def vllm_layer(device: torch.device, interleaved: bool) -> tuple[Any, Any]:
     """The adapter's layer, built as in an engine, and the engine's forward context, which holds the metadata of a step."""
     context = SimpleNamespace(attn_metadata=None)
     host = SimpleNamespace(QwenGatedDeltaNetAttention=_Constructed)
-    layers = Layers(Calls(), False, lambda text: None, Replay())
+    layers = Layers(Calls(allow_reference=device.type == "cpu"), False, lambda text: None, Replay())
     made = layer_class(host, SimpleNamespace(get_forward_context=lambda: context), lambda: False, layers)
     vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.bfloat16), lora_config=None,

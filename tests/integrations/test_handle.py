@@ -105,6 +105,19 @@ def test_a_name_that_took_the_replacement_since_gets_the_original_back(fake: Fak
         assert host.double(1)[0] == host.kernels.double(1)[0] == "gdn"
 
 
+def test_an_error_while_putting_back_leaves_no_handle_behind(fake: FakeHost) -> None:
+    handle = enable(fake)
+
+    def fail() -> None:
+        raise RuntimeError("not put back")
+
+    handle._installed[0].undo = fail
+    with pytest.raises(RuntimeError, match="not put back"):
+        handle.disable()
+    assert not handle.enabled and handle not in _handle._enabled.values()
+    host_module().kernels.double = host_module().double = host_module().kernels.double.__wrapped__
+
+
 def test_a_re_export_that_is_another_object_stays(fake: FakeHost) -> None:
     host = host_module()
     host.double = other = lambda x: x

@@ -561,7 +561,9 @@ def test_copies_of_an_enabled_model_are_enabled_by_themselves() -> None:
         with on_layers(other) as of_copy:
             assert_close(run(other, ids), wanted)
             assert (served(handle), served(of_copy)) == (0, 1)
+            assert len(other.model._forward_pre_hooks) == len(other.model._forward_hooks) == 1
         assert "forward" not in vars(linear) and torch.equal(run(other, ids), wanted)
+        assert not other.model._forward_pre_hooks and not other.model._forward_hooks
         assert_close(run(model, ids), wanted)
         with enable(model.model, allow_reference=True) as part:  # its layers are those of the model
             assert part.report().points[0].why == "it is enabled already"
@@ -614,6 +616,7 @@ def test_a_handle_does_not_keep_its_model() -> None:
     del model
     gc.collect()
     assert gone() is None and handle not in _handle._enabled.values()
+    assert handle._forget is not None and not handle._forget.alive
     handle.disable()
     assert {one.why for one in handle.report().points if "position_ids" not in one.path} == {"the model is gone"}
 

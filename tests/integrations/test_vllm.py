@@ -64,11 +64,17 @@ def test_a_switch_that_was_set_before_stays(monkeypatch: pytest.MonkeyPatch) -> 
     handle.disable()
     assert os.environ["GDN_VLLM"] == "1"
     assert handle.report().notes[-1] == "disabled, but GDN_VLLM was set by others: the host's next start enables it again"
-    monkeypatch.setenv("GDN_VLLM", "0")
+    for before, is_on in (("0", False), ("", False), ("true", True), ("strict", True)):
+        monkeypatch.setenv("GDN_VLLM", before)
+        handle = vllm.enable(allow_reference=True)
+        assert os.environ["GDN_VLLM"] == "1"
+        handle.disable()
+        assert os.environ["GDN_VLLM"] == before and (env.current().vllm != "0") == is_on
+        assert any("set by others" in note for note in handle.report().notes) == is_on
     handle = vllm.enable(allow_reference=True)
-    assert os.environ["GDN_VLLM"] == "1"
+    monkeypatch.setenv("GDN_VLLM", "0")  # by others, since
     handle.disable()
-    assert os.environ["GDN_VLLM"] == "0" and env.current().vllm == "0"
+    assert os.environ["GDN_VLLM"] == "0" and not any("set by others" in note for note in handle.report().notes)
 
 
 @pytest.mark.parametrize("quantised", [False, True])

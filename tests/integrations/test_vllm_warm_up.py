@@ -135,6 +135,16 @@ FOLDS = bool(registry.operator("fold_states").modules)
 ALSO_UNSERVED = [] if FOLDS else ["fold_states"]
 
 
+def test_steps_of_prompts_whose_kernel_was_not_loaded() -> None:
+    """Where the faster form changes within a few tokens."""
+    engine = Engine(of_model(**MODELS["48 value heads on 2 ranks"]))
+    warmed = engine.warmed()
+    for lengths in ([600], [1100], [384, 385, 385], [450, 450, 453], [1, 1, 1, 1, 5000], [30, 40, 50, 60, 7000]):
+        known = batch(decode=0, drafts=[], prompts=lengths, checkpoints=[], columns=1)
+        known.nums_dict = {8: {"nums": -(-torch.tensor(lengths) // 8)}}
+        assert engine.taken(known) <= warmed, lengths
+
+
 @pytest.mark.parametrize(
     ("lengths", "told"),
     [((1, 1, 1, 1, 4090), 4094), ((1, 1, 4001), 0), ((1,) * 9 + (4001,), 4008), ((500, 600, 700), 0), ((3000,), 0)],

@@ -134,13 +134,15 @@ def test_a_copy_has_its_own_memory_in_the_same_layout(way: str, form: str) -> No
     assert all(torch.equal(now.float(), old.float()) for now, old in zip(views(caches), before, strict=True))
 
 
+@pytest.mark.parametrize("way", ["made", *COPIES])
 @pytest.mark.parametrize("form", FORMS)
-def test_caches_of_inference_mode_are_written_outside_of_it_too(form: str) -> None:
+def test_caches_of_inference_mode_are_written_outside_of_it_too(form: str, way: str) -> None:
     changes, options, *_ = FORMS[form]
     config = small_config(num_hidden_layers=5, layer_types=LAYERS, **changes)
     with torch.inference_mode():
         caches = HybridCaches(config, 4, 16, 2, num_spec=1, use_fp8_indexer=options.get("use_fp8", False), replay=True)
         caches.gdn.copy_slot(1, 0)
+        caches = COPIES[way](caches) if way in COPIES else caches
     for view in (*views(caches), *caches.gdn.rings):
         assert not view.is_inference()
         view.zero_()

@@ -174,6 +174,9 @@ def _text_installer(module: nn.Module, boundaries: packed.Boundaries) -> Callabl
             if not torch.compiler.is_compiling():
                 boundaries.leave()
 
+        _drop_copied_hooks(target)
+        for hook in (before, after):
+            setattr(hook, _OWNER, reference)
         hooks = (
             target.register_forward_pre_hook(before, with_kwargs=True),
             target.register_forward_hook(after, always_call=True),
@@ -187,6 +190,17 @@ def _text_installer(module: nn.Module, boundaries: packed.Boundaries) -> Callabl
         return undo
 
     return install
+
+
+def _drop_copied_hooks(module: nn.Module) -> None:
+    """Takes away the hooks that came with a copy of an enabled model."""
+    before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+    after = (module._forward_hooks, module._forward_hooks_always_called)
+    for hooks, kinds in (before, after):
+        for key, hook in list(hooks.items()):
+            if (owner := getattr(hook, _OWNER, None)) is not None and owner() is not module:
+                del hooks[key]
+                kinds.pop(key, None)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
