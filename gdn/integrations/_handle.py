@@ -78,7 +78,7 @@ class Handle:
     _scope: Hashable = field(default=None, repr=False)
     _switch: tuple[str, str, str | None] | None = field(default=None, repr=False)  # set by `enable`: name, value, former value
     _enabled: bool = field(default=True, repr=False)
-    _forget: "weakref.finalize[..., Any] | None" = field(default=None, repr=False)  # takes it from the registry when the scope dies
+    _forget: "weakref.finalize[..., Any] | None" = field(default=None, repr=False)  # out of the registry when the scope dies
 
     @property
     def enabled(self) -> bool:
