@@ -111,7 +111,7 @@ def forms(asked: Any) -> set[Any]:
 MODELS = {  # of published models, on 1, 2 and 8 ranks
     "qwen3-next": {"heads": (16, 32), "interleaved": True, "num_spec": 0, "state": torch.bfloat16},
     "qwen3-next on 2 ranks": {"heads": (8, 16), "interleaved": True, "num_spec": 2, "state": torch.float32},
-    "48 value heads on 2 ranks": {"heads": (8, 24), "interleaved": False, "num_spec": 0, "state": torch.float32},
+    "half of 48 value heads": {"heads": (8, 24), "interleaved": False, "num_spec": 0, "state": torch.float32},
     "values wider than keys": {
         "heads": (4, 8),
         "interleaved": True,
@@ -137,7 +137,7 @@ ALSO_UNSERVED = [] if FOLDS else ["fold_states"]
 
 def test_steps_of_prompts_whose_kernel_was_not_loaded() -> None:
     """Where the faster form changes within a few tokens."""
-    engine = Engine(of_model(**MODELS["48 value heads on 2 ranks"]))
+    engine = Engine(of_model(**MODELS["half of 48 value heads"]))
     warmed = engine.warmed()
     for lengths in ([600], [1100], [384, 385, 385], [450, 450, 453], [1, 1, 1, 1, 5000], [30, 40, 50, 60, 7000]):
         known = batch(decode=0, drafts=[], prompts=lengths, checkpoints=[], columns=1)

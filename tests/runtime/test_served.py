@@ -446,7 +446,7 @@ UNLISTED = {
 
 
 @pytest.mark.parametrize("heads", UNLISTED)
-@pytest.mark.parametrize("device", [H100, H200], ids=lambda one: one.key)
+@pytest.mark.parametrize("device", [H200, pytest.param(H100, marks=pytest.mark.cover)], ids=lambda one: one.key)
 def test_kernels_of_prompts_of_any_lengths(heads: tuple[int, int], device: DeviceSpec) -> None:
     """Also where the host knows of a long prompt."""
     group: Any = next(iter(GdnLayer(*heads, 128, 128).prefill()))
