@@ -133,7 +133,6 @@ def warmup_sizes(
     if spec is None:
         return [(1, 1)]
     from gdn.runtime import explaining, reach
-    from gdn.served.sizes import CLOSE, FEW
 
     with explaining() as asked:
         call()
@@ -143,11 +142,10 @@ def warmup_sizes(
         if problem is None:  # a part that no kernel runs
             continue
         names = problem.sizes().keys() & {"num_tokens", "num_sequences"}
-        sized = [_at(problem, names, *size) for size in (*itertools.chain(*lines), *sorted(itertools.chain(*lines)))]
+        sized = (*itertools.chain(*lines), *sorted(itertools.chain(*lines)))
         if "longest" in problem.hints() and most_each is None:
-            close = ((tokens, n) for n in FEW for tokens in CLOSE if n <= min(most_sequences, tokens) and tokens <= most_tokens)
-            sized += [_at(problem, names, *size) for size in close]
-        for kernel in reach.kernels(sized, spec):
+            sized += _close(most_tokens, most_sequences)
+        for kernel in reach.kernels([_at(problem, names, *size) for size in sized], spec):
             sizes = kernel.problem.sizes()
             sequences = sizes.get("num_sequences", 1)
             found.add((sizes.get("num_tokens", sequences), sequences))
@@ -186,9 +184,9 @@ def warmup_uneven(
         # In small steps: the length of a segment, which decides what is compiled, goes up and down with the number of tokens.
         sizes = [(tokens, n) for n in counts for tokens in _counts(2 * n, most_tokens, 1.1) if n < tokens <= most_tokens]
         names = ("num_tokens", "num_sequences")
-        even = reach.kernels(
-            [_at(problem, names, *size) for line in _lines(most_tokens, most_sequences, None) for size in line], spec
-        )
+        lines = itertools.chain(*_lines(most_tokens, most_sequences, None))
+        reached = [_at(problem, names, *size) for size in (*lines, *_close(most_tokens, most_sequences))]
+        even = reach.kernels(reached, spec)
         known = {kernel.key for kernel in even}
         uneven = [replace(_at(problem, names, tokens, n), longest=long) for tokens, n in sizes for long in longs(tokens, n)]
         own: list[Any] = [kernel.problem for kernel in reach.kernels(uneven, spec) if kernel.key not in known]
@@ -218,6 +216,13 @@ def _lines(most_tokens: int, most_sequences: int, most_each: int | None) -> list
         last = most_tokens if most_each is None else min(most_tokens, sequences * most_each)
         lines.append([(tokens, sequences) for tokens in _counts(sequences, last, 1.5)])
     return lines
+
+
+def _close(most_tokens: int, most_sequences: int) -> tuple[tuple[int, int], ...]:
+    """Sizes (tokens, sequences) of a few prompts, close to each other: where the rule's forms take turns."""
+    from gdn.served.sizes import CLOSE, FEW
+
+    return tuple((tokens, n) for n in FEW for tokens in CLOSE if n <= min(most_sequences, tokens) and tokens <= most_tokens)
 
 
 def _counts(first: int, last: int, factor: float) -> list[int]:

@@ -1,5 +1,6 @@
 """Points of a host that an adapter replaces, and the common one: an attribute of a module or class."""
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable
@@ -88,7 +89,7 @@ def attribute(
 
 def replace(original: Any, replacement: Any, paths: tuple[str, ...]) -> Undo:
     """Puts `replacement` where `original` stands, under each of the names that hold it in what is imported."""
-    places: list[str] = []
+    places: list[tuple[Any, str, str]] = []
     for path in paths:
         try:
             owner, name, value = resolve(path, imports=False)
@@ -96,19 +97,20 @@ def replace(original: Any, replacement: Any, paths: tuple[str, ...]) -> Undo:
             continue
         if value is original:
             setattr(owner, name, replacement)
-            places.append(path)
+            places.append((owner, name, path))
 
     def undo() -> str | None:
         foreign = []
-        for path in paths:
-            try:
-                owner, name, value = resolve(path, imports=False)
-            except Missing:
-                continue
-            if value is replacement:  # also where a module took it when it was imported, since
+        for owner, name, path in places:
+            if getattr(owner, name, None) is replacement:
                 setattr(owner, name, original)
-            elif path in places:
+            else:
                 foreign.append(path)
+        for path in paths:
+            with contextlib.suppress(Missing):
+                owner, name, value = resolve(path, imports=False)
+                if value is replacement:  # a module took it when it was imported, since
+                    setattr(owner, name, original)
         return f"patched since by someone else, left alone: {', '.join(foreign)}" if foreign else None
 
     return undo
