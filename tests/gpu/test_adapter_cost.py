@@ -14,7 +14,7 @@ MOST_OF_A_FUNCTION = 16.0
 def test_timing_of_what_adapters_add(device: torch.device) -> None:
     """The table is printed (`-s`). Another process on this core makes all of it slower, and this test worthless."""
     found = list(adapter_cost.measure(device, [], batches=400))
-    print(adapter_cost.HEADER, *(one.row() for one in found), sep="\n")
+    print(found[0].pace.row(), adapter_cost.HEADER, *(one.row() for one in found), sep="\n")
 
     def may(one: adapter_cost.Added) -> bool:
         return one.holds if one.path.is_step else one.us[0] <= MOST_OF_A_FUNCTION

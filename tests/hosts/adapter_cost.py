@@ -8,8 +8,9 @@ to pay for that of the host. Without a Hopper GPU kernels are replaced by an emp
 both all that Python does is measured.
 
 A layer's step may take 5 us more than its fused operator, besides the views that the host's own form of a tensor asks for
-(`Path.views`), each as long as a view of torch's takes here. What functions of other libraries add is printed; no fused operator
-stands behind them, so they have no limit.
+(`Path.views`), each as long as a view takes here beside an operator. Where Python is slower than on the machine of
+docs/integrations.md, it may take longer in proportion (`Pace`). What functions of other libraries add is printed; no fused
+operator stands behind them, so they have no limit.
 """
 
 import contextlib
@@ -30,12 +31,30 @@ from tests.hosts import adapter_paths
 from tests.hosts.adapter_paths import Call, Path
 
 MOST_US = 5.0
+DOCUMENTED_VIEW_US = 0.6  # what a view takes, by itself, on the machine of docs/integrations.md
 PASSES = 8
 BATCH = 16  # calls between two looks at the clock, few enough that the queue of a GPU is never full
 OPERATORS = (
     "fused_gdn_decode", "fused_gdn_prefill", "fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule", "causal_conv1d_fn",
     "causal_conv1d_update", "rms_norm_gated", "mqa_logits", "paged_mqa_logits",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast Python runs here, by the microseconds of a view, which none of our code takes part in."""
+
+    alone_us: float
+    beside_us: float  # after an operator's launch
+
+    @property
+    def most_us(self) -> float:
+        """What an adapter may add to an operator."""
+        return MOST_US * max(1.0, self.alone_us / DOCUMENTED_VIEW_US)
+
+    def row(self) -> str:
+        view = f"a view takes {self.alone_us:.2f} us, {self.beside_us:.2f} beside an operator"
+        return f"{view}; an adapter may add {self.most_us:.1f} us to each operator, besides views"
 
 
 @dataclass(frozen=True)
@@ -46,11 +65,11 @@ class Added:
     path: Path
     step: tuple[float, float]
     without: tuple[float, float]
-    view_us: float
+    pace: Pace
 
     @property
     def views_us(self) -> float:
-        return self.path.views * self.view_us
+        return self.path.views * self.pace.beside_us
 
     @property
     def us(self) -> tuple[float, float]:
@@ -58,7 +77,7 @@ class Added:
 
     @property
     def holds(self) -> bool:
-        return not self.path.is_step or self.us[0] - self.views_us <= MOST_US * self.path.operators
+        return not self.path.is_step or self.us[0] - self.views_us <= self.pace.most_us * self.path.operators
 
     def row(self) -> str:
         figures = "  ".join(f"{least:6.1f} {median:6.1f}" for least, median in (self.step, self.without, self.us))
@@ -145,10 +164,10 @@ class Timed:
                 if round_ >= 0:
                     times.append(taken)
 
-    def added(self, view_us: float) -> Added:
+    def added(self, pace: Pace) -> Added:
         """What the step costs beyond what is apart and its operators."""
         step, without = ((min(own), statistics.median(own)) for own in self.times)
-        return Added(self.path, step, without, view_us)
+        return Added(self.path, step, without, pace)
 
 
 def _in_turn(apart: Call, first: Call, second: Call | None = None) -> Call:
@@ -158,10 +177,9 @@ def _in_turn(apart: Call, first: Call, second: Call | None = None) -> Call:
     return (lambda: (apart(), first())) if second is None else lambda: (apart(), first(), second())
 
 
-def view_us(device: torch.device) -> float:
-    """What a view takes, in the least of many batches."""
-    rows = torch.zeros(8, 128, device=device)
-    return min(_batch_us(lambda: rows.view(8, 8, 16), device) for _ in range(300))
+def _pace(beside: Timed, view: Call, device: torch.device) -> Pace:
+    with_view, without = (min(times) for times in beside.times)
+    return Pace(min(_batch_us(view, device) for _ in range(300)), with_view - without)
 
 
 def _batch_us(call: Call, device: torch.device) -> float:
@@ -187,24 +205,23 @@ def measure(device: torch.device, wanted: list[str], batches: int = 1000) -> lis
     with torch.inference_mode():
         paths = [path for path in adapter_paths.every(device) if not wanted or any(text in path.what for text in wanted)]
         timed = [Timed.of(path) for path in paths]
+        rows, operator = torch.zeros(8, 128, device=device), operators_of(paths[0])[0]
+        beside = (lambda: (operator(), rows.view(8, 8, 16))), (lambda: (operator(), rows))
+        view = Timed(Path("a view", beside[0]), beside, ([], []))
         for _ in range(PASSES):
-            for one in timed:
+            for one in (*timed, view):
                 one.run(batches // PASSES, device)
-        view = view_us(device)
-        return [one.added(view) for one in timed]
+        pace = _pace(view, lambda: rows.view(8, 8, 16), device)
+        return [one.added(pace) for one in timed]
 
 
 def main() -> None:
     has_device = torch.cuda.is_available() and devices.spec(torch.device("cuda")) is not None
     device = torch.device("cuda" if has_device else "cpu")
-    hold = True
     with contextlib.nullcontext() if has_device else no_kernels():
         found = measure(device, sys.argv[1:])
-        print(HEADER)
-        for one in found:
-            print(one.row(), flush=True)
-            hold &= one.holds
-    sys.exit(not hold)
+        print(found[0].pace.row(), HEADER, *(one.row() for one in found), sep="\n")
+    sys.exit(not all(one.holds for one in found))
 
 
 if __name__ == "__main__":
