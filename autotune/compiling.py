@@ -57,7 +57,7 @@ class Compiler:
         try:
             for outcome in workers.run(tuning.compile_one, tasks, stopped=self._stopped, **self._options):
                 for _, candidate in self._groups[outcome.index]:
-                    candidate.failure, candidate.is_done = outcome.failure, outcome.started
+                    candidate.failure, candidate.spills, candidate.is_done = outcome.failure, outcome.value, outcome.started
                     self._on_done(candidate)
                 with self._changed:
                     self._changed.notify_all()

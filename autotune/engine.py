@@ -155,7 +155,10 @@ def run(
 
 
 def _try(job: Job, config: Any, device: Device) -> Record:
-    failure = job.candidate(config).failure
+    candidate = job.candidate(config)
+    failure = candidate.failure
+    if config != job.configs[0]:  # calls run the default, whatever it spills
+        failure = failure or candidate.spills
     if failure is None:
         job.note(config, Record(STARTED))
         try:

@@ -48,10 +48,13 @@ def line(jobs: Sequence[Job], ended: str) -> str:
 
 def report(plan: Plan, jobs: Sequence[Job]) -> dict[str, Any]:
     """Figures of one kernel. jobs: none where it was only compiled. complete: all is compiled, or every shape has a verdict."""
-    dropped = [{"config": one.config, "why": one.failure} for one in plan.candidates.values() if one.failure is not None]
+    defaults = {(shape.problem.static_key(), plan.configs[name][0]) for name, shape in plan.shapes.items()}
+    whys = {key: one.failure or (None if key in defaults else one.spills) for key, one in plan.candidates.items()}
+    dropped = [{"config": config, "why": why} for (_, config), why in whys.items() if why is not None]
     winners = [(job, winner) for job in jobs if (winner := job.winner()) is not None]
     for job in jobs:
-        records = ((config, job.record(config)) for config in job.configs if job.candidate(config).failure is None)
+        static = job.shape.problem.static_key()
+        records = ((config, job.record(config)) for config in job.configs if whys[static, config] is None)
         dropped += [
             {"config": config, "why": record.why} for config, record in records if record is not None and record.state == DROPPED
         ]

@@ -90,29 +90,36 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
 _BATCH = 4  # the most tokens with a ring that are computed at once
 
 # Tiles with a ring that do not spill: threads, threads a column, columns a thread, threads an SM.
-# Of one token, and with wide keys; the same K first, and of these with narrow windows, wide slots or noise; of drafts V first,
-# which are computed several at once, and of these with wide keys; of drafts K first; K first with offsets and noise.
+# Of one token; of these with wide keys, and with a float32 filter too. The same K first; of these with narrow windows, wide slots
+# or noise. Of drafts V first, which are computed several at once; of these with narrow keys, and with a float32 filter and states
+# too; with wide keys. Of drafts K first. K first with offsets and noise.
 _RING_ONE = ((128, 8, 4, 512), (64, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512))
 _RING_WIDE_ONE = ((128, 16, 4, 384), (256, 16, 4, 256))
+_RING_WIDE_FILTERED_ONE = ((128, 16, 4, 256), (256, 16, 4, 256))
 _RING_ONE_K_FIRST = ((128, 8, 4, 512), (64, 8, 4, 512), (128, 16, 4, 512), (256, 8, 4, 256))
 _RING_MORE_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 512), (128, 16, 4, 384), (256, 8, 4, 256))
 _RING_DRAFTS = ((128, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 384), (64, 16, 4, 256))
+_RING_NARROW_DRAFTS = ((128, 8, 4, 384), (128, 16, 4, 384), (64, 16, 4, 256))
+_RING_NARROW_FILTERED_DRAFTS = ((128, 16, 4, 384), (64, 16, 4, 256))
 _RING_WIDE_DRAFTS = ((128, 16, 4, 384), (128, 8, 4, 256), (256, 8, 4, 256))
-_RING_DRAFTS_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 384), (128, 16, 4, 256))
+_RING_DRAFTS_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 256), (128, 16, 4, 256))
 _RING_NOISY_K_FIRST = ((128, 8, 4, 256), (64, 8, 4, 256), (128, 16, 4, 256))
 
 
 def _ring_tiles(problem: GdnDecodeProblem) -> tuple[tuple[int, ...], ...]:
+    k, has_float32_filter = problem.head_k_dim, "float32" in (problem.weight_dtype, problem.bias_dtype)
     if not problem.has_accepted:
         if problem.state_v_first:
-            return _RING_ONE if problem.head_k_dim <= 128 else _RING_WIDE_ONE
+            return _RING_ONE if k <= 128 else _RING_WIDE_FILTERED_ONE if has_float32_filter else _RING_WIDE_ONE
         if problem.has_rounding and problem.cu_seqlens_dtype is not None:
             return _RING_NOISY_K_FIRST
         has_more = problem.width < 4 or problem.index_dtype != "int32" or problem.has_rounding
         return _RING_MORE_K_FIRST if has_more else _RING_ONE_K_FIRST
-    if problem.state_v_first:
-        return _RING_DRAFTS if problem.head_k_dim <= 128 else _RING_WIDE_DRAFTS
-    return _RING_NOISY_K_FIRST if problem.has_rounding else _RING_DRAFTS_K_FIRST
+    if not problem.state_v_first:
+        return _RING_NOISY_K_FIRST if problem.has_rounding else _RING_DRAFTS_K_FIRST
+    if k > 64:
+        return _RING_DRAFTS if k <= 128 else _RING_WIDE_DRAFTS
+    return _RING_NARROW_FILTERED_DRAFTS if has_float32_filter and problem.state_dtype == "float32" else _RING_NARROW_DRAFTS
 
 
 def _tiles(config: Config) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from autotune import compiling, tuning
 from autotune.compiling import Compiler
 from autotune.tuning import Candidate
 from gdn.device import H100
+from gdn.testing import machine_code
 from tests.autotune import fake_kernel
 from tests.autotune.fake_gpu import KERNEL, SHAPE
 from tests.autotune.fake_kernel import Config
@@ -63,6 +65,18 @@ def test_it_is_left_at_once_while_a_compiler_hangs(cache: Path) -> None:
             assert compiler.wait(60)
     assert time.monotonic() - begin < 60
     assert (fast.failure, hangs.is_done, hangs.failure) == (None, False, None)
+
+
+@pytest.mark.parametrize(
+    ("spills", "said"), [((0, 0), None), ((3, 8), "kernel spills: 3 local loads and stores, 8 bytes of stack")]
+)
+def test_what_spills_compiles_and_says_so(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, spills: tuple[int, int], said: str | None
+) -> None:
+    code = SimpleNamespace(name="kernel", spills=spills[0], stack_bytes=spills[1])
+    monkeypatch.setattr(machine_code, "kernels", lambda library: [code])
+    assert tuning.compile_one(KERNEL, SHAPE.problem, Config(fake_kernel.FAST, False)) == said
+    assert len(list(cache.glob("chunk.tilelang/*/manifest.json"))) == 1
 
 
 def test_a_process_that_does_not_start_is_no_failure_of_the_candidate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune import compiling, engine, shapes, tables, tuning
+from autotune import compiling, engine, shapes, summary, tables, tuning
 from autotune.compiling import Compiler
 from autotune.journal import DROPPED, TIMED, Journal, Record
 from autotune.shapes import Shape
@@ -103,6 +103,24 @@ def test_what_seemed_fast_alone_is_judged_beside_the_default(search: Search) -> 
 def test_without_a_default_that_runs_the_fastest_is_kept(search: Search) -> None:
     winner = _winner(search(FakeGpu(happens=_at("measure", DEFAULT, "RuntimeError: no"))))
     assert (winner.config, winner.default_us, winner.gain) == (FASTEST, None, None)
+
+
+def test_what_spills_is_compared_with_and_never_kept(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls run the default, so its time is the one to beat; a table names nothing that spills."""
+    spilling = {DEFAULT: "kernel spills: 3 local loads and stores, 8 bytes of stack", FASTEST: "kernel spills: 9"}
+
+    def compile_all(function: Any, tasks: Sequence[tuple[Any, ...]], **_: Any) -> Iterator[Outcome]:
+        for index, (_, _, config) in enumerate(tasks):
+            yield Outcome(index, spilling.get(config), None, 0.0)
+
+    monkeypatch.setattr(compiling.workers, "run", compile_all)
+    (job,) = search(FakeGpu())
+    winner = _winner([job])
+    assert (winner.config, winner.default_us) == (FAST, pytest.approx(90, rel=0.01)) and winner.gain is not None
+    assert job.record(FASTEST) == Record(DROPPED, why="kernel spills: 9")
+    dropped = summary.report(job.plan, [job])["dropped"]
+    assert [one["config"] for one in dropped if "spills" in one["why"]] == [FASTEST]
+    assert summary.report(job.plan, [])["dropped"] == [{"config": FASTEST, "why": "kernel spills: 9"}]
 
 
 @pytest.mark.parametrize("what", ["measure", "compare"])

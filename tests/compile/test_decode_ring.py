@@ -8,11 +8,29 @@ import pytest
 from gdn.device import H100
 from gdn.ops.layer_step.problem import GdnDecodeProblem
 from kernels_cute import gdn_decode
+from tests.compile import checks
 from tests.compile.test_decode_config import MAIN
 
 ONE = replace(MAIN, ring_rows=16, fold_every=15)
 DRAFTS = replace(MAIN, cu_seqlens_dtype="int32", has_accepted=True, ring_rows=22, fold_every=15)
 FORMS = {"one": ONE, "drafts": DRAFTS}
+# Forms that spilled with the tiles of their neighbours: drafts of narrow keys, one token of wide keys with a float32 filter, and
+# drafts K first of few heads.
+_NARROW: dict[str, Any] = {"head_k_dim": 64, "num_k_heads": 1, "num_v_heads": 2, "num_sequences": 1, "num_tokens": 4}
+_WIDE: dict[str, Any] = {"head_k_dim": 256, "head_v_dim": 256, "num_k_heads": 1, "num_v_heads": 1, "state_dtype": "bfloat16"}
+_FLOAT: dict[str, Any] = {"weight_dtype": "float32", "bias_dtype": "float32", "conv_dtype": "float32"}
+_INTERLEAVED: dict[str, Any] = {
+    "interleaved": True, "z_dtype": None, "a_dtype": None, "gate_sigmoid": True, "width": 2, "conv_channels_contiguous": False,
+    "cu_seqlens_dtype": "int64",
+}  # fmt: skip
+_FEW: dict[str, Any] = {"num_k_heads": 2, "num_v_heads": 4, "state_v_first": False, "num_sequences": 1, "num_tokens": 4}
+TIGHT = [
+    replace(DRAFTS, head_v_dim=64, **_NARROW),
+    replace(DRAFTS, head_v_dim=64, dtype="float16", norm_dtype="float32", ring_rows=39, fold_every=24, **_NARROW, **_FLOAT),
+    replace(DRAFTS, head_v_dim=128, dtype="float16", norm_dtype=None, index_dtype="int64", **_NARROW | _INTERLEAVED),
+    replace(ONE, conv_channels_contiguous=False, silu=False, width=3, cu_seqlens_dtype="int64", **_WIDE, **_FLOAT),
+    replace(DRAFTS, **_FEW),
+]
 CHANGES: list[dict[str, Any]] = [{}, {"state_dtype": "bfloat16"}, {"state_v_first": False}, {"head_k_dim": 64, "head_v_dim": 64}]
 
 
@@ -29,6 +47,11 @@ def test_tiles_fit_into_shared_memory(form: str, rows: int, changes: dict[str, A
         if gdn_decode.fits(problem, tiles, H100):
             asked = Spec(problem, tiles).shared_bytes
             assert asked <= gdn_decode._ring_bytes(problem, tiles) <= H100.shared_bytes_per_block
+
+
+@checks.compiles(lambda: checks.tasks_of("kernels_cute.gdn_decode", [(problem, None) for problem in TIGHT]))
+def test_tight_forms_spill_nothing() -> None:
+    checks.check("kernels_cute.gdn_decode", "cute", [(problem, None) for problem in TIGHT])
 
 
 def test_a_ring_that_is_too_large_is_refused() -> None:
