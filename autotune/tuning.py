@@ -47,8 +47,8 @@ def compile_one(kernel: Kernel, problem: Problem, config: Any) -> str | None:
         except machine_code.MachineCodeError:  # no disassembler on this machine: the tests inspect every shipped entry
             continue
         for one in found:
-            if one.spills or one.stack_bytes:
-                return f"{one.name} spills: {one.spills} local loads and stores, {one.stack_bytes} bytes of stack"
+            if one.spilled is not None:
+                return f"{one.name} spills: {one.spilled}"
     return None
 
 

@@ -78,6 +78,13 @@ class MachineCode:
         """Loads and stores of local memory: spilled registers, or arrays that did not fit into registers."""
         return self.count("LDL") + self.count("STL")
 
+    @property
+    def spilled(self) -> str | None:
+        """What a thread keeps in local memory, for a message; None for nothing."""
+        if not (self.spills or self.stack_bytes):
+            return None
+        return f"{self.spills} local loads and stores, {self.stack_bytes} bytes of stack"
+
 
 @dataclass(frozen=True)
 class Undecoded:

@@ -89,21 +89,19 @@ def _registers(problem: GdnDecodeProblem, config: Config) -> int:
 
 _BATCH = 4  # the most tokens with a ring that are computed at once
 
-# Tiles with a ring that do not spill: threads, threads a column, columns a thread, threads an SM.
-# Of one token; of these with wide keys, and with a float32 filter too. The same K first; of these with narrow windows, wide slots
-# or noise. Of drafts V first, which are computed several at once; of these with narrow keys, and with a float32 filter and states
-# too; with wide keys. Of drafts K first. K first with offsets and noise.
+# Tiles with a ring: threads, threads a column, columns a thread, threads an SM. Few forms spill with them (LAB-NOTES.md).
+# The first lists are for one token a sequence, those of drafts follow. Narrow: K of at most 64. Wide: K above 128.
 _RING_ONE = ((128, 8, 4, 512), (64, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 512))
 _RING_WIDE_ONE = ((128, 16, 4, 384), (256, 16, 4, 256))
-_RING_WIDE_FILTERED_ONE = ((128, 16, 4, 256), (256, 16, 4, 256))
+_RING_WIDE_FILTERED_ONE = ((128, 16, 4, 256), (256, 16, 4, 256))  # with a float32 filter or bias
 _RING_ONE_K_FIRST = ((128, 8, 4, 512), (64, 8, 4, 512), (128, 16, 4, 512), (256, 8, 4, 256))
-_RING_MORE_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 512), (128, 16, 4, 384), (256, 8, 4, 256))
+_RING_MORE_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 512), (128, 16, 4, 384), (256, 8, 4, 256))  # narrow window, int64, noise
 _RING_DRAFTS = ((128, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 384), (64, 16, 4, 256))
 _RING_NARROW_DRAFTS = ((128, 8, 4, 384), (128, 16, 4, 384), (64, 16, 4, 256))
-_RING_NARROW_FILTERED_DRAFTS = ((128, 16, 4, 384), (64, 16, 4, 256))
+_RING_NARROW_FILTERED_DRAFTS = ((128, 16, 4, 384), (64, 16, 4, 256))  # with a float32 filter or bias, and float32 states
 _RING_WIDE_DRAFTS = ((128, 16, 4, 384), (128, 8, 4, 256), (256, 8, 4, 256))
 _RING_DRAFTS_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 256), (128, 16, 4, 256))
-_RING_NOISY_K_FIRST = ((128, 8, 4, 256), (64, 8, 4, 256), (128, 16, 4, 256))
+_RING_NOISY_K_FIRST = ((128, 8, 4, 256), (64, 8, 4, 256), (128, 16, 4, 256))  # with noise: drafts, and one token with offsets
 
 
 def _ring_tiles(problem: GdnDecodeProblem) -> tuple[tuple[int, ...], ...]:

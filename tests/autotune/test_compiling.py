@@ -1,9 +1,9 @@
 """Candidates compile in processes, each bad one alone; meanwhile others go on."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from autotune.compiling import Compiler
 from autotune.tuning import Candidate
 from gdn.device import H100
 from gdn.testing import machine_code
+from gdn.testing.machine_code import MachineCode
 from tests.autotune import fake_kernel
 from tests.autotune.fake_gpu import KERNEL, SHAPE
 from tests.autotune.fake_kernel import Config
@@ -73,7 +74,7 @@ def test_it_is_left_at_once_while_a_compiler_hangs(cache: Path) -> None:
 def test_what_spills_compiles_and_says_so(
     cache: Path, monkeypatch: pytest.MonkeyPatch, spills: tuple[int, int], said: str | None
 ) -> None:
-    code = SimpleNamespace(name="kernel", spills=spills[0], stack_bytes=spills[1])
+    code = MachineCode("kernel", "sm_90a", 128, 128, spills[1], 0, Counter({"LDL": spills[0]}))
     monkeypatch.setattr(machine_code, "kernels", lambda library: [code])
     assert tuning.compile_one(KERNEL, SHAPE.problem, Config(fake_kernel.FAST, False)) == said
     assert len(list(cache.glob("chunk.tilelang/*/manifest.json"))) == 1

@@ -36,8 +36,8 @@ def violations(report: Report, problem: Problem, backend: str, device: DeviceSpe
             where = f"{entry}: {kernel.name}"
             if kernel.target != TARGET:
                 yield f"{where} is compiled for {kernel.target}"
-            if kernel.spills or kernel.stack_bytes:
-                yield f"{where} spills: {kernel.spills} local loads and stores, {kernel.stack_bytes} bytes of stack"
+            if kernel.spilled is not None:
+                yield f"{where} spills: {kernel.spilled}"
             if kernel.registers > MOST_REGISTERS:
                 yield f"{where} takes {kernel.registers} registers a thread"
             if kernel.registers * kernel.max_threads > device.registers_per_sm:

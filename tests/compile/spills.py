@@ -23,8 +23,7 @@ def spilling(folder: Path) -> Iterator[str]:
             # Only these are disassembled: it takes a hundred times as long as reading the size of a frame.
             framed = [one for one in machine_code.undecoded(library.read_bytes()) if one.kernel.stack_bytes]
             for kernel in machine_code.decoded(framed):
-                spilled = f"{kernel.stack_bytes} bytes of stack, {kernel.spills} loads and stores"
-                yield f"{about['op']}.{about['backend']}: {spilled}: {about['config']} of {about['problem']}"
+                yield f"{about['op']}.{about['backend']}: {kernel.spilled}: {about['config']} of {about['problem']}"
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def test_kernels_with_a_frame_are_listed(
         place.parent.mkdir(exist_ok=True)
         compiled._write(place, {"kernel": library}, about)
     (line,) = spills.spilling(tmp_path)
-    assert line == f"gdn_decode.cute: 8 bytes of stack, 3 loads and stores: two of {MAIN.static_key()}"
+    assert line == f"gdn_decode.cute: 3 local loads and stores, 8 bytes of stack: two of {MAIN.static_key()}"
     monkeypatch.setattr("sys.argv", ["spills", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         spills.main()

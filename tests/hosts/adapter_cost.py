@@ -8,9 +8,9 @@ to pay for that of the host. Without a Hopper GPU kernels are replaced by an emp
 both all that Python does is measured.
 
 A layer's step may take 5 us more than its fused operator, besides the views that the host's own form of a tensor asks for
-(`Path.views`), each as long as a view takes here beside an operator. Where Python is slower than on the machine of
-docs/integrations.md, it may take longer in proportion (`Pace`). What functions of other libraries add is printed; no fused
-operator stands behind them, so they have no limit.
+(`Path.views`), each as long as a view takes here beside an operator. Where Python is slower than on the machine
+of that limit, it may take longer in proportion (`Pace`). What functions of other libraries add is printed; no fused operator
+stands behind them, so they have no limit.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from tests.hosts import adapter_paths
 from tests.hosts.adapter_paths import Call, Path
 
 MOST_US = 5.0
-DOCUMENTED_VIEW_US = 0.6  # what a view takes, by itself, on the machine of docs/integrations.md
+DOCUMENTED_VIEW_US = 0.6  # a view by itself, on the machine where 5 us were first kept
 PASSES = 8
 BATCH = 16  # calls between two looks at the clock, few enough that the queue of a GPU is never full
 OPERATORS = (
