@@ -1,6 +1,6 @@
 """The calls that stand for what people run: one list of decode, prefill, mixed steps, sparse attention, scores and selection.
 
-    python -m benchmarks ops --points --json-file RUN.json --peer FlashInfer
+    python -m benchmarks ops --points --json RUN.json --peer FlashInfer
 
 Heads are those of one rank of the models that people serve: 16/32 is Qwen3-Next-80B whole, 8/16 to 2/4 its ranks, 16/48 and 16/64
 other hybrid models. Decode by replay has a benchmark of its own (`python -m benchmarks.replay_decode`).
@@ -47,7 +47,7 @@ def _points() -> Iterator[Shape]:
         yield _prefill(heads, lengths)
     yield _mixed(64, 8128)
     for heads, lengths in _SATURATED:
-        yield packed("chunk", f"{heads[0]}/{heads[1]} {{}}", lengths, heads_of(*heads))
+        yield packed("chunk", f"{heads[0]}/{heads[1]} {{}}", lengths, heads_of(*heads), longest=max(lengths))  # engines know it
     for heads in ((24, 2), (12, 1), (6, 1)):
         yield decode_shape(64, heads)
     yield prefill_shape((24, 2), "90 % kept")

@@ -247,7 +247,7 @@ def _prepare(problem: Problem, device: torch.device, backend: str | None, config
         if config is not None or not any(problem.hints().values()):
             raise
         # What the host happens to know is no reason to fail: the kernel that serves without it may be there.
-        told = f"{problem.op}: a kernel for uneven lengths is in no cache, and GDN_COMPILE=off; that for equal lengths serves"
+        told = f"{problem.op}: a kernel chosen by max_seqlen is in no cache, and GDN_COMPILE=off; one chosen without it serves"
         log.once(told, logging.WARNING, key=("hint", problem.op, problem.static_key()))
         return _prepare(replace(problem, **dict.fromkeys(problem.hints(), 0)), device, backend, None)  # type: ignore[type-var]
     launch = functools.partial(module.launch, kernel)

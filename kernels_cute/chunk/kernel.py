@@ -121,7 +121,7 @@ def default_config(problem: ChunkProblem, device: DeviceSpec) -> Config:
     if segment := known_segment(problem, device):
         return Config(STAGES, model.prefetch(segment, 0), segment)
     narrow = _narrow_config(model)
-    if model.shares_keys() and fits(problem, pairs := _two_heads(narrow), device):
+    if model.shares_keys(problem.longest) and fits(problem, pairs := _two_heads(narrow), device):
         return pairs
     is_whole = narrow.split_chunks == 0 or narrow.split_if_longest_exceeds > 0
     return _four_sm(narrow, device) if is_whole and model.uses_four_sm else narrow

@@ -3,8 +3,9 @@
 The lengths of the sequences are on the device and nobody reads them: the model takes them to be equal. For segments, of which
 there are about as many however the tokens are dealt out, that is near enough. Whole sequences take as long as the longest one, so
 where there are several, the model says how long that may be, and the device compares. Where the host knows that one is much
-longer than the others (`ChunkProblem.longest`), and cutting it is faster, it is cut (`known_segment`). Else that changes nothing,
-so that few calls take kernels of their own.
+longer than the others (`ChunkProblem.longest`), and cutting it is faster, it is cut (`known_segment`). Where it knows that none
+is, a work tile may be of two state heads (`Model.shares_keys`). Else that changes nothing, so that few calls take kernels of
+their own.
 """
 
 from collections.abc import Iterator
@@ -44,6 +45,9 @@ _TIE = 1.03  # a longer segment that takes little more needs less workspace
 _FEW_CHUNKS = 32  # of a block: below, asking the L2 cache ahead costs more than it gains
 # Where two state heads a work tile are faster, measured (LAB-NOTES.md): least state heads a key head, most chunks a sequence.
 _LEAST_SHARERS, _MOST_SHARED_CHUNKS = 4, 4
+# With the memory of an H200 they are faster in long sequences too: such a work tile takes as long as this many of one head, both
+# at the power limit. The last ones end alone, so a long sequence must not be much of what a cluster takes.
+_FAST_COPY_GBPS, _TWO_HEADS, _LEAST_LONGEST_LOADS = 4000.0, 1.88, 2
 
 
 def four_sm_clusters(device: DeviceSpec) -> tuple[int, int]:
@@ -72,6 +76,7 @@ class Model:
 
     def __init__(self, problem: ChunkProblem, device: DeviceSpec, longest: int = 0) -> None:
         self.num_tokens, self.num_sms = problem.num_tokens, device.num_sms
+        self.has_fast_memory = device.copy_gbps >= _FAST_COPY_GBPS
         self.is_one_sequence, self.longest = problem.num_sequences <= 1, longest
         self.sequences = max(problem.num_sequences, 1)
         self.slices = problem.head_v_dim // 64
@@ -124,9 +129,20 @@ class Model:
         side_by_side = min(self.num_sms // self.slices, max_scheduled_clusters(self.slices == 2))
         return side_by_side if self.sequences * self.blocks // self.slices > side_by_side else 0
 
-    def shares_keys(self) -> bool:
-        """Whether a work tile is of two state heads that share K and Q, where all SMs are busy."""
-        return self.sharers >= _LEAST_SHARERS and self.chunks <= _MOST_SHARED_CHUNKS and self.clusters() > 0
+    def shares_keys(self, longest: int) -> bool:
+        """Whether a work tile is of two state heads that share K and Q, where all SMs are busy. longest: tokens of the longest
+        sequence as the host knows them; 0 = it does not."""
+        if not (clusters := self.clusters()) or self.sharers < 2:
+            return False
+        if self.sharers >= _LEAST_SHARERS and self.chunks <= _MOST_SHARED_CHUNKS:
+            return True
+        if not (self.has_fast_memory and 0 < longest <= self.num_tokens):
+            return False
+        work_tiles, all_as_long = self.sequences * self.blocks // self.slices, longest * self.sequences
+        # Of one head, and of two: turns that the clusters take. Equal lengths take whole ones, others are dealt out evenly.
+        of_one, of_two = -(-work_tiles // clusters), -(-work_tiles // (2 * clusters))
+        is_even = work_tiles * self.num_tokens >= 2 * _LEAST_LONGEST_LOADS * all_as_long * clusters
+        return is_even or _TWO_HEADS * of_two * all_as_long < of_one * self.num_tokens
 
     def prefetch(self, segment: int, clusters: int) -> int:
         """Return how many chunks ahead are prefetched into the L2 cache. It pays where a block has many chunks of one work

@@ -216,6 +216,11 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
     def blocks(config: Config) -> int:
         return problem.head_v_dim // config.block_v
 
+    def more_threads(config: Config) -> tuple[int, ...]:
+        """Less state a thread and more threads an SM, least where that is best: some load while others store."""
+        size = DTYPE_BYTES[problem.state_dtype] * state(config)
+        return abs(config.threads - 128), abs(size - _STATE_BYTES), abs(config.v_per_thread - 4)
+
     # Among equals K first: as many columns as a load takes where a block is a whole head, else as few threads a column as there
     # can be.
     k_first = not problem.state_v_first
@@ -229,6 +234,9 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
         whole = [c for c in space if blocks(c) == 1 and problem.ring_rows is None and not k_first]
         if whole and heads <= 2 * device.num_sms:  # few heads: nothing passes between blocks of one
             return min(whole, key=lambda c: (-state(c), c.threads_per_column))
+        # A float32 state that is stored for every token: 1.5 to 4 % faster on an H200, as fast on an H100.
+        if problem.has_columns and problem.ring_rows is None and problem.state_dtype == "float32" and not k_first:
+            return min(space, key=more_threads)
         return min(space, key=lambda c: (-c.min_threads_per_sm * state(c), blocks(c), c.threads_per_column))
     # A head a block, so that no sums pass between blocks, where all of them are on the device at once.
     wave = [c for c in space if blocks(c) == 1 and heads <= device.num_sms * (c.min_threads_per_sm // c.threads)]
@@ -240,9 +248,7 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
         return min(space, key=lambda c: (-state(c), abs(c.threads - 128), c.threads_per_column))
     if heads < _MANY_WAVES * device.num_sms:  # small blocks, whose places are soon free again
         return min(space, key=lambda c: (-state(c), -blocks(c), c.threads_per_column))
-    # Less state a thread and more threads an SM: some load while others store.
-    size = DTYPE_BYTES[problem.state_dtype]
-    return min(space, key=lambda c: (abs(c.threads - 128), abs(state(c) * size - _STATE_BYTES), abs(c.v_per_thread - 4)))
+    return min(space, key=more_threads)
 
 
 def compile(problem: GdnDecodeProblem, config: Config) -> dict[str, bytes]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gdn.device import H100
+from gdn.device import H100, H200
 from gdn.ops.delta_rule.problem import ChunkProblem
 from tests.compile import checks, inspection, session
 from tests.compile.variants import delta_rule
@@ -118,3 +118,34 @@ def test_products_do_not_wait_for_each_other() -> None:
     tasks = checks.tasks_of("kernels_cute.chunk", delta_rule.key_head_cover(chunk))
     for report in inspection.read([outcome.value for outcome in session.CURRENT.outcomes(tasks)]):
         assert report.count("HGMMA") >= 60 and report.count("WARPGROUP.DEPBAR") <= 16
+
+
+# Heads, sequences, mean and longest length.
+EQUAL: list[tuple[tuple[int, int, int], int, int, int]] = [
+    ((16, 16, 32), 8, 8192, 8192), ((16, 16, 32), 32, 2048, 2048), ((16, 16, 64), 4, 8192, 8192), ((4, 4, 8), 32, 2048, 2048),
+    ((16, 16, 32), 4, 4096, 4096), ((8, 8, 32), 16, 1024, 1040), ((16, 16, 32), 32, 1468, 4096),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "count", "length", "longest"), EQUAL, ids=str)
+def test_an_h200_takes_it_where_lengths_are_known_to_be_about_equal(
+    heads: tuple[int, int, int], count: int, length: int, longest: int
+) -> None:
+    problem = problem_of(heads, num_tokens=count * length, num_sequences=count, longest=longest)
+    assert chunk.default_config(problem, H200) == config_of(problem, prefetch=0)
+    assert chunk.default_config(problem, H100).state_heads == 1
+    assert chunk.default_config(replace(problem, longest=0), H200).state_heads == 1
+    assert chunk.default_config(replace(problem, longest=problem.num_tokens + 1), H200).state_heads == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "count", "length", "longest"),
+    [
+        ((4, 4, 8), 32, 1468, 4096), ((16, 16, 32), 8, 8192, 10000), ((16, 16, 32), 5, 8192, 8192), ((8, 8, 24), 16, 2048, 2048),
+        ((8, 8, 8), 64, 2048, 2048), ((16, 16, 32), 2, 8192, 8192),
+    ],
+    ids=["mixed", "one longer", "a round nearly empty", "three share keys", "nobody shares keys", "all run at once"],
+)  # fmt: skip
+def test_an_h200_does_not_take_it(heads: tuple[int, int, int], count: int, length: int, longest: int) -> None:
+    problem = problem_of(heads, num_tokens=count * length, num_sequences=count, longest=longest)
+    assert chunk.default_config(problem, H200).state_heads == 1

@@ -30,8 +30,10 @@ DRAFTS = replace(MAIN, cu_seqlens_dtype="int32", has_columns=True, has_accepted=
         (QUARTER, 32, (256, 8, 4)),
         (QUARTER, 512, (128, 16, 4)),
         (BF16, 128, (128, 8, 4)),
-        (DRAFTS, 32, (128, 8, 4)),
-        (DRAFTS, 128, (128, 8, 4)),
+        (DRAFTS, 32, (128, 16, 4)),
+        (DRAFTS, 128, (128, 16, 4)),
+        (replace(DRAFTS, num_k_heads=4, num_v_heads=8), 32, (256, 8, 4)),
+        (replace(DRAFTS, state_dtype="bfloat16"), 128, (128, 8, 4)),
     ],
 )
 def test_measured_tiles(problem: GdnDecodeProblem, batch: int, tiles: tuple[int, int, int]) -> None:

@@ -33,7 +33,7 @@ KERNELS = {
 }
 # Of long contexts, whose tiles the kernel of prefill deals to several blocks.
 KERNELS_OF_LONG = {128: KERNELS[128][:1], 256: KERNELS[256][1:]}
-CACHED, LONG_CACHED = (0, 0, 1, 5, 30, 170), (0, 30, 1500, 2500, 5000, 9000)  # tokens of a sequence
+CACHED, LONG_CACHED = (0, 0, 1, 5, 30, 170), (0, 400, 900, 2500, 5000, 9000)  # tokens of a sequence
 FAR = 10**6  # a block, a position or a length that nobody has
 
 

@@ -52,6 +52,11 @@ class DeltaRuleCase(base.SeededCase):
         arguments |= {name: arguments[name].contiguous() for name in ("g", "beta") if name in arguments}
         return base.Work(self._function, arguments, self._params(self._problem, arguments))
 
+    def public_calls(self, backend: str | None) -> list[base.Call]:
+        calls: list[Callable[..., object]] = [*super().public_calls(backend)]
+        longest = getattr(self._problem, "longest", 0)
+        return [partial(call, max_seqlen=longest) if longest else call for call in calls]
+
     @cached_property
     def _expected(self) -> oracle.DeltaRuleResult:
         return oracle.oracle_of(self._work(seed=0).arguments)
