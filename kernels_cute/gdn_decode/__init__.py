@@ -95,7 +95,8 @@ _RING_ONE = ((128, 8, 4, 512), (64, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 5
 _RING_WIDE_ONE = ((128, 16, 4, 384), (256, 16, 4, 256))
 _RING_WIDE_FILTERED_ONE = ((128, 16, 4, 256), (256, 16, 4, 256))  # with a float32 filter or bias
 _RING_ONE_K_FIRST = ((128, 8, 4, 512), (64, 8, 4, 512), (128, 16, 4, 512), (256, 8, 4, 256))
-_RING_MORE_K_FIRST = ((128, 8, 4, 384), (64, 8, 4, 512), (128, 16, 4, 384), (256, 8, 4, 256))  # narrow window, int64, noise
+# With more to keep in registers: K first a narrow window, int64 indices, noise or offsets, V first offsets and a bfloat16 state.
+_RING_MORE_ONE = ((128, 8, 4, 384), (64, 8, 4, 384), (128, 16, 4, 384), (256, 8, 4, 256))
 _RING_DRAFTS = ((128, 8, 4, 512), (256, 8, 4, 512), (128, 16, 4, 384), (64, 16, 4, 256))
 _RING_NARROW_DRAFTS = ((128, 8, 4, 384), (128, 16, 4, 384), (64, 16, 4, 256))
 _RING_NARROW_FILTERED_DRAFTS = ((128, 16, 4, 384), (64, 16, 4, 256))  # with a float32 filter or bias, and float32 states
@@ -107,12 +108,15 @@ _RING_NOISY_K_FIRST = ((128, 8, 4, 256), (64, 8, 4, 256), (128, 16, 4, 256))  # 
 def _ring_tiles(problem: GdnDecodeProblem) -> tuple[tuple[int, ...], ...]:
     k, has_float32_filter = problem.head_k_dim, "float32" in (problem.weight_dtype, problem.bias_dtype)
     if not problem.has_accepted:
+        has_offsets = problem.cu_seqlens_dtype is not None
+        if problem.state_v_first and k > 128:
+            return _RING_WIDE_FILTERED_ONE if has_float32_filter else _RING_WIDE_ONE
         if problem.state_v_first:
-            return _RING_ONE if k <= 128 else _RING_WIDE_FILTERED_ONE if has_float32_filter else _RING_WIDE_ONE
-        if problem.has_rounding and problem.cu_seqlens_dtype is not None:
+            return _RING_MORE_ONE if has_offsets and problem.state_dtype == "bfloat16" else _RING_ONE
+        if problem.has_rounding and has_offsets:
             return _RING_NOISY_K_FIRST
-        has_more = problem.width < 4 or problem.index_dtype != "int32" or problem.has_rounding
-        return _RING_MORE_K_FIRST if has_more else _RING_ONE_K_FIRST
+        has_more = problem.width < 4 or problem.index_dtype != "int32" or problem.has_rounding or has_offsets
+        return _RING_MORE_ONE if has_more else _RING_ONE_K_FIRST
     if not problem.state_v_first:
         return _RING_NOISY_K_FIRST if problem.has_rounding else _RING_DRAFTS_K_FIRST
     if k > 64:

@@ -14,8 +14,8 @@ from tests.compile.test_decode_config import MAIN
 ONE = replace(MAIN, ring_rows=16, fold_every=15)
 DRAFTS = replace(MAIN, cu_seqlens_dtype="int32", has_accepted=True, ring_rows=22, fold_every=15)
 FORMS = {"one": ONE, "drafts": DRAFTS}
-# Forms that spilled with the tiles of their neighbours: drafts of narrow keys, one token of wide keys with a float32 filter, and
-# drafts K first of few heads.
+# Forms that spilled with the tiles of their neighbours: drafts of narrow keys, one token of wide keys with a float32 filter,
+# drafts K first of few heads, and one token with offsets, of a bfloat16 state or K first.
 _NARROW: dict[str, Any] = {"head_k_dim": 64, "num_k_heads": 1, "num_v_heads": 2, "num_sequences": 1, "num_tokens": 4}
 _WIDE: dict[str, Any] = {"head_k_dim": 256, "head_v_dim": 256, "num_k_heads": 1, "num_v_heads": 1, "state_dtype": "bfloat16"}
 _FLOAT: dict[str, Any] = {"weight_dtype": "float32", "bias_dtype": "float32", "conv_dtype": "float32"}
@@ -24,12 +24,16 @@ _INTERLEAVED: dict[str, Any] = {
     "cu_seqlens_dtype": "int64",
 }  # fmt: skip
 _FEW: dict[str, Any] = {"num_k_heads": 2, "num_v_heads": 4, "state_v_first": False, "num_sequences": 1, "num_tokens": 4}
+_OFFSETS = replace(ONE, cu_seqlens_dtype="int32", num_sequences=200, num_tokens=200)
 TIGHT = [
     replace(DRAFTS, head_v_dim=64, **_NARROW),
     replace(DRAFTS, head_v_dim=64, dtype="float16", norm_dtype="float32", ring_rows=39, fold_every=24, **_NARROW, **_FLOAT),
     replace(DRAFTS, head_v_dim=128, dtype="float16", norm_dtype=None, index_dtype="int64", **_NARROW | _INTERLEAVED),
     replace(ONE, conv_channels_contiguous=False, silu=False, width=3, cu_seqlens_dtype="int64", **_WIDE, **_FLOAT),
     replace(DRAFTS, **_FEW),
+    replace(_OFFSETS, state_dtype="bfloat16"),
+    replace(_OFFSETS, state_v_first=False),
+    replace(_OFFSETS, **_FEW),
 ]
 CHANGES: list[dict[str, Any]] = [{}, {"state_dtype": "bfloat16"}, {"state_v_first": False}, {"head_k_dim": 64, "head_v_dim": 64}]
 

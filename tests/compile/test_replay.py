@@ -61,6 +61,28 @@ def test_forms_do_not_spill(backend: str, form: str) -> None:
     checks.check(MODULES[backend], backend, variants_of(backend, form))
 
 
+# Forms that spilled with the tiles of their neighbours: half a state of wide keys, and wide slots K first.
+_AS_GIVEN: dict[str, Any] = {
+    "dtype": "float16",
+    "use_gate": False,
+    "use_beta_sigmoid": False,
+    "num_sequences": 13,
+    "num_tokens": 13,
+}
+_WIDE: dict[str, Any] = {"head_k_dim": 256, "head_v_dim": 256, "use_qk_l2norm": False}
+_HEADS: dict[str, Any] = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 6}
+TIGHT = {
+    "cute": replace(ONE, **_AS_GIVEN, **_WIDE, **BF16),
+    "tilelang": replace(ONE, **_AS_GIVEN, **_HEADS, index_dtype="int64", state_v_first=False),
+}
+
+
+@checks.compiles(lambda backend: checks.tasks_of(MODULES[backend], [(TIGHT[backend], None)]))
+@BACKENDS
+def test_tight_forms_do_not_spill(backend: str) -> None:
+    checks.check(MODULES[backend], backend, [(TIGHT[backend], None)])
+
+
 @checks.quick
 @checks.compiles(lambda backend: _tasks(backend, "tree")[:1])
 @BACKENDS

@@ -246,7 +246,7 @@ def _spills_cute(problem: RecurrentProblem, tiles: Tiles) -> bool:
     if not problem.state_v_first:
         return has_drafts or is_much and (has_noise or DTYPE_BYTES[problem.state_dtype] == 2)
     if not (is_much and has_drafts):
-        return False
+        return is_much and problem.head_k_dim > 128 and DTYPE_BYTES[problem.state_dtype] == 2
     # 256 threads hold drafts with next to no register to spare: not all forms with wider slots or larger heads fit.
     return has_noise or tiles.threads != 256 or problem.index_dtype != "int32" or problem.head_k_dim > 128
 
@@ -261,7 +261,8 @@ def spills_tilelang(problem: RecurrentProblem, tiles: Tiles) -> bool:
         return is_tight and tiles.min_threads_per_sm > _MIN_THREADS_PER_SM[-1]
     if is_long or problem.has_accepted:  # with 32 values too
         return True
-    return is_much and (problem.has_rounding or problem.has_parent)
+    has_wide_slots = not problem.state_v_first and problem.index_dtype == "int64"
+    return is_much and (problem.has_rounding or problem.has_parent or has_wide_slots)
 
 
 def _holds_much(problem: RecurrentProblem, tiles: Tiles) -> bool:
