@@ -152,7 +152,7 @@ def test_split_tiles(splits: int) -> None:
 @pytest.mark.parametrize("variant", ["16/2", "24/2, gate"])
 def test_a_sequence_has_the_same_bits_in_any_batch(variant: str, switch: Callable[..., env.Switches]) -> None:
     """Batch-invariant: alone, where a call would deal its tiles to several blocks otherwise, among others, and elsewhere."""
-    lengths, new = [5200, 0, 33, 1500, 81, 2700, 64], [12, 0, 20, 30, 3, 90, 64]
+    lengths, new = [5200, 0, 33, 510, 81, 1020, 64], [12, 0, 20, 30, 3, 90, 64]
     inputs = make_inputs(VARIANTS[variant], lengths, new, 8, dense=True)
     starts, given = inputs.arguments["query_start_loc"].tolist(), public(inputs)
 
@@ -275,9 +275,9 @@ def test_a_long_prompt() -> None:
 
 # Blocks to a tile -> tokens of each sequence, and new ones among them.
 CALLS = {
-    1: ([900, 70], [40, 70]),
-    2: ([1500, 0, 300], [30, 0, 20]),
-    4: ([2700, 9, 40], [90, 9, 0]),
+    1: ([200, 70], [40, 70]),
+    2: ([510, 0, 300], [30, 0, 20]),
+    4: ([1020, 9, 40], [90, 9, 0]),
     8: ([5200, 33], [12, 20]),
 }
 every_number_of_blocks = pytest.mark.parametrize("splits", CALLS)
