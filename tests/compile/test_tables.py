@@ -241,22 +241,29 @@ def test_restamp_compares_machine_code(path: Path, tmp_path: Path) -> None:
 WITHOUT_TABLES = {"attention_prefill", "topk", "write_indexer_cache"}
 
 
-@pytest.mark.parametrize("op", sorted({path.stem.split(".")[0] for path in TABLES} | WITHOUT_TABLES))
-def test_batch_invariance_with_the_shipped_tables(op: str) -> None:
+def _names(path: Path) -> tuple[str, str]:
+    """Device and operator of a table."""
+    return path.parent.name, path.stem.split(".")[0]
+
+
+@pytest.mark.parametrize(("device", "op"), sorted({_names(path) for path in TABLES} | {("h100", op) for op in WITHOUT_TABLES}))
+def test_batch_invariance_with_the_shipped_tables(device: str, op: str) -> None:
     """One backend and one configuration, legal for whatever else is in the batch; without the switch there are several."""
-    switches = env.Switches(batch_invariant=True)
+    spec, switches = DEVICES[device], env.Switches(batch_invariant=True)
     module_of = registry.operator(op).modules
+    of_tables = [row.problem for path in TABLES if _names(path) == (device, op) for row in _rows(path)]
+    of_shapes = [shape.problem for shape in shapes(op, tuned=True)]
     several = 0
-    for shape in {shape.problem.static_key(): shape for shape in shapes(op, tuned=True)}.values():
-        problems = [shape.problem, *_other_sizes(shape.problem)]
-        choices = [select.choose(one, H100, runtime.candidates(op), switches) for one in problems]
+    for problem in {one.static_key(): one for one in (*of_tables, *of_shapes)}.values():
+        problems = [problem, *_other_sizes(problem)]
+        choices = [select.choose(one, spec, runtime.candidates(op), switches) for one in problems]
         assert {(choice.backend, choice.config, choice.config_source) for choice in choices} == {
             (choices[0].backend, choices[0].config, choices[0].config_source)
         }
         assert choices[0].backend != "reference"
         module = importlib.import_module(module_of[choices[0].backend])
-        assert all(module.fits(one, choices[0].config, H100) for one in problems)
-        free = {select.choose(one, H100, runtime.candidates(op), env.Switches()).config for one in problems}
+        assert all(module.fits(one, choices[0].config, spec) for one in problems)
+        free = {select.choose(one, spec, runtime.candidates(op), env.Switches()).config for one in problems}
         several = max(several, len(free))
     assert several > 1
 
