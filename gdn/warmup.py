@@ -155,7 +155,7 @@ def warmup_sizes(
 def warmup_uneven(
     call: Callable[[], object], device: torch.device, *, most_tokens: int, most_sequences: int
 ) -> list[tuple[int, int, int]]:
-    """Sizes at which a call takes kernels that `warmup_sizes` has not reached, if the host knows that one sequence is long.
+    """Sizes at which a call takes kernels that `warmup_sizes` has not reached, if the host knows the longest sequence.
 
     Parameters
     ----------

@@ -53,8 +53,8 @@ def close(problem: Any) -> Group:
 
 
 def uneven(problem: Any) -> Group:
-    """The problem of a prefill step of which the host knows that one prompt is long: next to rows of one token, and next to
-    shorter prompts. Nothing where a problem has no such hint."""
+    """The problem of a prefill step of which the host knows the longest prompt: next to rows of one token, to shorter prompts,
+    and to others as long. Nothing where a problem has no such hint."""
     if "longest" not in problem.hints():
         return ()
     found = ((tokens, n, long) for tokens in LONG for n in UNEVEN for long in longs(tokens, n))
@@ -62,9 +62,11 @@ def uneven(problem: Any) -> Group:
 
 
 def longs(num_tokens: int, num_sequences: int) -> list[int]:
-    """Tokens of a long prompt among so many: next to rows of one token, or to prompts that share a small part or a quarter."""
+    """Tokens of the longest prompt of so many: next to rows of one token, to prompts that share a small part or a quarter, and
+    to others as long."""
     found = (num_tokens - num_sequences + 1, num_tokens * 31 // 32, num_tokens * 3 // 4)
-    return [long for long in found if num_sequences < long <= num_tokens - num_sequences + 1]
+    uneven = [long for long in found if num_sequences < long <= num_tokens - num_sequences + 1]
+    return [*uneven, -(-num_tokens // num_sequences)]
 
 
 def rows(problem: Any) -> Group:

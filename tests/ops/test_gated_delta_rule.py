@@ -42,6 +42,23 @@ def parts_of(arguments: Arguments) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize(
+    ("lengths", "told"),
+    [
+        ([LONG] * 3, LONG),
+        ([10 * LONG, 10 * LONG + 2], 10 * LONG + 2),
+        ([LONG, 2 * LONG], 0),
+        ([10 * LONG, *[LONG] * 9], 10 * LONG),
+        ([LONG], 0),
+    ],
+    ids=["equal", "about equal", "neither", "one long", "one"],
+)
+def test_the_longest_is_told_where_it_says_something(lengths: list[int], told: int) -> None:
+    """Of lengths that are neither equal nor uneven every number would be a problem of its own."""
+    (part,) = gdn.explain("gated_delta_rule", **step(lengths)).parts
+    assert part.op == "chunk" and part.problem.longest == told
+
+
+@pytest.mark.parametrize(
     ("lengths", "parts"),
     [
         ([1, 1, 1], [("recurrent", 3, 3)]),

@@ -22,7 +22,7 @@ from gdn.layers import HybridConfig, HybridModel
 from gdn.layers.named import NAMED
 from gdn.problem import Problem
 from gdn.runtime import env, explaining, reach
-from gdn.served import GdnLayer, gdn_layer
+from gdn.served import GdnLayer, gdn_layer, rule
 from tests.integrations import sglang_engine, vllm_engine
 from tests.runtime.recorded import recording
 
@@ -456,6 +456,22 @@ def test_kernels_of_prompts_of_any_lengths(heads: tuple[int, int], device: Devic
         problem = dataclasses.replace(group[0], num_tokens=tokens, num_sequences=sequences, longest=longest)
         (kernel,) = reach.kernels([problem], device)
         assert kernel.key in found, (problem, kernel.config)
+
+
+@pytest.mark.parametrize("heads", [(4, 8), (16, 32), (4, 16), (8, 24)])
+def test_kernels_of_the_rule_by_itself_where_the_host_knows_the_longest(heads: tuple[int, int]) -> None:
+    """Of hosts that keep the steps around it. Lengths that are known to be equal take a kernel of their own on an H200."""
+    shape = served.shape_of("served", NAMED["qwen3-next-80b"])
+    model = dataclasses.replace(shape, num_k_heads=heads[0], num_v_heads=heads[1])
+    group: Any = next(group for group in rule.transformers(model, "silu") if group[0].op == "chunk")
+    found, rng, taken = {kernel.key for kernel in reach.kernels(group, H200)}, random.Random(str(heads)), set()
+    equal = [[length] * count for count, length in ((32, 2048), (8, 8192), (200, 40), (64, 64))]
+    for one in (*equal, *(lengths(rng) for _ in range(200))):
+        problem = dataclasses.replace(group[0], num_tokens=sum(one), num_sequences=len(one), longest=max(one))
+        (kernel,) = reach.kernels([problem], H200)
+        assert kernel.key in found, (problem, kernel.config)
+        taken.add(kernel.config.state_heads)
+    assert taken == ({1, 2} if heads[1] // heads[0] % 2 == 0 else {1})
 
 
 @pytest.mark.parametrize(("name", "tp"), [("qwen3-next-80b", 1), ("qwen3-next-80b", 4), ("qwen3.5-35b", 1)])

@@ -22,7 +22,7 @@ from gdn.ops.delta_rule import checks, reference
 from gdn.ops.delta_rule.checks import Sizes, States, Tokens
 from gdn.ops.delta_rule.chunk import chunk_gated_delta_rule
 from gdn.ops.delta_rule.crossing import recurrent_rows
-from gdn.ops.delta_rule.problem import tells
+from gdn.ops.delta_rule.problem import tells, tells_equal
 from gdn.ops.delta_rule.recurrent import fused_recurrent_gated_delta_rule
 from gdn.runtime import env
 from gdn.runtime.registry import Backend
@@ -292,8 +292,8 @@ class _Step:
     def chunk(self, states: States, row: int = 0, token: int = 0, output_final_state: bool = False) -> State:
         """The chunk form from a row and its first token on; returns the final state."""
         q, k, v, g, beta, cu_seqlens = self._from(slice(token, None), slice(row, None), token)
-        longest = self.longest
-        if longest is not None and not tells(longest, self.sizes.num_sequences - row, self.sizes.num_tokens - token):
+        longest, sizes = self.longest, (self.sizes.num_sequences - row, self.sizes.num_tokens - token)
+        if longest is not None and not (tells(longest, *sizes) or tells_equal(longest, *sizes)):
             longest = None  # a call is then like others of its sizes
         return chunk_gated_delta_rule(
             q, k, v, g, beta, initial_state=states.initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,

@@ -90,11 +90,17 @@ def unserved_dtypes(problem: DeltaRuleProblem) -> str | None:
 
 
 LEAST_UNEVEN = 4  # times the mean that the longest sequence has where lengths count as uneven
+MOST_EQUAL = 1.06  # times the mean that it has where they count as equal
 
 
 def tells(longest: int, num_sequences: int, num_tokens: int) -> bool:
     """Whether a host's number for the longest sequence says that lengths are uneven. More than all tokens says nothing."""
     return longest <= num_tokens and longest * num_sequences >= LEAST_UNEVEN * num_tokens
+
+
+def tells_equal(longest: int, num_sequences: int, num_tokens: int) -> bool:
+    """Whether it says that several lengths are about equal."""
+    return num_sequences > 1 and num_tokens <= longest * num_sequences <= MOST_EQUAL * num_tokens
 
 
 @dataclass(frozen=True)
