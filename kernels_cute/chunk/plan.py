@@ -45,8 +45,9 @@ _TIE = 1.03  # a longer segment that takes little more needs less workspace
 _FEW_CHUNKS = 32  # of a block: below, asking the L2 cache ahead costs more than it gains
 # Where two state heads a work tile are faster, measured (LAB-NOTES.md): least state heads a key head, most chunks a sequence.
 _LEAST_SHARERS, _MOST_SHARED_CHUNKS = 4, 4
-# With the memory of an H200 they are faster in long sequences too: such a work tile takes as long as this many of one head, both
-# at the power limit. The last ones end alone, so a long sequence must not be much of what a cluster takes.
+# With the memory of an H200 they are faster in long sequences too. A work tile of two heads takes as long as 1.88 of one head,
+# both at the power limit. They are half as many, so the last ones end alone: unless lengths are equal, a cluster must have at
+# least twice the work of the longest one.
 _FAST_COPY_GBPS, _TWO_HEADS, _LEAST_LONGEST_LOADS = 4000.0, 1.88, 2
 
 

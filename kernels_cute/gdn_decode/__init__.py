@@ -221,7 +221,7 @@ def default_config(problem: GdnDecodeProblem, device: DeviceSpec) -> Config:
         return problem.head_v_dim // config.block_v
 
     def more_threads(config: Config) -> tuple[int, ...]:
-        """Less state a thread and more threads an SM, least where that is best: some load while others store."""
+        """The key of the choice with less state a thread, for more threads an SM: some load while others store."""
         size = DTYPE_BYTES[problem.state_dtype] * state(config)
         return abs(config.threads - 128), abs(size - _STATE_BYTES), abs(config.v_per_thread - 4)
 

@@ -113,7 +113,7 @@ def test_the_default_keeps_to_its_bounds(heads: tuple[int, int], dim: int) -> No
             assert last <= splits <= most
             if splits > 1:
                 blocks, most_blocks = splits * heads[1] * -(-tokens // queries), 132 if splits == 2 else 99
-                assert blocks <= most_blocks and context >= dense.LEAST_STEPS * step * splits
+                assert blocks <= most_blocks and context >= 3 * step * splits
             before[context] = last = splits
     half = dataclasses.replace(H100, num_sms=66)
     assert splits_of(half, **own | {"num_heads": 16, "num_kv_heads": 2}, num_tokens=64, max_context_len=32768) == 4

@@ -61,7 +61,7 @@ def test_forms_do_not_spill(backend: str, form: str) -> None:
     checks.check(MODULES[backend], backend, variants_of(backend, form))
 
 
-# Forms that spilled with the tiles of their neighbours: half a state of wide keys, and wide slots K first.
+# Forms that spilled with the tiles of their neighbours: a bfloat16 state with K above 128, and int64 slots with K first.
 _AS_GIVEN: dict[str, Any] = {
     "dtype": "float16",
     "use_gate": False,

@@ -24,8 +24,8 @@ SPLITS = (1, 2, 4, 8)
 TABLE_BYTES = 1024  # at most, of shared memory, for barriers
 # Bounds of the default's clusters, from an H200 (LAB-NOTES.md). All blocks have a multiprocessor at once: clusters lie within
 # groups of 16 to 18 of these, so that some stay idle (32 clusters of 4 took two turns on 132; 64 clusters of 2 take one). Every
-# block has steps for the merge, which takes as long as 5, 8 or 11 of them. Two steps a block are fastest or next to it, but the
-# context may be half as long as the bound.
+# block has enough steps to be worth its part of the merge. Two are the fastest or within 8 % of it, but the context may be half
+# as long as the host knows.
 BUSY_SHARES = {1: 1.0, 2: 1.0, 4: 0.75, 8: 0.75}  # of the multiprocessors, by splits
 LEAST_STEPS = 3  # of a block
 workspace_bytes, launch = choice.no_workspace, choice.launch
