@@ -67,7 +67,7 @@ def find_segment(spec: ChunkSpec, params: ChunkParams, slot: Int32, segment_toke
         sequence = cutlass.max(found, 0)
         start, length, _, read_slot = sequence_of(spec, params, sequence)
         if found < 0:
-            first, length = slot + 1, Int32(0)  # no segment has this slot
+            first, length = slot - 1, Int32(0)  # no segment has this slot: it is beyond the only one of no tokens
     else:
         sequence = find_sequence(slot, params.cu_seqlens, segment_tokens)
         start, length, _, read_slot = sequence_of(spec, params, sequence)
@@ -81,10 +81,9 @@ def find_segment(spec: ChunkSpec, params: ChunkParams, slot: Int32, segment_toke
         is_live = read_slot > params.null_slot
         if read_slot <= params.null_slot:
             live_length = Int32(0)
-    exists = (index >= 0) & (index < count)
     return Segment(
-        exists, is_live & (count > 1), sequence, index, count, first, before, start + before, segment_length, live_length,
-        read_slot, params.workspace,
+        index < count, is_live & (count > 1), sequence, index, count, first, before, start + before, segment_length,
+        live_length, read_slot, params.workspace,
     )  # fmt: skip
 
 
