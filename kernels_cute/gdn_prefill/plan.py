@@ -129,8 +129,8 @@ def in_segments(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int
     others = problem.num_sequences - 1
     alone = replace(parts.chunk_problem(problem), num_tokens=problem.num_tokens - others, num_sequences=1, longest=0)
     model = Model(alone, device)
-    segment, _ = model.split()
-    if not segment:
+    segment, time = model.best_segment()
+    if not segment or time >= model.whole_time:  # next to rows of one token, whole sequences never have four SMs
         return None
     none = dict.fromkeys(("split_if_longest_exceeds", "num_four_sm_clusters", "max_l2_ring_groups"), 0)
     own = {"stages": STAGES, "state_heads": 1, "split_chunks": segment, "prefetch": model.prefetch(segment, 0)}

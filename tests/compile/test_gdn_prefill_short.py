@@ -168,7 +168,7 @@ def test_one_long_sequence_is_cut_where_the_host_knows_of_it() -> None:
         {"longest": 300},  # as long as the others
         {"longest": 131072},  # a bound that says nothing of this call
         {"num_k_heads": 16, "num_v_heads": 32},  # heads enough
-        {"num_tokens": 2000, "longest": 1936},  # too short to be cut
+        {"num_tokens": 1264, "longest": 1200},  # too short to be cut
     ):
         assert module.default_config(_uneven(_problem(), **changes), H100).split_chunks == 0
     # Next to prompts that are no rows of one token: segments, and no launch for these.
@@ -177,6 +177,14 @@ def test_one_long_sequence_is_cut_where_the_host_knows_of_it() -> None:
     assert not module.fits(known, dataclasses.replace(others, max_long_sequences=5), H100)
     assert not module.suits(known, config, H100)
     assert all(module.suits(dataclasses.replace(known, longest=longest), config, H100) for longest in (0, 131072))
+
+
+@pytest.mark.parametrize(("tokens", "is_cut"), [(1024, False), (1500, False), (2048, True), (3000, True)])
+@pytest.mark.parametrize("heads", [(2, 4), (4, 8), (8, 16)])
+def test_where_it_is_cut_next_to_rows_of_one_token(heads: tuple[int, int], tokens: int, is_cut: bool) -> None:
+    """Sooner than alone, where whole ones may have four SMs a head."""
+    sizes = {"num_k_heads": heads[0], "num_v_heads": heads[1], "num_tokens": 64 + tokens, "longest": tokens}
+    assert (module.default_config(_uneven(_problem(), **sizes), H100).split_chunks > 0) is is_cut
 
 
 def test_lengths_change_no_key() -> None:
