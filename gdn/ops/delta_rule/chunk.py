@@ -130,8 +130,8 @@ def chunk_gated_delta_rule(
         Tokens of the longest sequence as the host knows them, or a few more. It chooses how the work is dealt out, and so the
         last bits of a result: one long sequence among short ones is faster if it is given, and so are many sequences of about
         the same length on an H200. Four times the mean length or more counts as one long sequence, so a loose upper bound may
-        cost time. None, or more than all tokens = lengths are taken to be about equal, but nothing rests on it. Less than the
-        longest has is an error where values are checked; elsewhere it may cost time, and results stay right.
+        cost time. None, or more than all tokens: it is not known. Less than the longest has is an error where values are
+        checked; elsewhere it may cost time, and results stay right.
     null_slot, out : int, Tensor [B, T, HS, V] or None
         Largest slot index that means padding, >= -1 (vLLM's convention is 0); tensor to write o into, dtype of `v`, last
         dimension contiguous, which shares no element with any other argument, `v` included.
