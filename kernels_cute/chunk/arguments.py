@@ -108,7 +108,8 @@ def partition_keys(spec: Any, storage: Any, copies: Any, work_tile: Any, q_stage
 @cute.jit
 def is_selected_launch(spec: ChunkSpec, cu_seqlens: cute.Tensor, split_if_longest_exceeds: Int32):
     """Return whether this launch has to work: segments where some sequence has more tokens than the bound, whole sequences
-    elsewhere.
+    elsewhere. Where short sequences are skipped: segments where the longer ones are at most as many as the bound, for which there
+    are slots (split/segments.py).
 
     A call that may be split launches both forms, and the blocks of the one that is not selected return at once. Whole sequences
     take as long as the longest one, segments as long as all tokens together, and the host does not know the lengths. All threads
@@ -116,14 +117,17 @@ def is_selected_launch(spec: ChunkSpec, cu_seqlens: cute.Tensor, split_if_longes
     """
     if cutlass.const_expr(not spec.has_both_variants):
         return Boolean(True)
-    is_longer = longest_sequence(cu_seqlens) > split_if_longest_exceeds
+    if cutlass.const_expr(spec.skipped_tokens > 0):
+        are_cut = longer_sequences(cu_seqlens, spec.skipped_tokens) <= split_if_longest_exceeds
+    else:
+        are_cut = longest_sequence(cu_seqlens) > split_if_longest_exceeds
     if cutlass.const_expr(not spec.is_split):
-        return not is_longer
+        return not are_cut
     # Launched before whole sequences are done, which saves microseconds where it then has nothing to do. Their first launch
     # waited for what came before the call, so the lengths may be read; nothing else is touched before this, and what follows
     # in the stream waits for it.
     cute.arch.griddepcontrol_wait()
-    return is_longer
+    return are_cut
 
 
 @cute.jit
@@ -135,3 +139,15 @@ def longest_sequence(cu_seqlens: cute.Tensor):
         if sequence < count:
             most = cutlass.max(most, Int32(cu_seqlens[sequence + 1]) - Int32(cu_seqlens[sequence]))
     return cute.arch.warp_redux_sync(most, "max")
+
+
+@cute.jit
+def longer_sequences(cu_seqlens: cute.Tensor, skipped: cutlass.Constexpr):
+    """Return how many sequences have more than `skipped` tokens. Each warp counts them for itself."""
+    found, count = Int32(0), cute.size(cu_seqlens, mode=[0]) - 1
+    for first in cutlass.range(0, count, 32, unroll=1):
+        sequence, is_longer = first + cute.arch.lane_idx(), Boolean(False)
+        if sequence < count:
+            is_longer = Int32(cu_seqlens[sequence + 1]) - Int32(cu_seqlens[sequence]) > skipped
+        found = found + cute.arch.popc(cute.arch.vote_ballot_sync(is_longer))
+    return found

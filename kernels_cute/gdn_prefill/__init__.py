@@ -52,6 +52,10 @@ class Config(ChunkConfig):
     # blocks. 0, 1, or with norm_in_chunk 64; 0 where whole sequences are those of launches one after the other.
     max_short_tokens: int = 0
 
+    # With max_short_tokens and segments, else 0: sequences of more tokens than that are in segments if they are at most so many,
+    # for which the launches have blocks, else whole.
+    max_long_sequences: int = field(default=0, metadata={"compiled": bool})
+
     conv_threads: int = 128
     conv_rows: int = 32
     conv_batch: int = 4
@@ -86,6 +90,9 @@ def note(problem: GdnPrefillProblem) -> str | None:
 
 
 def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool:
+    is_in_turn = not (config.num_conv_blocks or config.norm_in_chunk)
+    if config.max_long_sequences and not (is_in_turn and config.max_short_tokens and config.split_chunks):
+        return False
     if config.num_conv_blocks:
         return plan.side_by_side_fits(problem, config, device)
     if not conv.fits(parts.conv_problem(problem), config.conv, device):
@@ -99,7 +106,7 @@ def fits(problem: GdnPrefillProblem, config: Config, device: DeviceSpec) -> bool
         return False
     if problem.has_norm and not norm.fits(parts.norm_problem(problem), config.norm, device):
         return False
-    return bool(chunk.fits(parts.chunk_problem(problem), config, device))
+    return bool(chunk.fits(parts.chunk_problem(problem), plan.bounded(config), device))
 
 
 def default_config(problem: GdnPrefillProblem, device: DeviceSpec) -> Config:
@@ -194,8 +201,9 @@ def launch(compiled: Any, params: GdnPrefillParams) -> None:
         return
     length = params.mixed_qkv.shape[0]
     if _is_one_entry(problem):
-        sizes = (problem.num_v_heads, length, params.cu_seqlens.shape[0] - 1)
-        variants = chunk_kernel.variants(config)
+        sequences = params.cu_seqlens.shape[0] - 1
+        sizes = (problem.num_v_heads, length, min(sequences, config.max_long_sequences or sequences))
+        variants = chunk_kernel.variants(plan.bounded(config))
         functions[_IN_TURN](*params, *[one for variant in variants for one in chunk_kernel.scalars(variant, *sizes)])
         return
     size = length * problem.dim * DTYPE_BYTES[problem.dtype]

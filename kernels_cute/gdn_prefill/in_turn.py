@@ -18,7 +18,7 @@ from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem, RmsN
 from gdn.problem import DTYPE_BYTES
 from kernels_cute.chunk import kernel as chunk
 from kernels_cute.chunk import library as chunk_library
-from kernels_cute.gdn_prefill import parts
+from kernels_cute.gdn_prefill import parts, plan
 from kernels_cute.gdn_prefill.one_token import OneToken
 from kernels_cute.gdn_prefill.staged import StagedTiles
 from kernels_cute.gdn_prefill.steps import PrefillConv, PrefillNorm
@@ -27,7 +27,7 @@ from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows
 
 class InTurn:
     def __init__(self, problem: GdnPrefillProblem, config: Any) -> None:
-        rule, variants = parts.chunk_problem(problem), chunk.variants(config)
+        rule, variants = parts.chunk_problem(problem), chunk.variants(plan.bounded(config))
         self.problem, skipped = problem, config.max_short_tokens
         self.conv = StagedTiles(problem, config.conv, skipped) if skipped else PrefillConv(problem, config.conv)
         # Of each launch of the chunk kernel what launches it, and where its scalars end.

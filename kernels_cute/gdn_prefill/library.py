@@ -7,7 +7,7 @@ import cutlass
 from gdn.ops.layer_step.problem import GdnPrefillProblem
 from kernels_cute.chunk import kernel as chunk
 from kernels_cute.common import build
-from kernels_cute.gdn_prefill import steps
+from kernels_cute.gdn_prefill import plan, steps
 from kernels_cute.gdn_prefill.in_turn import InTurn
 from kernels_cute.gdn_prefill.normed import Normed
 from kernels_cute.gdn_prefill.side_by_side import SideBySide, fakes
@@ -24,7 +24,7 @@ def normed(entry: str, problem: GdnPrefillProblem, config: Any) -> bytes:
 
 
 def in_turn(entry: str, problem: GdnPrefillProblem, config: Any) -> bytes:
-    scalars = [one for variant in chunk.variants(config) for one in chunk.scalars(variant, 1, 1, 1)]
+    scalars = [one for variant in chunk.variants(plan.bounded(config)) for one in chunk.scalars(variant, 1, 1, 1)]
     return build.library(entry, InTurn(problem, config).launch, *fakes(problem), *map(cutlass.Int32, scalars))
 
 

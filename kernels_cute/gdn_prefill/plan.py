@@ -33,6 +33,7 @@ _NORMED_TIME = 0.92  # with the norm in the chunk kernel, of the time apart
 # The same of the norm in the chunk kernel where sequences have fewer tokens than _LEAST_IN_TURN.
 _NORMED_TIME_OF_MANY = 0.97
 _MOST_OTHER_TOKENS = 2  # on average of the sequences next to a long one, where they count as sequences of one token
+_MORE_LONG = 4  # sequences than the host expects next to rows of one token, for which there is room
 _LONG_PROMPT = 8192  # tokens
 _LEAST_SHORT_WAVES = 3  # of the blocks that short sequences have, from calls with 4 and with 16
 _GBPS_CONV, _GBPS_NORM = 2500.0, 2850.0  # of the kernels alone, measured
@@ -128,11 +129,14 @@ def in_segments(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int
     others = problem.num_sequences - 1
     alone = replace(parts.chunk_problem(problem), num_tokens=problem.num_tokens - others, num_sequences=1, longest=0)
     model = Model(alone, device)
-    segment, _ = model.split()
-    if not segment:
+    segment, time = model.best_segment()
+    if not segment or time >= model.whole_time:  # next to rows of one token, whole sequences never have four SMs
         return None
-    none = dict.fromkeys(("split_if_longest_exceeds", "num_persistent_clusters", "num_four_sm_clusters", "max_l2_ring_groups"), 0)
+    none = dict.fromkeys(("split_if_longest_exceeds", "num_four_sm_clusters", "max_l2_ring_groups"), 0)
     own = {"stages": STAGES, "state_heads": 1, "split_chunks": segment, "prefetch": model.prefetch(segment, 0)}
+    # As many as others have tokens beyond their first, and a few more, as empty sequences or a wrong `longest` make them.
+    longer = 1 + max(problem.num_tokens - problem.longest - others, 0)
+    own |= {"max_long_sequences": min(longer + _MORE_LONG, problem.num_sequences), "num_persistent_clusters": device.num_sms // 2}
     if problem.has_norm:  # the tiles of a long prompt, however long: fewer kernels are compiled and loaded
         last = norm.default_config(replace(parts.norm_problem(problem), num_tokens=_LONG_PROMPT), device)
         own |= {"norm_threads": last.threads, "norm_rows": last.rows}
@@ -152,7 +156,14 @@ def in_segments_fits(problem: GdnPrefillProblem, config: Any, device: DeviceSpec
     """Whether a configuration with `max_short_tokens` and `split_chunks` serves the problem, if the chunk kernel's part fits."""
     is_split = config.split_chunks > 0 and not config.split_if_longest_exceeds
     is_served = config.max_short_tokens == 1 and _serves(problem) and _can_decode(problem)
-    return is_split and is_served and _staged_fits(problem, config, device)
+    is_bounded = 2 <= config.max_long_sequences <= max(problem.num_sequences, 2)
+    return is_split and is_served and is_bounded and _staged_fits(problem, config, device)
+
+
+@functools.lru_cache(maxsize=256)  # every launch asks
+def bounded(config: Any) -> Any:
+    """The configuration whose variants the chunk kernel launches: what decides between them is `max_long_sequences`, if given."""
+    return replace(config, split_if_longest_exceeds=config.max_long_sequences) if config.max_long_sequences else config
 
 
 def has_short(problem: GdnPrefillProblem, device: DeviceSpec) -> bool:

@@ -55,6 +55,23 @@ def test_batch_invariance_fixes_the_length(backend: str) -> None:
         assert choice.config == wanted
 
 
+def test_slots_of_longer_sequences_alone() -> None:
+    """The rule of `find_longer`: every segment of a sequence of more than one token has a slot of its own, within those that a
+    call has for so many sequences."""
+    rng = random.Random(0)
+    for _ in range(2000):
+        lengths = [rng.choice((0, 1, 1, 1, 2, 3, rng.randint(1, 3000))) for _ in range(rng.randint(2, 90))]
+        segment, begin, longer, taken = rng.choice((64, 128, 1024)), 0, 0, []
+        for length in lengths:
+            if length > 1:
+                first = begin // segment + longer
+                assert not taken or first > taken[-1]
+                taken += range(first, first + -(-length // segment))
+                longer += 1
+            begin += length
+        assert not taken or taken[-1] < segments.num_slots(sum(lengths), max(longer, 2), segment)
+
+
 @BACKENDS
 @pytest.mark.parametrize("num_tokens", [0, 1, 64])
 def test_a_call_that_needs_no_segments_has_a_default(backend: str, num_tokens: int) -> None:

@@ -72,7 +72,7 @@ def test_machine_code(form: str, changes: dict[str, Any]) -> None:
     (library,) = module.compile(problem, config).values()
     kernels = {kernel.name.split("_object_at_")[0].rsplit("kernel", 1)[-1]: kernel for kernel in machine_code.kernels(library)}
     assert len(kernels) == {
-        "short": 4, "normed": 3, "beside": 4 + problem.has_norm, "none elsewhere": 4, "segments": 4 + problem.has_norm,
+        "short": 4, "normed": 3, "beside": 4 + problem.has_norm, "none elsewhere": 4, "segments": 5 + problem.has_norm,
     }[form]  # fmt: skip
     assert all(kernel.spills == kernel.stack_bytes == 0 for kernel in kernels.values())
     assert len([name for name in kernels if "OneToken" in name]) == (form != "none elsewhere")
@@ -158,20 +158,33 @@ def test_one_long_sequence_is_cut_where_the_host_knows_of_it() -> None:
     known = _uneven(_problem())
     config = module.default_config(known, H100)
     assert config.split_chunks > 0 and config.max_short_tokens == 1 and module.fits(known, config, H100)
+    assert config.max_long_sequences == 5  # the long one, and room for a few that the host does not know of
+    assert module.default_config(dataclasses.replace(known, longest=8100), H100).max_long_sequences == 33
+    for slots in (0, 1, 66):
+        assert not module.fits(known, dataclasses.replace(config, max_long_sequences=slots), H100)
     assert config in module.configs(known, H100)
     for changes in (
         {"longest": 0},  # not known
         {"longest": 300},  # as long as the others
         {"longest": 131072},  # a bound that says nothing of this call
         {"num_k_heads": 16, "num_v_heads": 32},  # heads enough
-        {"num_tokens": 2000, "longest": 1936},  # too short to be cut
+        {"num_tokens": 1264, "longest": 1200},  # too short to be cut
     ):
         assert module.default_config(_uneven(_problem(), **changes), H100).split_chunks == 0
     # Next to prompts that are no rows of one token: segments, and no launch for these.
     others = module.default_config(_uneven(_problem(), num_tokens=9000, num_sequences=10, longest=8000), H100)
     assert others.split_chunks > 0 and others.max_short_tokens == 0 and others.split_if_longest_exceeds == 0
+    assert not module.fits(known, dataclasses.replace(others, max_long_sequences=5), H100)
     assert not module.suits(known, config, H100)
     assert all(module.suits(dataclasses.replace(known, longest=longest), config, H100) for longest in (0, 131072))
+
+
+@pytest.mark.parametrize(("tokens", "is_cut"), [(1024, False), (1500, False), (2048, True), (3000, True)])
+@pytest.mark.parametrize("heads", [(2, 4), (4, 8), (8, 16)])
+def test_where_it_is_cut_next_to_rows_of_one_token(heads: tuple[int, int], tokens: int, is_cut: bool) -> None:
+    """Sooner than alone, where whole ones may have four SMs a head."""
+    sizes = {"num_k_heads": heads[0], "num_v_heads": heads[1], "num_tokens": 64 + tokens, "longest": tokens}
+    assert (module.default_config(_uneven(_problem(), **sizes), H100).split_chunks > 0) is is_cut
 
 
 def test_lengths_change_no_key() -> None:

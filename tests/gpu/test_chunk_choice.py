@@ -124,3 +124,23 @@ def test_many_short_sequences_share_key_heads(key_heads: int, device: torch.devi
         run(FUNCTION, copied(arguments), "cute")
     assert [choice.config.state_heads for choice, _ in asked.answers] == [2]
     check(arguments, by("cute"), monkeypatch)
+
+
+@pytest.mark.parametrize("longest", [300, 100])
+def test_equal_lengths_that_the_host_knows_share_key_heads(
+    longest: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H200, with two state heads a key head; also where the number is wrong, and one sequence has nearly all tokens."""
+    problem = replace(cases.MAIN_CHUNK, num_q_heads=4, num_k_heads=4, num_v_heads=8)
+    lengths = [300] * 32 if longest == 300 else [*[3] * 16, 3200, *[0] * 15]
+    arguments = arguments_of(problem, device, lengths=lengths)
+
+    def call(given: Arguments) -> Results:
+        return run(FUNCTION, given | {"max_seqlen": longest}, "cute")
+
+    with explaining() as asked:
+        call(copied(arguments))
+    spec, _ = devices.describe(device)
+    assert spec is not None
+    assert [choice.config.state_heads for choice, _ in asked.answers] == [2 if spec.key.startswith("h200") else 1]
+    check(arguments, call, monkeypatch)

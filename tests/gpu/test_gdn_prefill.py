@@ -128,7 +128,7 @@ Configure = Callable[..., None]
 FORM_NAMES = [
     "apart", "side by side", "side by side, few clusters", "normed", "normed, few clusters", "normed, short",
     "normed, short, few clusters", "normed, one token", "side by side, one token", "side by side, one token, few clusters",
-    "segments, one token",
+    "segments, one token", "segments, one token, few slots",
 ]  # fmt: skip
 FORMS = pytest.mark.parametrize("form", FORM_NAMES)
 # One sequence after the other with two SMs a head, which is what the other forms have.
@@ -136,7 +136,7 @@ PLAIN = {"stages": 4, "prefetch": 0, "num_four_sm_clusters": 0, "max_l2_ring_gro
          "split_if_longest_exceeds": 0, "num_persistent_clusters": 0}  # fmt: skip
 
 NORMED = PLAIN | {"norm_in_chunk": 1, "conv_rows": 16, "conv_threads": 64}
-SEGMENTS = PLAIN | {"split_chunks": 2, "conv_rows": 16, "conv_threads": 64}
+SEGMENTS = PLAIN | {"split_chunks": 2, "num_persistent_clusters": 3, "conv_rows": 16, "conv_threads": 64}
 
 
 def force_form(patch: pytest.MonkeyPatch, form: str, **changes: int) -> None:
@@ -153,7 +153,8 @@ def force_form(patch: pytest.MonkeyPatch, form: str, **changes: int) -> None:
             normed = replace(config, **NORMED | {"num_persistent_clusters": clusters})
             config = normed if module.fits(problem, normed, H100) else config  # z wider than the rows is not served
         if "segments" in form:
-            segments = replace(config, **SEGMENTS)
+            slots = 2 if "few" in form else max(problem.num_sequences, 2)  # of longer sequences; more of them are whole
+            segments = replace(config, **SEGMENTS | {"max_long_sequences": slots})
             config = segments if module.fits(problem, replace(segments, max_short_tokens=1), H100) else config
         most = 64 if "short" in form else int("one token" in form)
         short = replace(config, max_short_tokens=most)
@@ -348,3 +349,15 @@ def test_one_long_sequence(known: bool, others: tuple[int, ...], device: torch.d
         torch.cuda.synchronize()
         judge(case, arguments, one)
     assert same(sets[0], sets[1])
+
+
+@pytest.mark.parametrize("longest", [2500, 2530])
+def test_more_long_sequences_than_the_host_tells_of(longest: int, device: torch.device) -> None:
+    """With the tokens of the longest as they are, and with a few more: then most of the others seem to be of one token, and the
+    launches of segments have too few blocks."""
+    case = Case(lengths=(*[3] * 10, 2500, *[3] * 10), heads=(4, 8))
+    arguments = make(case, device)
+    given = twin(arguments)
+    gdn.fused_gdn_prefill(**given, backend="cute", max_seqlen=longest)
+    torch.cuda.synchronize()
+    judge(case, arguments, given)

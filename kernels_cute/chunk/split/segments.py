@@ -11,6 +11,11 @@ a = cu_seqlens[n] / segment_tokens and b the sequence's length in segments: floo
 slots of n end before n + 1's begin, and the last one is below floor(num_tokens / segment_tokens) + sequences. Slots in between
 may have no segment.
 
+Where short sequences are another launch's (`ChunkSpec.skipped_tokens`) only the longer ones count: with n the number of those in
+front of a sequence the same holds, and the last slot is below floor(num_tokens / segment_tokens) + longer sequences. A block
+finds its sequence by a pass over all of them. The host does not know how many there are, and makes slots for as many as it
+expects; if there are more, whole sequences are computed instead (`is_selected_launch`).
+
 The workspace holds per slot and state head a summary, 8 D^2 bytes: with S_s the state before segment s,
 S_(s+1) = P_s S_s + h_s.
     h  float32, in the order of a state warpgroup's registers: [64 V columns][n = 8 K columns][warp][lane][4]
@@ -57,9 +62,16 @@ class Segment(NamedTuple):
 
 @cute.jit
 def find_segment(spec: ChunkSpec, params: ChunkParams, slot: Int32, segment_tokens: Int32):
-    sequence = find_sequence(slot, params.cu_seqlens, segment_tokens)
-    start, length, _, read_slot = sequence_of(spec, params, sequence)
-    first = start // segment_tokens + sequence
+    if cutlass.const_expr(spec.skipped_tokens > 0):
+        found, first = find_longer(slot, params.cu_seqlens, segment_tokens, spec.skipped_tokens)
+        sequence = cutlass.max(found, 0)
+        start, length, _, read_slot = sequence_of(spec, params, sequence)
+        if found < 0:
+            first, length = slot - 1, Int32(0)  # no segment has this slot: it is beyond the only one of no tokens
+    else:
+        sequence = find_sequence(slot, params.cu_seqlens, segment_tokens)
+        start, length, _, read_slot = sequence_of(spec, params, sequence)
+        first = start // segment_tokens + sequence
     index = slot - first
     count = cutlass.max((length + (segment_tokens - 1)) // segment_tokens, 1)
     before = index * segment_tokens
@@ -91,6 +103,26 @@ def find_sequence(slot: Int32, cu_seqlens: cute.Tensor, segment_tokens: Int32):
         low = low + found
         span = cutlass.min(stride, span - found)
     return low
+
+
+@cute.jit
+def find_longer(slot: Int32, cu_seqlens: cute.Tensor, segment_tokens: Int32, skipped: cutlass.Constexpr):
+    """Return the last sequence of more than `skipped` tokens whose first slot is not beyond `slot`, and that slot; -1 and -1
+    where there is none. Each warp finds it for itself."""
+    lane, count = cute.arch.lane_idx(), cute.size(cu_seqlens, mode=[0]) - 1
+    lower = (Int32(1) << lane) - 1
+    found, first, before = Int32(-1), Int32(-1), Int32(0)
+    for begin in cutlass.range(0, count, 32, unroll=1):
+        sequence, start, is_longer = begin + lane, Int32(0), Boolean(False)
+        if sequence < count:
+            start = Int32(cu_seqlens[sequence])
+            is_longer = Int32(cu_seqlens[sequence + 1]) - start > skipped
+        longer = cute.arch.vote_ballot_sync(is_longer)
+        own = start // segment_tokens + before + cute.arch.popc(longer & lower)
+        if is_longer & (own <= slot):
+            found, first = sequence, own
+        before = before + cute.arch.popc(longer)
+    return cute.arch.warp_redux_sync(found, "max"), cute.arch.warp_redux_sync(first, "max")
 
 
 def summary_address(spec: Any, segment: Segment, index: Any, head: Any) -> Any:
