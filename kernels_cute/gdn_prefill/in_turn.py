@@ -1,6 +1,6 @@
 """A prefill step as the launches of its three operators, one after the other in one entry: the convolution, the chunk kernel in
-any of its forms, and the gated norm. With `max_short_tokens` the first two pass over the sequences of one token, and a last
-launch has them (one_token.py).
+any of its forms, and the gated norm. With `max_short_tokens` these pass over the sequences of one token, and a last launch has
+them (one_token.py): it begins with the norm, and runs next to it.
 
 Views of the call's tensors and of the workspace are made in the launch, where they cost nothing.
 
@@ -20,6 +20,7 @@ from kernels_cute.chunk import kernel as chunk
 from kernels_cute.chunk import library as chunk_library
 from kernels_cute.gdn_prefill import parts, plan
 from kernels_cute.gdn_prefill.one_token import OneToken
+from kernels_cute.gdn_prefill.outputs import OutputNorm, norm_params
 from kernels_cute.gdn_prefill.staged import StagedTiles
 from kernels_cute.gdn_prefill.steps import PrefillConv, PrefillNorm
 from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
@@ -35,8 +36,10 @@ class InTurn:
         self.chunks = [chunk_library.host(spec, rule, variant) for spec, variant in zip(specs, variants, strict=True)]
         self.ends = [*accumulate(len(chunk.scalars(variant, 1, 1, 1)) for variant in variants)]
         self.has_workspace = any(chunk.needs_workspace(variant) for variant in variants)
-        self.norm = PrefillNorm(problem, config.norm) if problem.has_norm else None
-        self.one_token = OneToken(problem, waits=True) if skipped else None
+        self.norm: OutputNorm | PrefillNorm | None = None
+        if problem.has_norm:
+            self.norm = OutputNorm(problem, 0, skipped) if skipped else PrefillNorm(problem, config.norm)
+        self.one_token = OneToken(problem, waits=not problem.has_norm) if skipped else None
 
     @cute.jit
     def launch(self, *values):
@@ -52,7 +55,10 @@ class InTurn:
             rule = rule._replace(workspace=self.rest(params.workspace, tokens))
         for host, begin, end in zip(self.chunks, (0, *self.ends), self.ends, strict=False):
             host.launch(*rule, *scalars[begin:end], stream)
-        if cutlass.const_expr(self.norm is not None):
+        if cutlass.const_expr(isinstance(self.norm, OutputNorm)):
+            norm = norm_params(problem, params)
+            self.norm.kernel(norm, Int64(0)).launch(stream=stream, **self.norm.launch_options(norm))
+        elif cutlass.const_expr(self.norm is not None):
             z = norm_z(problem, params, tokens)
             self.norm(*RmsNormGatedParams(params.out, z, params.norm_weight, params.out, params.eps), stream)
         if cutlass.const_expr(self.one_token is not None):

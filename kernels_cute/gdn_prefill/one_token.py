@@ -1,8 +1,8 @@
 """A prefill step's sequences of one token: the decode step's kernel (kernels_cute.gdn_decode), in the last launch.
 
-It reads nothing that the launches before it write. So it begins once all blocks of the one before have begun, unless that one is
-the norm, which writes all rows. Its first block waits for that one's end, so what follows in the stream, which waits for this
-launch alone, waits for all of them.
+It reads nothing that the launches before it write, and writes other rows and states. So it begins once all blocks of the one
+before have begun, if that one says when. Its first block waits for that one's end, so what follows in the stream, which waits for
+this launch alone, waits for all of them.
 
 Blocks of other sequences return at once. The rows that nobody has are zeroed here: those of padding sequences of any length, and
 those after the last sequence.
@@ -41,7 +41,7 @@ def tiles(problem: GdnPrefillProblem) -> Config:
 
 class OneToken:
     def __init__(self, problem: GdnPrefillProblem, *, waits: bool = False) -> None:
-        """waits: for the end of the launch before."""
+        """waits: for the end of the launch before, which does not say when all its blocks have begun."""
         self.spec, self.waits = Spec(parts.decode_problem(problem), tiles(problem)), waits
 
     @cute.jit

@@ -1,9 +1,9 @@
-"""The gated norm of a prefill step that runs next to the chunk kernel, after it chunk by chunk.
+"""The gated norm of a prefill step, chunk by chunk: next to the chunk kernel, or after it.
 
-A block has the rows of a head and a chunk of 64 tokens, in the order of the tokens; it asks for its rows of z, waits for the
-chunk kernel's blocks in its word of `outputs_done` (kernels_cute.chunk.signals), and replaces the outputs by the result. The
-chunk kernel waits for nobody here, and its blocks have their SMs for themselves, so blocks that wait are in nobody's way. Rows of
-padding are those of the chunk kernel, or of the last launch, which write zeros.
+A block has the rows of a head and a chunk of 64 tokens, in the order of the tokens; it asks for its rows of z, and replaces the
+outputs by the result. Next to the chunk kernel it first waits for that one's blocks in its word of `outputs_done`
+(kernels_cute.chunk.signals). The chunk kernel waits for nobody here, and its blocks have their SMs for themselves, so blocks that
+wait are in nobody's way. Rows of padding are those of the chunk kernel, or of the last launch, which write zeros.
 """
 
 from typing import Any, NamedTuple
@@ -12,12 +12,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from gdn.ops.layer_step.problem import GdnPrefillProblem
+from gdn.ops.layer_step.problem import GdnPrefillParams, GdnPrefillProblem
 from kernels_cute.chunk import signals
 from kernels_cute.chunk.roles.gates import head_offset
 from kernels_cute.chunk.shape import CHUNK
 from kernels_cute.common.memory import load, pointer, sigmoid, store
 from kernels_cute.conv1d.tiles import find_sequence
+from kernels_cute.gdn_prefill.views import norm_z
 
 _VECTOR = 8  # elements of an access
 _THREADS = 256
@@ -35,9 +36,14 @@ class NormParams(NamedTuple):
     null_slot: Any
 
 
+def norm_params(problem: GdnPrefillProblem, p: GdnPrefillParams) -> NormParams:
+    z = norm_z(problem, p, p.mixed_qkv.shape[0])
+    return NormParams(z, p.norm_weight, p.state_indices, p.cu_seqlens, p.out, p.eps, p.null_slot)
+
+
 class OutputNorm:
-    """dim: V; blocks_of_chunk: the chunk kernel's blocks that share a head; skipped_tokens: sequences of so many tokens or fewer
-    are another launch's."""
+    """blocks_of_chunk: the chunk kernel's blocks that share a head, 0 where all outputs are there when this launch begins;
+    skipped_tokens: sequences of so many tokens or fewer are another launch's."""
 
     def __init__(self, problem: GdnPrefillProblem, blocks_of_chunk: int, skipped_tokens: int) -> None:
         self.heads, self.dim, self.sigmoid = problem.num_v_heads, problem.head_v_dim, problem.gate_sigmoid
@@ -96,9 +102,10 @@ class OutputNorm:
             self.load_row(params.z, row, head, column, rZ, u * _VECTOR)
         align = cutlass.const_expr(min(16, _VECTOR * params.weight.element_type.width // 8))
         load(pointer(params.weight, Int64(column), align), _VECTOR, rWeight, 0, False)
-        if thread == 0:
-            signals.await_count(done, self.blocks_of_chunk)
-        cute.arch.sync_threads()
+        if cutlass.const_expr(self.blocks_of_chunk > 0):
+            if thread == 0:
+                signals.await_count(done, self.blocks_of_chunk)
+            cute.arch.sync_threads()
         for u in cutlass.range_constexpr(self.rows):
             row = token + cutlass.min(group + u * self.groups, valid - 1)
             self.load_row(params.out, row, head, column, rX, u * _VECTOR)

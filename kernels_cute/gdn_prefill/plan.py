@@ -15,7 +15,6 @@ from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.shape import CLUSTER, PART_BYTES, block_threads
 from kernels_cute.gdn_prefill.short.shape import BLOCKS_PER_SM, MOST_TOKENS, RESERVED_BYTES
 from kernels_cute.gdn_prefill.short.shape import fits as short_fits
-from kernels_cute.gdn_steps import rms_norm_gated as norm
 
 ALL_CLUSTERS = 2**31 - 1
 _DIM = 128
@@ -34,7 +33,7 @@ _NORMED_TIME = 0.92  # with the norm in the chunk kernel, of the time apart
 _NORMED_TIME_OF_MANY = 0.97
 _MOST_OTHER_TOKENS = 2  # on average of the sequences next to a long one, where they count as sequences of one token
 _MORE_LONG = 4  # sequences than the host expects next to rows of one token, for which there is room
-_LONG_PROMPT = 8192  # tokens
+_NORM_THREADS, _NORM_ROWS = 128, 4
 _LEAST_SHORT_WAVES = 3  # of the blocks that short sequences have, from calls with 4 and with 16
 _GBPS_CONV, _GBPS_NORM = 2500.0, 2850.0  # of the kernels alone, measured
 
@@ -137,9 +136,8 @@ def in_segments(problem: GdnPrefillProblem, device: DeviceSpec) -> dict[str, int
     # As many as others have tokens beyond their first, and a few more, as empty sequences or a wrong `longest` make them.
     longer = 1 + max(problem.num_tokens - problem.longest - others, 0)
     own |= {"max_long_sequences": min(longer + _MORE_LONG, problem.num_sequences), "num_persistent_clusters": device.num_sms // 2}
-    if problem.has_norm:  # the tiles of a long prompt, however long: fewer kernels are compiled and loaded
-        last = norm.default_config(replace(parts.norm_problem(problem), num_tokens=_LONG_PROMPT), device)
-        own |= {"norm_threads": last.threads, "norm_rows": last.rows}
+    # The norm has tiles of its own (outputs.py): those of the configuration change nothing, and are the same for all lengths.
+    own |= {"norm_threads": _NORM_THREADS, "norm_rows": _NORM_ROWS}
     return none | _staged(problem) | own | {"max_short_tokens": 1}
 
 

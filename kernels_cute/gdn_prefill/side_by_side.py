@@ -30,10 +30,10 @@ from kernels_cute.common import ptx
 from kernels_cute.common.memory import fake
 from kernels_cute.gdn_prefill import parts
 from kernels_cute.gdn_prefill.one_token import OneToken
-from kernels_cute.gdn_prefill.outputs import NormParams, OutputNorm
+from kernels_cute.gdn_prefill.outputs import OutputNorm, norm_params
 from kernels_cute.gdn_prefill.rows import RowMaker
 from kernels_cute.gdn_prefill.shape import words, words_bytes
-from kernels_cute.gdn_prefill.views import chunk_views, conv_views, norm_z, rows_view
+from kernels_cute.gdn_prefill.views import chunk_views, conv_views, rows_view
 
 _CLEAR_THREADS = 256
 
@@ -71,15 +71,7 @@ class SideBySide:
         options = {"grid": (self.spec.sharers * clusters, 1, 1), **fused.launch_shape(self.spec)}
         self.chunk.kernel(chunk, copies, Int32(0)).launch(stream=stream, use_pdl=True, **options)
         if cutlass.const_expr(self.norm is not None):
-            norm = NormParams(
-                norm_z(problem, params, tokens),
-                params.norm_weight,
-                params.state_indices,
-                params.cu_seqlens,
-                params.out,
-                params.eps,
-                params.null_slot,
-            )
+            norm = norm_params(problem, params)
             self.norm.kernel(norm, outputs_done).launch(stream=stream, use_pdl=True, **self.norm.launch_options(norm))
         if cutlass.const_expr(self.one_token is not None):
             self.one_token.launch(params, stream)
